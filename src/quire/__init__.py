@@ -1,0 +1,37 @@
+"""Quire: an inference and serving engine for large language models that treats the KV cache as paged memory.
+
+Importing this package loads no torch: `LLM` is looked up on first use.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from quire.core.beam_search_params import BeamSearchParams
+from quire.core.outputs import CompletionOutput, KVStats, Logprob, RequestMetrics, RequestOutput
+from quire.core.sampling_params import SamplingParams
+from quire.core.seeds import branch_seed
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "KVStats",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "branch_seed",
+]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 (PEP 562 leaves no narrower type)
+    """Load `LLM`, and torch with it, when it is first asked for."""
+    if name == "LLM":
+        from quire.llm import LLM  # noqa: PLC0415 (the point of this function)
+
+        return LLM
+    raise AttributeError(f"module 'quire' has no attribute {name!r}")

@@ -1,0 +1,41 @@
+"""How an engine is cut: one small frozen record per floor, resolved once at start and never changed after."""
+
+from dataclasses import dataclass
+
+from quire.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV cache: how many blocks, of how many tokens.
+
+    `sliding_window`: tokens that a query may look back on, itself included, if every layer has such a window (the
+    widest one); None when some layer looks back on everything. Any block size from 1 up; kernels take powers of two
+    from 8 to 128.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1:
+            raise ConfigError(f"num_kv_blocks must be at least 1, got {self.num_blocks}")
+        if self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, got {self.block_size}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ConfigError(f"sliding_window must be at least 1, got {self.sliding_window}")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step, and the longest sequence."""
+
+    max_num_seqs: int = 256                # rows of the worker: sequences that run at once
+    max_num_batched_tokens: int = 2048     # the token budget of a step
+    max_model_len: int = 2048              # prompt and output together, tokens
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

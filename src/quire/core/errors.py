@@ -1,0 +1,36 @@
+"""What can go wrong, as types: each is turned into an exit code or an HTTP status in one place.
+
+Everything under `EngineError` is an answer to something outside the engine (a bad request, a bad setting, a bad
+model folder, not enough memory). Faults of the engine itself are assertions, not these.
+"""
+
+
+class EngineError(Exception):
+    """Base of every error that Quire raises on purpose."""
+
+
+class ConfigError(EngineError, ValueError):
+    """A setting that cannot work. The text names the setting, its value and the nearest value that works."""
+
+
+class ModelError(EngineError, ValueError):
+    """A model folder that cannot be loaded: missing, broken, hostile or of an unknown architecture."""
+
+
+class InvalidRequestError(EngineError, ValueError):
+    """A request that cannot be served as asked. Nothing was queued and nothing else is disturbed.
+
+    `param` names the field, `code` is the contract's machine-readable reason, or None.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt and the tokens asked for do not fit into the model's length or the KV cache."""
+
+    def __init__(self, message: str, *, param: str | None = "prompt") -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")

@@ -1,0 +1,124 @@
+"""What comes out: token records inside the engine, `RequestOutput` and its parts for users."""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position: the token that stands there first, then the most likely ones.
+
+    log-softmax of the raw float32 logits, before penalties, temperature and filters. Ranks count from 1; equal
+    logits rank by token id.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
+@dataclass(slots=True)
+class SequenceDelta:
+    """What a step added to one sequence: the engine's message to the output processor.
+
+    `finish_reason` is set in a sequence's last delta. `stop_reason` is the stop token id that ended it, or None for
+    an end-of-sequence token. Prompt logprobs ride on branch 0, once, when the whole prompt has been computed.
+    """
+
+    request_id: int
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of positions 1..P-1
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate token at one position."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds on one monotonic clock."""
+
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds between arrival and the first step that computed one of its tokens."""
+        return None if self.first_scheduled_s is None else self.first_scheduled_s - self.arrival_s
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """Everything that a request gave so far; all of it once `finished`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVStats:
+    """The KV cache at one moment. Blocks are counted once however many sequences share them.
+
+    `tail_waste_ratio`: slots of blocks in use that hold no computed token, over all slots of blocks in use.
+    `ref_counts`: how many blocks in use have 1, 2, 3-4, 5-8, 9+ owners.
+    """
+
+    block_size: int
+    total_blocks: int
+    used_blocks: int
+    cached_blocks: int
+    free_blocks: int
+    shared_blocks: int
+    num_sequences: int
+    tail_waste_slots: int
+    ref_counts: dict[str, int] = field(default_factory=dict)
+    swap_total_blocks: int = 0
+    swap_used_blocks: int = 0
+    copied_blocks: int = 0            # since start
+    swapped_out_blocks: int = 0       # since start
+    swapped_in_blocks: int = 0        # since start
+    prefix_queries_tokens: int = 0    # since start
+    prefix_hits_tokens: int = 0       # since start
+
+    @property
+    def usage(self) -> float:
+        """Share of all blocks that are in use."""
+        return self.used_blocks / self.total_blocks
+
+    @property
+    def tail_waste_ratio(self) -> float:
+        """Share of the slots in use that hold no token."""
+        slots = self.used_blocks * self.block_size
+        return self.tail_waste_slots / slots if slots else 0.0

@@ -1,0 +1,86 @@
+"""StepPlan and StepResult: the whole control message of a step, and its answer (Kwon et al. 2023, section 4.6).
+
+A plan carries changes, not the world. The worker keeps one row per running sequence: its tokens, its block table and
+its sampling parameters. A plan adds rows, frees rows, sets block table entries, and says which rows advance by how
+many tokens. Both are plain data: integers, lists and small records, ready to be sent over a wire.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire.core.outputs import TokenLogprobs
+from quire.core.sampling_params import SamplingParams
+
+
+class BlockCopy(NamedTuple):
+    """Copy one physical block over another, in every layer, before the step's forward pass (copy-on-write)."""
+
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A sequence that begins, or begins again after a preemption, in a row of the worker."""
+
+    row: int
+    token_ids: list[int]                               # all known tokens: the prompt, then the output so far
+    num_prompt_tokens: int
+    block_ids: list[int]                               # its block table when the plan was made
+    params: SamplingParams
+    seed: int                                          # of this branch
+    eos_token_ids: frozenset[int] = frozenset()        # tokens that min_tokens forbids, besides params.stop_token_ids
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: who runs, how many tokens each, on which blocks.
+
+    Order of effects: `freed_rows`, `new_rows`, table entries, `copies`, then one forward pass over the entries.
+    Entry i advances row `rows[i]` over positions [starts[i], starts[i] + counts[i]). Sample j is drawn from the
+    logits of entry `sample_entries[j]`'s last token and becomes the next token of row `sample_rows[j]`: the same
+    row in most cases, the rows of all branches when a prompt of n > 1 has just been computed.
+    """
+
+    step: int
+    new_rows: list[NewRow] = field(default_factory=list)
+    freed_rows: list[int] = field(default_factory=list)
+    table_rows: list[int] = field(default_factory=list)      # block_table[table_rows[i]][table_columns[i]] = table_blocks[i]
+    table_columns: list[int] = field(default_factory=list)
+    table_blocks: list[int] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    sample_rows: list[int] = field(default_factory=list)
+    sample_entries: list[int] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute. An empty plan may still free rows, which the next plan then carries."""
+        return not self.rows
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes, over all rows."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsChunk:
+    """Logprobs of the prompt tokens at positions [start, start + len(tokens)) of the sequence in `row`."""
+
+    row: int
+    start: int                                         # at least 1: the first token has nothing before it
+    tokens: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave: one token per sample of the plan, in the plan's order."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None       # None: no sample asked for them
+    prompt_logprobs: list[PromptLogprobsChunk] = field(default_factory=list)
+    elapsed_s: float = 0.0

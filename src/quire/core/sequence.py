@@ -1,0 +1,60 @@
+"""Sequence: one token list being extended, and Request: one ask that owns 1..n of them.
+
+Both are plain state. The scheduler is their only writer; everyone else reads.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from quire.core.outputs import TokenLogprobs
+from quire.core.sampling_params import SamplingParams
+
+NO_ROW = -1
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands. A preempted sequence is waiting again: preempting is ending and queueing anew."""
+
+    WAITING = "waiting"    # holds no blocks and no row
+    RUNNING = "running"    # holds a row; its blocks cover its computed tokens
+    FINISHED = "finished"  # ended; holds nothing
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One branch of a request: its tokens, and how many of them have keys and values in the cache."""
+
+    seq_id: int                       # unique over the scheduler's life
+    index: int                        # branch of the request, 0..n-1
+    seed: int                         # the branch's own seed
+    token_ids: list[int]              # the prompt, then the output
+    num_prompt_tokens: int
+    num_computed_tokens: int = 0
+    row: int = NO_ROW                 # the worker's row while running
+    status: SequenceStatus = SequenceStatus.WAITING
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and output so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One client's ask. Its sequences are one gang: admitted, preempted and resumed together (the paper's group)."""
+
+    request_id: int                   # given by the engine, in order of arrival; never a client's own id
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int                   # resolved: params.max_tokens or what fits
+    eos_token_ids: frozenset[int] = frozenset()            # of the model; empty with ignore_eos
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+    sequences: list[Sequence] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_preemptions: int = 0

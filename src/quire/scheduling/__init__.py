@@ -1,0 +1,1 @@
+"""Who runs in this step, with how many tokens: pure Python, no torch, no clock, no I/O."""
