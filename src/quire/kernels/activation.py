@@ -1,0 +1,35 @@
+"""Activations of the feed-forward layers, each element by itself in float32 and rounded to the input's dtype.
+
+Written with `exp` and exactly rounded operations only: torch's own silu, sigmoid and tanh give an element other last
+bits in a vector register than in the scalar remainder of a tensor.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up for gate_up [..., 2 * width], gate in the first half. Shazeer 2020 (SwiGLU)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide = gate.float()
+    return (wide / (torch.exp(-wide) + 1.0)).to(gate.dtype) * up
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return GELU by its tanh approximation (GPT-2's `gelu_new`). Hendrycks and Gimpel 2016."""
+    wide = x.float()
+    inner = (wide + wide * wide * wide * 0.044715) * (2.0 * math.sqrt(2.0 / math.pi))
+    return (wide / (torch.exp(-inner) + 1.0)).to(x.dtype)  # 0.5 * (1 + tanh(y)) = sigmoid(2 y)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Return GELU with the error function. Hendrycks and Gimpel 2016."""
+    wide = x.float()
+    return (wide * 0.5 * (torch.erf(wide * math.sqrt(0.5)) + 1.0)).to(x.dtype)
+
+
+def relu(x: Tensor) -> Tensor:
+    """Return max(x, 0)."""
+    return torch.relu(x)
