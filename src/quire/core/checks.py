@@ -1,0 +1,94 @@
+"""Checks of single values that came from outside: right type, right range, or an error that names all three.
+
+Each check returns the value in its final form (a float for a number, a tuple for a list) and runs in time linear in
+what it is given. A bool is no integer here, and NaN lies in no range.
+"""
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+from quire.core.errors import InvalidRequestError
+
+MAX_INT = 2**31 - 1  # counts and token ids are stored and sent as 32-bit integers
+
+_MAX_SHOWN_CHARS = 80
+_MAX_SHOWN_BITS = 128
+
+
+def _shown(value: object) -> str:
+    """Return `value` for an error text, short whatever a client sent."""
+    if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
+        return f"an integer of {value.bit_length()} bits"  # repr() of a very long one raises
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        return f"a {type(value).__name__} of {len(value)}"  # repr() would take time and memory for what is cut off
+    text = repr(value[:_MAX_SHOWN_CHARS] if isinstance(value, str | bytes) else value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
+
+
+def refuse(field: str, value: object, expected: str) -> NoReturn:
+    """Raise the error for a value of `field` that is not `expected`."""
+    raise InvalidRequestError(f"{field} must be {expected}, got {_shown(value)}", param=field)
+
+
+def check_int(field: str, value: object, low: int, high: int = MAX_INT) -> int:
+    """Return `value` if it is an integer in [low, high]."""
+    if type(value) is not int or not low <= value <= high:
+        refuse(field, value, f"an integer from {low} to {high}")
+    return value
+
+
+def check_optional_int(field: str, value: object, low: int) -> int | None:
+    """Return `value` if it is None or an integer in [low, MAX_INT]."""
+    return None if value is None else check_int(field, value, low)
+
+
+def check_float(field: str, value: object, low: float, high: float, *, above_low: bool = False) -> float:
+    """Return `value` as a float if it is a number in [low, high], or in (low, high] with `above_low`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or (above_low and value == low):  # type: ignore[operator]
+        start = "above" if above_low else "from"
+        refuse(field, value, f"a number {start} {low:g} to {high:g}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def check_bool(field: str, value: object) -> bool:
+    """Return `value` if it is True or False."""
+    if not isinstance(value, bool):
+        refuse(field, value, "true or false")
+    return value
+
+
+def check_token_ids(field: str, value: object) -> tuple[int, ...]:
+    """Return `value` as a tuple if it is a list of integers in [0, MAX_INT]."""
+    ids = _elements(field, value, "a list of token ids")
+    for token in ids:
+        if type(token) is not int or not 0 <= token <= MAX_INT:
+            refuse(field, token, f"a list of token ids from 0 to {MAX_INT}")
+    return tuple(ids)  # type: ignore[arg-type]
+
+
+def check_strings(field: str, value: object) -> tuple[str, ...]:
+    """Return `value` as a tuple if it is a list of strings, none of them empty."""
+    texts = _elements(field, value, "a list of strings that are not empty")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            refuse(field, text, "a list of strings that are not empty")
+    if not _is_unicode(texts):  # type: ignore[arg-type]
+        refuse(field, value, "a list of valid Unicode strings")
+    return tuple(texts)  # type: ignore[arg-type]
+
+
+def _elements(field: str, value: object, expected: str) -> tuple[object, ...]:
+    """Return the elements of a list or tuple; a string is neither."""
+    if not isinstance(value, list | tuple):
+        refuse(field, value, expected)
+    return tuple(value)
+
+
+def _is_unicode(texts: Iterable[str]) -> bool:
+    """Tell whether the texts can be written as UTF-8: JSON can smuggle in half a surrogate pair, which cannot."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,153 @@
+"""SamplingParams: how the tokens of one request are chosen, and when it stops. Checked once, at construction.
+
+Names and defaults are vLLM's. Every value that gets past the constructor can be served by any model, except that
+token ids still have to lie in the model's vocabulary (`check_vocabulary`). What the values do to the logits, and in
+which order, is told in `quire.decoding.sampler`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from quire.core.checks import (
+    MAX_INT,
+    check_bool,
+    check_float,
+    check_int,
+    check_optional_int,
+    check_strings,
+    check_token_ids,
+    refuse,
+)
+from quire.core.errors import InvalidRequestError
+
+MAX_TEMPERATURE = 100.0         # flat to within a few percent for any real model
+MAX_REPETITION_PENALTY = 100.0
+MAX_PENALTY = 2.0               # of presence and frequency, either sign (OpenAI's range)
+MAX_LOGIT_BIAS = 100.0          # either sign (OpenAI's range)
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
+_MAX_ID_DIGITS = len(str(MAX_INT))
+
+
+class FrozenBias(dict[int, float]):
+    """A dict from token id to bias that nobody can change, so that parameters can be shared between requests."""
+
+    def _refuse_change(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError("logit_bias cannot be changed after construction")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse_change
+    clear = pop = popitem = setdefault = update = _refuse_change
+
+    def __reduce__(self) -> tuple[type["FrozenBias"], tuple[dict[int, float]]]:
+        return FrozenBias, (dict(self),)  # copy and pickle would fill an empty one item by item
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Parameters of one request. A value out of range raises `InvalidRequestError`, a `ValueError`, that names it.
+
+    Lists come out as tuples and `logit_bias` as a read-only dict, so an instance can be shared freely. Ranges stand
+    in `__post_init__`. `temperature=0` is greedy decoding whatever the filters say. `top_k` 0 or -1 is off.
+    `max_tokens=None` means as many as fit. `logprobs=k` asks for the chosen token and the k most likely ones.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_distribution()
+        self._check_lengths()
+        self._check_lists()
+        for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            self._set(field, check_bool(field, getattr(self, field)))
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError("stop strings are found in text: detokenize must be true", param="stop")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `InvalidRequestError` when a token id named here is not below `vocab_size`. Linear in the ids named."""
+        for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            highest = max(getattr(self, field) or (), default=0)
+            if highest >= vocab_size:
+                refuse(field, highest, f"token ids below the vocabulary size of {vocab_size}")
+
+    def _check_distribution(self) -> None:
+        """Check what shapes the distribution that a token is drawn from."""
+        self._set("temperature", check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE))
+        self._set("top_p", check_float("top_p", self.top_p, 0.0, 1.0, above_low=True))
+        self._set("top_k", max(0, check_int("top_k", self.top_k, -1)))
+        self._set("min_p", check_float("min_p", self.min_p, 0.0, 1.0))
+        for field in ("presence_penalty", "frequency_penalty"):
+            self._set(field, check_float(field, getattr(self, field), -MAX_PENALTY, MAX_PENALTY))
+        repetition = check_float(
+            "repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, above_low=True
+        )
+        self._set("repetition_penalty", repetition)
+        if self.seed is not None:
+            check_int("seed", self.seed, MIN_SEED, MAX_SEED)
+
+    def _check_lengths(self) -> None:
+        """Check what counts branches, tokens and logprobs."""
+        check_int("n", self.n, 1)
+        check_optional_int("max_tokens", self.max_tokens, 1)
+        check_int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            refuse("min_tokens", self.min_tokens, f"an integer from 0 to max_tokens ({self.max_tokens})")
+        check_optional_int("logprobs", self.logprobs, 0)
+        check_optional_int("prompt_logprobs", self.prompt_logprobs, 0)
+
+    def _check_lists(self) -> None:
+        """Check lists and the bias, and store them in a form that cannot be changed."""
+        if self.stop is not None:
+            self._set("stop", check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop))
+        for field in ("stop_token_ids", "allowed_token_ids"):
+            if getattr(self, field) is not None:
+                self._set(field, check_token_ids(field, getattr(self, field)))
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            refuse("allowed_token_ids", self.allowed_token_ids, "null or a list of at least one token id")
+        if self.bad_words is not None:
+            self._set("bad_words", check_strings("bad_words", self.bad_words))
+        if self.logit_bias is not None:
+            self._set("logit_bias", _check_logit_bias(self.logit_bias))
+
+    def _set(self, field: str, value: object) -> None:
+        """Store the final form of a field, past the frozen dataclass's guard: only the constructor may."""
+        object.__setattr__(self, field, value)
+
+
+def _check_logit_bias(bias: object) -> FrozenBias:
+    """Return the bias with integer keys, which JSON can only send as strings of digits."""
+    if not isinstance(bias, Mapping):
+        refuse("logit_bias", bias, "a mapping from token ids to numbers")
+    checked = {
+        _token_id(key): check_float("logit_bias", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS) for key, value in bias.items()
+    }
+    if len(checked) != len(bias):
+        refuse("logit_bias", bias, "a mapping that names each token id once")
+    return FrozenBias(checked)
+
+
+def _token_id(key: object) -> int:
+    """Return a key of `logit_bias` as a token id."""
+    if isinstance(key, str) and len(key) <= _MAX_ID_DIGITS and key.isascii() and key.isdigit():
+        key = int(key)
+    return check_int("logit_bias", key, 0)
