@@ -1,0 +1,325 @@
+"""BlockTable: growth, sharing, copy-on-write, lookup and dropped blocks. Block size 4 unless said otherwise."""
+
+import pytest
+
+from quire.cache.block_pool import BlockPool, OutOfBlocksError
+from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate
+from quire.core.plan import BlockCopy
+
+
+@pytest.fixture
+def pool() -> BlockPool:
+    return BlockPool(8)
+
+
+def table_of(pool: BlockPool, num_tokens: int, block_size: int = 4) -> BlockTable:
+    table = BlockTable(pool, block_size)
+    table.append(num_tokens)
+    return table
+
+
+def ref_counts(pool: BlockPool) -> list[int]:
+    return [pool.ref_count(block) for block in range(pool.num_blocks)]
+
+
+def check(pool: BlockPool, *tables: BlockTable) -> None:
+    pool.check()
+    for table in tables:
+        table.check()
+
+
+class TestAppend:
+    @pytest.mark.parametrize("block_size", [0, -4])
+    def test_block_without_slots_is_refused(self, pool: BlockPool, block_size: int) -> None:
+        with pytest.raises(ValueError, match=f"block_size must be at least 1, got {block_size}"):
+            BlockTable(pool, block_size)
+
+    def test_new_table_holds_nothing(self, pool: BlockPool) -> None:
+        table = BlockTable(pool, 4)
+        assert (table.blocks, table.num_tokens, pool.num_free_blocks) == ([], 0, 8)
+        table.check()
+
+    def test_first_tokens_open_the_first_columns(self, pool: BlockPool) -> None:
+        table = BlockTable(pool, 4)
+        assert table.append(5) == TableUpdate(first_column=0, blocks=[0, 1], copy=None)
+        assert (table.blocks, table.num_tokens) == ([0, 1], 5)
+
+    def test_tokens_that_fit_the_last_block_change_no_column(self, pool: BlockPool) -> None:
+        table = table_of(pool, 5)
+        assert table.append(1) is None
+        assert table.append(2) is None
+        assert (table.blocks, table.num_tokens) == ([0, 1], 8)
+
+    def test_full_last_block_makes_the_next_token_open_a_column(self, pool: BlockPool) -> None:
+        table = table_of(pool, 8)
+        assert table.append(1) == TableUpdate(2, [2], None)
+        assert table.num_tokens == 9
+
+    def test_update_names_only_the_new_columns(self, pool: BlockPool) -> None:
+        table = table_of(pool, 6)
+        assert table.append(7) == TableUpdate(2, [2, 3], None)
+        assert table.blocks == [0, 1, 2, 3]
+
+    def test_update_is_not_the_table_itself(self, pool: BlockPool) -> None:
+        table = BlockTable(pool, 4)
+        update = table.append(4)
+        assert update is not None
+        update.blocks.append(99)
+        assert table.blocks == [0]
+
+    def test_blocks_of_one_token(self, pool: BlockPool) -> None:
+        table = table_of(pool, 2, block_size=1)
+        assert table.append(1) == TableUpdate(2, [2], None)
+        child = table.fork()
+        assert child.append(1) == TableUpdate(3, [3], None)
+        check(pool, table, child)
+
+    def test_appending_nothing_changes_nothing_even_when_shared(self, pool: BlockPool) -> None:
+        table = table_of(pool, 6)
+        child = table.fork()
+        assert table.append(0) is None
+        assert (table.blocks, table.num_tokens, ref_counts(pool)[:3]) == ([0, 1], 6, [2, 2, 0])
+        assert BlockTable(pool, 4).append(0) is None
+        check(pool, table, child)
+
+    @pytest.mark.parametrize("num_tokens", [0, 3, 4])
+    def test_negative_count_is_a_fault(self, pool: BlockPool, num_tokens: int) -> None:
+        table = table_of(pool, num_tokens)
+        with pytest.raises(AssertionError, match="cannot append -1 tokens"):
+            table.append(-1)
+        assert table.num_tokens == num_tokens
+
+    def test_out_of_blocks_changes_nothing(self, pool: BlockPool) -> None:
+        table = table_of(pool, 6)
+        with pytest.raises(OutOfBlocksError, match="need 7 blocks, 6 of 8 are free"):
+            table.append(27)
+        assert (table.blocks, table.num_tokens, ref_counts(pool)) == ([0, 1], 6, [1, 1, 0, 0, 0, 0, 0, 0])
+        assert table.append(26) == TableUpdate(2, [2, 3, 4, 5, 6, 7], None)
+        check(pool, table)
+
+
+class TestForkAndCopyOnWrite:
+    def test_fork_shares_every_block_and_takes_none(self, pool: BlockPool) -> None:
+        parent = table_of(pool, 6)
+        child = parent.fork()
+        assert (child.blocks, child.num_tokens) == ([0, 1], 6)
+        assert ref_counts(pool)[:3] == [2, 2, 0]
+        check(pool, parent, child)
+
+    def test_fork_of_an_empty_table_is_empty(self, pool: BlockPool) -> None:
+        child = BlockTable(pool, 4).fork()
+        assert (child.blocks, child.num_tokens) == ([], 0)
+        assert child.append(1) == TableUpdate(0, [0], None)
+
+    @pytest.mark.parametrize("writer_is_child", [False, True])
+    def test_first_write_to_a_shared_block_copies_it_and_the_second_does_not(
+        self, pool: BlockPool, writer_is_child: bool
+    ) -> None:
+        parent = table_of(pool, 6)
+        child = parent.fork()
+        first, second = (child, parent) if writer_is_child else (parent, child)
+        assert first.append(1) == TableUpdate(1, [2], BlockCopy(src=1, dst=2))
+        assert (first.blocks, second.blocks) == ([0, 2], [0, 1])
+        assert ref_counts(pool)[:3] == [2, 1, 1]
+        assert second.append(1) is None
+        assert second.blocks == [0, 1]
+        check(pool, parent, child)
+
+    def test_copied_block_is_written_in_place_from_then_on(self, pool: BlockPool) -> None:
+        parent = table_of(pool, 5)
+        child = parent.fork()
+        child.append(1)
+        assert child.append(1) is None
+        assert child.append(1) is None
+        assert child.append(1) == TableUpdate(2, [3], None)
+        check(pool, parent, child)
+
+    def test_write_past_a_shared_block_copies_it_and_opens_columns(self, pool: BlockPool) -> None:
+        parent = table_of(pool, 6)
+        child = parent.fork()
+        assert child.append(7) == TableUpdate(1, [2, 3, 4], BlockCopy(1, 2))
+        assert (child.blocks, child.num_tokens) == ([0, 2, 3, 4], 13)
+        check(pool, parent, child)
+
+    def test_fork_at_a_border_never_copies(self, pool: BlockPool) -> None:
+        parent = table_of(pool, 8)
+        child = parent.fork()
+        assert child.append(1) == TableUpdate(2, [2], None)
+        assert parent.append(1) == TableUpdate(2, [3], None)
+        assert ref_counts(pool)[:4] == [2, 2, 1, 1]
+        check(pool, parent, child)
+
+    def test_block_may_be_written_in_place_again_when_the_other_owner_has_left(self, pool: BlockPool) -> None:
+        parent = table_of(pool, 6)
+        parent.fork().free()
+        assert parent.append(1) is None
+        assert parent.append(1) is None
+        assert parent.blocks == [0, 1]
+        check(pool, parent)
+
+    def test_second_fork_makes_a_written_block_shared_again(self, pool: BlockPool) -> None:
+        parent = table_of(pool, 5)
+        first = parent.fork()
+        first.append(1)
+        second = first.fork()
+        assert first.append(1) == TableUpdate(1, [3], BlockCopy(2, 3))
+        assert second.append(1) is None
+        check(pool, parent, first, second)
+
+    def test_fork_of_a_fork_counts_every_owner(self, pool: BlockPool) -> None:
+        root = table_of(pool, 3)
+        child = root.fork()
+        grandchild = child.fork()
+        assert ref_counts(pool)[0] == 3
+        assert [t.append(1) is not None for t in (grandchild, root, child)] == [True, True, False]
+        check(pool, root, child, grandchild)
+
+    def test_copy_that_finds_no_block_changes_nothing(self) -> None:
+        pool = BlockPool(2)
+        parent = table_of(pool, 6)
+        child = parent.fork()
+        with pytest.raises(OutOfBlocksError, match="need 1 blocks, 0 of 2"):
+            child.append(1)
+        assert (child.blocks, child.num_tokens, ref_counts(pool)) == ([0, 1], 6, [2, 2])
+        check(pool, parent, child)
+        parent.free()
+        assert child.append(1) is None
+
+    def test_copy_and_growth_are_one_allocation(self) -> None:
+        pool = BlockPool(3)
+        parent = table_of(pool, 6)
+        child = parent.fork()
+        with pytest.raises(OutOfBlocksError, match="need 2 blocks, 1 of 3"):
+            child.append(3)
+        assert (child.blocks, child.num_tokens, ref_counts(pool)) == ([0, 1], 6, [2, 2, 0])
+        assert child.append(2) == TableUpdate(1, [2], BlockCopy(1, 2))
+        check(pool, parent, child)
+
+    @pytest.mark.parametrize("count", range(12))
+    @pytest.mark.parametrize("num_tokens", [0, 3, 4, 6])
+    @pytest.mark.parametrize("is_shared", [False, True])
+    def test_cost_of_an_append_is_known_beforehand(self, num_tokens: int, count: int, is_shared: bool) -> None:
+        pool = BlockPool(8)
+        table = table_of(pool, num_tokens)
+        other = table.fork() if is_shared else BlockTable(pool, 4)
+        cost = table.num_blocks_to_append(count)
+        num_free = pool.num_free_blocks
+        table.append(count)
+        assert num_free - pool.num_free_blocks == cost
+        check(pool, table, other)
+
+
+class TestFree:
+    def test_free_gives_back_everything_and_leaves_an_empty_table(self, pool: BlockPool) -> None:
+        table = table_of(pool, 10)
+        table.free()
+        assert (table.blocks, table.num_tokens, pool.num_free_blocks) == ([], 0, 8)
+        assert table.append(1) is not None
+        check(pool, table)
+
+    def test_next_table_gets_the_same_blocks_in_the_same_order(self, pool: BlockPool) -> None:
+        table_of(pool, 12).free()
+        assert table_of(pool, 12).blocks == [0, 1, 2]
+
+    def test_free_of_a_fork_leaves_the_others_whole(self, pool: BlockPool) -> None:
+        parent = table_of(pool, 6)
+        child = parent.fork()
+        child.append(4)
+        parent.free()
+        assert ref_counts(pool)[:4] == [1, 0, 1, 1]
+        assert child.blocks == [0, 2, 3]
+        check(pool, parent, child)
+
+
+class TestLocate:
+    def test_every_position_has_a_slot_of_its_own(self, pool: BlockPool) -> None:
+        table = table_of(pool, 11)
+        slots = [table.locate(position) for position in range(11)]
+        assert slots == [(block, offset) for block in (0, 1, 2) for offset in range(4)][:11]
+
+    @pytest.mark.parametrize("position", [-1, 6, 7, 100])
+    def test_position_without_a_token_is_an_error(self, pool: BlockPool, position: int) -> None:
+        with pytest.raises(IndexError, match=f"position {position} is outside of a table of 6 tokens"):
+            table_of(pool, 6).locate(position)
+
+    def test_dropped_position_is_an_error_of_its_own(self, pool: BlockPool) -> None:
+        table = table_of(pool, 10)
+        table.drop_before(5)
+        with pytest.raises(IndexError, match="position 3 was dropped"):
+            table.locate(3)
+        assert table.locate(4) == (1, 0)
+
+
+class TestDropBefore:
+    @pytest.mark.parametrize(("position", "num_dropped"), [(-3, 0), (0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (10, 2)])
+    def test_only_blocks_wholly_before_the_position_go(self, pool: BlockPool, position: int, num_dropped: int) -> None:
+        table = table_of(pool, 10)
+        assert table.drop_before(position) == num_dropped
+        assert table.blocks == [NULL_BLOCK] * num_dropped + [0, 1, 2][num_dropped:]
+        assert pool.num_free_blocks == 5 + num_dropped
+        check(pool, table)
+
+    def test_each_block_is_dropped_once(self, pool: BlockPool) -> None:
+        table = table_of(pool, 12)
+        assert [table.drop_before(position) for position in (5, 6, 8, 2, 12, 12)] == [1, 0, 1, 0, 1, 0]
+        check(pool, table)
+
+    def test_other_owner_keeps_a_dropped_block(self, pool: BlockPool) -> None:
+        parent = table_of(pool, 10)
+        child = parent.fork()
+        child.drop_before(8)
+        assert (parent.blocks, child.blocks) == ([0, 1, 2], [NULL_BLOCK, NULL_BLOCK, 2])
+        assert ref_counts(pool)[:3] == [1, 1, 2]
+        check(pool, parent, child)
+
+    def test_fork_of_a_table_with_dropped_blocks_shares_the_rest(self, pool: BlockPool) -> None:
+        parent = table_of(pool, 10)
+        parent.drop_before(4)
+        child = parent.fork()
+        assert child.blocks == [NULL_BLOCK, 1, 2]
+        assert child.append(1) == TableUpdate(2, [0], BlockCopy(2, 0))
+        assert child.drop_before(8) == 1
+        parent.free()
+        child.free()
+        assert pool.num_free_blocks == 8
+        check(pool, parent, child)
+
+    def test_table_grows_on_after_all_its_blocks_were_dropped(self, pool: BlockPool) -> None:
+        table = table_of(pool, 8)
+        table.drop_before(8)
+        assert table.blocks == [NULL_BLOCK, NULL_BLOCK]
+        assert table.append(1) == TableUpdate(2, [1], None)  # freed last, so taken first
+        check(pool, table)
+
+    def test_tokens_still_to_come_cannot_be_dropped(self, pool: BlockPool) -> None:
+        table = table_of(pool, 6)
+        with pytest.raises(IndexError, match="cannot drop before position 8: the table has 6 tokens"):
+            table.drop_before(8)
+        assert table.blocks == [0, 1]
+        check(pool, table)
+
+
+class TestCheck:
+    def test_finds_a_missing_column(self, pool: BlockPool) -> None:
+        table = table_of(pool, 6)
+        table.blocks.pop()
+        with pytest.raises(AssertionError, match=r"6 tokens in \[0\]"):
+            table.check()
+
+    def test_finds_a_block_that_is_not_in_use(self, pool: BlockPool) -> None:
+        table = table_of(pool, 6)
+        pool.release(0)
+        with pytest.raises(AssertionError, match="a free block in"):
+            table.check()
+
+    def test_finds_a_hole_that_was_not_dropped(self, pool: BlockPool) -> None:
+        table = table_of(pool, 6)
+        table.blocks[0] = NULL_BLOCK
+        with pytest.raises(AssertionError, match="no block -1"):
+            table.check()
+
+    def test_finds_a_shared_block_that_would_be_written_in_place(self, pool: BlockPool) -> None:
+        table = table_of(pool, 6)
+        pool.share(1)
+        with pytest.raises(AssertionError, match="shared but writable"):
+            table.check()
