@@ -1,0 +1,270 @@
+"""KVCacheManager: sequences by id over one pool; windows, worst cases and figures."""
+
+import random
+
+import pytest
+
+from quire.cache.block_pool import OutOfBlocksError
+from quire.cache.block_table import NULL_BLOCK, TableUpdate
+from quire.cache.manager import KVCacheManager
+from quire.core.config import CacheConfig
+from quire.core.plan import BlockCopy
+
+
+def make(num_blocks: int = 8, block_size: int = 4, sliding_window: int | None = None) -> KVCacheManager:
+    return KVCacheManager(CacheConfig(num_blocks, block_size, sliding_window))
+
+
+def begin(manager: KVCacheManager, seq_id: int, num_tokens: int) -> None:
+    manager.create(seq_id)
+    manager.append(seq_id, num_tokens)
+
+
+class TestLife:
+    def test_create_append_free(self) -> None:
+        manager = make()
+        manager.create(7)
+        assert (manager.num_tokens(7), manager.block_ids(7), manager.num_free_blocks) == (0, [], 8)
+        assert manager.append(7, 5) == TableUpdate(0, [0, 1], None)
+        assert (manager.num_tokens(7), manager.block_ids(7), manager.num_free_blocks) == (5, [0, 1], 6)
+        manager.check()
+        manager.free(7)
+        assert manager.num_free_blocks == 8
+        manager.check()
+
+    def test_size_is_known_from_outside(self) -> None:
+        manager = make(num_blocks=9, block_size=3)
+        assert (manager.num_blocks, manager.block_size, manager.num_free_blocks) == (9, 3, 9)
+
+    def test_id_may_be_used_again_after_free(self) -> None:
+        manager = make()
+        begin(manager, 1, 4)
+        manager.free(1)
+        begin(manager, 1, 4)
+        assert manager.block_ids(1) == [0]
+
+    def test_taken_id_is_refused(self) -> None:
+        manager = make()
+        begin(manager, 1, 3)
+        begin(manager, 2, 3)
+        with pytest.raises(ValueError, match="sequence 1 already has a block table"):
+            manager.create(1)
+        with pytest.raises(ValueError, match="sequence 2 already has a block table"):
+            manager.fork(1, 2)
+        assert manager.num_tokens(1) == 3
+        manager.check()
+
+    def test_unknown_id_is_refused_by_every_verb(self) -> None:
+        manager = make()
+        begin(manager, 1, 3)
+        for verb in (
+            lambda: manager.append(5, 1),
+            lambda: manager.free(5),
+            lambda: manager.fork(5, 6),
+            lambda: manager.block_ids(5),
+            lambda: manager.num_tokens(5),
+            lambda: manager.num_blocks_to_append(5, 1),
+        ):
+            with pytest.raises(ValueError, match="sequence 5 has no block table"):
+                verb()
+        manager.create(6)  # the failed fork took no id
+        manager.check()
+
+    def test_freed_twice_is_refused(self) -> None:
+        manager = make()
+        begin(manager, 1, 3)
+        manager.free(1)
+        with pytest.raises(ValueError, match="sequence 1 has no block table"):
+            manager.free(1)
+
+    def test_block_ids_are_a_copy(self) -> None:
+        manager = make()
+        begin(manager, 1, 3)
+        manager.block_ids(1).clear()
+        assert manager.block_ids(1) == [0]
+
+    def test_fork_shares_until_the_first_write(self) -> None:
+        manager = make()
+        begin(manager, 1, 6)
+        manager.fork(1, 2)
+        assert manager.block_ids(2) == manager.block_ids(1) == [0, 1]
+        assert manager.num_blocks_to_append(2, 1) == 1
+        assert manager.append(2, 1) == TableUpdate(1, [2], BlockCopy(1, 2))
+        assert manager.num_blocks_to_append(1, 1) == 0
+        assert manager.append(1, 1) is None
+        manager.check()
+
+    def test_out_of_blocks_changes_nothing(self) -> None:
+        manager = make(num_blocks=2)
+        begin(manager, 1, 6)
+        manager.create(2)
+        for seq_id, count in ((1, 3), (2, 1)):
+            with pytest.raises(OutOfBlocksError):
+                manager.append(seq_id, count)
+        assert (manager.block_ids(1), manager.num_tokens(1), manager.num_tokens(2)) == ([0, 1], 6, 0)
+        manager.check()
+        manager.append(1, 2)
+
+
+class TestWorstCase:
+    @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (400, 100)])
+    def test_blocks_for_rounds_up(self, num_tokens: int, num_blocks: int) -> None:
+        assert make().blocks_for(num_tokens) == num_blocks
+
+    @pytest.mark.parametrize(
+        ("num_prompt_tokens", "max_tokens", "n", "num_blocks"),
+        [(7, 1, 1, 2), (7, 2, 1, 3), (7, 1, 4, 1 + 4), (8, 1, 4, 2 + 4), (1, 1, 3, 3), (8, 0, 5, 2)],
+    )
+    def test_only_full_prompt_blocks_stay_shared(
+        self, num_prompt_tokens: int, max_tokens: int, n: int, num_blocks: int
+    ) -> None:
+        assert make().worst_case_blocks(num_prompt_tokens, max_tokens, n) == num_blocks
+
+    @pytest.mark.parametrize("seed", range(50))
+    def test_worst_case_is_reached_and_never_passed(self, seed: int) -> None:
+        rng = random.Random(seed)
+        prompt, output, n, block_size = rng.randint(1, 40), rng.randint(1, 40), rng.randint(1, 6), rng.randint(1, 9)
+        num_blocks = make(block_size=block_size).worst_case_blocks(prompt, output, n)
+        manager = make(num_blocks, block_size)
+        begin(manager, 0, prompt)
+        for branch in range(1, n):
+            manager.fork(0, branch)
+        turns = [branch for branch in range(n) for _ in range(output)]
+        rng.shuffle(turns)
+        for branch in turns:
+            manager.append(branch, 1)
+            manager.check()
+        assert manager.num_free_blocks == 0
+
+
+class TestSlidingWindow:
+    def test_block_goes_when_no_later_query_can_see_it(self) -> None:
+        """Window 3: the query at position L sees L - 2 to L. Block 0, positions 0 to 3, is needed up to L = 5."""
+        manager = make(sliding_window=3)
+        begin(manager, 1, 5)
+        manager.append(1, 1)  # position 5
+        assert manager.block_ids(1) == [0, 1]
+        assert manager.append(1, 1) is None  # position 6
+        assert manager.block_ids(1) == [NULL_BLOCK, 1]
+        assert manager.num_free_blocks == 7
+        manager.check()
+
+    def test_released_block_serves_the_same_append(self) -> None:
+        manager = make(num_blocks=2, sliding_window=2)
+        begin(manager, 1, 8)
+        assert manager.append(1, 1) == TableUpdate(2, [0], None)
+        assert manager.block_ids(1) == [NULL_BLOCK, 1, 0]
+        manager.check()
+
+    def test_window_of_one_keeps_the_last_block_only(self) -> None:
+        manager = make(num_blocks=1, sliding_window=1)
+        manager.create(1)
+        for _ in range(30):
+            manager.append(1, 1)
+            manager.check()
+        assert manager.block_ids(1) == [NULL_BLOCK] * 7 + [0]
+
+    def test_chunk_keeps_all_that_its_first_query_sees(self) -> None:
+        manager = make(num_blocks=16, sliding_window=6)
+        begin(manager, 1, 10)
+        manager.append(1, 20)  # the query at position 10 sees 5 to 10
+        assert manager.block_ids(1)[:2] == [NULL_BLOCK, 1]
+        manager.check()
+
+    def test_endless_sequence_needs_only_its_window(self) -> None:
+        """Window w over blocks of b: at most ceil((w - 1) / b) + 1 blocks are in use."""
+        manager = make(num_blocks=4, sliding_window=12)
+        manager.create(1)
+        for _ in range(500):
+            manager.append(1, 1)
+            manager.check()
+        assert manager.num_tokens(1) == 500
+
+    def test_branches_drop_their_shares_one_by_one(self) -> None:
+        manager = make(sliding_window=2)
+        begin(manager, 1, 5)
+        manager.fork(1, 2)
+        manager.append(1, 1)
+        assert manager.block_ids(1) == [NULL_BLOCK, 2]
+        assert manager.block_ids(2) == [0, 1]
+        manager.append(2, 1)
+        assert manager.block_ids(2) == [NULL_BLOCK, 1]
+        assert manager.num_free_blocks == 6
+        manager.check()
+
+
+class TestStats:
+    def test_empty_cache(self) -> None:
+        stats = make().stats()
+        assert (stats.total_blocks, stats.free_blocks, stats.used_blocks, stats.cached_blocks) == (8, 8, 0, 0)
+        assert (stats.block_size, stats.num_sequences, stats.copied_blocks) == (4, 0, 0)
+        assert (stats.tail_waste_ratio, stats.usage) == (0.0, 0.0)
+        assert stats.ref_counts == {"1": 0, "2": 0, "3-4": 0, "5-8": 0, "9+": 0}
+
+    def test_shared_blocks_and_their_empty_slots_count_once(self) -> None:
+        manager = make()
+        begin(manager, 1, 6)
+        manager.fork(1, 2)
+        stats = manager.stats()
+        assert (stats.used_blocks, stats.shared_blocks, stats.num_sequences) == (2, 2, 2)
+        assert stats.tail_waste_slots == 2
+        assert stats.tail_waste_ratio == 2 / 8
+        assert stats.usage == 2 / 8
+
+    def test_waste_is_what_private_last_blocks_lack(self) -> None:
+        manager = make()
+        for seq_id, num_tokens in enumerate((1, 4, 6, 0)):
+            begin(manager, seq_id, num_tokens)
+        assert manager.stats().tail_waste_slots == 3 + 0 + 2
+
+    def test_dropped_blocks_waste_nothing(self) -> None:
+        manager = make(sliding_window=1)
+        begin(manager, 1, 8)
+        manager.append(1, 0)
+        assert manager.block_ids(1) == [NULL_BLOCK, NULL_BLOCK]
+        assert (manager.stats().used_blocks, manager.stats().tail_waste_slots) == (0, 0)
+
+    def test_copies_are_counted_since_start(self) -> None:
+        manager = make()
+        begin(manager, 0, 6)
+        for child in (1, 2):
+            manager.fork(0, child)
+        for seq_id in range(3):
+            manager.append(seq_id, 1)
+            manager.free(seq_id)
+        assert manager.stats().copied_blocks == 2
+
+    def test_owners_are_counted_in_octaves(self) -> None:
+        manager = make(num_blocks=64, block_size=1)
+        seq_id = 0
+        for num_owners in range(1, 11):
+            begin(manager, seq_id, 1)
+            for child in range(seq_id + 1, seq_id + num_owners):
+                manager.fork(seq_id, child)
+            seq_id += num_owners
+        assert manager.stats().ref_counts == {"1": 1, "2": 1, "3-4": 2, "5-8": 4, "9+": 2}
+
+
+class TestCheck:
+    def test_finds_an_owner_without_a_table(self) -> None:
+        manager = make()
+        begin(manager, 1, 4)
+        manager._pool.share(0)
+        with pytest.raises(AssertionError, match="but held"):
+            manager.check()
+
+    def test_finds_a_block_that_nobody_holds(self) -> None:
+        manager = make()
+        begin(manager, 1, 4)
+        del manager._tables[1]
+        with pytest.raises(AssertionError, match="but held"):
+            manager.check()
+
+    def test_finds_a_write_into_a_shared_block(self) -> None:
+        manager = make()
+        begin(manager, 1, 5)
+        manager.fork(1, 2)
+        manager._tables[2].num_tokens = 6
+        manager._tables[2]._writable_end = 6
+        with pytest.raises(AssertionError, match="sequence 2 wrote into 1"):
+            manager.check()
