@@ -1,0 +1,64 @@
+# Every target does the set-up it needs, once: a virtual environment in .venv with the versions of constraints.txt.
+# Needs Python 3.11 or newer, and make. `make help` lists the targets.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.set-up
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+MODEL  ?=
+ARGS   ?=
+PROMPT ?= def fibonacci(n):
+
+# The prompt reaches the shell through the environment, as it was typed: no quote, space or dollar in it is special.
+unexport PROMPT
+export QUIRE_MAKE_PROMPT := $(value PROMPT)
+
+.DEFAULT_GOAL := help
+.PHONY: help set-up test fuzz matrix lint generate bench-throughput bench-latency bench-control-plane bench-peers clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+set-up: $(STAMP) ## make .venv and install the project and its pinned dependencies
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=")'
+	@echo "Setting up $(VENV) (a few minutes, once) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -c constraints.txt hatchling editables
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+test: $(STAMP) ## run the tests (under 15 minutes on 2 cores)
+	$(BIN)/python -m pytest -m "not fuzz and not matrix" $(ARGS)
+
+fuzz: $(STAMP) ## run the long random tests
+	$(BIN)/python -m pytest -m fuzz --timeout 0 $(ARGS)
+
+matrix: $(STAMP) ## run the whole cross product of settings
+	$(BIN)/python -m pytest -m matrix --timeout 0 $(ARGS)
+
+lint: $(STAMP) ## check style, types and the floors
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+generate: $(STAMP) ## complete PROMPT='...' with the demo model, or with MODEL=...; ARGS="--max-tokens 64"
+	@$(BIN)/quire generate $(MODEL) --prompt "$$QUIRE_MAKE_PROMPT" $(ARGS)
+
+bench-throughput: $(STAMP) ## tokens per second, everything asked at once; MODEL=..., ARGS="--workload ..."
+	$(BIN)/quire bench throughput $(MODEL) $(ARGS)
+
+bench-latency: $(STAMP) ## time to first token and between tokens; MODEL=..., ARGS="--concurrency 4"
+	$(BIN)/quire bench latency $(MODEL) $(ARGS)
+
+bench-control-plane: $(STAMP) ## microseconds of Python per sequence and step
+	$(BIN)/quire bench control-plane $(ARGS)
+
+bench-peers: $(STAMP) ## Quire against transformers on MODEL=..., the table of the README
+	$(BIN)/python bench/compare_transformers.py $(MODEL) $(ARGS)
+
+clean: ## remove what the set-up, the tests and the tools left
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
