@@ -1,8 +1,8 @@
 """StepPlan and StepResult: the whole control message of a step, and its answer (Kwon et al. 2023, section 4.6).
 
 A plan carries changes, not the world. The worker keeps one row per running sequence: its tokens, its block table and
-its sampling parameters. A plan adds rows, frees rows, sets block table entries, and says which rows advance by how
-many tokens. Both are plain data: integers, lists and small records, ready to be sent over a wire.
+its sampling parameters. A plan fills rows, sets block table entries, and says which rows advance by how many
+tokens. Both are plain data: integers, lists and small records, ready to be sent over a wire.
 """
 
 from dataclasses import dataclass, field
@@ -37,7 +37,8 @@ class NewRow:
 class StepPlan:
     """One step: who runs, how many tokens each, on which blocks.
 
-    Order of effects: `freed_rows`, `new_rows`, table entries, `copies`, then one forward pass over the entries.
+    Order of effects: `new_rows`, table entries, `copies`, then one forward pass over the entries. A new row replaces
+    whatever stood there: a row whose sequence has ended is not named again until it has a new owner.
     Entry i advances row `rows[i]` over positions [starts[i], starts[i] + counts[i]). Sample j is drawn from the
     logits of entry `sample_entries[j]`'s last token and becomes the next token of row `sample_rows[j]`: the same
     row in most cases, the rows of all branches when a prompt of n > 1 has just been computed.
@@ -45,10 +46,9 @@ class StepPlan:
 
     step: int
     new_rows: list[NewRow] = field(default_factory=list)
-    freed_rows: list[int] = field(default_factory=list)
-    table_rows: list[int] = field(default_factory=list)      # block_table[table_rows[i]][table_columns[i]] = table_blocks[i]
+    table_rows: list[int] = field(default_factory=list)      # block table entry [table_rows[i], table_columns[i]]
     table_columns: list[int] = field(default_factory=list)
-    table_blocks: list[int] = field(default_factory=list)
+    table_blocks: list[int] = field(default_factory=list)    # becomes table_blocks[i]
     copies: list[BlockCopy] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -58,7 +58,7 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute. An empty plan may still free rows, which the next plan then carries."""
+        """Nothing to compute."""
         return not self.rows
 
     @property

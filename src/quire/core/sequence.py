@@ -51,10 +51,11 @@ class Request:
     request_id: int                   # given by the engine, in order of arrival; never a client's own id
     prompt_token_ids: list[int]
     params: SamplingParams
-    seed: int
-    max_tokens: int                   # resolved: params.max_tokens or what fits
+    seed: int                         # of branch 0
+    max_tokens: int                   # resolved: params.max_tokens, or the most that fits
     eos_token_ids: frozenset[int] = frozenset()            # of the model; empty with ignore_eos
+    stop_token_ids: frozenset[int] = frozenset()           # params.stop_token_ids
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
-    sequences: list[Sequence] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of positions 1, 2, ... as far as computed
     num_preemptions: int = 0

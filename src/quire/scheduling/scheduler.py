@@ -1,0 +1,342 @@
+"""The scheduler: waiting and running requests become a `StepPlan`; a `StepResult` becomes their new state.
+
+One rule and no phases: a sequence has known tokens and computed tokens, and a step advances the second toward the
+first by at most the token budget. Chunked prefill, decoding and recomputation after a preemption all follow from it.
+
+Requests are served first come, first served. Every running request is planned before any waiting one. When blocks
+run out, the latest arrival gives way as a whole and is recomputed later (Kwon et al. 2023, section 4.5). The first in
+order never gives way, and no request is accepted that could not finish alone: what is accepted always finishes.
+Pure Python: no torch, no clock, no I/O.
+"""
+
+from itertools import count
+
+from quire.cache.block_pool import OutOfBlocksError
+from quire.cache.manager import KVCacheManager
+from quire.core.config import SchedulerConfig
+from quire.core.errors import ContextLengthError, InvalidRequestError
+from quire.core.outputs import SequenceDelta
+from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
+from quire.core.seeds import branch_seed
+from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
+from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.policies import FirstComeFirstServed
+from quire.scheduling.stops import finish_reason
+
+
+class Scheduler:
+    """Decides who runs in each step. The only writer of a sequence's tokens, computed tokens, row and status."""
+
+    def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+        self.config = config
+        self.cache = cache
+        self.waiting = FirstComeFirstServed()
+        self.running: list[Request] = []                    # in order of arrival
+        self.admitted: list[Request] = []                   # by the last plan
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
+        self._requests: dict[int, Request] = {}
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._num_seats = 0                                 # unfinished sequences of running requests
+        self._seq_ids = count()
+        self._steps = count()
+        self._builder = PlanBuilder(step=-1)                # of the step that is under way
+
+    # --- requests come and go -----------------------------------------------------------------------------------
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether anything waits or runs."""
+        return bool(self._requests)
+
+    def most_tokens(self, num_prompt_tokens: int, n: int) -> int:
+        """Return the most output tokens that a request could be given: by the model's length and by the pool."""
+        full = num_prompt_tokens // self.cache.block_size
+        blocks_per_branch = full + (self.cache.num_blocks - full) // n
+        longest = min(self.config.max_model_len, blocks_per_branch * self.cache.block_size)
+        return longest - num_prompt_tokens
+
+    def check_admissible(self, num_prompt_tokens: int, max_tokens: int, n: int) -> None:
+        """Raise InvalidRequestError if such a request could never run, even alone."""
+        if n > self.config.max_num_seqs:
+            raise InvalidRequestError(
+                f"n is {n}, but at most {self.config.max_num_seqs} sequences run at once (max_num_seqs)", param="n"
+            )
+        length = num_prompt_tokens + max_tokens
+        if length > self.config.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: together {length}, more "
+                f"than the longest sequence of {self.config.max_model_len} tokens (max_model_len)"
+            )
+        need = self.cache.worst_case_blocks(num_prompt_tokens, max_tokens, n)
+        if need > self.cache.num_blocks:
+            raise ContextLengthError(
+                f"a prompt of {num_prompt_tokens} tokens with max_tokens {max_tokens} and n {n} may need {need} KV "
+                f"blocks of {self.cache.block_size} tokens, but there are {self.cache.num_blocks} (num_kv_blocks)"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequestError, and changes nothing, if it could never run."""
+        assert request.request_id not in self._requests, f"request {request.request_id} added twice"
+        num_prompt_tokens = len(request.prompt_token_ids)
+        self.check_admissible(num_prompt_tokens, request.max_tokens, request.params.n)
+        request.live = [
+            Sequence(
+                seq_id=next(self._seq_ids),
+                index=index,
+                seed=branch_seed(request.seed, index),
+                token_ids=list(request.prompt_token_ids),
+                num_prompt_tokens=num_prompt_tokens,
+            )
+            for index in range(request.params.n)
+        ]
+        self._requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def abort(self, request_id: int) -> bool:
+        """End a request at once, wherever it is; its blocks are free on return. False if it is not here (any more)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        for sequence in list(request.live):
+            self._end(request, sequence)
+        return True
+
+    def finish(self, request_id: int, index: int) -> bool:
+        """End one branch, because its text is complete. False if it is not here (any more)."""
+        request = self._requests.get(request_id)
+        sequence = next((s for s in request.live if s.index == index), None) if request else None
+        if request is None or sequence is None:
+            return False
+        self._end(request, sequence)
+        return True
+
+    # --- the plan -------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Choose who runs in the next step. The plan is empty only if nothing waits or runs."""
+        self._builder = PlanBuilder(next(self._steps))
+        self.admitted = []
+        preemptions = self.num_preemptions
+        budget, promised = self._plan_running(self.config.max_num_batched_tokens)
+        if self.num_preemptions == preemptions:
+            self._admit(budget, promised)
+        plan = self._builder.plan
+        assert not plan.is_empty or not self._requests, "requests are here, but none of them can run"
+        return plan
+
+    def _plan_running(self, budget: int) -> tuple[int, int]:
+        """Plan running requests in order. Return the budget left, and the blocks promised to branches yet to run.
+
+        Whoever else still has known tokens to compute used up the budget, so nobody can be admitted in its way.
+        """
+        promised, index = 0, 0
+        while budget > 0 and index < len(self.running):
+            request = self.running[index]
+            live = request.live
+            if len(live) == 1 and live[0].row != NO_ROW:                # one sequence: what most requests are
+                used = self._advance(request, live[0], len(live[0].token_ids), budget)
+            else:
+                used = self._advance_gang(request, budget)
+                promised += self._promised_blocks(request)
+            if used is None:
+                break                                                   # the request itself, the latest, was preempted
+            budget -= used
+            index += 1
+        return budget, promised
+
+    def _advance(self, request: Request, sequence: Sequence, target: int, budget: int) -> int | None:
+        """Plan up to `budget` tokens of a sequence toward `target`. None if its own request had to be preempted."""
+        num_tokens = min(target - sequence.num_computed_tokens, budget)
+        while True:
+            try:
+                update = self.cache.append(sequence.seq_id, num_tokens)
+                break
+            except OutOfBlocksError:
+                victim = self.waiting.victim(self.running)
+                self._preempt(victim)
+                if victim is request:
+                    return None
+        self._builder.advance(sequence, num_tokens, update)
+        if sequence.num_computed_tokens + num_tokens == len(sequence.token_ids):
+            self._builder.sample(request, sequence)
+        return num_tokens
+
+    def _advance_gang(self, request: Request, budget: int) -> int | None:
+        """Plan the branches of a request: first one computes the prompt for all, then each goes its own way."""
+        mark, left = self._builder.mark(), budget
+        if request.live[-1].row == NO_ROW:
+            used = self._advance_prompt(request, budget)
+            if used is None:
+                self._builder.cut(mark)
+            return used
+        for sequence in request.live:
+            if left == 0:
+                break
+            used = self._advance(request, sequence, len(sequence.token_ids), left)
+            if used is None:
+                self._builder.cut(mark)
+                return None
+            left -= used
+        return budget - left
+
+    def _advance_prompt(self, request: Request, budget: int) -> int | None:
+        """Plan the first branch up to the end of the prompt, where the others fork from it (section 4.4).
+
+        A fork shares the blocks that this step fills; the first write to a shared one comes in a later step, so its
+        copy finds them filled.
+        """
+        first, *others = request.live
+        if first.row == NO_ROW:
+            self._give_row(first)
+            self.cache.create(first.seq_id)
+            self._builder.begin_row(request, first, [])
+        target = first.num_prompt_tokens if others else len(first.token_ids)
+        used = self._advance(request, first, target, budget)
+        if used is not None and first.num_computed_tokens + used == target:
+            for other in others:
+                self._fork(request, first, other)
+        return used
+
+    def _fork(self, request: Request, first: Sequence, other: Sequence) -> None:
+        """Let `other` share all blocks of `first`, and draw its first token from the same logits if it has none."""
+        self._give_row(other)
+        self.cache.fork(first.seq_id, other.seq_id)
+        self._builder.begin_row(request, other, self.cache.block_ids(other.seq_id))
+        other.num_computed_tokens = first.num_prompt_tokens
+        if other.num_output_tokens == 0:
+            self._builder.sample(request, other)
+
+    def _admit(self, budget: int, promised: int) -> None:
+        """Let waiting requests run, in order, while rows, blocks and budget last."""
+        while budget > 0 and len(self.waiting) > 0:
+            request = self.waiting.first()
+            if not self._has_room(request, promised):
+                return
+            self.waiting.take()
+            self.running.append(request)
+            self.admitted.append(request)
+            self._num_seats += len(request.live)
+            used = self._advance_prompt(request, budget)
+            assert used is not None, "admitted without room"
+            budget -= used
+            promised += self._promised_blocks(request)
+
+    def _has_room(self, request: Request, promised: int) -> bool:
+        """Whether a waiting request may run: rows for its branches, blocks for what is known, and head-room.
+
+        One block for each running sequence is kept back, so that what is let in is not thrown out again at once.
+        """
+        num_seats = self._num_seats + len(request.live)
+        if num_seats > self.config.max_num_seqs:
+            return False
+        if not self.running:
+            return True                                                 # alone it fits: see check_admissible
+        return self.cache.num_free_blocks - promised >= self._known_blocks(request) + num_seats
+
+    def _known_blocks(self, request: Request) -> int:
+        """Return the blocks that all known tokens of a waiting request will take, its prompt shared by all branches."""
+        cache, live = self.cache, request.live
+        shared = live[0].num_prompt_tokens // cache.block_size
+        return shared + sum(cache.blocks_for(len(sequence.token_ids)) - shared for sequence in live)
+
+    def _promised_blocks(self, request: Request) -> int:
+        """Return the most blocks that a running gang's known tokens may take beyond its full ones."""
+        cache, blocks = self.cache, 0
+        shared = request.live[0].num_prompt_tokens // cache.block_size
+        for sequence in request.live:
+            has_row = sequence.row != NO_ROW
+            held = cache.num_tokens(sequence.seq_id) // cache.block_size if has_row else shared
+            blocks += cache.blocks_for(len(sequence.token_ids)) - held
+        return blocks
+
+    # --- the result -----------------------------------------------------------------------------------------------
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
+        """Record a step: append its tokens, end what has reached its end, free what that held."""
+        assert plan is self._builder.plan, "a result for another plan"
+        for sequence, num_tokens in zip(self._builder.planned, plan.counts, strict=True):
+            sequence.num_computed_tokens += num_tokens
+        for chunk in result.prompt_logprobs:
+            self._take_prompt_logprobs(chunk)
+        deltas = []
+        logprobs = result.logprobs or [None] * len(result.token_ids)
+        for (request, sequence), token, token_logprobs in zip(
+            self._builder.sampled, result.token_ids, logprobs, strict=True
+        ):
+            if sequence.status is SequenceStatus.FINISHED:
+                continue                                                # aborted while the step ran
+            sequence.token_ids.append(token)
+            delta = SequenceDelta(request.request_id, sequence.index, [token])
+            if token_logprobs is not None:
+                delta.logprobs = [token_logprobs]
+            if request.prompt_logprobs and sequence.num_output_tokens == 1 and sequence.index == 0:
+                delta.prompt_logprobs = request.prompt_logprobs
+            delta.finish_reason, delta.stop_reason = finish_reason(request, sequence)
+            if delta.finish_reason is not None:
+                self._end(request, sequence)
+            deltas.append(delta)
+        return deltas
+
+    def _take_prompt_logprobs(self, chunk: PromptLogprobsChunk) -> None:
+        """Keep the logprobs of prompt positions that were not known yet: a recomputed prompt brings them again."""
+        request = next((r for r in self.running if any(s.row == chunk.row for s in r.live)), None)
+        if request is None:
+            return                                                      # aborted while the step ran
+        known = 1 + len(request.prompt_logprobs)
+        request.prompt_logprobs.extend(chunk.tokens[max(0, known - chunk.start) :])
+
+    # --- rows and blocks ------------------------------------------------------------------------------------------
+
+    def _give_row(self, sequence: Sequence) -> None:
+        sequence.row = self._free_rows.pop()
+        sequence.status = SequenceStatus.RUNNING
+
+    def _take_back(self, sequence: Sequence) -> None:
+        """Free the row and the blocks of a sequence, if it has any."""
+        if sequence.row != NO_ROW:
+            self.cache.free(sequence.seq_id)
+            self._free_rows.append(sequence.row)
+            sequence.row = NO_ROW
+
+    def _end(self, request: Request, sequence: Sequence) -> None:
+        """End a branch for good; with the last one the request ends."""
+        is_running = request in self.running
+        self._take_back(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        request.live.remove(sequence)
+        self._num_seats -= is_running
+        if not request.live:
+            del self._requests[request.request_id]
+            (self.running if is_running else self.waiting).remove(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Take everything from a running request and queue it again; its tokens will be computed anew."""
+        assert len(self.running) > 1, "the first in order is never preempted"
+        for sequence in request.live:
+            self._take_back(sequence)
+            self.num_recomputed_tokens += sequence.num_computed_tokens
+            sequence.num_computed_tokens = 0
+            sequence.status = SequenceStatus.WAITING
+        self.running.remove(request)
+        self.waiting.give_back(request)
+        self._num_seats -= len(request.live)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    # --- invariants -----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert what must hold between steps. For tests, and for an idle engine."""
+        self.cache.check()
+        ids = [request.request_id for request in self.running]
+        assert ids == sorted(ids), "running requests are out of order"
+        sequences = [sequence for request in self.running for sequence in request.live]
+        assert self._num_seats == len(sequences) <= self.config.max_num_seqs
+        rows = [sequence.row for sequence in sequences if sequence.row != NO_ROW]
+        assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs)), "rows lost or doubled"
+        for sequence in sequences:
+            assert (sequence.row != NO_ROW) == (sequence.status is SequenceStatus.RUNNING)
+            if sequence.row != NO_ROW:
+                assert self.cache.num_tokens(sequence.seq_id) == sequence.num_computed_tokens < sequence.num_tokens
+        assert len(self.running) + len(self.waiting) == len(self._requests)

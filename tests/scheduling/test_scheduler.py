@@ -1,0 +1,293 @@
+"""The scheduler over the real cache, with an executor that checks every block it is told to read."""
+
+import random
+
+import pytest
+
+from quire.core.errors import ContextLengthError, InvalidRequestError
+from support.scheduling import Harness, random_run
+
+
+def test_one_request_is_computed_whole_then_token_by_token() -> None:
+    harness = Harness(num_blocks=8, block_size=4)
+    request = harness.add(7, max_tokens=3)
+    plans = []
+    while harness.scheduler.has_requests:
+        harness.step()
+        plans.append((harness.executor.trace[-1][1], harness.executor.trace[-1][2]))
+    assert plans == [([0], [7]), ([7], [1]), ([8], [1])]
+    harness.assert_right(request)
+
+
+def test_prompt_chunks_share_steps_with_decodes() -> None:
+    harness = Harness(num_blocks=40, block_size=4, budget=8)
+    short = harness.add(3, max_tokens=10)
+    harness.step()
+    long = harness.add(30, max_tokens=2)
+    harness.step()
+    assert harness.executor.trace[-1][2] == [1, 7]
+    harness.run()
+    for request in (short, long):
+        harness.assert_right(request)
+
+
+def test_every_running_request_is_planned_before_a_waiting_one() -> None:
+    harness = Harness(num_blocks=60, block_size=4, budget=4)
+    for _ in range(6):
+        harness.add(2, max_tokens=8)
+    while harness.scheduler.has_requests:
+        running = [r.request_id for r in harness.scheduler.running]
+        deltas = harness.step()
+        planned = harness.executor.trace[-1][0]
+        if harness.scheduler.admitted:
+            assert len(planned) >= len(running), "someone was let in while a running request got nothing"
+        assert [d.request_id for d in deltas] == sorted(d.request_id for d in deltas)
+
+
+def test_budget_of_one_serves_in_order_of_arrival() -> None:
+    harness = Harness(num_blocks=40, block_size=4, budget=1)
+    first, second = harness.add(5, max_tokens=4), harness.add(5, max_tokens=4)
+    ended = []
+    while harness.scheduler.has_requests:
+        ended += [d.request_id for d in harness.step() if d.finish_reason]
+    assert ended == [first.request_id, second.request_id]
+
+
+def test_step_never_exceeds_rows_or_budget() -> None:
+    harness = Harness(num_blocks=200, block_size=4, budget=6, max_num_seqs=3)
+    for _ in range(10):
+        harness.add(4, max_tokens=5)
+    while harness.scheduler.has_requests:
+        harness.step()
+        assert sum(len(r.live) for r in harness.scheduler.running) <= 3
+
+
+def test_gang_computes_its_prompt_once_and_forks() -> None:
+    harness = Harness(num_blocks=20, block_size=4)
+    request = harness.add(10, n=4, max_tokens=5)
+    harness.step()
+    assert harness.executor.trace[-1][2] == [10]
+    assert len(harness.executor.trace[-1][4]) == 4, "four first tokens from one row of logits"
+    assert harness.num_blocks - harness.cache.num_free_blocks == 3
+    harness.run()
+    harness.assert_right(request)
+
+
+@pytest.mark.parametrize(("prompt_len", "num_copies"), [(7, 3), (8, 0)], ids=["inside a block", "at a border"])
+def test_forks_copy_the_block_in_which_the_prompt_ends(prompt_len: int, num_copies: int) -> None:
+    harness = Harness(num_blocks=20, block_size=4)
+    harness.add(prompt_len, n=4, max_tokens=3, ignore_eos=True)
+    harness.run()
+    assert sum(len(step[3]) for step in harness.executor.trace) == num_copies
+
+
+def test_gang_holds_its_seats() -> None:
+    harness = Harness(num_blocks=100, block_size=4, max_num_seqs=4)
+    harness.add(6, n=3, max_tokens=6, ignore_eos=True)
+    harness.add(6, n=2, max_tokens=6, ignore_eos=True)
+    harness.step()
+    assert [r.request_id for r in harness.scheduler.running] == [0], "two more do not fit beside three"
+    harness.run()
+    assert all(reason == "length" for reason in harness.reasons.values())
+
+
+def test_latest_arrival_is_preempted_as_a_whole_and_comes_back_right() -> None:
+    harness = Harness(num_blocks=12, block_size=4)
+    first = harness.add(8, max_tokens=30, ignore_eos=True)
+    second = harness.add(8, n=2, max_tokens=12, ignore_eos=True)
+    preempted_at = None
+    while harness.scheduler.has_requests:
+        harness.step()
+        if preempted_at is None and second.num_preemptions:
+            preempted_at = harness.num_steps
+            assert all(sequence.num_computed_tokens == 0 for sequence in second.live)
+            assert harness.scheduler.waiting.first() is second
+    assert preempted_at is not None
+    assert first.num_preemptions == 0
+    for request in (first, second):
+        harness.assert_right(request)
+
+
+def test_preempted_gang_shares_its_prompt_again() -> None:
+    harness = Harness(num_blocks=11, block_size=4)
+    harness.add(7, max_tokens=33, ignore_eos=True)
+    gang = harness.add(10, n=2, max_tokens=10, ignore_eos=True)
+    while not gang.num_preemptions:
+        harness.step()
+    known = [sequence.num_tokens for sequence in gang.live]
+    before = len(harness.executor.trace)
+    harness.run()
+    steps = harness.executor.trace[before:]
+    rows = {row for rows, starts, *_ in steps for row, start in zip(rows, starts, strict=True) if start == 0}
+    assert min(known) > 10, "the branches had tokens of their own"
+    assert len(rows) == 1, "one branch computed the prompt, the other forked from it"
+    harness.assert_right(gang)
+
+
+def test_recompute_is_one_prefill_of_all_known_tokens() -> None:
+    """P-recompute: preempted at 7 prompt and 3 generated tokens, one prefill of 10."""
+    harness = Harness(num_blocks=6, block_size=4, budget=32)
+    harness.add(7, max_tokens=14, ignore_eos=True)
+    victim = harness.add(7, max_tokens=14, ignore_eos=True)
+    while not victim.num_preemptions:
+        harness.step()
+    num_known = victim.live[0].num_tokens
+    while victim not in harness.scheduler.running:
+        harness.step()
+    counts = dict(zip(harness.executor.trace[-1][0], harness.executor.trace[-1][2], strict=True))
+    assert num_known in counts.values()
+    harness.run()
+    harness.assert_right(victim)
+
+
+def test_first_in_order_is_never_preempted() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        harness = Harness(num_blocks=rng.randint(12, 20), block_size=2, max_num_seqs=8)
+        for _ in range(6):
+            harness.add(rng.randint(1, 6), max_tokens=rng.randint(1, 16), ignore_eos=True)
+        first_preempted: list[int] = []
+        while harness.scheduler.has_requests:
+            first = harness.scheduler.running[0] if harness.scheduler.running else None
+            before = first.num_preemptions if first else 0
+            harness.step()
+            first_preempted += [first.request_id] if first and first.num_preemptions > before else []
+        assert not first_preempted
+
+
+def test_head_room_keeps_admissions_from_thrashing() -> None:
+    """A pool for about one and a half long generations: each request is preempted a bounded number of times."""
+    harness = Harness(num_blocks=24, block_size=4, max_num_seqs=32)
+    requests = [harness.add(8, max_tokens=56, ignore_eos=True) for _ in range(32)]
+    harness.run()
+    for request in requests:
+        harness.assert_right(request)
+        assert request.num_preemptions <= 4
+
+
+def test_abort_frees_everything_at_once() -> None:
+    harness = Harness(num_blocks=50, block_size=4)
+    harness.add(9, max_tokens=20)
+    gang = harness.add(9, n=3, max_tokens=20)
+    waiting = harness.add(9, n=8, max_tokens=20)
+    harness.step()
+    assert harness.scheduler.running == [harness.requests[0], gang]
+    assert harness.scheduler.abort(gang.request_id)
+    assert harness.num_blocks - harness.cache.num_free_blocks == 3, "the blocks of the first request"
+    assert harness.scheduler.abort(waiting.request_id)
+    assert not harness.scheduler.abort(waiting.request_id)
+    harness.scheduler.check()
+    harness.run()
+    assert {request_id for request_id, _ in harness.reasons} == {0}
+
+
+def test_finishing_one_branch_leaves_the_others_alone() -> None:
+    harness = Harness(num_blocks=30, block_size=4)
+    request = harness.add(9, n=3, max_tokens=10, ignore_eos=True)
+    harness.step()
+    assert harness.scheduler.finish(request.request_id, 0)
+    assert not harness.scheduler.finish(request.request_id, 0)
+    harness.run()
+    expected = harness.expected(request)
+    assert harness.outputs[0, 0] == expected[0][:1]
+    assert [harness.outputs[0, 1], harness.outputs[0, 2]] == expected[1:]
+
+
+def test_first_branch_may_end_while_its_gang_waits_to_return() -> None:
+    harness = Harness(num_blocks=11, block_size=4, budget=4)
+    harness.add(7, max_tokens=33, ignore_eos=True)
+    gang = harness.add(10, n=2, max_tokens=10, ignore_eos=True)
+    while not gang.num_preemptions:
+        harness.step()
+    while gang not in harness.scheduler.running:
+        harness.step()
+    assert harness.scheduler.finish(gang.request_id, 0)
+    harness.run()
+    assert harness.outputs[gang.request_id, 1] == harness.expected(gang)[1]
+
+
+def test_sliding_window_gives_back_blocks_that_no_layer_sees() -> None:
+    harness = Harness(num_blocks=40, block_size=4, window=8)
+    request = harness.add(6, max_tokens=60, ignore_eos=True)
+    most = 0
+    while harness.scheduler.has_requests:
+        harness.step()
+        most = max(most, harness.num_blocks - harness.cache.num_free_blocks)
+    assert most <= 4
+    harness.assert_right(request)
+
+
+def test_request_longer_than_the_model_is_refused_with_the_numbers() -> None:
+    harness = Harness(num_blocks=100, max_model_len=20)
+    with pytest.raises(ContextLengthError, match=r"15 tokens and max_tokens is 6: together 21.*20"):
+        harness.add(15, max_tokens=6)
+    harness.add(15, max_tokens=5)
+    harness.run()
+
+
+def test_request_that_could_never_fit_the_pool_is_refused_with_the_numbers() -> None:
+    harness = Harness(num_blocks=8, block_size=4)
+    with pytest.raises(ContextLengthError, match=r"may need 10 KV blocks of 4 tokens, but there are 8"):
+        harness.add(10, n=4, max_tokens=6)
+    request = harness.add(10, n=3, max_tokens=6, ignore_eos=True)
+    harness.run()
+    harness.assert_right(request)
+
+
+def test_more_branches_than_seats_are_refused() -> None:
+    harness = Harness(num_blocks=100, max_num_seqs=3)
+    with pytest.raises(InvalidRequestError, match=r"n is 4, but at most 3") as refused:
+        harness.add(2, n=4, max_tokens=1)
+    assert refused.value.param == "n"
+    assert not harness.scheduler.has_requests
+
+
+@pytest.mark.parametrize(("prompt_len", "n"), [(1, 1), (7, 1), (8, 3), (13, 4)])
+def test_most_tokens_is_just_what_is_admissible(prompt_len: int, n: int) -> None:
+    scheduler = Harness(num_blocks=20, block_size=4, max_model_len=60).scheduler
+    most = scheduler.most_tokens(prompt_len, n)
+    scheduler.check_admissible(prompt_len, most, n)
+    with pytest.raises(ContextLengthError):
+        scheduler.check_admissible(prompt_len, most + 1, n)
+
+
+def test_stop_tokens_and_lengths_end_a_sequence() -> None:
+    harness = Harness(num_blocks=40, block_size=4, max_num_seqs=4)
+    free = harness.add(5, max_tokens=20, ignore_eos=True, seed=1)
+    tokens = harness.expected(free)[0]
+    eos, stop = tokens[4], tokens[6]
+    by_eos = harness.add(5, {eos}, max_tokens=20, seed=1)
+    by_id = harness.add(5, max_tokens=20, seed=1, stop_token_ids=[stop])
+    not_before = harness.add(5, {eos}, max_tokens=20, seed=1, min_tokens=6)
+    ignoring = harness.add(5, {eos}, max_tokens=20, seed=1, ignore_eos=True)
+    for request in (by_eos, by_id, not_before, ignoring):
+        request.live[0].token_ids[:] = free.prompt_token_ids
+    deltas = []
+    while harness.scheduler.has_requests:
+        deltas += harness.step()
+    last = {d.request_id: (d.finish_reason, d.stop_reason) for d in deltas if d.finish_reason}
+    assert last[free.request_id] == last[ignoring.request_id] == ("length", None)
+    assert last[by_eos.request_id] == ("stop", None)
+    assert last[by_id.request_id] == ("stop", stop)
+    assert harness.outputs[by_eos.request_id, 0] == tokens[: tokens.index(eos) + 1]
+    assert harness.outputs[by_id.request_id, 0] == tokens[: tokens.index(stop) + 1]
+    assert len(harness.outputs[not_before.request_id, 0]) >= 6
+
+
+@pytest.mark.parametrize("first_seed", range(0, 500, 50))
+def test_random_runs_are_safe_live_and_right(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 50):
+        random_run(seed)
+
+
+def test_same_seed_gives_the_same_trace() -> None:
+    for seed in (3, 77, 401):
+        assert random_run(seed).executor.trace == random_run(seed).executor.trace
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first_seed", range(500, 10_500, 500))
+def test_many_random_runs_are_safe_live_and_right(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 500):
+        random_run(seed)

@@ -1,0 +1,132 @@
+"""An executor that computes nothing and checks everything: what the scheduler tests run on.
+
+Instead of keys and values each slot of its cache holds a digest of the whole prefix that ends there. A step writes
+digests and then looks at every position of every context: a wrong table, a missing copy, a block freed too early or a
+token computed twice shows at once. The next token is a pure function of the prefix and the branch's seed, so what a
+request must come to is known without running any scheduler (`expected_tokens`).
+"""
+
+from quire.cache.block_table import NULL_BLOCK
+from quire.core.plan import NewRow, StepPlan, StepResult
+from quire.core.sampling_params import SamplingParams
+from quire.core.seeds import branch_seed
+
+VOCAB_SIZE = 50
+EMPTY = -1
+DRAW = 0x5EED  # an integer: hashes of strings differ from process to process
+
+
+def extend_digest(digest: int, token: int) -> int:
+    """Digest of a prefix with one more token."""
+    return hash((digest, token))
+
+
+def next_token(digest: int, seed: int) -> int:
+    """The token that the fake model draws after a prefix."""
+    return hash((digest, seed, DRAW)) % VOCAB_SIZE
+
+
+def expected_tokens(
+    prompt: list[int], params: SamplingParams, seed: int, max_tokens: int, eos: frozenset[int]
+) -> list[list[int]]:
+    """What each branch must come to, computed alone and without any cache."""
+    branches = []
+    stops = eos | set(params.stop_token_ids or ())
+    for index in range(params.n):
+        own_seed, digest, output = branch_seed(seed, index), 0, list[int]()
+        for token in prompt:
+            digest = extend_digest(digest, token)
+        while len(output) < max_tokens:
+            token = next_token(digest, own_seed)
+            output.append(token)
+            digest = extend_digest(digest, token)
+            if token in stops and len(output) >= params.min_tokens:
+                break
+        branches.append(output)
+    return branches
+
+
+class FakeExecutor:
+    """Runs plans on digests. `window`: how far back a query looks, as in the cache's configuration."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, window: int | None = None
+    ) -> None:
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._budget = budget
+        self._window = window
+        self._slots = [EMPTY] * (num_blocks * block_size)
+        self._rows: dict[int, NewRow] = {}
+        self._tables: dict[int, list[int]] = {}
+        self._plan: StepPlan | None = None
+        self.trace: list[tuple[object, ...]] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plan = plan
+
+    def collect(self) -> StepResult:
+        plan, self._plan = self._plan, None
+        assert plan is not None
+        self.trace.append((plan.rows, plan.starts, plan.counts, plan.copies, plan.sample_rows, plan.table_blocks))
+        assert 0 < plan.num_tokens <= self._budget
+        assert len(set(plan.rows)) == len(plan.rows), "a row advances twice in one step"
+        assert all(0 <= row < self._max_num_seqs for row in plan.rows)
+        self._apply(plan)
+        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            self._write(row, start, count)
+        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            self._read(row, start, start + count)
+        return StepResult([self._sample(plan, i) for i in range(len(plan.sample_rows))])
+
+    def _apply(self, plan: StepPlan) -> None:
+        for new in plan.new_rows:
+            self._rows[new.row] = new
+            self._tables[new.row] = list(new.block_ids)
+        for row, column, block in zip(plan.table_rows, plan.table_columns, plan.table_blocks, strict=True):
+            table = self._tables[row]
+            table.extend([NULL_BLOCK] * (column + 1 - len(table)))
+            table[column] = block
+        size = self._block_size
+        assert len({copy.dst for copy in plan.copies}) == len(plan.copies), "two copies into one block"
+        assert not {copy.dst for copy in plan.copies} & {copy.src for copy in plan.copies}, "a copy of a copy"
+        for src, dst in plan.copies:
+            self._slots[dst * size : (dst + 1) * size] = self._slots[src * size : (src + 1) * size]
+
+    def _slot(self, row: int, position: int) -> int:
+        block = self._tables[row][position // self._block_size]
+        assert block >= 0, f"row {row} has no block at position {position}"
+        return block * self._block_size + position % self._block_size
+
+    def _digest(self, row: int, stop: int) -> int:
+        digest = 0
+        for token in self._rows[row].token_ids[:stop]:
+            digest = extend_digest(digest, token)
+        return digest
+
+    def _write(self, row: int, start: int, count: int) -> None:
+        tokens = self._rows[row].token_ids
+        assert count >= 1
+        assert start + count <= len(tokens), "more tokens computed than known"
+        digest = self._digest(row, start)
+        for position in range(start, start + count):
+            digest = extend_digest(digest, tokens[position])
+            self._slots[self._slot(row, position)] = digest
+
+    def _read(self, row: int, start: int, stop: int) -> None:
+        digest = 0
+        first_seen = 0 if self._window is None else max(0, start - self._window + 1)
+        for position, token in enumerate(self._rows[row].token_ids[:stop]):
+            digest = extend_digest(digest, token)
+            if position >= first_seen:
+                assert self._slots[self._slot(row, position)] == digest, f"row {row} reads wrong keys at {position}"
+
+    def _sample(self, plan: StepPlan, index: int) -> int:
+        row, entry = plan.sample_rows[index], plan.sample_entries[index]
+        tokens = self._rows[row].token_ids
+        stop = plan.starts[entry] + plan.counts[entry]
+        assert stop == len(tokens), "sampled before all known tokens were computed"
+        assert self._rows[plan.rows[entry]].token_ids[:stop] == tokens, "sampled from another prefix"
+        token = next_token(self._digest(row, stop), self._rows[row].seed)
+        tokens.append(token)
+        return token
