@@ -1,0 +1,83 @@
+"""Edits that name tokens: allowed_token_ids, bad_words, min_tokens and logit_bias, in this order.
+
+A forbidden token gets a logit of minus infinity. If bad_words and min_tokens leave a row nothing of what is allowed,
+they give way for this one draw: allowed_token_ids never does, and a row always has a token to draw.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.decoding.state import ALLOWED, BAD_WORDS, BIAS, MIN_TOKENS, SamplingState
+
+_NAMING = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS
+
+Places = tuple[Tensor, Tensor]  # sample and token id of each place, both int64 [num_places], on the logits' device
+
+
+def apply_masks(
+    state: SamplingState,
+    logits: Tensor,
+    features: NDArray[np.uint32],
+    rows: NDArray[np.int64],
+    token_ids: NDArray[np.int32],
+    num_tokens: NDArray[np.int64],
+) -> None:
+    """Edit `logits` [num_samples, vocab] in place, sample i for row `rows[i]`; arguments as in `sampler.sample`."""
+    lists = {sample: state.token_lists(rows[sample]) for sample in np.flatnonzero(features & _NAMING).tolist()}
+    _keep_allowed(logits, {i: lists[i].allowed_ids for i in _using(features, ALLOWED)})
+    forbidden = {i: lists[i].early_stop_ids for i in _using(features, MIN_TOKENS)}
+    for i in _using(features, BAD_WORDS):
+        output = token_ids[rows[i], state.settings["num_prompt_tokens"][rows[i]] : num_tokens[i]]
+        completing = lists[i].bad_words.forbidden_next(output)
+        forbidden[i] = np.concatenate([forbidden[i], completing]) if i in forbidden else completing
+    _forbid(logits, forbidden)
+    biased = _using(features, BIAS)
+    _add_bias(logits, {i: lists[i].bias_ids for i in biased}, [lists[i].bias_values for i in biased])
+
+
+def _using(features: NDArray[np.uint32], feature: int) -> list[int]:
+    """Return the samples that use a feature."""
+    return np.flatnonzero(features & feature).tolist()
+
+
+def _places(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> Places:
+    """Return where in `logits` the ids of each sample stand."""
+    samples = np.repeat(np.fromiter(ids, dtype=np.int64, count=len(ids)), [len(tokens) for tokens in ids.values()])
+    tokens = np.concatenate(list(ids.values()))
+    return torch.from_numpy(samples).to(logits.device), torch.from_numpy(tokens).to(logits.device)
+
+
+def _keep_allowed(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> None:
+    """Forbid everything but the ids given."""
+    if not ids:
+        return
+    places = _places(logits, ids)
+    kept = logits[places]
+    logits[list(ids)] = -torch.inf
+    logits[places] = kept
+
+
+def _forbid(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> None:
+    """Forbid the ids given, except in samples that would have nothing left."""
+    if not ids:
+        return
+    samples, tokens = places = _places(logits, ids)
+    before = logits[places]
+    logits[places] = -torch.inf
+    is_empty = logits[list(ids)].amax(dim=1) == -torch.inf  # [len(ids)]
+    gives_way = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    gives_way[list(ids)] = is_empty
+    back = gives_way[samples]
+    logits[samples[back], tokens[back]] = before[back]
+
+
+def _add_bias(logits: Tensor, ids: dict[int, NDArray[np.int64]], values: Sequence[NDArray[np.float32]]) -> None:
+    """Add a bias to each id given; no id stands twice in one sample."""
+    if not ids:
+        return
+    places = _places(logits, ids)
+    logits[places] = logits[places] + torch.from_numpy(np.concatenate(values)).to(logits.device)

@@ -1,0 +1,135 @@
+"""SamplingState: the sampling parameters of every running sequence, row by row, in NumPy arrays.
+
+A row is set when its sequence begins and cleared when it ends. Steps only gather: what a batch needs is found by
+ORing one flag word per row, so a batch pays for a feature only if one of its rows uses it.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.plan import NewRow
+from quire.core.sampling_params import SamplingParams
+from quire.decoding.bad_words import BadWords
+
+# What a row asks for beyond the highest logit; the bits of `SamplingState.features`.
+SAMPLED = 1 << 0
+ALLOWED = 1 << 1
+BAD_WORDS = 1 << 2
+MIN_TOKENS = 1 << 3
+BIAS = 1 << 4
+PENALTIES = 1 << 5
+LOGPROBS = 1 << 6
+EDITS = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS | PENALTIES  # they change logits
+
+ROW_DTYPE = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("top_p", np.float64),
+        ("temperature", np.float32),
+        ("log_min_p", np.float32),        # -inf when off
+        ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("top_k", np.int32),              # the size of the vocabulary when off
+        ("num_prompt_tokens", np.int32),
+        ("min_tokens", np.int32),
+        ("num_logprobs", np.int32),
+    ],
+    align=True,
+)
+
+_MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)  # a smaller one would be 0 in float32, and 0 / 0 no probability
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLists:
+    """The token ids that a row's parameters name, and the bias of each id in `bias_ids`."""
+
+    allowed_ids: NDArray[np.int64]
+    early_stop_ids: NDArray[np.int64]  # end of sequence and stop tokens, forbidden before min_tokens
+    bias_ids: NDArray[np.int64]
+    bias_values: NDArray[np.float32]
+    bad_words: BadWords
+
+    @classmethod
+    def of(cls, new: NewRow) -> "TokenLists":
+        """Collect what `new` names; lists that were not given are empty."""
+        bias = new.params.logit_bias or {}
+        return cls(
+            allowed_ids=_ids(new.params.allowed_token_ids or ()),
+            early_stop_ids=_ids(new.eos_token_ids.union(new.params.stop_token_ids or ())),
+            bias_ids=_ids(bias),
+            bias_values=np.fromiter(bias.values(), dtype=np.float32, count=len(bias)),
+            bad_words=BadWords(new.bad_words_token_ids),
+        )
+
+
+class SamplingState:
+    """Parameters of all rows.
+
+    features: uint32 [max_rows], the flags above. settings: ROW_DTYPE [max_rows]. lists: per row, None where a row
+    names no tokens or stands empty.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.features = np.zeros(max_rows, dtype=np.uint32)
+        self.settings = np.zeros(max_rows, dtype=ROW_DTYPE)
+        self.lists: list[TokenLists | None] = [None] * max_rows
+
+    def set(self, new: NewRow) -> None:
+        """Begin row `new.row`. Every token id that it names has been checked against the vocabulary."""
+        features = _features(new)
+        self.features[new.row] = features
+        self.settings[new.row] = _settings(new, self.vocab_size)
+        self.lists[new.row] = TokenLists.of(new) if features & (ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS) else None
+
+    def clear(self, row: int) -> None:
+        """End a row: it asks for nothing any more."""
+        self.features[row] = 0
+        self.lists[row] = None
+
+    def token_lists(self, row: int) -> TokenLists:
+        """Return the lists of a row that has some."""
+        lists = self.lists[row]
+        assert lists is not None, f"row {row} names no tokens"
+        return lists
+
+
+def _features(new: NewRow) -> int:
+    """Return the flags of what a new row uses."""
+    params = new.params
+    flags = {
+        SAMPLED: params.temperature > 0,
+        ALLOWED: params.allowed_token_ids is not None,
+        BAD_WORDS: bool(new.bad_words_token_ids),
+        MIN_TOKENS: params.min_tokens > 0 and bool(new.eos_token_ids or params.stop_token_ids),
+        BIAS: bool(params.logit_bias),
+        PENALTIES: _penalties(params) != (1.0, 0.0, 0.0),
+        LOGPROBS: params.logprobs is not None,
+    }
+    return sum(flag for flag, is_used in flags.items() if is_used)
+
+
+def _settings(new: NewRow, vocab_size: int) -> tuple[float, ...]:
+    """Return the fields of ROW_DTYPE for a new row."""
+    params = new.params
+    log_min_p = np.log(params.min_p) if params.min_p > 0 else -np.inf
+    top_k = min(params.top_k or vocab_size, vocab_size)
+    num_logprobs = min(params.logprobs or 0, vocab_size)
+    temperature = max(params.temperature, _MIN_TEMPERATURE)
+    counts = (top_k, new.num_prompt_tokens, params.min_tokens, num_logprobs)
+    return (new.seed, params.top_p, temperature, log_min_p, *_penalties(params), *counts)
+
+
+def _penalties(params: SamplingParams) -> tuple[float, float, float]:
+    """Return the penalties in the order of ROW_DTYPE."""
+    return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+
+
+def _ids(tokens: Collection[int]) -> NDArray[np.int64]:
+    """Return token ids as an array."""
+    return np.fromiter(tokens, dtype=np.int64, count=len(tokens))
