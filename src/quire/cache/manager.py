@@ -132,12 +132,9 @@ class KVCacheManager:
             raise ValueError(f"sequence {seq_id} already has a block table")
 
     def _tail_waste_slots(self) -> int:
-        """Empty slots of blocks in use: all in the last blocks, and one that is shared is filled alike for all."""
-        empty_slots = {
-            table.blocks[-1]: -table.num_tokens % self.block_size for table in self._tables.values() if table.blocks
-        }
-        empty_slots.pop(NULL_BLOCK, None)  # a last block is dropped only when it is full
-        return sum(empty_slots.values())
+        """Count the empty slots of blocks in use. All are in last blocks; a shared one is filled alike for all."""
+        tables = [table for table in self._tables.values() if table.blocks]
+        return sum({table.blocks[-1]: -table.num_tokens % self.block_size for table in tables}.values())
 
 
 def _histogram(num_blocks_by_owners: Counter[int]) -> dict[str, int]:
