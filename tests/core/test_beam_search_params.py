@@ -1,0 +1,34 @@
+"""BeamSearchParams: the contract's fields, checked at construction."""
+
+import dataclasses
+import math
+
+import pytest
+
+from quire.core.beam_search_params import BeamSearchParams
+from quire.core.errors import InvalidRequestError
+
+
+def test_fields_and_defaults_are_the_contracts() -> None:
+    expected = {"beam_width": 4, "max_tokens": 64, "ignore_eos": False, "temperature": 0.0, "length_penalty": 1.0}
+    assert dataclasses.asdict(BeamSearchParams(4, 64)) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("beam_width", value) for value in (0, -1, True, 1.0, "4", None)]
+    + [("max_tokens", value) for value in (0, -1, True, 1.0, "4", None)]
+    + [("temperature", value) for value in (-0.1, 100.1, math.nan, math.inf, True, "1", None)]
+    + [("length_penalty", value) for value in (-100.1, 100.1, math.nan, math.inf, True, "1", None)]
+    + [("ignore_eos", value) for value in (0, 1, "true", None)],
+)
+def test_a_wrong_value_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be ") as caught:
+        BeamSearchParams(**{"beam_width": 4, "max_tokens": 64, field: value})
+    assert isinstance(caught.value, InvalidRequestError)
+    assert caught.value.param == field
+
+
+def test_whole_numbers_become_floats() -> None:
+    params = BeamSearchParams(1, 1, temperature=1, length_penalty=-2)
+    assert [type(value) for value in (params.temperature, params.length_penalty)] == [float, float]
