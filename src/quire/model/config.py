@@ -1,0 +1,43 @@
+"""config.json of a model folder: read, checked, and turned into a `DecoderSpec` by the family that it names."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from quire.model.config_reader import ConfigReader, read_json_object
+from quire.model.families import FAMILIES, MODEL_TYPES
+from quire.model.spec import DecoderSpec, SpecError
+
+CONFIG_FILE = "config.json"
+
+
+def read_config(folder: Path) -> dict[str, object]:
+    """Return the config.json of `folder`: a JSON object of a known architecture with sizes that make sense.
+
+    Raises ModelError with the file and the reason.
+    """
+    config = read_json_object(folder, CONFIG_FILE)
+    spec_from_config(config, str(folder / CONFIG_FILE))
+    return config
+
+
+def spec_from_config(config: Mapping[str, object], source: str = CONFIG_FILE) -> DecoderSpec:
+    """Return the spec of the architecture that `config` names. `source` is what errors call the config.
+
+    Raises ModelError for an unknown architecture, with the known ones, and for any value that cannot be.
+    """
+    reader = ConfigReader(config, source)
+    reader.reject("quantization_config", why="weights are read as floating-point numbers only")
+    try:
+        return FAMILIES[_architecture(reader)](reader)
+    except SpecError as error:
+        raise reader.error(str(error)) from error
+
+
+def _architecture(config: ConfigReader) -> str:
+    """The name under which the config's family is known; the model type counts where no architecture is named."""
+    named = config.raw("architectures")
+    found = named[0] if isinstance(named, list) and named else MODEL_TYPES.get(str(config.raw("model_type")))
+    if not isinstance(found, str) or found not in FAMILIES:
+        what = f"architecture {found!r:.80}" if found is not None else f"model_type {config.raw('model_type')!r:.80}"
+        raise config.error(f"unknown {what}; known are {', '.join(FAMILIES)}")
+    return found

@@ -1,0 +1,142 @@
+"""Reading config.json of a folder that nobody vouches for: every value is checked where it is read."""
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from quire.core.errors import ModelError
+from quire.model.safe_path import file_inside
+
+MAX_JSON_BYTES = 64 * 2**20    # the largest real file here is an index of shards: below 1 MiB per 10,000 tensors
+MAX_SIZE = 2**24               # of vocabularies and widths: far past any real model, far from any overflow
+MAX_LAYERS = 4096
+MAX_POSITIONS = 2**22          # 2 GiB of rotary tables with heads of 128
+
+T = TypeVar("T")
+
+
+def read_json_object(folder: Path, name: str) -> dict[str, object]:
+    """Return the JSON object in file `name` of `folder`. Raises ModelError that names the file and what is wrong."""
+    path = file_inside(folder, name)
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+class ConfigReader:
+    """Typed look at a config: a missing key and null both mean the default; no default means required.
+
+    Every method raises ModelError that names the source, the key, the value and what was expected.
+    """
+
+    def __init__(self, values: Mapping[str, object], source: str) -> None:
+        self._values = values
+        self._source = source
+
+    def error(self, message: str) -> ModelError:
+        """Return an error that names where this config came from; the caller raises it."""
+        return ModelError(f"{self._source}: {message}")
+
+    def nested(self, name: str, values: Mapping[str, object]) -> "ConfigReader":
+        """Return a reader of a part of this config."""
+        return ConfigReader(values, f"{self._source}: {name}")
+
+    def has(self, key: str) -> bool:
+        """The key is there and not null."""
+        return self._values.get(key) is not None
+
+    def raw(self, key: str) -> object:
+        """The value as it stands, or None."""
+        return self._values.get(key)
+
+    def with_default(self, key: str, default: object) -> "ConfigReader":
+        """Return a reader that finds `default` where the key is missing or null."""
+        return self if self.has(key) else ConfigReader({**self._values, key: default}, self._source)
+
+    def count(self, key: str, default: int) -> int:
+        """Return an integer of at least 0."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(f"{key} must be an integer of at least 0, got {_short(value)}")
+        return value
+
+    def size(self, key: str, default: int | None = None, *, limit: int = MAX_SIZE) -> int:
+        """Return an integer in [1, limit]."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+            raise self.error(f"{key} must be an integer from 1 to {limit}, got {_short(value)}")
+        return value
+
+    def nullable_size(self, key: str, default: int) -> int | None:
+        """Return a size; the default only where the key is missing, None where it is null."""
+        return None if key in self._values and self._values[key] is None else self.size(key, default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a finite number above 0."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.error(f"{key} must be a number above 0, got {_short(value)}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return true or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{key} must be true or false, got {_short(value)}")
+        return value
+
+    def choice(self, key: str, choices: Mapping[str, T], default: str | None = None) -> T:
+        """Return what the string stands for in `choices`."""
+        value = self._get(key, default)
+        if not isinstance(value, str) or value not in choices:
+            raise self.error(f"{key} must be one of {', '.join(choices)}, got {_short(value)}")
+        return choices[value]
+
+    def strings(self, key: str, choices: Collection[str]) -> list[str]:
+        """Return a list of strings, all of them among `choices`; empty when missing."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) and item in choices for item in value):
+            raise self.error(f"{key} must be a list of {' or '.join(choices)}, got {_short(value)}")
+        return value
+
+    def divided(self, key: str, parts: int) -> int:
+        """Return the size of each of `parts` equal parts of a size."""
+        size = self.size(key)
+        if size % parts:
+            raise self.error(f"{key} = {size} does not divide into {parts} equal parts")
+        return size // parts
+
+    def section(self, key: str) -> dict[str, object]:
+        """Return a nested object; empty when missing."""
+        value = self._get(key, {})
+        if not isinstance(value, dict):
+            raise self.error(f"{key} must be an object, got {_short(value)}")
+        return value
+
+    def reject(self, key: str, *harmless: object, why: str) -> None:
+        """Refuse any value of `key` but null and the harmless ones: `why` says what this engine would do wrong."""
+        value = self._values.get(key)
+        if value is not None and value not in harmless:
+            raise self.error(f"{key} = {_short(value)} is not supported yet: {why}")
+
+    def _get(self, key: str, default: object) -> object:
+        value = self._values.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(f"{key} is missing")
+        return value
+
+
+def _short(value: object) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "an integer of 30 digits or more"
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,51 @@
+"""Llama 1 to 3: RMSNorm, rotary positions, gated feed-forward, grouped queries (Touvron et al. 2023).
+
+Mistral and Qwen are this page with a few fields changed.
+"""
+
+from quire.model.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
+from quire.model.rope import rotary_from_config
+from quire.model.spec import DecoderSpec, WeightMap
+
+WEIGHTS = WeightMap(
+    prefixes=("model.", ""),
+    layer="layers.{layer}.",
+    embedding="embed_tokens",
+    attention_norm="input_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    attention_out="self_attn.o_proj",
+    query_norm="self_attn.q_norm",
+    key_norm="self_attn.k_norm",
+    feed_forward_norm="post_attention_layernorm",
+    feed_forward_in=("mlp.gate_proj", "mlp.up_proj"),
+    feed_forward_out="mlp.down_proj",
+    final_norm="norm",
+    harmless=("rotary_emb.inv_freq",),
+)
+
+
+def llama(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of a Llama."""
+    num_heads, hidden_size = config.size("num_attention_heads"), config.size("hidden_size")
+    head_dim = config.size("head_dim") if config.has("head_dim") else config.divided("hidden_size", num_heads)
+    max_position_embeddings = config.size("max_position_embeddings", limit=MAX_POSITIONS)
+    config.choice("hidden_act", {"silu": None, "swish": None}, default="silu")
+    return DecoderSpec(
+        vocab_size=config.size("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=config.size("num_hidden_layers", limit=MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=config.size("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        intermediate_size=config.size("intermediate_size"),
+        max_position_embeddings=max_position_embeddings,
+        norm="rms",
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        activation="silu_and_mul",
+        rotary=rotary_from_config(config, head_dim, max_position_embeddings),
+        has_qkv_bias=config.flag("attention_bias", False),
+        has_attention_out_bias=config.flag("attention_bias", False),
+        has_feed_forward_bias=config.flag("mlp_bias", False),
+        is_head_tied=config.flag("tie_word_embeddings", False),
+        weights=WEIGHTS,
+    )

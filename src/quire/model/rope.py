@@ -1,0 +1,126 @@
+"""Rotary frequencies from a config, in the spelling of transformers 5 (`rope_parameters`) and in the older one.
+
+Whatever a scaling is called, it ends as one frequency per pair of dimensions and one factor: see `Rotary`. All is
+computed in float32 by the same operations as in transformers, because at position 100,000 a last bit is visible.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quire.model.config_reader import ConfigReader
+from quire.model.spec import Rotary
+
+DEFAULT_THETA = 10_000.0
+
+
+def rotary_from_config(config: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rotary:
+    """Return the frequencies that `config` asks for. Raises ModelError for a scaling that is not known."""
+    rope = _rope_section(config, max_position_embeddings)
+    rope.reject("partial_rotary_factor", 1, why="all dimensions of a head are turned")
+    scaling = rope.choice("rope_type", SCALINGS, default="default")
+    inv_freq, scale = scaling(rope, head_dim)
+    return Rotary(tuple(inv_freq.tolist()), scale)
+
+
+def _rope_section(config: ConfigReader, max_position_embeddings: int) -> ConfigReader:
+    """Gather the keys from where they may stand. Precedence as in transformers: rope_scaling over rope_parameters,
+    both over the top level; only the original length counts at the top level first.
+    """
+    values = config.section("rope_scaling") or config.section("rope_parameters")
+    if any(isinstance(value, dict) for value in values.values()):
+        raise config.error("rope parameters that differ by layer type are not supported yet")
+    merged: dict[str, object] = {"original_max_position_embeddings": max_position_embeddings}
+    merged |= {key: config.raw(key) for key in ("rope_theta", "partial_rotary_factor")}
+    merged |= {"rope_type": values.get("type")}
+    merged |= {key: value for key, value in values.items() if value is not None}
+    if config.has("original_max_position_embeddings"):
+        merged["original_max_position_embeddings"] = config.raw("original_max_position_embeddings")
+    return config.nested("rope parameters", merged)
+
+
+def _default(rope: ConfigReader, head_dim: int) -> tuple[Tensor, float]:
+    """One frequency per pair, falling from 1 to about 1 / theta radians per position. Su et al. 2021, section 3.4."""
+    return 1.0 / _positions_per_radian(rope, head_dim), 1.0
+
+
+def _positions_per_radian(rope: ConfigReader, head_dim: int) -> Tensor:
+    """Positions per radian of each pair, float32 [head_dim / 2]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    return torch.pow(rope.number("rope_theta", DEFAULT_THETA), exponents)
+
+
+def _linear(rope: ConfigReader, head_dim: int) -> tuple[Tensor, float]:
+    """All positions pressed together by `factor`. Chen et al. 2023 (position interpolation)."""
+    return _default(rope, head_dim)[0] / rope.number("factor"), 1.0
+
+
+def _dynamic(rope: ConfigReader, head_dim: int) -> tuple[Tensor, float]:
+    """The plain frequencies: the scaling begins past `max_position_embeddings`, where no sequence of ours goes.
+
+    Past it the frequencies would follow the longest sequence of the batch, and keys in the cache would be wrong.
+    """
+    rope.number("factor")
+    return _default(rope, head_dim)
+
+
+def _llama3(rope: ConfigReader, head_dim: int) -> tuple[Tensor, float]:
+    """Long waves slowed down by `factor`, short ones kept, a ramp between. Llama 3.1 (Grattafiori et al. 2024)."""
+    factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low == high:
+        raise rope.error(f"low_freq_factor and high_freq_factor must differ, got {low} twice")
+    inv_freq, _ = _default(rope, head_dim)
+    wavelength = 2 * math.pi / inv_freq
+    smooth = (original / wavelength - low) / (high - low)
+    ramp = (1 - smooth) * inv_freq / factor + smooth * inv_freq
+    scaled = torch.where(wavelength > original / low, inv_freq / factor, ramp)
+    return torch.where(wavelength < original / high, inv_freq, scaled), 1.0
+
+
+def _yarn(rope: ConfigReader, head_dim: int) -> tuple[Tensor, float]:
+    """Pairs that turn often in the original length kept, the others interpolated, a ramp between. Peng et al. 2023."""
+    factor = rope.number("factor")
+    first = _pair_turning(rope, head_dim, rope.number("beta_fast", 32))
+    last = _pair_turning(rope, head_dim, rope.number("beta_slow", 1))
+    if rope.flag("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    width = last - first or 0.001  # a ramp of one point: anything small, as in the original
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
+    per_radian = _positions_per_radian(rope, head_dim)
+    kept = 1 - ramp
+    inv_freq = 1.0 / (factor * per_radian) * (1 - kept) + 1.0 / per_radian * kept
+    return inv_freq, _yarn_scale(rope, factor)
+
+
+def _pair_turning(rope: ConfigReader, head_dim: int, turns: float) -> float:
+    """Index (a real number) of the pair that turns `turns` times within the original length."""
+    theta, original = rope.number("rope_theta", DEFAULT_THETA), rope.number("original_max_position_embeddings")
+    if theta == 1:
+        raise rope.error("rope_theta must not be 1 with yarn")
+    return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+
+def _yarn_scale(rope: ConfigReader, factor: float) -> float:
+    """The factor on cosines and sines that keeps attention as sharp as in training. Peng et al. 2023, section 3.4."""
+    if rope.has("attention_factor"):
+        return rope.number("attention_factor")
+
+    def sharpness(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.raw("mscale") and rope.raw("mscale_all_dim"):
+        return sharpness(rope.number("mscale")) / sharpness(rope.number("mscale_all_dim"))
+    return sharpness(1.0)
+
+
+SCALINGS: dict[str, Callable[[ConfigReader, int], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -1,0 +1,108 @@
+"""DecoderSpec: what makes a model family, as data. One `Decoder` reads it and composes its layers accordingly.
+
+A family is two things: a function from config.json to a `DecoderSpec`, and a `WeightMap` that says what its tensors
+are called. Both are checked here, once, so that nothing above has to doubt a size.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quire.core.errors import ModelError
+
+NormKind = Literal["rms", "layer"]
+NormPosition = Literal["pre", "post"]  # before each sublayer (GPT-2 and on), or after it (the original transformer)
+Activation = Literal["silu_and_mul", "gelu", "gelu_tanh", "relu"]  # silu_and_mul: gated, two projections in
+
+
+class SpecError(ModelError):
+    """Sizes that do not fit together. Says nothing of the file that they came from: whoever read it adds that."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMap:
+    """Hugging Face names of a family's modules, without the `.weight` and `.bias` at the end.
+
+    `prefixes` stand before every name but the head's; the usual one comes first, others are written by base-model
+    classes. Tuples of several modules are fused row by row, in that order: query, key, value; gate, up.
+    """
+
+    prefixes: tuple[str, ...]
+    layer: str                              # "layers.{layer}.", stands before the names of a layer's modules
+    embedding: str
+    attention_norm: str
+    qkv: tuple[str, ...]                    # one name when the checkpoint has them fused
+    attention_out: str
+    feed_forward_norm: str
+    feed_forward_in: tuple[str, ...]        # gate and up, or the one projection of an ungated feed-forward
+    feed_forward_out: str
+    final_norm: str
+    head: str = "lm_head"
+    positions: str | None = None            # learned position embeddings
+    query_norm: str | None = None
+    key_norm: str | None = None
+    project_in: str | None = None           # between embeddings and hidden states of another width
+    project_out: str | None = None
+    is_transposed: bool = False             # linear weights of layers are stored [in, out]
+    harmless: tuple[str, ...] = ()          # ends of names that checkpoints carry and nobody needs
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary position embedding, resolved: whatever the scaling, a frequency per pair of dimensions and one factor."""
+
+    inv_freq: tuple[float, ...]             # radians per position; [head_dim / 2]
+    scale: float = 1.0                      # multiplies cosines and sines (YaRN's attention factor)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A dense decoder: sizes, and which part of each kind it is made of."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int
+    norm: NormKind
+    norm_eps: float
+    activation: Activation
+    weights: WeightMap = field(repr=False)
+    attention_scales: tuple[float, ...] = ()    # per layer; empty: 1 / sqrt(head_dim)
+    windows: tuple[int | None, ...] = ()        # per layer, tokens looked back on, itself included; empty: no windows
+    rotary: Rotary | None = field(default=None, repr=False)  # None: learned positions
+    position_offset: int = 0                    # rows of the position table before position 0
+    embedding_size: int = 0                     # 0: hidden_size; else projected in and out
+    norm_position: NormPosition = "pre"
+    has_final_norm: bool = True
+    has_qkv_bias: bool = False
+    has_attention_out_bias: bool = False
+    has_feed_forward_bias: bool = False
+    has_query_key_norm: bool = False
+    is_head_tied: bool = False                  # the head is the embedding table
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)
+        object.__setattr__(self, "windows", self.windows or (None,) * self.num_layers)
+        scales = self.attention_scales or (self.head_dim**-0.5,) * self.num_layers
+        object.__setattr__(self, "attention_scales", scales)
+        if self.num_heads % self.num_kv_heads:
+            raise SpecError(f"{self.num_heads} attention heads do not divide among {self.num_kv_heads} key-value heads")
+        if self.rotary is not None and 2 * len(self.rotary.inv_freq) != self.head_dim:
+            raise SpecError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
+        for name in ("windows", "attention_scales"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise SpecError(f"{name}: {len(getattr(self, name))} entries for {self.num_layers} layers")
+
+    @property
+    def is_gated(self) -> bool:
+        """The feed-forward multiplies an activated gate with a second projection."""
+        return self.activation == "silu_and_mul"
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The widest window if every layer has one, else None: what lies before it can be forgotten."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
