@@ -1,0 +1,129 @@
+"""WeightReader: takes a family's tensors out of a checkpoint, fused, converted and packed, module by module."""
+
+import copy
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quire.core.errors import ModelError
+from quire.kernels.back_end import BackEnd
+from quire.kernels.linear import PackedLinear
+from quire.model.checkpoint import Checkpoint
+from quire.model.spec import WeightMap
+
+log = logging.getLogger(__name__)
+
+MAX_NAMES_IN_WARNING = 5
+
+
+@dataclass(slots=True)
+class ReadTally:
+    """What has been read so far; shared by a reader and its layers."""
+
+    names: set[str] = field(default_factory=set)
+    num_parameters: int = 0
+    weight_bytes: int = 0  # as kept in memory
+
+
+class WeightReader:
+    """Reads modules by the names that the family's map gives them. Every failure is a ModelError naming the tensor."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, names: WeightMap, back_end: BackEnd, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.names = names
+        self.back_end = back_end
+        self.dtype = dtype
+        self.device = device
+        self.tally = ReadTally()
+        self._checkpoint = checkpoint
+        self._prefix = self._find_prefix()
+
+    def _find_prefix(self) -> str:
+        """The prefix under which the checkpoint has its embeddings; the usual one if it has none at all."""
+        found = (p for p in self.names.prefixes if f"{p}{self.names.embedding}.weight" in self._checkpoint)
+        return next(found, self.names.prefixes[0])
+
+    def layer(self, index: int) -> "WeightReader":
+        """Return a reader of the modules of one layer."""
+        scoped = copy.copy(self)
+        scoped._prefix = self._prefix + self.names.layer.format(layer=index)
+        return scoped
+
+    def table(self, module: str, num_rows: int, width: int) -> Tensor:
+        """Return an embedding table [num_rows, width]."""
+        return self._read([f"{self._prefix}{module}.weight"], [(num_rows, width)])
+
+    def norm(self, module: str, width: int, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+        """Return a norm's weight and bias, each [width]."""
+        weight = self._read([f"{self._prefix}{module}.weight"], [(width,)])
+        return weight, self._read([f"{self._prefix}{module}.bias"], [(width,)]) if has_bias else None
+
+    def linear(self, modules: Sequence[str], num_rows: Sequence[int], width: int, *, has_bias: bool) -> PackedLinear:
+        """Return one layer [sum(num_rows), width], the modules' rows on top of each other.
+
+        One module for several row counts means that the checkpoint has them fused already.
+        """
+        num_rows = num_rows if len(modules) > 1 else [sum(num_rows)]
+        stems = [self._prefix + module for module in modules]
+        weight = self._read(
+            [f"{stem}.weight" for stem in stems],
+            [(count, width) for count in num_rows],
+            is_transposed=self.names.is_transposed,
+        )
+        bias = self._read([f"{stem}.bias" for stem in stems], [(count,) for count in num_rows]) if has_bias else None
+        return self.back_end.linear(weight, bias)
+
+    def head(self, embedding: Tensor, *, is_tied: bool) -> PackedLinear:
+        """Return the layer from hidden states to logits, in float32; the embedding table itself when tied.
+
+        A tied checkpoint that carries a head all the same is believed, as by transformers 5.
+        """
+        name, table = f"{self.names.head}.weight", embedding
+        if not is_tied or name in self._checkpoint:
+            table = self._read([name], [tuple(embedding.shape)])
+            self.tally.weight_bytes -= table.nbytes  # not kept: packed below
+        self.tally.weight_bytes += table.numel() * torch.float32.itemsize
+        return self.back_end.linear(table, dtype=torch.float32)
+
+    def warn_of_unread(self) -> None:
+        """Log the tensors that nobody asked for, apart from those known to be harmless."""
+        unread = sorted(
+            name
+            for name in self._checkpoint.names
+            if name not in self.tally.names and not name.endswith(self.names.harmless)
+        )
+        if unread:
+            log.warning(
+                "%d tensors of the checkpoint are not used: %s%s",
+                len(unread),
+                ", ".join(unread[:MAX_NAMES_IN_WARNING]),
+                ", ..." if len(unread) > MAX_NAMES_IN_WARNING else "",
+            )
+
+    def _read(self, names: list[str], shapes: list[tuple[int, ...]], *, is_transposed: bool = False) -> Tensor:
+        """Return the tensors one after the other along dimension 0, in the model's dtype, on its device.
+
+        `shapes` are those wanted; a transposed tensor has its shape reversed in the file. One copy is made.
+        """
+        stored = [shape[::-1] if is_transposed else shape for shape in shapes]
+        parts = [self._checkpoint.read(name, shape) for name, shape in zip(names, stored, strict=True)]
+        counts = [shape[0] for shape in shapes]
+        fused = torch.empty((sum(counts), *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        for name, part, place in zip(names, parts, torch.split(fused, counts), strict=True):
+            place.copy_(part.T if is_transposed else part)
+            self._require_finite(name, place)
+        self.tally.names.update(names)
+        self.tally.num_parameters += fused.numel()
+        self.tally.weight_bytes += fused.nbytes
+        return fused
+
+    def _require_finite(self, name: str, tensor: Tensor) -> None:
+        # One pass and no mask in memory: a sum in float32 is finite unless an element is not.
+        if not math.isfinite(tensor.sum(dtype=torch.float32).item()):
+            path = self._checkpoint.file_of(name)
+            raise ModelError(f"{path}: tensor {name} has values that are NaN or infinite in {self.dtype}")
