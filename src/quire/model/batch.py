@@ -1,0 +1,17 @@
+"""ForwardBatch: one step's tokens, flat, prefills and decodes side by side."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """T tokens of S sequences, sequences end to end; each sequence's tokens are the last ones of its context."""
+
+    token_ids: Tensor      # [T] int64
+    positions: Tensor      # [T] int64, of each token in its sequence
+    slot_mapping: Tensor   # [T] int64, where its key and value are written; -1: nowhere, they are in the cache already
+    query_starts: Tensor   # [S + 1] int32, where each sequence begins in the batch
+    context_lens: Tensor   # [S] int32, tokens that a sequence's last query may attend to, itself included
+    block_tables: Tensor   # [S, max_blocks] int32

@@ -1,0 +1,109 @@
+"""The one decoder: embeddings, layers, a norm and a head, composed at construction as the spec says."""
+
+import torch
+from torch import Tensor
+
+from quire.core.errors import ModelError
+from quire.kernels.linear import PackedLinear
+from quire.kernels.rotary import rotary_table
+from quire.model.batch import ForwardBatch
+from quire.model.kv_cache import KVCache
+from quire.model.layers import Attention, FeedForward, Layer, Norm, PostNormLayer, PreNormLayer, Step
+from quire.model.spec import DecoderSpec
+from quire.model.weights import WeightReader
+
+
+class Decoder:
+    """A model that is ready to run. Knows token ids, positions and cache tensors; no request and no sequence."""
+
+    def __init__(self, spec: DecoderSpec, weights: WeightReader, max_positions: int) -> None:
+        self.spec, self.dtype, self.device = spec, weights.dtype, weights.device
+        self._embedding = Embedding(spec, weights)
+        cos_sin = _rotary_table(spec, max_positions, weights.device)
+        self._layers = [_make_layer(spec, weights.layer(i), i, cos_sin) for i in range(spec.num_layers)]
+        final_norm = weights.names.final_norm if spec.has_final_norm else None
+        self._final_norm = None if final_norm is None else Norm(spec, weights, final_norm, spec.hidden_size)
+        self._head = Head(spec, weights, self._embedding.tokens)
+        self._prepare_attention = weights.back_end.prepare_attention
+        self.num_parameters, self.weight_bytes = weights.tally.num_parameters, weights.tally.weight_bytes
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Run one step: write the tokens' keys and values, return their hidden states [num_tokens, hidden_size].
+
+        The hidden states are normed, ready for `logits`. They are in the model's dtype.
+        """
+        plan = self._prepare_attention(batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size)
+        step = Step(batch.positions, batch.slot_mapping, plan)
+        x, residual = self._embedding(batch.token_ids, batch.positions), None
+        for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
+            x, residual = layer(x, residual, step, keys, values)
+        return self._finish(x, residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
+        return self._head(hidden)
+
+    def _finish(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        if self._final_norm is not None:
+            return self._final_norm(x, residual)[0]
+        return x if residual is None else x + residual
+
+
+class Embedding:
+    """Token ids to hidden states: a row each, projected if it has another width, plus a learned position's row."""
+
+    def __init__(self, spec: DecoderSpec, weights: WeightReader) -> None:
+        names, width = weights.names, spec.embedding_size
+        self.tokens = weights.table(names.embedding, spec.vocab_size, width)
+        self._project = _projection(weights, names.project_in, spec.hidden_size, width)
+        self._positions: Tensor | None = None
+        if names.positions is not None:
+            num_rows = spec.max_position_embeddings + spec.position_offset
+            self._positions = weights.table(names.positions, num_rows, spec.hidden_size)[spec.position_offset :]
+
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return [num_tokens, hidden_size] for token_ids and positions [num_tokens] int64."""
+        x = self.tokens.index_select(0, token_ids)
+        x = x if self._project is None else self._project(x)
+        return x if self._positions is None else x + self._positions.index_select(0, positions)
+
+
+class Head:
+    """Hidden states to logits, projected first if embeddings have another width. The logits are float32."""
+
+    def __init__(self, spec: DecoderSpec, weights: WeightReader, embedding: Tensor) -> None:
+        self._project = _projection(weights, weights.names.project_out, spec.embedding_size, spec.hidden_size)
+        self._logits = weights.head(embedding, is_tied=spec.is_head_tied)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return [num_rows, vocab_size] float32 for hidden [num_rows, hidden_size]."""
+        return self._logits(hidden if self._project is None else self._project(hidden))
+
+
+def _projection(weights: WeightReader, module: str | None, out_size: int, in_size: int) -> PackedLinear | None:
+    """Return the layer between two widths; None where they are the same."""
+    if out_size == in_size:
+        return None
+    if module is None:
+        raise ModelError(f"embeddings of width {in_size} or {out_size} need a projection, which the family has not")
+    return weights.linear([module], [out_size], in_size, has_bias=False)
+
+
+def _rotary_table(spec: DecoderSpec, max_positions: int, device: torch.device) -> Tensor | None:
+    """Cosines and sines of all positions, shared by the layers; None for learned positions."""
+    if spec.rotary is None:
+        return None
+    inv_freq = torch.tensor(spec.rotary.inv_freq, dtype=torch.float32, device=device)
+    return rotary_table(inv_freq, max_positions, spec.rotary.scale)
+
+
+def _make_layer(spec: DecoderSpec, weights: WeightReader, index: int, cos_sin: Tensor | None) -> Layer:
+    """Compose one layer of the parts that the spec names."""
+    names = weights.names
+    make = PreNormLayer if spec.norm_position == "pre" else PostNormLayer
+    return make(
+        Norm(spec, weights, names.attention_norm, spec.hidden_size),
+        Attention(spec, weights, index, cos_sin),
+        Norm(spec, weights, names.feed_forward_norm, spec.hidden_size),
+        FeedForward(spec, weights),
+    )

@@ -1,0 +1,36 @@
+"""KVCache: the tensors that hold keys and values, two per layer, cut into blocks. Knows no owner of a block."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.model.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of all layers, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @classmethod
+    def allocate(
+        cls, spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> "KVCache":
+        """Return a cache of zeros. Zeros, because a tile may reach past a context, and 0 x NaN is NaN."""
+        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        return cls(keys, values)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.keys[0].shape[1]
+
+
+def kv_bytes_per_token(spec: DecoderSpec, dtype: torch.dtype) -> int:
+    """Return the bytes that one token's keys and values take, over all layers."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize

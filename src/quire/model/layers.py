@@ -1,0 +1,146 @@
+"""The parts that a decoder is composed of. Each is built from a spec and a reader of its weights, once.
+
+Activations are flat: [num_tokens, width]. All arithmetic is the back end's.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels.paged_attention import AttentionPlan
+from quire.model.spec import DecoderSpec
+from quire.model.weights import WeightReader
+
+
+class Step(NamedTuple):
+    """What every layer needs to know of the batch."""
+
+    positions: Tensor      # [num_tokens] int64
+    slot_mapping: Tensor   # [num_tokens] int64
+    attention: AttentionPlan
+
+
+class Norm:
+    """RMSNorm or LayerNorm over the last dimension, after adding the residual stream if there is one."""
+
+    def __init__(self, spec: DecoderSpec, weights: WeightReader, module: str, width: int) -> None:
+        self._weight, self._bias = weights.norm(module, width, has_bias=spec.norm == "layer")
+        self._eps = spec.norm_eps
+        self._rms_norm, self._layer_norm = weights.back_end.rms_norm, weights.back_end.layer_norm
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return `(normed, summed)`: summed = x + residual, normed = norm(summed), all [..., width]."""
+        if self._bias is None:
+            return self._rms_norm(x, self._weight, self._eps, residual)
+        return self._layer_norm(x, self._weight, self._bias, self._eps, residual)
+
+
+class Attention:
+    """Causal self-attention over the paged cache: project, place, write, attend, project."""
+
+    def __init__(self, spec: DecoderSpec, weights: WeightReader, layer: int, cos_sin: Tensor | None) -> None:
+        names, width = weights.names, spec.num_heads * spec.head_dim
+        self._heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self._head_dim = spec.head_dim
+        rows = [count * spec.head_dim for count in self._heads]
+        self._qkv = weights.linear(names.qkv, rows, spec.hidden_size, has_bias=spec.has_qkv_bias)
+        self._out = weights.linear(
+            [names.attention_out], [spec.hidden_size], width, has_bias=spec.has_attention_out_bias
+        )
+        self._query_norm = _head_norm(spec, weights, names.query_norm)
+        self._key_norm = _head_norm(spec, weights, names.key_norm)
+        self._cos_sin = cos_sin
+        self._scale, self._window = spec.attention_scales[layer], spec.windows[layer]
+        self._ops = weights.back_end
+
+    def __call__(self, x: Tensor, step: Step, key_cache: Tensor, value_cache: Tensor) -> Tensor:
+        """Return what attention adds to x [num_tokens, hidden_size]; the tokens' keys and values go to the cache."""
+        heads = self._qkv(x).view(len(x), -1, self._head_dim)  # [num_tokens, all heads, head_dim]
+        query, key, value = torch.split(heads, self._heads, dim=1)
+        query, key = self._place(query, key, step.positions)
+        self._ops.write_kv(key, value, key_cache, value_cache, step.slot_mapping)
+        attended = self._ops.paged_attention(
+            query, key_cache, value_cache, step.attention, self._scale, self._window
+        )
+        return self._out(attended.flatten(1))
+
+    def _place(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalize query and key per head and turn them by their positions, where the family does so."""
+        if self._query_norm is not None and self._key_norm is not None:
+            query, key = self._query_norm(query)[0], self._key_norm(key)[0]
+        if self._cos_sin is None:
+            return query, key
+        return self._ops.apply_rotary(query, key, positions, self._cos_sin)
+
+
+def _head_norm(spec: DecoderSpec, weights: WeightReader, module: str | None) -> Norm | None:
+    if module is None or not spec.has_query_key_norm:
+        return None
+    return Norm(spec, weights, module, spec.head_dim)
+
+
+class FeedForward:
+    """Project up, activate, project down. Gated: gate and up are one projection, and the activation multiplies them."""
+
+    def __init__(self, spec: DecoderSpec, weights: WeightReader) -> None:
+        names, has_bias = weights.names, spec.has_feed_forward_bias
+        rows = [spec.intermediate_size] * (2 if spec.is_gated else 1)
+        self._up = weights.linear(names.feed_forward_in, rows, spec.hidden_size, has_bias=has_bias)
+        self._down = weights.linear(
+            [names.feed_forward_out], [spec.hidden_size], spec.intermediate_size, has_bias=has_bias
+        )
+        self._activate: Callable[[Tensor], Tensor] = getattr(weights.back_end, spec.activation)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return what the feed-forward adds to x [num_tokens, hidden_size]."""
+        return self._down(self._activate(self._up(x)))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer(ABC):
+    """One layer of a decoder: attention, then feed-forward, each with a norm and a way past it."""
+
+    attention_norm: Norm
+    attention: Attention
+    feed_forward_norm: Norm
+    feed_forward: FeedForward
+
+    @abstractmethod
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, step: Step, key_cache: Tensor, value_cache: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return `(x, residual)` for the next layer, each [num_tokens, hidden_size].
+
+        The stream is x + residual; the sum is left to the norm that comes next, which adds and normalizes in one
+        pass. No residual: x is the stream.
+        """
+
+
+class PreNormLayer(Layer):
+    """Norm, attention, add; norm, feed-forward, add (Radford et al. 2019)."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, step: Step, key_cache: Tensor, value_cache: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Leave the last sum open."""
+        normed, residual = self.attention_norm(x, residual)
+        attended = self.attention(normed, step, key_cache, value_cache)
+        normed, residual = self.feed_forward_norm(attended, residual)
+        return self.feed_forward(normed), residual
+
+
+class PostNormLayer(Layer):
+    """Attention, add, norm; feed-forward, add, norm (Vaswani et al. 2017)."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, step: Step, key_cache: Tensor, value_cache: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Leave no sum open."""
+        attended = self.attention(x, step, key_cache, value_cache)
+        normed, _ = self.attention_norm(attended, x)
+        normed, _ = self.feed_forward_norm(self.feed_forward(normed), normed)
+        return normed, None

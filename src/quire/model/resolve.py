@@ -1,0 +1,73 @@
+"""From what a user calls a model to a folder: the bundled one, a local folder, or a hub id."""
+
+import logging
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from quire.core.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+DEMO_MODEL = Path(__file__).parent / "demo"
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt"]
+HUB_FILES_LEFT_OUT = ["original/*", "consolidated*"]  # the same weights a second time, in their makers' own format
+
+
+def resolve_model(model: str | None) -> Path:
+    """Return the folder of `model`; None is the bundled demo model.
+
+    A hub id is downloaded into the hub's cache, or found there without network. Raises ModelError that says what was
+    tried.
+    """
+    if model is None:
+        return _demo_model()
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"{model}: is a file; expected a folder with config.json and safetensors")
+    if not _is_hub_id(model):
+        raise ModelError(f"{model}: no such folder, and not a hub id of the form owner/name")
+    return _from_hub(model)
+
+
+def _demo_model() -> Path:
+    if not (DEMO_MODEL / "config.json").is_file():
+        raise ModelError(f"the bundled demo model is not in this installation: no config.json in {DEMO_MODEL}")
+    return DEMO_MODEL
+
+
+def _is_hub_id(model: str) -> bool:
+    parts = model.split("/")
+    return len(parts) <= 2 and all(part and part[0].isalnum() for part in parts)
+
+
+def _from_hub(model: str) -> Path:
+    try:
+        return Path(_snapshot(model, local_files_only=False))
+    except Exception as error:  # the hub client lets its HTTP library's own errors through
+        log.debug("download of %s failed", model, exc_info=True)
+        reason = error
+    try:
+        return Path(_snapshot(model, local_files_only=True))  # some proxies fail in ways that keep it from its cache
+    except Exception:
+        raise ModelError(
+            f"{model}: no such local folder; the hub gave {type(reason).__name__} ({_first_line(reason)}); "
+            "and the hub's local cache does not have it"
+        ) from reason
+
+
+def _snapshot(model: str, *, local_files_only: bool) -> str:
+    return str(
+        snapshot_download(
+            model,
+            allow_patterns=HUB_FILES,
+            ignore_patterns=HUB_FILES_LEFT_OUT,
+            local_files_only=local_files_only,
+        )
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]

@@ -1,0 +1,131 @@
+"""A decoder driven the way the worker drives it, and a small Llama folder written by hand."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quire.kernels.back_end import BackEnd, choose_back_end
+from quire.model.batch import ForwardBatch
+from quire.model.decoder import Decoder
+from quire.model.kv_cache import KVCache
+
+LLAMA_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+}
+
+
+class PagedRunner:
+    """Runs token lists through a decoder and a paged cache whose blocks are handed out in a shuffled order."""
+
+    def __init__(self, decoder: Decoder, *, block_size: int = 8, num_blocks: int = 96) -> None:
+        self.decoder = decoder
+        self.cache = KVCache.allocate(decoder.spec, num_blocks, block_size, decoder.dtype, decoder.device)
+        self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
+        self._tables: dict[str, list[int]] = {}
+        self._lengths: dict[str, int] = {}
+
+    def step(self, pieces: dict[str, list[int]]) -> dict[str, Tensor]:
+        """Append each sequence's tokens in one forward pass; return the logits of each, [num_tokens, vocab_size]."""
+        starts = {name: self._grow(name, len(tokens)) for name, tokens in pieces.items()}
+        positions = {name: torch.arange(start, self._lengths[name]) for name, start in starts.items()}
+        tables = [torch.tensor(self._tables[name], dtype=torch.int32) for name in pieces]
+        batch = ForwardBatch(
+            token_ids=torch.tensor([token for tokens in pieces.values() for token in tokens]),
+            positions=torch.cat(list(positions.values())),
+            slot_mapping=torch.cat([self._slots(name, where) for name, where in positions.items()]),
+            query_starts=torch.tensor([0, *accumulate(map(len, pieces.values()))], dtype=torch.int32),
+            context_lens=torch.tensor([self._lengths[name] for name in pieces], dtype=torch.int32),
+            block_tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
+        )
+        logits = self.decoder.logits(self.decoder.forward(batch, self.cache))
+        return dict(zip(pieces, logits.split([len(tokens) for tokens in pieces.values()]), strict=True))
+
+    def run(self, name: str, tokens: Sequence[int], chunks: Sequence[int]) -> Tensor:
+        """Append the tokens chunk by chunk, what is left over one by one; return all logits."""
+        borders = [0, *accumulate(chunks)]
+        borders += range(borders[-1] + 1, len(tokens) + 1)
+        pieces = [list(tokens[start:stop]) for start, stop in zip(borders, borders[1:], strict=False)]
+        return torch.cat([self.step({name: piece})[name] for piece in pieces])
+
+    def _grow(self, name: str, count: int) -> int:
+        start = self._lengths.get(name, 0)
+        table = self._tables.setdefault(name, [])
+        self._lengths[name] = start + count
+        while len(table) * self.cache.block_size < start + count:
+            table.append(self._free.pop())
+        return start
+
+    def _slots(self, name: str, positions: Tensor) -> Tensor:
+        block_size = self.cache.block_size
+        return torch.tensor(self._tables[name])[positions // block_size] * block_size + positions % block_size
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors here are too small to share out; threads that wait for each other only make the tests slow."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def back_end() -> BackEnd:
+    return choose_back_end(torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def paged_runner() -> type[PagedRunner]:
+    return PagedRunner
+
+
+def llama_tensors(config: dict[str, object]) -> dict[str, Tensor]:
+    """Random tensors of a Llama without biases, untied, with Hugging Face's names."""
+    generator = torch.Generator().manual_seed(0)
+    vocab, width, inner = (int(str(config[key])) for key in ("vocab_size", "hidden_size", "intermediate_size"))
+    kv_width = width * int(str(config["num_key_value_heads"])) // int(str(config["num_attention_heads"]))
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, width),
+        "model.norm.weight": (width,),
+        "lm_head.weight": (vocab, width),
+    }
+    for layer in range(int(str(config["num_hidden_layers"]))):
+        stem = f"model.layers.{layer}."
+        shapes |= {f"{stem}{norm}.weight": (width,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{stem}self_attn.{name}.weight": (width, width) for name in ("q_proj", "o_proj")}
+        shapes |= {f"{stem}self_attn.{name}.weight": (kv_width, width) for name in ("k_proj", "v_proj")}
+        shapes |= {f"{stem}mlp.{name}.weight": (inner, width) for name in ("gate_proj", "up_proj")}
+        shapes |= {f"{stem}mlp.down_proj.weight": (width, inner)}
+    return {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def write_llama(tmp_path: Path) -> Callable[..., Path]:
+    """Write a model folder: a config with changes, and tensors with changes (None drops one); return the folder."""
+
+    def write(config: dict[str, object] | None = None, tensors: dict[str, Tensor | None] | None = None) -> Path:
+        changed = {**llama_tensors(LLAMA_CONFIG), **(tensors or {})}
+        folder = tmp_path / "model"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**LLAMA_CONFIG, **(config or {})}))
+        save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, folder / "model.safetensors")
+        return folder
+
+    return write

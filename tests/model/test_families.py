@@ -1,0 +1,194 @@
+"""Every family against transformers, on small random checkpoints that leave no parameter at its initial value."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.back_end import BackEnd
+from quire.model.loader import load_model
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+VOCAB_SIZE = 160
+PROMPT_LEN = 40
+NUM_FORCED = 64
+CHUNKS = [7, 1, 16, 16]  # of the prompt: borders inside and between blocks of 8
+TOLERANCE = 1e-4         # on logprobs, float32
+
+GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128}
+OPT = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "ffn_dim": 80,
+    "word_embed_proj_dim": 48,
+    "max_position_embeddings": 128,
+}
+LLAMA = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def rope(rope_type: str, **values: object) -> dict[str, object]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 500.0, **values}}
+
+
+LLAMA3_ROPE = rope(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+)
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "gpt2": ("GPT2", GPT2),
+    "gpt2, every option": (
+        "GPT2",
+        GPT2
+        | {"n_inner": 72, "activation_function": "gelu", "tie_word_embeddings": False}
+        | {"scale_attn_by_inverse_layer_idx": True, "layer_norm_epsilon": 1e-3},
+    ),
+    "gpt2, unscaled attention": ("GPT2", GPT2 | {"scale_attn_weights": False, "activation_function": "relu"}),
+    "opt": ("OPT", OPT),
+    "opt, as the 350m": ("OPT", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "opt, no biases, gelu": (
+        "OPT",
+        OPT | {"enable_bias": False, "activation_function": "gelu", "tie_word_embeddings": False},
+    ),
+    "opt, no final norm": ("OPT", OPT | {"_remove_final_layer_norm": True}),
+    "llama, one head per head": ("Llama", LLAMA | {"num_key_value_heads": 6}),
+    "llama, grouped, tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    "llama, biases, own head width": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "llama, linear rope": ("Llama", LLAMA | rope("linear", factor=2.5)),
+    "llama, dynamic rope": ("Llama", LLAMA | rope("dynamic", factor=4.0)),
+    "llama, llama3 rope": ("Llama", LLAMA | LLAMA3_ROPE),
+    "llama, yarn": ("Llama", LLAMA | {"head_dim": 16} | rope("yarn", **YARN)),
+    "llama, yarn, every option": (
+        "Llama",
+        LLAMA
+        | {"head_dim": 16}
+        | rope("yarn", **YARN, beta_fast=8.0, beta_slow=2.0, mscale=0.8, mscale_all_dim=0.5, truncate=False),
+    ),
+    "llama, yarn, given factor": ("Llama", LLAMA | rope("yarn", **YARN, attention_factor=1.3)),
+    "mistral, window shorter than the prompt": ("Mistral", LLAMA | {"sliding_window": 11}),
+    "mistral, no window": ("Mistral", LLAMA | {"sliding_window": None, "head_dim": 12}),
+    "qwen2": ("Qwen2", LLAMA),
+    "qwen2, windows from layer 1": (
+        "Qwen2",
+        LLAMA | {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("Qwen3", LLAMA | {"head_dim": 16}),
+    "qwen3, windows by layer, biases": (
+        "Qwen3",
+        LLAMA
+        | {"head_dim": 12, "attention_bias": True, "use_sliding_window": True, "sliding_window": 9}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+}
+
+
+def make_reference(family: str, config: dict[str, object]) -> "transformers.PreTrainedModel":
+    """Return a transformers model none of whose parameters is zero or one, so that each of them matters."""
+    model_config = getattr(transformers, f"{family}Config")(**config)
+    name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    torch.manual_seed(7)
+    model = getattr(transformers, name)(model_config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            if parameter.dim() == 1:
+                parameter.copy_(0.3 * noise + (1.0 if parameter_name.endswith("weight") else 0.0))
+            else:
+                parameter.copy_(noise * (0.5 if "emb" in parameter_name else 1.3 * parameter.shape[-1] ** -0.5))
+    return model
+
+
+def logprobs_of(model: "transformers.PreTrainedModel", tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].float().log_softmax(dim=-1)
+
+
+def random_tokens(count: int) -> list[int]:
+    return torch.randint(VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logprobs_and_greedy_tokens_equal_transformers(
+    case: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable
+) -> None:
+    reference = make_reference(*CASES[case])
+    reference.save_pretrained(tmp_path)
+    runner = paged_runner(load_model(tmp_path, back_end=back_end))
+
+    tokens = random_tokens(PROMPT_LEN + NUM_FORCED)
+    expected = logprobs_of(reference, tokens)
+    found = runner.run("forced", tokens, CHUNKS).log_softmax(dim=-1)
+    assert expected.max(dim=-1).values.exp().mean() > 0.05, "too flat a distribution to tell a wrong model by"
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+    greedy = tokens[:PROMPT_LEN]
+    logits = runner.run("greedy", greedy, CHUNKS)
+    for _ in range(NUM_FORCED):
+        greedy.append(int(logits[-1].argmax()))
+        logits = runner.step({"greedy": greedy[-1:]})["greedy"]
+    chosen = logprobs_of(reference, greedy)[PROMPT_LEN - 1 : -1].argmax(dim=-1)
+    assert greedy[PROMPT_LEN:] == chosen.tolist()
+
+
+@pytest.mark.parametrize("case", ["gpt2", "opt, as the 350m", "llama, llama3 rope", "mistral, no window", "qwen3"])
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(
+    case: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable
+) -> None:
+    reference = make_reference(*CASES[case]).bfloat16()
+    reference.save_pretrained(tmp_path)
+    decoder = load_model(tmp_path, back_end=back_end)
+    tokens = random_tokens(PROMPT_LEN + NUM_FORCED)
+    ours = paged_runner(decoder).run("a", tokens, CHUNKS).log_softmax(dim=-1)
+    theirs = logprobs_of(reference, tokens)
+    exact = logprobs_of(reference.float(), tokens)
+    assert decoder.dtype == torch.bfloat16
+    assert (ours - exact).square().mean().sqrt() <= 1.5 * (theirs - exact).square().mean().sqrt()
+
+
+@pytest.mark.parametrize("case", ["gpt2", "opt", "llama, grouped, tied"])
+def test_folder_of_the_base_model_without_a_prefix_loads(
+    case: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable
+) -> None:
+    reference = make_reference(*CASES[case])
+    architectures = [type(reference).__name__]
+    reference.base_model.save_pretrained(tmp_path)
+    config = reference.config.to_dict() | {"architectures": architectures}
+    (tmp_path / "config.json").write_text(transformers.PretrainedConfig(**config).to_json_string())
+    tokens = random_tokens(12)
+    found = paged_runner(load_model(tmp_path, back_end=back_end)).run("a", tokens, [12]).log_softmax(dim=-1)
+    torch.testing.assert_close(found, logprobs_of(reference, tokens), rtol=0, atol=TOLERANCE)
+
+
+def test_shards_load_like_one_file(tmp_path: Path, back_end: BackEnd, paged_runner: Callable) -> None:
+    reference = make_reference(*CASES["llama, grouped, tied"])
+    reference.save_pretrained(tmp_path / "one")
+    reference.save_pretrained(tmp_path / "many", max_shard_size="40KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    tokens = random_tokens(20)
+    one, many = (
+        paged_runner(load_model(tmp_path / name, back_end=back_end)).run("a", tokens, [20]) for name in ("one", "many")
+    )
+    assert torch.equal(one, many)
+
+
+def test_windows_change_what_is_computed(tmp_path: Path, back_end: BackEnd, paged_runner: Callable) -> None:
+    family, config = CASES["mistral, window shorter than the prompt"]
+    tokens = random_tokens(30)
+    narrow = logprobs_of(make_reference(family, config), tokens)
+    wide = logprobs_of(make_reference(family, config | {"sliding_window": None}), tokens)
+    torch.testing.assert_close(narrow[:11], wide[:11], rtol=0, atol=TOLERANCE)
+    assert (narrow[11:] - wide[11:]).abs().max() > 100 * TOLERANCE
