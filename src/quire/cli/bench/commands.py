@@ -1,0 +1,96 @@
+"""`quire bench throughput`, `latency` and `control-plane`."""
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.bench import report
+from quire.cli.bench.flags import RunFlags, WorkloadFlags
+from quire.cli.bench.machine import machine_facts
+from quire.cli.bench.passes import latency_pass, throughput_pass, watched_pass
+from quire.cli.bench.workloads import WorkItem
+from quire.cli.engine_flags import EngineFlags
+from quire.cli.flag_groups import COMMAND_SETTINGS, flag, with_flag_groups
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+
+bench = typer.Typer(
+    name="bench",
+    help="Measure throughput, latency and the control plane.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@with_flag_groups
+def throughput(engine: EngineFlags, workload: WorkloadFlags, run: RunFlags) -> None:
+    """Ask everything at once; report tokens and requests per second."""
+    with engine.load() as llm:
+        items = workload.build(llm.vocab_size, engine.seed)
+        facts = _warm_up(llm, items, engine, workload)
+        passes = [throughput_pass(llm, items) for _ in range(run.repeats)]
+    record = report.throughput_record(passes)
+    report.print_tables("throughput", report.SPREAD_COLUMNS, record["figures"], facts)
+    report.write_json(run.json, {"benchmark": "throughput"} | record | facts)
+
+
+@with_flag_groups
+def latency(
+    engine: EngineFlags,
+    workload: WorkloadFlags,
+    run: RunFlags,
+    concurrency: Annotated[int, flag("clients that each ask anew when answered", min=1)] = 1,
+) -> None:
+    """Ask one after the other, or with several clients; report the times that a client sees."""
+    with engine.load(max_num_seqs=concurrency) as llm:
+        items = workload.build(llm.vocab_size, engine.seed)
+        facts = _warm_up(llm, items, engine, workload)
+        passes = [latency_pass(llm, items, concurrency) for _ in range(run.repeats)]
+    record = report.latency_record(passes)
+    report.print_tables("latency, seconds", report.DISTRIBUTION_COLUMNS, record["figures"], facts)
+    report.write_json(run.json, {"benchmark": "latency", "concurrency": concurrency} | record | facts)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlaneFlags:
+    """How much the control plane is given to do."""
+
+    num_seqs: Annotated[list[int], flag("sequences that decode together (repeatable)", min=1)] = field(
+        default_factory=lambda: [256]
+    )
+    steps: Annotated[int, flag("timed steps of a repeat", min=1)] = 200
+    prompt_len: Annotated[int, flag("tokens of a prompt, at least", min=1)] = 128
+    block_size: Annotated[int, flag("tokens per KV block", min=1)] = 16
+
+
+@with_flag_groups
+def control_plane(load: ControlPlaneFlags, run: RunFlags) -> None:
+    """Time scheduler, batch preparation and token handling without a model: microseconds per sequence and step."""
+    from quire.cli.bench.control_plane import us_per_sequence_and_step  # noqa: PLC0415 (--help loads no torch)
+
+    def measure(num_seqs: int) -> float:
+        return us_per_sequence_and_step(num_seqs, load.steps, load.prompt_len, load.block_size)
+
+    repeats = {f"{num_seqs} sequences": [measure(num_seqs) for _ in range(run.repeats)] for num_seqs in load.num_seqs}
+    record = report.spread_record(repeats)
+    facts = {"load": asdict(load), "machine": machine_facts()}
+    report.print_tables("control plane, us per sequence and step", report.SPREAD_COLUMNS, record["figures"], facts)
+    report.write_json(run.json, {"benchmark": "control-plane"} | record | facts)
+
+
+def _warm_up(llm: "LLM", items: list[WorkItem], engine: EngineFlags, workload: WorkloadFlags) -> report.Record:
+    """Run the workload once, untimed; return what a reader of the figures has to know."""
+    use = watched_pass(llm, items)
+    return {
+        "workload": report.workload_record(items, workload),
+        "kv_cache": report.kv_record(use),
+        "engine": {name: str(value) for name, value in asdict(engine).items() if value is not None},
+        "machine": machine_facts(),
+    }
+
+
+bench.command(context_settings=COMMAND_SETTINGS)(throughput)
+bench.command(context_settings=COMMAND_SETTINGS)(latency)
+bench.command(context_settings=COMMAND_SETTINGS)(control_plane)

@@ -1,0 +1,54 @@
+"""What a step costs apart from the model: the scheduler, batch preparation and token handling, on the real classes.
+
+The executor prepares every batch as a worker does and then makes tokens up. Sequences decode all the time, with prompt
+lengths staggered over a block, so that in each step about one in `block_size` of them needs another block.
+"""
+
+import time
+
+from quire.cache.manager import KVCacheManager
+from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.sampling_params import SamplingParams
+from quire.core.sequence import Request
+from quire.engine.engine import Engine
+from quire.execution.batch import PersistentBatch
+from quire.execution.null import NullExecutor
+from quire.scheduling.scheduler import Scheduler
+
+_VOCAB_SIZE = 32_000
+_WARM_UP_STEPS = 32
+_PROMPT_TOKEN = 1
+
+
+def us_per_sequence_and_step(num_seqs: int, steps: int, prompt_len: int, block_size: int) -> float:
+    """Return the mean microseconds per sequence of `steps` decode steps of `num_seqs` sequences."""
+    prefill_steps = prompt_len + block_size  # at most: half of the token budget is left for prompts
+    engine = _busy_engine(num_seqs, prompt_len, block_size, max_tokens=prefill_steps + _WARM_UP_STEPS + steps + 1)
+    prefilled: set[int] = set()
+    while len(prefilled) < num_seqs:
+        prefilled.update(delta.request_id for delta in engine.step())
+    for _ in range(_WARM_UP_STEPS):
+        engine.step()
+    started_s = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    elapsed_s = time.perf_counter() - started_s
+    assert engine.kv_stats().num_sequences == num_seqs, "a sequence ended while the steps were timed"
+    return elapsed_s / steps / num_seqs * 1e6
+
+
+def _busy_engine(num_seqs: int, prompt_len: int, block_size: int, max_tokens: int) -> Engine:
+    """Return an engine without a model, with `num_seqs` requests in its queue and room for all of them."""
+    longest = prompt_len + block_size + max_tokens
+    num_blocks = num_seqs * -(-longest // block_size)
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=num_seqs, max_num_batched_tokens=max(2048, 2 * num_seqs), max_model_len=longest
+    )
+    scheduler = Scheduler(scheduler_config, KVCacheManager(CacheConfig(num_blocks, block_size)))
+    batch = PersistentBatch(num_seqs, longest, block_size, _VOCAB_SIZE)
+    engine = Engine(scheduler, NullExecutor(batch))
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+    for request_id in range(num_seqs):
+        prompt = [_PROMPT_TOKEN] * (prompt_len + request_id % block_size)
+        engine.add(Request(request_id, prompt, params, seed=request_id, max_tokens=max_tokens))
+    return engine

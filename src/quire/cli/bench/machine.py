@@ -1,0 +1,30 @@
+"""Where a figure was measured: without this it means nothing."""
+
+import os
+import platform
+from pathlib import Path
+
+import quire
+
+
+def machine_facts() -> dict[str, str | int]:
+    """Return the CPU, the threads and the versions that a figure depends on."""
+    import torch  # noqa: PLC0415 (--help loads no torch)
+
+    return {
+        "cpu": _cpu_model(),
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "num_threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "quire": quire.__version__,
+    }
+
+
+def _cpu_model() -> str:
+    """Return the processor's name as Linux gives it, else what Python knows."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -1,0 +1,88 @@
+"""Figures as a table for people and as JSON for programs. Keys of the JSON are the names in the tables."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quire.cli.bench.flags import WorkloadFlags
+from quire.cli.bench.passes import KVUse, ThroughputPass
+from quire.cli.bench.statistics import Distribution, Spread, Timeline, latencies, spread
+from quire.cli.bench.workloads import WorkItem
+
+Record = dict[str, Any]
+
+
+def throughput_record(passes: Sequence[ThroughputPass]) -> Record:
+    """Return the rates of the passes."""
+    names = ("wall_s", "requests_per_s", "tokens_per_s", "total_tokens_per_s")
+    return spread_record({name: [getattr(one, name) for one in passes] for name in names})
+
+
+def spread_record(repeats: Mapping[str, Sequence[float]]) -> Record:
+    """Return the spread of every figure over its repeats, and the repeats."""
+    return {"figures": {name: spread(values)._asdict() for name, values in repeats.items()}, "repeats": repeats}
+
+
+def latency_record(passes: Sequence[Sequence[Timeline]]) -> Record:
+    """Return latencies over all repeats, each one's spread of medians, tokens per second, and the repeats."""
+    repeats = [{name: values._asdict() for name, values in latencies(timelines).items()} for timelines in passes]
+    pooled = latencies([timeline for timelines in passes for timeline in timelines])
+    return {
+        "figures": {name: values._asdict() for name, values in pooled.items()},
+        "p50_over_repeats": {name: spread([repeat[name]["p50"] for repeat in repeats])._asdict() for name in pooled},
+        "tokens_per_s": spread([_tokens_per_s(timelines) for timelines in passes])._asdict(),
+        "repeats": repeats,
+    }
+
+
+def _tokens_per_s(timelines: Sequence[Timeline]) -> float:
+    num_tokens = sum(len(timeline.token_times_s) for timeline in timelines)
+    return num_tokens / max(timeline.token_times_s[-1] for timeline in timelines)
+
+
+def workload_record(items: Sequence[WorkItem], flags: WorkloadFlags) -> Record:
+    """Return what was run, in numbers."""
+    return {
+        "source": flags.workload if flags.name is None else f"{flags.workload} {flags.name}",
+        "num_requests": len(items),
+        "num_prompt_tokens": sum(len(item.prompt_token_ids) for item in items),
+        "num_output_tokens": sum(item.output_len for item in items),
+    }
+
+
+def kv_record(use: KVUse) -> Record:
+    """Return what the warm-up pass saw of the KV cache."""
+    record = asdict(use) | {"mean_tail_waste_ratio": use.mean_tail_waste_ratio}
+    del record["observed_s"], record["waste_ratio_s"]
+    return record
+
+
+def write_json(path: Path | None, record: Record) -> None:
+    """Write the record, or nothing without a path."""
+    if path is not None:
+        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def print_tables(title: str, columns: Sequence[str], figures: Mapping[str, Mapping[str, float]], facts: Record) -> None:
+    """Print the figures, one row each, and the facts below them."""
+    console = Console()
+    table = Table("", *columns, title=title, title_justify="left")
+    for name, values in figures.items():
+        table.add_row(name, *(f"{values[column]:.4g}" for column in columns))
+    console.print(table)
+    for name, values in facts.items():
+        text = ", ".join(f"{key} {_short(value)}" for key, value in values.items())
+        console.print(f"{name}: {text}", highlight=False, markup=False)
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+DISTRIBUTION_COLUMNS = Distribution._fields
+SPREAD_COLUMNS = Spread._fields

@@ -1,0 +1,132 @@
+"""Workloads: lists of prompts and output lengths, from a seed or from a file.
+
+Prompts are token ids and answers have a fixed length (greedy, end-of-sequence ignored), so that every engine and every
+run does the same work. Where a file gives only lengths, the prompts are random token ids.
+"""
+
+import csv
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import numpy as np
+
+from quire.core.errors import ConfigError
+
+_LENGTH_COLUMNS = {"prompt_tokens", "output_tokens"}
+_TURN_COLUMNS = {"conversation", "turn", "role", "tokens"}
+
+Lengths = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """One request: what is asked, and how many tokens it is answered with."""
+
+    prompt_token_ids: list[int]
+    output_len: int
+
+
+def random_workload(num_prompts: int, input_len: int, output_len: int, vocab_size: int, seed: int) -> list[WorkItem]:
+    """Return prompts of random tokens, all of one length."""
+    return _with_random_prompts([(input_len, output_len)] * num_prompts, vocab_size, seed)
+
+
+def token_id_workload(path: Path, name: str | None, num_prompts: int | None) -> list[WorkItem]:
+    """Return the first `num_prompts` requests of a JSON file: a list of {"prompt": [ids], "n_out": int}, or several.
+
+    Raises ConfigError when the file or `name` does not fit.
+    """
+    content = _load_json(path)
+    if isinstance(content, dict):
+        if name not in content:
+            raise ConfigError(f"{path} holds the workloads {', '.join(content)}; choose one with --name, got {name!r}")
+        content = content[name]
+    elif name is not None:
+        raise ConfigError(f"{path} holds one workload without a name, got --name {name!r}")
+    if not isinstance(content, list) or not content:
+        raise ConfigError(f"{path} must hold a list of requests that is not empty")
+    return [_work_item(path, record) for record in content[:num_prompts]]
+
+
+def length_workload(
+    path: Path, num_prompts: int | None, max_total_len: int, vocab_size: int, seed: int
+) -> list[WorkItem]:
+    """Return random prompts with lengths from a CSV file (plain or .gz), a seeded sample of `num_prompts` of its rows.
+
+    Columns `prompt_tokens,output_tokens`, or `conversation,turn,role,tokens`: of each conversation that begins with a
+    human turn and its answer, these two. Rows with a length of 0 or above `max_total_len` in all are left out.
+    """
+    lengths = [pair for pair in _read_lengths(path) if min(pair) >= 1 and sum(pair) <= max_total_len]
+    if not lengths:
+        raise ConfigError(f"{path} has no row with both lengths at least 1 and at most {max_total_len} tokens in all")
+    if num_prompts is not None and num_prompts < len(lengths):
+        chosen = np.random.default_rng(seed).choice(len(lengths), size=num_prompts, replace=False)
+        lengths = [lengths[i] for i in sorted(chosen)]
+    return _with_random_prompts(lengths, vocab_size, seed)
+
+
+def _with_random_prompts(lengths: list[Lengths], vocab_size: int, seed: int) -> list[WorkItem]:
+    generator = np.random.default_rng(seed)
+    return [
+        WorkItem(generator.integers(vocab_size, size=input_len).tolist(), output_len)
+        for input_len, output_len in lengths
+    ]
+
+
+def _load_json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+
+
+def _work_item(path: Path, record: Any) -> WorkItem:  # noqa: ANN401 (JSON)
+    """Return one request of a JSON workload. Raises ConfigError when a field is missing or of another type."""
+    try:
+        prompt, output_len = record["prompt"], record["n_out"]
+        is_sound = bool(prompt) and all(type(token) is int for token in prompt) and type(output_len) is int
+    except (KeyError, TypeError):
+        is_sound = False
+    if not is_sound:
+        raise ConfigError(f'{path} must hold requests of the form {{"prompt": [token ids], "n_out": int}}')
+    return WorkItem(list(prompt), output_len)
+
+
+def _read_lengths(path: Path) -> list[Lengths]:
+    """Return all (prompt, output) lengths of a CSV file. Raises ConfigError for other columns or for no numbers."""
+    try:
+        with _open_text(path) as lines:
+            rows = csv.DictReader(lines)
+            columns = set(rows.fieldnames or ())
+            if columns >= _LENGTH_COLUMNS:
+                return [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
+            if columns >= _TURN_COLUMNS:
+                return list(_first_turns(rows))
+    except (gzip.BadGzipFile, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no CSV file: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} has a length that is no integer: {error}") from error
+    raise ConfigError(
+        f"{path} needs the columns prompt_tokens,output_tokens or conversation,turn,role,tokens, "
+        f"has {','.join(sorted(columns)) or 'none'}"
+    )
+
+
+def _open_text(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return cast(TextIO, gzip.open(path, "rt", encoding="utf-8"))
+    return path.open(encoding="utf-8")
+
+
+def _first_turns(rows: Iterable[dict[str, str]]) -> Iterator[Lengths]:
+    """Yield the lengths of each conversation's first two turns where a human asks and the model answers."""
+    asked: dict[str, int] = {}
+    for row in rows:
+        if row["turn"] == "0" and row["role"] == "human":
+            asked[row["conversation"]] = int(row["tokens"])
+        if row["turn"] == "1" and row["role"] == "gpt" and row["conversation"] in asked:
+            yield asked[row["conversation"]], int(row["tokens"])
