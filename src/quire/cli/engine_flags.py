@@ -1,0 +1,65 @@
+"""The flags of every command that loads a model: `quire.engine.options.EngineOptions` as typer sees it.
+
+Values are checked by `EngineOptions`, so that Python and the command line refuse the same with the same words.
+"""
+
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+import quire
+from quire.cli.config_file import load_config
+from quire.cli.flag_groups import flag
+from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+
+_flag = partial(flag, panel="Engine")
+
+_MODEL = typer.Argument(
+    help="folder or hub id", show_default="the bundled demo model", metavar="MODEL", show_envvar=False
+)
+_CONFIG = _flag(
+    "flags by name from a YAML file; before it come QUIRE_NAME in the environment and the command line",
+    is_eager=True,
+    callback=load_config,
+    exists=True,
+    dir_okay=False,
+    metavar="FILE",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFlags:
+    """What `LLM` is built from."""
+
+    model: Annotated[str | None, _MODEL] = None
+    config: Annotated[Path | None, _CONFIG] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], _flag("of weights, activations and KV cache")
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu"], _flag("where the model runs")] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        _flag("longest prompt and output, tokens", show_default="the model's, cut to what the KV cache holds"),
+    ] = None
+    block_size: Annotated[int, _flag("tokens per KV block")] = 16
+    kv_cache_memory: Annotated[
+        str | None, _flag("bytes; 512MiB, 4GiB", show_default="40 % of the free memory", metavar="SIZE")
+    ] = None
+    num_kv_blocks: Annotated[
+        int | None, _flag("exact number of KV blocks; wins over the above", show_default="from the above")
+    ] = None
+    max_num_seqs: Annotated[int, _flag("sequences in one step")] = DEFAULT_MAX_NUM_SEQS
+    max_num_batched_tokens: Annotated[int, _flag("tokens in one step")] = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    preemption_mode: Annotated[Literal["auto", "recompute"], _flag("how a preempted request comes back")] = "auto"
+    seed: Annotated[int, _flag("of requests that bring none")] = 0
+
+    def load(self, **overrides: object) -> "LLM":
+        """Load the model, and torch with it, which is not imported before. `overrides` win over the flags."""
+        settings = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "config"}
+        return quire.LLM(**(settings | overrides))

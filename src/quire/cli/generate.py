@@ -1,0 +1,133 @@
+"""`quire generate`: one prompt, streamed to the terminal, or a file of prompts, to text or JSONL."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from quire.cli.engine_flags import EngineFlags
+from quire.cli.flag_groups import flag, with_flag_groups
+from quire.cli.jobs import Chat, Job, read_jobs
+from quire.cli.results import Format, write_result
+from quire.cli.sampling_flags import SamplingFlags
+from quire.core.errors import InvalidRequestError
+from quire.core.outputs import RequestOutput
+from quire.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+
+_STANDARD_STREAM = Path("-")
+
+
+@with_flag_groups
+def generate(
+    engine: EngineFlags,
+    sampling: SamplingFlags,
+    prompt: Annotated[str | None, flag("text to complete; without it and --input, standard input")] = None,
+    input: Annotated[  # noqa: A002 (the flag's name)
+        Path | None, flag("JSONL: prompt, prompt_token_ids or messages, and sampling", metavar="FILE|-")
+    ] = None,
+    output: Annotated[Path, flag("where answers go; - is standard output", metavar="FILE|-")] = Path("-"),
+    format: Annotated[  # noqa: A002 (the flag's name)
+        Format | None, flag("of the answers", show_default="jsonl with --input, else text")
+    ] = None,
+) -> None:
+    """Complete one prompt, or a JSONL file of prompts."""
+    if prompt is not None and input is not None:
+        raise typer.BadParameter("give --prompt or --input, not both")
+    jobs = _read_input(input, sampling.params()) if input else [_single_job(prompt, sampling.params())]
+    output_format: Format = format or ("jsonl" if input else "text")
+    with engine.load() as llm:
+        results = _start(llm, jobs)
+        with _open_output(output) as stream:
+            if not input and output_format == "text" and jobs[0].params.n == 1:
+                _stream_text(results, stream, prompt or "")
+            else:
+                _write_all(results, stream, jobs, output_format)
+
+
+def _read_input(path: Path, params: SamplingParams) -> list[Job]:
+    """Return the jobs of a JSONL file, or of standard input."""
+    if path == _STANDARD_STREAM:
+        return read_jobs(sys.stdin, params, "standard input")
+    with path.open(encoding="utf-8") as lines:
+        return read_jobs(lines, params, str(path))
+
+
+def _single_job(prompt: str | None, params: SamplingParams) -> Job:
+    """Return the job of `--prompt`, or of all of standard input. A terminal is not waited for."""
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise typer.BadParameter("nothing to complete: give --prompt TEXT, --input FILE.jsonl, or text on stdin")
+        prompt = sys.stdin.read()
+    return Job(prompt, params)
+
+
+@contextmanager
+def _open_output(path: Path) -> Iterator[IO[str]]:
+    if path == _STANDARD_STREAM:
+        yield sys.stdout
+        return
+    with path.open("w", encoding="utf-8") as stream:
+        yield stream
+
+
+def _start(llm: "LLM", jobs: list[Job]) -> Iterator[RequestOutput]:
+    """Check every job and return the stream of their outputs. Raises InvalidRequestError that names the bad job."""
+    try:
+        return llm.stream([_as_prompt(llm, job) for job in jobs], [job.params for job in jobs])
+    except InvalidRequestError:
+        for job in jobs:
+            _check_alone(llm, job)
+        raise
+
+
+def _check_alone(llm: "LLM", job: Job) -> None:
+    try:
+        llm.stream([_as_prompt(llm, job)], job.params)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{job.source}: {error}", param=error.param, code=error.code) from error
+
+
+def _as_prompt(llm: "LLM", job: Job) -> str | list[int]:
+    """Return the job's text or token ids; a chat through the model's template, up to where the assistant speaks."""
+    if not isinstance(job.prompt, Chat):
+        return job.prompt
+    if llm.tokenizer is None:
+        raise InvalidRequestError("the model has no tokenizer: messages need one", param="messages")
+    text = llm.tokenizer.apply_chat_template(job.prompt.messages, add_generation_prompt=True)
+    return llm.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _stream_text(results: Iterator[RequestOutput], stream: IO[str], prompt: str) -> None:
+    """Write the one answer's text as it grows; a terminal shows the prompt before it."""
+    if stream.isatty():
+        Console(file=stream, highlight=False).print(prompt, end="", style="dim", markup=False, soft_wrap=True)
+    written = 0
+    for result in results:
+        text = result.outputs[0].text
+        stream.write(text[written:])
+        stream.flush()
+        written = len(text)
+    stream.write("\n")
+
+
+def _write_all(results: Iterator[RequestOutput], stream: IO[str], jobs: list[Job], output_format: Format) -> None:
+    """Write every answer in the order of the jobs, each as soon as it and those before it are done."""
+    console = Console(stderr=True)
+    is_quiet = not console.is_terminal or stream.isatty()  # two writers on one terminal would mix
+    finished = (result for result in results if result.finished)
+    bar = track(finished, "requests", total=len(jobs), console=console, transient=True, disable=is_quiet)
+    waiting: dict[int, RequestOutput] = {}
+    written = 0
+    for result in bar:
+        waiting[int(result.request_id)] = result  # a fresh LLM numbers its requests from 0
+        while written in waiting:
+            write_result(stream, output_format, jobs[written], waiting.pop(written))
+            written += 1

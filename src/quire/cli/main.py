@@ -1,0 +1,55 @@
+"""`quire`: the commands, and the one place that turns errors into exit codes.
+
+0: done. 1: an error with one line on stderr. 2: wrong usage. 130: interrupted. A traceback means a fault of Quire.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import quire
+from quire.cli.bench.commands import bench
+from quire.cli.flag_groups import COMMAND_SETTINGS, GROUP_SETTINGS
+from quire.cli.generate import generate
+from quire.core.errors import EngineError
+
+app = typer.Typer(
+    name="quire",
+    help="An inference and serving engine that manages the KV cache like virtual memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings=GROUP_SETTINGS,
+)
+app.command(context_settings=COMMAND_SETTINGS)(generate)
+app.add_typer(bench)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"quire {quire.__version__}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version and exit", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Hold the options that stand before the command's name."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; always ends in SystemExit."""
+    try:
+        app(args=arguments)
+    except BrokenPipeError:  # the reader went away: `quire generate | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter fails again at its exit
+        sys.exit(1)
+    except (EngineError, OSError) as error:
+        print(f"quire: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(1)

@@ -1,0 +1,39 @@
+"""The options that choose tokens; names and meanings are `SamplingParams`', which also checks the values."""
+
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Annotated
+
+from quire.cli.flag_groups import flag
+from quire.core.sampling_params import SamplingParams
+
+_flag = partial(flag, panel="Sampling")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingFlags:
+    """What a request's `SamplingParams` are built from."""
+
+    max_tokens: Annotated[int, _flag("most tokens of an answer")] = 128
+    min_tokens: Annotated[int, _flag("fewest tokens of an answer")] = 0
+    n: Annotated[int, _flag("answers per prompt")] = 1
+    temperature: Annotated[float, _flag("0 is greedy")] = 1.0
+    top_p: Annotated[float, _flag("keep the likeliest tokens that make up this share")] = 1.0
+    top_k: Annotated[int, _flag("keep this many of the likeliest tokens; 0 keeps all")] = 0
+    min_p: Annotated[float, _flag("keep tokens at least this likely, relative to the likeliest")] = 0.0
+    presence_penalty: Annotated[float, _flag("off the logit of every token that the answer has")] = 0.0
+    frequency_penalty: Annotated[float, _flag("off the logit, once for each time that the answer has it")] = 0.0
+    repetition_penalty: Annotated[float, _flag("divides the logits of known tokens; 1 is off")] = 1.0
+    sampling_seed: Annotated[
+        int | None, _flag("of this request; without it, from --seed and the order of arrival")
+    ] = None
+    stop: Annotated[list[str], _flag("text that ends an answer (repeatable)", metavar="TEXT")] = field(
+        default_factory=list
+    )
+    ignore_eos: Annotated[bool, _flag("go on after the end-of-sequence token", "--ignore-eos")] = False
+    logprobs: Annotated[int | None, _flag("likeliest tokens to report at each position, in JSONL")] = None
+
+    def params(self) -> SamplingParams:
+        """Return the parameters. Raises InvalidRequestError for a value out of range."""
+        values = asdict(self)
+        return SamplingParams(seed=values.pop("sampling_seed"), stop=values.pop("stop") or None, **values)

@@ -1,0 +1,131 @@
+"""Where a flag's value comes from: command line before environment before file before default."""
+
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import typer
+
+from quire.cli.config_file import load_config
+from quire.cli.engine_flags import EngineFlags
+from quire.cli.flag_groups import COMMAND_SETTINGS, flag, with_flag_groups
+
+
+def parse(arguments: list[str]) -> EngineFlags:
+    """Return the flags that a command would be called with."""
+    seen: list[EngineFlags] = []
+    app = typer.Typer()
+
+    @app.command(context_settings=COMMAND_SETTINGS)
+    @with_flag_groups
+    def command(engine: EngineFlags) -> None:
+        seen.append(engine)
+
+    app(arguments, standalone_mode=False)
+    return seen[0]
+
+
+def parse_file(tmp_path: Path, content: str, *arguments: str) -> EngineFlags:
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    return parse(["--config", str(path), *arguments])
+
+
+@pytest.fixture(autouse=True)
+def _no_quire_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("QUIRE_CONFIG", "QUIRE_MODEL", "QUIRE_MAX_NUM_SEQS", "QUIRE_DTYPE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_default_when_nothing_else_is_given() -> None:
+    assert parse([]).max_num_seqs == 256
+
+
+def test_file_wins_over_default(tmp_path: Path) -> None:
+    assert parse_file(tmp_path, "max_num_seqs: 7").max_num_seqs == 7
+
+
+def test_environment_wins_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "8")
+    assert parse_file(tmp_path, "max_num_seqs: 7").max_num_seqs == 8
+
+
+def test_command_line_wins_over_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "8")
+    assert parse_file(tmp_path, "max_num_seqs: 7", "--max-num-seqs", "9").max_num_seqs == 9
+
+
+def test_file_can_be_named_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("max_num_seqs: 7")
+    monkeypatch.setenv("QUIRE_CONFIG", str(path))
+    assert parse([]).max_num_seqs == 7
+
+
+@pytest.mark.parametrize("key", ["max-num-seqs", "max_num_seqs"])
+def test_dash_and_underscore_are_the_same_in_the_file(tmp_path: Path, key: str) -> None:
+    assert parse_file(tmp_path, f"{key}: 7").max_num_seqs == 7
+
+
+@pytest.mark.parametrize("name", ["--max-num-seqs", "--max_num_seqs", "--max_num-seqs"])
+def test_dash_and_underscore_are_the_same_on_the_command_line(name: str) -> None:
+    assert parse([name, "7"]).max_num_seqs == 7
+
+
+def test_file_gives_the_model_and_an_argument_wins(tmp_path: Path) -> None:
+    assert parse_file(tmp_path, "model: one").model == "one"
+    assert parse_file(tmp_path, "model: one", "two").model == "two"
+
+
+def test_memory_is_read_with_its_unit(tmp_path: Path) -> None:
+    assert parse_file(tmp_path, "kv_cache_memory: 512MiB").kv_cache_memory == "512MiB"
+    assert parse_file(tmp_path, "kv_cache_memory: 4096").kv_cache_memory == "4096"
+
+
+@pytest.mark.parametrize("content", ["", "# nothing\n", "max_num_seqs:\n"], ids=["empty", "comment", "null"])
+def test_file_without_values_changes_nothing(tmp_path: Path, content: str) -> None:
+    assert parse_file(tmp_path, content).max_num_seqs == 256
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("max_num_seq: 7", "unknown option 'max_num_seq'"),
+        ("config: other.yaml", "unknown option 'config'"),
+        ("1: 2", "unknown option 1"),
+        ("max_num_seqs: 7\nmax-num-seqs: 8", "names 'max-num-seqs' twice"),
+        ("max_num_seqs: {a: 1}", "a dict, expected one value"),
+        ("- max_num_seqs", "not a list"),
+        ("max_num_seqs: [", "not valid YAML"),
+        ("max_num_seqs: !!python/object:os.system {}", "not valid YAML"),
+        ("max_num_seqs: many", "valid integer"),
+        ("max_num_seqs: true", "valid integer"),
+        ("max_num_seqs: 2.5", "valid integer"),
+        ("dtype: int3", "is not one of"),
+    ],
+)
+def test_bad_file_is_refused_with_the_reason(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(typer.BadParameter, match=message):
+        parse_file(tmp_path, content)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="does not exist"):
+        parse(["--config", str(tmp_path / "none.yaml")])
+
+
+def test_repeatable_flag_takes_a_list_from_the_file(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    app = typer.Typer()
+
+    @app.command()
+    def command(
+        stop: Annotated[list[str], flag("texts")],
+        config: Annotated[Path | None, flag("file", is_eager=True, callback=load_config)] = None,
+    ) -> None:
+        seen.append(stop)
+
+    path = tmp_path / "config.yaml"
+    path.write_text("stop: [one, 2]")
+    app(["--config", str(path)], standalone_mode=False)
+    assert seen == [["one", "2"]]

@@ -1,0 +1,23 @@
+"""The command line offers what the engine has, with the engine's defaults."""
+
+from dataclasses import fields
+
+from quire.cli.engine_flags import EngineFlags
+from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions
+
+# Settings of parts that have not landed: absent from --help, refused in Python.
+NOT_LANDED = {"swap_space", "num_swap_blocks", "enable_prefix_caching", "tensor_parallel_size", "max_logprobs"}
+
+
+def test_flags_are_the_engines_options() -> None:
+    flags = {field.name for field in fields(EngineFlags)} - {"config"}
+    assert flags == {field.name for field in fields(EngineOptions)} - NOT_LANDED
+
+
+def test_defaults_are_the_engines() -> None:
+    resolved = {"max_num_seqs": DEFAULT_MAX_NUM_SEQS, "max_num_batched_tokens": DEFAULT_MAX_NUM_BATCHED_TOKENS}
+    options = EngineOptions()
+    for field in fields(EngineFlags):
+        if field.name != "config":
+            expected = resolved.get(field.name, getattr(options, field.name, None))
+            assert field.default == expected, field.name

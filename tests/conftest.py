@@ -1,0 +1,25 @@
+"""Models that tests of several floors run on."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DEMO_MODEL = ROOT / "src/quire/model/demo"
+STORIES_260K = ROOT / "../shared/data/models/stories260K"
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Return the folder of the bundled demo model."""
+    if not (DEMO_MODEL / "config.json").exists():
+        pytest.skip("the demo model has not been trained")
+    return DEMO_MODEL
+
+
+@pytest.fixture(scope="session")
+def stories260k() -> Path:
+    """Return the folder of a real model of 260 thousand parameters, which lies beside the repository."""
+    if not STORIES_260K.exists():
+        pytest.skip("../shared/data is not here")
+    return STORIES_260K.resolve()
