@@ -23,12 +23,12 @@ def resolve_model(model: str | None) -> Path:
     if model is None:
         return _demo_model()
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if model and folder.is_dir():
         return folder
-    if folder.exists():
+    if model and folder.exists():
         raise ModelError(f"{model}: is a file; expected a folder with config.json and safetensors")
     if not _is_hub_id(model):
-        raise ModelError(f"{model}: no such folder, and not a hub id of the form owner/name")
+        raise ModelError(f"{model!r}: no such folder, and not a hub id of the form owner/name")
     return _from_hub(model)
 
 
