@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -61,8 +61,12 @@ class PagedRunner:
         """Append the tokens chunk by chunk, what is left over one by one; return all logits."""
         borders = [0, *accumulate(chunks)]
         borders += range(borders[-1] + 1, len(tokens) + 1)
-        pieces = [list(tokens[start:stop]) for start, stop in zip(borders, borders[1:], strict=False)]
+        pieces = [list(tokens[start:stop]) for start, stop in pairwise(borders)]
         return torch.cat([self.step({name: piece})[name] for piece in pieces])
+
+    def table(self, name: str) -> list[int]:
+        """Return a sequence's blocks."""
+        return self._tables[name]
 
     def _grow(self, name: str, count: int) -> int:
         start = self._lengths.get(name, 0)
@@ -125,7 +129,8 @@ def write_llama(tmp_path: Path) -> Callable[..., Path]:
         folder = tmp_path / "model"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({**LLAMA_CONFIG, **(config or {})}))
-        save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, folder / "model.safetensors")
+        kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
+        save_file(kept, folder / "model.safetensors")
         return folder
 
     return write

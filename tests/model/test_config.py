@@ -1,0 +1,97 @@
+"""config.json in its spellings, and what of it ends in the spec."""
+
+import pytest
+import torch
+
+from quire.core.errors import ModelError
+from quire.model.config import spec_from_config
+from quire.model.kv_cache import KVCache, kv_bytes_per_token
+from quire.model.spec import DecoderSpec
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def spec(architecture: str = "Llama", **changes: object) -> DecoderSpec:
+    return spec_from_config({**LLAMA, "architectures": [f"{architecture}ForCausalLM"], **changes})
+
+
+def test_missing_and_null_mean_the_same() -> None:
+    assert spec(num_key_value_heads=None, head_dim=None, rope_scaling=None) == spec()
+    assert spec().num_kv_heads == 4
+    assert spec().head_dim == 8
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_old_and_new_spelling_of_rope_give_the_same_frequencies(key: str) -> None:
+    old = spec(rope_theta=5000.0, rope_scaling={key: "llama3", **SCALING})
+    new = spec(rope_parameters={"rope_type": "llama3", "rope_theta": 5000.0, **SCALING})
+    assert old == new
+    assert old.rotary != spec(rope_theta=5000.0).rotary
+
+
+def test_original_length_at_the_top_level_wins() -> None:
+    inside = spec(rope_scaling={"type": "llama3", **SCALING})
+    above = spec(
+        rope_scaling={"type": "llama3", **SCALING, "original_max_position_embeddings": 9},
+        original_max_position_embeddings=64,
+    )
+    assert inside == above
+
+
+def test_dynamic_rope_is_plain_within_the_models_length() -> None:
+    assert spec(rope_scaling={"type": "dynamic", "factor": 4.0}) == spec()
+
+
+def test_mistral_has_a_window_unless_it_is_null() -> None:
+    assert spec("Mistral").windows == (4096,) * 4
+    assert spec("Mistral", sliding_window=None).windows == (None,) * 4
+    assert spec("Mistral", sliding_window=7).sliding_window == 7
+
+
+def test_qwen_windows_count_only_when_switched_on() -> None:
+    assert spec("Qwen2", sliding_window=7, max_window_layers=0).windows == (None,) * 4
+    on = spec("Qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=3)
+    assert on.windows == (None, None, None, 7)
+    assert on.sliding_window is None
+    assert spec("Qwen3", use_sliding_window=True, sliding_window=7, max_window_layers=0).sliding_window == 7
+
+
+def test_qwen3_heads_are_128_wide_unless_said_otherwise() -> None:
+    assert spec("Qwen3").head_dim == 128
+    assert spec("Qwen3", head_dim=16).head_dim == 16
+
+
+def test_gpt2_with_an_encoder_is_refused() -> None:
+    config = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    assert spec_from_config(config | {"n_positions": 16}).intermediate_size == 32
+    with pytest.raises(ModelError, match="add_cross_attention = True is not supported yet"):
+        spec_from_config(config | {"n_positions": 16, "add_cross_attention": True})
+
+
+@pytest.mark.parametrize(
+    ("layers", "kv_heads", "head_dim", "kib"), [(32, 8, 128, 128), (80, 8, 128, 320), (96, 96, 128, 4608)]
+)
+def test_cache_bytes_of_a_token(layers: int, kv_heads: int, head_dim: int, kib: int) -> None:
+    big = spec(
+        num_hidden_layers=layers, num_attention_heads=kv_heads * 1, num_key_value_heads=kv_heads, head_dim=head_dim
+    )
+    assert kv_bytes_per_token(big, torch.float16) == kib * 1024
+
+
+def test_cache_holds_what_is_counted_and_begins_as_zeros() -> None:
+    small = spec(num_key_value_heads=2)
+    cache = KVCache.allocate(small, num_blocks=3, block_size=8, dtype=torch.bfloat16, device="cpu")
+    tensors = [*cache.keys, *cache.values]
+    assert {tuple(tensor.shape) for tensor in tensors} == {(3, 8, 2, 8)}
+    assert sum(tensor.nbytes for tensor in tensors) == 3 * 8 * kv_bytes_per_token(small, torch.bfloat16)
+    assert not any(tensor.any() for tensor in tensors)
+    assert cache.block_size == 8

@@ -1,0 +1,314 @@
+"""Loading: what is read, what it becomes, and that every broken or hostile folder ends in an error that says why."""
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.core.errors import ConfigError, ModelError
+from quire.kernels.back_end import BackEnd
+from quire.model.loader import load_model, read_config, spec_from_config
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+WIDE, INNER = 32, 56
+
+
+def test_dtype_auto_is_the_configs_own_in_either_spelling(write_llama: Callable[..., Path], back_end: BackEnd) -> None:
+    folder = write_llama({"torch_dtype": "bfloat16"})
+    assert load_model(folder, back_end=back_end).dtype == torch.bfloat16
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "float16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_model(folder, back_end=back_end).dtype == torch.float16
+    assert load_model(folder, dtype="float32", back_end=back_end).dtype == torch.float32
+
+
+def test_unknown_dtype_is_a_config_error(write_llama: Callable[..., Path], back_end: BackEnd) -> None:
+    with pytest.raises(ConfigError, match="float8"):
+        load_model(write_llama(), dtype="float8", back_end=back_end)
+
+
+def test_sizes_are_counted(write_llama: Callable[..., Path], back_end: BackEnd) -> None:
+    folder = write_llama()
+    decoder = load_model(folder, dtype="bfloat16", back_end=back_end)
+    tensors = load_file(folder / WEIGHTS)
+    head = tensors["lm_head.weight"].numel()
+    assert decoder.num_parameters == sum(tensor.numel() for tensor in tensors.values())
+    assert decoder.weight_bytes == 2 * (decoder.num_parameters - head) + 4 * head
+
+
+def test_tied_head_counts_once(write_llama: Callable[..., Path], back_end: BackEnd) -> None:
+    folder = write_llama({"tie_word_embeddings": True}, {"lm_head.weight": None})
+    tensors = load_file(folder / WEIGHTS)
+    assert load_model(folder, back_end=back_end).num_parameters == sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_head_of_a_tied_checkpoint_that_carries_one_is_used(
+    write_llama: Callable[..., Path], back_end: BackEnd, paged_runner: Callable
+) -> None:
+    folder = write_llama()
+    untied = paged_runner(load_model(folder, back_end=back_end)).step({"a": [1, 2, 3]})["a"]
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert torch.equal(paged_runner(load_model(folder, back_end=back_end)).step({"a": [1, 2, 3]})["a"], untied)
+
+
+def test_rotary_table_may_be_cut_to_the_positions_in_use(
+    write_llama: Callable[..., Path], back_end: BackEnd, paged_runner: Callable
+) -> None:
+    folder = write_llama()
+    whole = paged_runner(load_model(folder, back_end=back_end)).step({"a": [4, 5, 6]})["a"]
+    cut = paged_runner(load_model(folder, back_end=back_end, max_positions=3)).step({"a": [4, 5, 6]})["a"]
+    assert torch.equal(whole, cut)
+
+
+def test_unread_tensors_are_named_in_the_log(
+    write_llama: Callable[..., Path], back_end: BackEnd, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(WIDE), "model.rotary_emb.inv_freq": torch.zeros(4)}
+    with caplog.at_level(logging.WARNING, logger="quire"):
+        load_model(write_llama(tensors=extra), back_end=back_end)
+    assert "1 tensors of the checkpoint are not used: model.layers.0.self_attn.q_proj.bias" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({DOWN: None}, rf"{DOWN} is missing; expected shape \[32, 56\]"),
+        ({DOWN: torch.zeros(INNER, WIDE)}, rf"{DOWN} has shape \[56, 32\], expected \[32, 56\]"),
+        ({DOWN: torch.zeros(WIDE, INNER, dtype=torch.int8)}, rf"{DOWN} has dtype I8.*quantized"),
+        ({DOWN: torch.full((WIDE, INNER), math.nan)}, rf"{DOWN} has values that are NaN or infinite"),
+        ({DOWN: torch.zeros(WIDE, INNER).index_fill(0, torch.tensor([3]), math.inf)}, f"{DOWN} has values"),
+        ({DOWN: torch.zeros(WIDE * INNER)}, rf"{DOWN} has shape \[1792\]"),
+        ({"model.norm.weight": torch.zeros(0)}, r"model.norm.weight has shape \[0\], expected \[32\]"),
+        ({"model.embed_tokens.weight": torch.zeros(95, WIDE)}, r"shape \[95, 32\], expected \[96, 32\]"),
+        ({"lm_head.weight": None}, "lm_head.weight is missing"),
+    ],
+    ids=["missing", "transposed", "integers", "nan", "infinity", "flat", "empty", "vocabulary", "head"],
+)
+def test_bad_tensors_are_named(
+    write_llama: Callable[..., Path], back_end: BackEnd, tensors: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_model(write_llama(tensors=tensors), back_end=back_end)
+
+
+def test_values_too_large_for_the_dtype_are_refused(write_llama: Callable[..., Path], back_end: BackEnd) -> None:
+    folder = write_llama(tensors={DOWN: torch.full((WIDE, INNER), 1e5)})
+    load_model(folder, dtype="bfloat16", back_end=back_end)
+    with pytest.raises(ModelError, match=f"{DOWN} has values that are NaN or infinite in torch.float16"):
+        load_model(folder, dtype="float16", back_end=back_end)
+
+
+def truncate(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[: len(content) // 2])
+
+
+def empty(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(b"")
+
+
+def absurd_header(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((2**62).to_bytes(8, "little") + b"{}")
+
+
+def pickle_only(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
+def weights_are_a_folder(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).mkdir()
+
+
+def link_outside(folder: Path) -> None:
+    shutil.move(folder / WEIGHTS, folder.parent / "elsewhere.safetensors")
+    (folder / WEIGHTS).symlink_to(folder.parent / "elsewhere.safetensors")
+
+
+def write_index(folder: Path, index: object) -> None:
+    (folder / WEIGHTS).rename(folder / "shard-1.safetensors")
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def index_to(place: str) -> Callable[[Path], None]:
+    def break_folder(folder: Path) -> None:
+        names = load_file(folder / WEIGHTS).keys()
+        shutil.copy(folder / WEIGHTS, folder.parent / "outside.safetensors")
+        where = place.replace("FOLDER", str(folder.parent))
+        write_index(folder, {"weight_map": dict.fromkeys(names, where)})
+
+    return break_folder
+
+
+def index_invents_a_tensor(folder: Path) -> None:
+    write_index(folder, {"weight_map": {"model.invented.weight": "shard-1.safetensors"}})
+
+
+def index_is_not_a_map(folder: Path) -> None:
+    write_index(folder, {"weight_map": ["shard-1.safetensors"]})
+
+
+@pytest.mark.parametrize(
+    ("break_folder", "message"),
+    [
+        (truncate, "model.safetensors: not a whole safetensors file"),
+        (empty, "model.safetensors: not a whole safetensors file"),
+        (absurd_header, "model.safetensors: not a whole safetensors file"),
+        (pickle_only, "neither model.safetensors nor model.safetensors.index.json"),
+        (weights_are_a_folder, "no file model.safetensors"),
+        (link_outside, "links to .*elsewhere.safetensors, outside of the model folder"),
+        (index_to("../outside.safetensors"), "'../outside.safetensors' is not a plain file name"),
+        (index_to("FOLDER/outside.safetensors"), "/outside.safetensors' is not a plain file name"),
+        (index_to("sub/../../outside.safetensors"), "is not a plain file name"),
+        (index_to(""), "'' is not a plain file name"),
+        (index_to("missing.safetensors"), "no file missing.safetensors"),
+        (index_invents_a_tensor, "places tensor model.invented.weight in shard-1.safetensors, which does not have it"),
+        (index_is_not_a_map, "weight_map must map tensor names to file names"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_broken_or_hostile_files_are_named(
+    write_llama: Callable[..., Path], back_end: BackEnd, break_folder: Callable[[Path], None], message: str
+) -> None:
+    folder = write_llama()
+    load_model(folder, back_end=back_end)
+    break_folder(folder)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(folder, back_end=back_end)
+    assert str(folder) in str(caught.value)
+
+
+def test_links_of_the_hubs_cache_are_followed(
+    write_llama: Callable[..., Path], back_end: BackEnd, tmp_path: Path
+) -> None:
+    source = write_llama()
+    model = tmp_path / "models--owner--name"
+    snapshot, blobs = model / "snapshots" / "0123abcd", model / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in source.iterdir():
+        shutil.move(file, blobs / f"blob-of-{file.name}")
+        (snapshot / file.name).symlink_to(f"../../blobs/blob-of-{file.name}")
+    assert load_model(snapshot, back_end=back_end).spec.num_layers == 2
+    (snapshot / WEIGHTS).unlink()
+    shutil.move(blobs / f"blob-of-{WEIGHTS}", model / "beside-the-blobs")
+    (snapshot / WEIGHTS).symlink_to("../../beside-the-blobs")
+    with pytest.raises(ModelError, match="outside of the model folder"):
+        load_model(snapshot, back_end=back_end)
+
+
+def test_a_folder_behind_a_link_loads(write_llama: Callable[..., Path], back_end: BackEnd, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(write_llama())
+    assert load_model(tmp_path / "link", back_end=back_end).spec.num_layers == 2
+
+
+def test_one_file_wins_over_an_index(write_llama: Callable[..., Path], back_end: BackEnd) -> None:
+    folder = write_llama()
+    (folder / INDEX).write_text("not even JSON")
+    assert load_model(folder, back_end=back_end).spec.num_layers == 2
+
+
+def test_shards_are_found_through_the_index(
+    write_llama: Callable[..., Path], back_end: BackEnd, paged_runner: Callable
+) -> None:
+    folder = write_llama()
+    expected = paged_runner(load_model(folder, back_end=back_end)).step({"a": [7, 8]})["a"]
+    tensors = load_file(folder / WEIGHTS)
+    files = {name: f"shard-{i % 3}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, folder / file)
+    (folder / WEIGHTS).unlink()
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    assert torch.equal(paged_runner(load_model(folder, back_end=back_end)).step({"a": [7, 8]})["a"], expected)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "cannot be read as JSON"),
+        (b"", "cannot be read as JSON"),
+        (b"\xff\xfe", "cannot be read as JSON"),
+        (b"[1, 2]", "expected a JSON object, found list"),
+        (b"null", "expected a JSON object, found NoneType"),
+        (b"[" * 100_000, "cannot be read as JSON"),
+        (b'{"hidden_size": ' + b"9" * 5000 + b"}", "cannot be read as JSON"),
+    ],
+    ids=["cut off", "empty", "not text", "list", "null", "deep", "long number"],
+)
+def test_broken_config_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=message) as caught:
+        read_config(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no file config\.json"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": -32}, "hidden_size must be an integer from 1"),
+        ({"hidden_size": 0}, "hidden_size must be an integer from 1"),
+        ({"hidden_size": "32"}, "hidden_size must be an integer from 1 to .*, got '32'"),
+        ({"hidden_size": 32.0}, "hidden_size must be an integer"),
+        ({"hidden_size": True}, "hidden_size must be an integer"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": 10**40}, "got an integer of 30 digits or more"),
+        ({"vocab_size": 2**40}, "vocab_size must be an integer"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to 4096"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings must be an integer"),
+        ({"num_attention_heads": 5}, "hidden_size = 32 does not divide into 5 equal parts"),
+        ({"num_key_value_heads": 3}, "4 attention heads do not divide among 3 key-value heads"),
+        ({"head_dim": 7}, "even head_dim, got 7"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a number above 0, got nan"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number"),
+        ({"rope_theta": math.inf}, "rope_theta must be a number above 0, got inf"),
+        ({"rope_theta": -1}, "rope_theta must be a number above 0"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type must be one of default, .* 'longrope'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a number above 0"),
+        ({"rope_scaling": [1]}, "rope_scaling must be an object"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported yet"),
+        ({"hidden_act": "gelu"}, "hidden_act must be one of silu, swish, got 'gelu'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config = .* is not supported yet"),
+        ({"architectures": ["MambaForCausalLM"]}, "unknown architecture 'MambaForCausalLM'; known are .*Qwen3"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "unknown architecture"),
+        ({"architectures": None, "model_type": "rwkv"}, "unknown model_type 'rwkv'; known are GPT2LMHeadModel"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]},
+         "windows: 1 entries for 2 layers"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["a", "b"]}, "layer_types must be a list of"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window must be an integer from 1"),
+    ],
+    ids=lambda value: ",".join(f"{k}={v!s:.20}" for k, v in value.items()) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_bad_config_values_are_named(
+    write_llama: Callable[..., Path], back_end: BackEnd, changes: dict[str, object], message: str
+) -> None:
+    folder = write_llama(changes)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(folder, back_end=back_end)
+    assert str(folder / "config.json") in str(caught.value)
+
+
+def test_unknown_dtype_in_the_config_is_a_model_error(write_llama: Callable[..., Path], back_end: BackEnd) -> None:
+    with pytest.raises(ModelError, match="torch_dtype must be one of float32, bfloat16, float16, got 'int4'"):
+        load_model(write_llama({"torch_dtype": "int4"}), back_end=back_end)
+
+
+def test_config_that_names_no_architecture_is_known_by_its_model_type(write_llama: Callable[..., Path]) -> None:
+    config = read_config(write_llama({"architectures": None}))
+    assert spec_from_config(config).num_kv_heads == 2

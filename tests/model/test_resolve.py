@@ -1,0 +1,64 @@
+"""Where a model is looked for."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quire.core.errors import ModelError
+from quire.model import resolve
+from quire.model.resolve import DEMO_MODEL, resolve_model
+
+
+def test_a_local_folder_is_itself(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    with pytest.raises(ModelError, match="is a file; expected a folder"):
+        resolve_model(str(file))
+
+
+@pytest.mark.parametrize("name", ["./missing", "/no/such/folder", "a/b/c", "../x", "owner/", "~/no-such-model", ""])
+def test_what_is_neither_folder_nor_hub_id_asks_no_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "snapshot_download", None)
+    with pytest.raises(ModelError, match="no such folder, and not a hub id"):
+        resolve_model(name)
+
+
+@pytest.fixture
+def offline_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The real hub client with an empty cache and no network; return the cache."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_hub_id_without_network_says_what_was_tried(offline_hub: Path) -> None:
+    with pytest.raises(ModelError, match=r"owner/name: no such local folder; the hub gave .*; and the hub's local"):
+        resolve_model("owner/name")
+    with pytest.raises(ModelError, match="no such local folder"):
+        resolve_model("an id with spaces")
+
+
+def test_hub_id_without_network_is_found_in_the_cache(offline_hub: Path) -> None:
+    model = offline_hub / "models--owner--name"
+    snapshot = model / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("0" * 40)
+    assert resolve_model("owner/name") == snapshot
+
+
+def test_no_name_is_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert DEMO_MODEL.parent == Path(resolve.__file__).parent
+    monkeypatch.setattr(resolve, "DEMO_MODEL", tmp_path)
+    with pytest.raises(ModelError, match="bundled demo model is not in this installation"):
+        resolve_model(None)
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_model(None) == tmp_path
+    shutil.rmtree(tmp_path)
