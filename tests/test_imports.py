@@ -1,0 +1,89 @@
+"""What an import costs, and what the sources never call."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[1] / "src/quire"
+
+# Whatever comes from outside must never be able to run code in here.
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load", "os.system"}
+
+
+def modules_after(statement: str) -> set[str]:
+    """Return the modules that a fresh interpreter holds after `statement`."""
+    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("name", ["quire", "quire.core", "quire.text", "quire.cache", "quire.scheduling", "quire.cli"])
+def test_whole_floor_loads_no_torch(name: str) -> None:
+    walk = (
+        "import importlib, pkgutil\n"
+        f"floor = importlib.import_module({name!r})\n"
+        "for module in pkgutil.walk_packages(floor.__path__, floor.__name__ + '.'):\n"
+        "    importlib.import_module(module.name)"
+    )
+    statement = "import quire" if name == "quire" else "import quire.cli.main" if name == "quire.cli" else walk
+    loaded = modules_after(statement)
+    assert name in loaded
+    assert "torch" not in loaded
+
+
+def test_llm_is_found_on_the_package_and_loads_torch() -> None:
+    assert {"quire.llm", "torch"} <= modules_after("import quire\nquire.LLM")
+
+
+def test_unknown_name_of_the_package_is_an_attribute_error() -> None:
+    import quire
+
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = quire.no_such_name
+
+
+def forbidden_in(source: str) -> Iterator[str]:
+    """Yield each import or call in `source` that could run what it is given."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] in FORBIDDEN_MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from names & FORBIDDEN_CALLS
+            if str(node.module).partition(".")[0] in FORBIDDEN_MODULES:
+                yield str(node.module)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS:
+            yield ast.unparse(node.func)
+
+
+@pytest.mark.parametrize("path", sorted(SOURCES.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCES)))
+def test_no_source_runs_what_it_reads(path: Path) -> None:
+    assert list(forbidden_in(path.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import pickle as p",
+        "from pickle import loads",
+        "eval('1')",
+        "exec(text)",
+        "import torch\ntorch.load('x')",
+        "from torch import load",
+        "yaml.load(text)",
+        "os.system('ls')",
+    ],
+)
+def test_search_finds_forbidden_code(source: str) -> None:
+    assert list(forbidden_in(source))
+
+
+@pytest.mark.parametrize("source", ["model.eval()", "re.compile('x')", "yaml.safe_load(text)", "module.load('x')"])
+def test_search_leaves_harmless_code_alone(source: str) -> None:
+    assert not list(forbidden_in(source))
