@@ -11,9 +11,9 @@ MODEL  ?=
 ARGS   ?=
 PROMPT ?= def fibonacci(n):
 
-# The prompt reaches the shell through the environment, as it was typed: no quote, space or dollar in it is special.
+# `quire` reads QUIRE_PROMPT: through the environment a prompt arrives as it was typed, quotes, spaces and dollars too.
 unexport PROMPT
-export QUIRE_MAKE_PROMPT := $(value PROMPT)
+generate: export QUIRE_PROMPT := $(value PROMPT)
 
 .DEFAULT_GOAL := help
 .PHONY: help set-up test fuzz matrix lint generate bench-throughput bench-latency bench-control-plane bench-peers clean
@@ -46,7 +46,7 @@ lint: $(STAMP) ## check style, types and the floors
 	$(BIN)/lint-imports
 
 generate: $(STAMP) ## complete PROMPT='...' with the demo model, or with MODEL=...; ARGS="--max-tokens 64"
-	@$(BIN)/quire generate $(MODEL) --prompt "$$QUIRE_MAKE_PROMPT" $(ARGS)
+	@$(BIN)/quire generate $(MODEL) $(ARGS)
 
 bench-throughput: $(STAMP) ## tokens per second, everything asked at once; MODEL=..., ARGS="--workload ..."
 	$(BIN)/quire bench throughput $(MODEL) $(ARGS)
