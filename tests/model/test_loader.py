@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -312,3 +313,24 @@ def test_unknown_dtype_in_the_config_is_a_model_error(write_llama: Callable[...,
 def test_config_that_names_no_architecture_is_known_by_its_model_type(write_llama: Callable[..., Path]) -> None:
     config = read_config(write_llama({"architectures": None}))
     assert spec_from_config(config).num_kv_heads == 2
+
+
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS])
+def test_flipped_bytes_load_or_end_in_a_model_error(
+    write_llama: Callable[..., Path], back_end: BackEnd, name: str
+) -> None:
+    folder = write_llama()
+    whole = (folder / name).read_bytes()
+    header_bytes = min(len(whole), 1200)  # of the weights, the part that says what is where
+    rng = random.Random(4)
+    num_refused = 0
+    for _ in range(150):
+        broken = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            broken[rng.randrange(header_bytes)] = rng.randrange(256)
+        (folder / name).write_bytes(broken)
+        try:
+            load_model(folder, back_end=back_end)
+        except ModelError:
+            num_refused += 1
+    assert num_refused > 75
