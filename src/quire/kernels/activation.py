@@ -1,7 +1,7 @@
 """Activations of the feed-forward layers, each element by itself in float32 and rounded to the input's dtype.
 
-Written with `exp` and exactly rounded operations only: torch's own silu, sigmoid and tanh give an element other last
-bits in a vector register than in the scalar remainder of a tensor.
+Written with `exp`, `tanh`, `erf` and exactly rounded operations only: torch's own silu, sigmoid and gelu give an
+element other last bits in the body of a tensor than in the remainder that does not fill a vector register.
 """
 
 import math
@@ -20,8 +20,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def gelu_tanh(x: Tensor) -> Tensor:
     """Return GELU by its tanh approximation (GPT-2's `gelu_new`). Hendrycks and Gimpel 2016."""
     wide = x.float()
-    inner = (wide + wide * wide * wide * 0.044715) * (2.0 * math.sqrt(2.0 / math.pi))
-    return (wide / (torch.exp(-inner) + 1.0)).to(x.dtype)  # 0.5 * (1 + tanh(y)) = sigmoid(2 y)
+    inner = (wide + wide * wide * wide * 0.044715) * math.sqrt(2.0 / math.pi)
+    return (wide * 0.5 * (torch.tanh(inner) + 1.0)).to(x.dtype)
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -1,14 +1,30 @@
-"""Linear layers whose weights are packed once, at load, and whose rows never depend on their neighbours."""
+"""Linear layers whose weights are packed once, at load, and whose rows never depend on their neighbours.
+
+Matrix libraries choose the order of a row's sum by the shape of the whole product: a row computed with 7 others may
+differ in its last bits from the same row computed with 63. So the product is only ever called with a few row counts,
+zero-padded: 64, and those smaller ones that a probe has found to give the same bits as 64 for this very shape
+(`equal_row_counts`). docs/decisions/0002 has the measurements.
+"""
+
+from collections.abc import Callable
+from functools import cache
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
-ROWS_PER_CALL = 64  # the one row count that the matrix product ever sees
+MAX_ROWS = 64
+FEWER_ROWS = (1, 4, 8, 16, 32)
+PROBED_OUTPUTS = 1 << 16  # per row count, where that is more than two products
+DISTINCT_OUTPUTS = 256    # rows of the probe's weight before they repeat: a vocabulary of random rows takes seconds
 
 
 class PackedLinear:
-    """y = x W^T + b for x [num_rows, in_features]; result [num_rows, out_features]."""
+    """y = x W^T + b for x [num_rows, in_features] of any float dtype; result [num_rows, out_features].
+
+    weight [out_features, in_features], bias [out_features] or None. `dtype` is the precision of the product (default:
+    the weight's), `out_dtype` that of the result (default: `dtype`). The caller may drop the weight afterwards.
+    """
 
     def __init__(
         self,
@@ -18,12 +34,79 @@ class PackedLinear:
         dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> None:
-        self._weight = weight if dtype is None else weight.to(dtype)
-        self._bias = None if bias is None else bias.to(self._weight.dtype)
-        self._out_dtype = out_dtype or self._weight.dtype
+        dtype = dtype or weight.dtype
+        self._out_dtype = out_dtype or dtype
+        self._dtype = _product_dtype(dtype)
+        self._row_counts = equal_row_counts(*weight.shape, self._dtype, bias is not None, torch.get_num_threads())
+        self._product = _product(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
-        num_rows = x.shape[0]
-        padded = F.pad(x.to(self._weight.dtype), (0, 0, 0, -num_rows % ROWS_PER_CALL))
-        out = [F.linear(rows, self._weight, self._bias) for rows in padded.split(ROWS_PER_CALL)]
-        return torch.cat(out)[:num_rows].to(self._out_dtype)
+        """Multiply in portions of at most MAX_ROWS rows."""
+        x = x.to(self._dtype)
+        portions = [self._portion(x[begin : begin + MAX_ROWS]) for begin in range(0, max(len(x), 1), MAX_ROWS)]
+        return (portions[0] if len(portions) == 1 else torch.cat(portions)).to(self._out_dtype)
+
+    def _portion(self, rows: Tensor) -> Tensor:
+        num_rows = len(rows)
+        row_count = next(count for count in self._row_counts if count >= num_rows)
+        if num_rows < row_count:
+            rows = F.pad(rows, (0, 0, 0, row_count - num_rows))
+        return self._product(rows)[:num_rows]
+
+
+@cache
+def equal_row_counts(
+    out_features: int, in_features: int, dtype: torch.dtype, has_bias: bool, num_threads: int
+) -> tuple[int, ...]:
+    """Return the row counts, ascending up to MAX_ROWS, at which a row's result has the same bits as at MAX_ROWS.
+
+    Probes this machine's product of this shape; the thread count only says under which setting the answer holds.
+    """
+    assert num_threads == torch.get_num_threads()
+    rows, weight = _revealing_factors(out_features, in_features, dtype)
+    product = _product(weight, weight.new_zeros(out_features) if has_bias else None)
+    expected = product(rows)
+    return (*(count for count in FEWER_ROWS if _is_equal_in_parts(product, rows, expected, count)), MAX_ROWS)
+
+
+def _revealing_factors(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return MAX_ROWS rows and a weight whose products are all zero but for rounding.
+
+    Every term has its negative somewhere in the same sum, so that what remains is the rounding of the partial sums:
+    another order of summation gives another result, and not even rounding to bfloat16 hides it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(MAX_ROWS, in_features, generator=generator).to(dtype)
+    weight = torch.randn(min(out_features, DISTINCT_OUTPUTS), in_features, generator=generator).to(dtype)
+    term, negative = torch.randperm(in_features // 2 * 2, generator=generator).chunk(2)
+    rows[:, negative], weight[:, negative] = -rows[:, term], weight[:, term]
+    return rows, weight.repeat(-(-out_features // DISTINCT_OUTPUTS), 1)[:out_features]
+
+
+def _is_equal_in_parts(product: Callable[[Tensor], Tensor], rows: Tensor, expected: Tensor, count: int) -> bool:
+    """Whether parts of `count` rows give the bits of the whole; at least the first and the last part are compared."""
+    num_parts = max(2, min(MAX_ROWS // count, PROBED_OUTPUTS // (count * expected.shape[1])))
+    begins = torch.linspace(0, MAX_ROWS - count, num_parts).long().tolist()
+    return all(torch.equal(product(rows[b : b + count]), expected[b : b + count]) for b in begins)
+
+
+def _product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the precision in which this machine multiplies weights of `dtype`: their own, or float32.
+
+    float16 is multiplied in float32 on every CPU: where oneDNN has it, it is not everywhere the same.
+    """
+    has_bfloat16 = _has_onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if dtype == torch.bfloat16 and has_bfloat16 else torch.float32
+
+
+def _product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return x -> x W^T + b, with the weight in oneDNN's blocked layout where torch has oneDNN."""
+    if not _has_onednn():
+        return lambda rows: F.linear(rows, weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, MAX_ROWS)
+    multiply = torch.ops.mkldnn._linear_pointwise
+    return lambda rows: multiply(rows, packed, bias, "none", [], "")
+
+
+def _has_onednn() -> bool:
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]

@@ -1,25 +1,54 @@
-"""Causal attention of a flat batch of tokens over paged keys and values (Kwon et al. 2023, section 4.1)."""
+"""Causal attention of a flat batch of tokens over paged keys and values (Kwon et al. 2023, section 4.1).
 
-from dataclasses import dataclass
+The stand-in works in float32 on query tiles and key tiles (`attention_tiling`): for the i-th key tile of every query
+tile at once it gathers keys and values, multiplies, masks, and folds the result into a running softmax (Milakov and
+Gimelshein 2018). A row's sums run over key tiles in ascending order and within a tile in an order that depends on the
+tile's width alone; docs/decisions/0002 has the evidence.
+"""
+
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from quire.kernels.attention_tiling import (
+    MIN_COLUMNS,
+    SLOTS_PER_KEY_TILE,
+    HeadShape,
+    Round,
+    StepShape,
+    TileGroup,
+    slots_per_unit,
+    tile_step,
+)
+
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+LOWEST = torch.finfo(torch.float32).min  # a maximum that has seen nothing: with -inf, -inf - -inf would be NaN
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """What all layers of a step share: who the queries belong to and where their context lies."""
 
-    block_tables: Tensor
-    query_starts: Tensor
-    context_lens: Tensor
-    block_size: int
+    step: StepShape
+    _groups: dict[HeadShape, list[TileGroup]] = field(default_factory=dict)
+
+    def groups(self, heads: HeadShape) -> list[TileGroup]:
+        """Return the groups of query tiles for layers of this shape, cut when the first such layer asks."""
+        if heads not in self._groups:
+            self._groups[heads] = tile_step(self.step, heads)
+        return self._groups[heads]
 
 
 def prepare(block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, block_size: int) -> AttentionPlan:
-    """Gather what every layer of a step needs to know; see `reference` for the arguments."""
-    return AttentionPlan(block_tables, query_starts, context_lens, block_size)
+    """Gather what every layer of a step needs to know; arguments as in `reference`.
+
+    Table entries past a context, or before every window, may hold anything: they are never followed.
+    """
+    assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
+    assert block_size in BLOCK_SIZES, f"block size {block_size} is not one of {BLOCK_SIZES}"
+    return AttentionPlan(StepShape(block_tables, query_starts, context_lens, block_size))
 
 
 def reference(
@@ -61,7 +90,85 @@ def reference(
 def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
 ) -> Tensor:
-    """Attend as `reference` does, with the plan of the step."""
-    return reference(
-        query, key_cache, value_cache, plan.block_tables, plan.query_starts, plan.context_lens, scale, window
-    )
+    """Attend as `reference` does, with the plan of the step; caches contiguous."""
+    num_tokens, num_heads, head_dim = query.shape
+    heads = HeadShape(num_heads, key_cache.shape[2], head_dim, window)
+    out = query.new_empty(num_tokens + 1, num_heads, head_dim)  # the last row takes what unfilled tiles compute
+    for group in plan.groups(heads):
+        softmax = _RunningSoftmax(_query_rows(query, group, heads, scale), heads)
+        for each in group.rounds:
+            softmax.fold(each, _gather(key_cache, each.units), _gather(value_cache, each.units, MIN_COLUMNS))
+        out.index_copy_(0, group.targets, softmax.result(group.height).to(query.dtype))
+    return out[:num_tokens]
+
+
+def _query_rows(query: Tensor, group: TileGroup, heads: HeadShape, scale: float) -> Tensor:
+    """Return scaled queries in float32, [num_tiles, num_kv_heads, height * rows per token, head_dim]."""
+    taken = query.index_select(0, group.sources)
+    taken = taken.view(-1, group.height, heads.num_kv_heads, heads.group, heads.head_dim).permute(0, 2, 1, 3, 4)
+    rows = torch.zeros(*taken.shape[:3], heads.rows_per_token(group.height), heads.head_dim)
+    rows[:, :, :, : heads.group] = taken
+    return rows.flatten(2, 3).mul_(scale)
+
+
+def _gather(cache: Tensor, units: Tensor, min_columns: int = 0) -> Tensor:
+    """Return key tiles of keys or values in float32, [num_pairs, num_kv_heads, SLOTS_PER_KEY_TILE, columns]."""
+    _, block_size, num_kv_heads, head_dim = cache.shape
+    gathered = cache.view(-1, slots_per_unit(block_size) * num_kv_heads * head_dim).index_select(0, units)
+    gathered = gathered.view(-1, SLOTS_PER_KEY_TILE, num_kv_heads, head_dim).transpose(1, 2)
+    if head_dim < min_columns:
+        gathered = torch.nn.functional.pad(gathered, (0, min_columns - head_dim))
+    return torch.empty(gathered.shape).copy_(gathered)
+
+
+class _RunningSoftmax:
+    """Weighted sums of values for a group of query tiles, under a softmax that has not seen all its scores yet."""
+
+    def __init__(self, rows: Tensor, heads: HeadShape) -> None:
+        self._rows = rows  # [num_tiles, num_kv_heads, rows, head_dim]
+        self._heads = heads
+        self._highest = torch.full((*rows.shape[:3], 1), LOWEST)
+        self._weight = torch.zeros_like(self._highest)
+        self._weighted = torch.zeros(*rows.shape[:3], max(heads.head_dim, MIN_COLUMNS))
+
+    def fold(self, each: Round, keys: Tensor, values: Tensor) -> None:
+        """Fold one round in; what a row does not see leaves the row as it is."""
+        scores = _product(self._rows.index_select(0, each.tiles), keys.transpose(2, 3))  # [.., rows, slots]
+        _mask(scores, values, each)
+        self._raise(each, scores.amax(-1, keepdim=True))
+        weights = scores.sub_(self._highest.index_select(0, each.tiles)).exp_()
+        weight, weighted = weights.sum(-1, keepdim=True), _product(weights, values)
+        for begin, end, pair in each.segments:
+            self._weight[begin:end] += weight[pair : pair + end - begin]
+            self._weighted[begin:end] += weighted[pair : pair + end - begin]
+
+    def _raise(self, each: Round, highest_of_pair: Tensor) -> None:
+        """Take the round's scores into the maxima and rescale the sums to them."""
+        highest = self._highest.clone()
+        for begin, end, pair in each.segments:
+            torch.maximum(highest[begin:end], highest_of_pair[pair : pair + end - begin], out=highest[begin:end])
+        rescale = (self._highest - highest).exp_()
+        self._weight *= rescale
+        self._weighted *= rescale
+        self._highest = highest
+
+    def result(self, height: int) -> Tensor:
+        """Return the weighted means, [num_tiles * height, num_heads, head_dim] float32."""
+        means = self._weighted / self._weight
+        means = means.view(*means.shape[:2], height, -1, means.shape[3])
+        means = means[:, :, :, : self._heads.group, : self._heads.head_dim].permute(0, 2, 1, 3, 4)
+        return means.reshape(-1, self._heads.num_heads, self._heads.head_dim)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    product = torch.bmm(left.flatten(0, 1), right.flatten(0, 1))
+    return product.view(*left.shape[:2], *product.shape[1:])
+
+
+def _mask(scores: Tensor, values: Tensor, each: Round) -> None:
+    """Hide slots from the tokens that do not see them; zero values that nobody sees, for 0 times NaN is NaN."""
+    _, num_kv_heads, rows, slots = scores.shape
+    height = each.hidden.shape[1]
+    by_token = scores[each.masked_from :].view(-1, num_kv_heads, height, rows // height, slots)
+    by_token.masked_fill_(each.hidden[:, None, :, None, :], float("-inf"))
+    values[each.masked_from :].masked_fill_(each.dead[:, None, :, None], 0.0)

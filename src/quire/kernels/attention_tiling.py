@@ -1,0 +1,237 @@
+"""Cut a step's queries and their contexts into tiles: index work that all layers of the step share.
+
+A query tile is a few consecutive tokens of one sequence: one token where a sequence advances by one, up to
+`TOKENS_PER_QUERY_TILE` otherwise. A key tile is `SLOTS_PER_KEY_TILE` consecutive positions; `KEY_TILES_PER_ROUND` of
+them make a round, in which every score is known before the softmax weighs it. All borders stand at fixed absolute
+positions: neither how a sequence is chunked nor what else runs moves one. A query tile never crosses a border between
+key tiles, so that without a window only its last key tile needs a mask.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SLOTS_PER_KEY_TILE = 64
+TOKENS_PER_QUERY_TILE = 32  # divides SLOTS_PER_KEY_TILE
+KEY_TILES_PER_ROUND = 16
+MAX_SCRATCH_BYTES = 4 << 20  # of one round of one group of query tiles; these four: docs/decisions/0002
+ROWS_MULTIPLE = 8  # rows of a matrix product are padded to this: fewer may take another path through the library
+MIN_COLUMNS = 16   # and so may fewer columns
+
+
+class HeadShape(NamedTuple):
+    """What the tiling needs to know of a layer. `window`: tokens that a token sees, itself included; None: all."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
+    @property
+    def group(self) -> int:
+        """Query heads per key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    def rows_per_token(self, height: int) -> int:
+        """Rows that a token takes in a query tile of this height: the group, padded where the height is not enough."""
+        return self.group if height % ROWS_MULTIPLE == 0 else -(-self.group // ROWS_MULTIPLE) * ROWS_MULTIPLE
+
+    def bytes_per_pair(self, height: int) -> int:
+        """Scratch memory for one key tile under one query tile: float32 queries, scores, results, keys and values."""
+        rows, columns = height * self.rows_per_token(height), max(self.head_dim, MIN_COLUMNS)
+        floats = rows * (SLOTS_PER_KEY_TILE + 2 * columns) + 2 * SLOTS_PER_KEY_TILE * columns
+        return 4 * self.num_kv_heads * floats
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The step as the worker describes it; shapes and meaning as in `paged_attention.reference`."""
+
+    block_tables: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    block_size: int
+
+
+class Segment(NamedTuple):
+    """Pairs of one key tile that stand together: query tiles [begin, end) of the group, from pair `pair` on."""
+
+    begin: int
+    end: int
+    pair: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Pairs of a query tile and a key tile, for one round of one group; a query tile's pairs in ascending order.
+
+    `tiles` [num_pairs] int64: the query tile in its group. `units` [num_pairs * units per key tile] int64: rows of the
+    cache cut into units. Pairs from `masked_from` on need a mask: `hidden` [num_masked, height, SLOTS_PER_KEY_TILE],
+    true where a token does not see a slot, `dead` [num_masked, SLOTS_PER_KEY_TILE], true where no token does.
+    """
+
+    tiles: Tensor
+    units: Tensor
+    segments: list[Segment]
+    masked_from: int
+    hidden: Tensor
+    dead: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TileGroup:
+    """As many query tiles of one height as the scratch memory allows, and their rounds.
+
+    `sources` and `targets` [num_tiles * height] int64: rows of the flat batch; where a tile is not full, the source is
+    row 0 and the target one past the batch.
+    """
+
+    height: int
+    sources: Tensor
+    targets: Tensor
+    rounds: list[Round]
+
+
+def slots_per_unit(block_size: int) -> int:
+    """Return how many slots are gathered as one run of bytes: a block, or a key tile's share of a larger block."""
+    return min(block_size, SLOTS_PER_KEY_TILE)
+
+
+def tile_step(step: StepShape, heads: HeadShape) -> list[TileGroup]:
+    """Return groups of query tiles that together cover every token of the step."""
+    counts = step.query_starts.diff()
+    groups: list[TileGroup] = []
+    for height, chosen in ((1, counts == 1), (TOKENS_PER_QUERY_TILE, counts > 1)):
+        sequences = chosen.nonzero().squeeze(1)
+        if sequences.numel():
+            groups.extend(_groups(_cut_queries(step, sequences, height), step, heads, height))
+    return groups
+
+
+@dataclass(frozen=True, slots=True)
+class _QueryTiles:
+    """Per query tile: its sequence, the row and position of its first token, and its number of tokens; [num_tiles]."""
+
+    sequences: Tensor
+    rows: Tensor
+    starts: Tensor
+    counts: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, which: Tensor | slice) -> "_QueryTiles":
+        return _QueryTiles(self.sequences[which], self.rows[which], self.starts[which], self.counts[which])
+
+    def last_keys(self) -> Tensor:
+        return self.starts // SLOTS_PER_KEY_TILE
+
+    def first_keys(self, window: int | None) -> Tensor:
+        reach = self.starts if window is None else window - 1
+        return (self.starts - reach).clamp_min(0) // SLOTS_PER_KEY_TILE
+
+
+def _cut_queries(step: StepShape, sequences: Tensor, height: int) -> _QueryTiles:
+    """Cut each sequence's queries at the multiples of `height`; latest position first, so that ranges stay ranges."""
+    stops = step.context_lens[sequences].long()
+    rows = step.query_starts[sequences].long()
+    starts = stops - (step.query_starts[sequences + 1] - rows)
+    first_tiles = starts // height
+    num_tiles = (stops - 1) // height - first_tiles + 1
+    owner = torch.repeat_interleave(num_tiles)
+    tile = first_tiles[owner] + torch.arange(len(owner)) - (num_tiles.cumsum(0) - num_tiles)[owner]
+    begins = torch.maximum(tile * height, starts[owner])
+    ends = torch.minimum((tile + 1) * height, stops[owner])
+    tiles = _QueryTiles(sequences[owner], rows[owner] + begins - starts[owner], begins, ends - begins)
+    return tiles.take(begins.argsort(descending=True, stable=True))
+
+
+def _groups(queries: _QueryTiles, step: StepShape, heads: HeadShape, height: int) -> Iterator[TileGroup]:
+    """Cut the query tiles into groups whose rounds fit into the scratch memory."""
+    max_pairs = MAX_SCRATCH_BYTES // heads.bytes_per_pair(height)
+    begin = 0
+    while begin < len(queries):
+        pairs_per_tile = min(KEY_TILES_PER_ROUND, int(queries.last_keys()[begin]) + 1)
+        end = begin + max(1, max_pairs // pairs_per_tile)
+        yield _group(queries.take(slice(begin, end)), step, heads.window, height)
+        begin = end
+
+
+def _group(queries: _QueryTiles, step: StepShape, window: int | None, height: int) -> TileGroup:
+    in_tile = torch.arange(height)
+    is_token = in_tile < queries.counts[:, None]  # [num_tiles, height]
+    rows = queries.rows[:, None] + in_tile
+    positions = torch.where(is_token, queries.starts[:, None] + in_tile, -1)
+    stop = int(queries.last_keys()[0]) + 1
+    begin = int(queries.first_keys(window)[-1]) // KEY_TILES_PER_ROUND * KEY_TILES_PER_ROUND
+    return TileGroup(
+        height,
+        sources=rows.where(is_token, 0).flatten(),
+        targets=rows.where(is_token, step.query_starts[-1].long()).flatten(),
+        rounds=[
+            _round(queries, step, positions, torch.arange(key, min(key + KEY_TILES_PER_ROUND, stop)), window)
+            for key in range(begin, stop, KEY_TILES_PER_ROUND)
+        ],
+    )
+
+
+def _round(queries: _QueryTiles, step: StepShape, positions: Tensor, keys: Tensor, window: int | None) -> Round:
+    """Lay out the pairs of the key tiles `keys`: those that need no mask first.
+
+    Latest positions come first, so the query tiles that look at a key tile are a range, and so are those for which it
+    is not the last.
+    """
+    looks = (queries.first_keys(window) <= keys[:, None]) & (keys[:, None] <= queries.last_keys())
+    is_clear = looks & (keys[:, None] < queries.last_keys()) & (window is None)
+    segments, clear_keys, clear_tiles = _pairs(is_clear, 0)
+    masked_from = len(clear_keys)
+    masked_segments, masked_keys, masked_tiles = _pairs(looks & ~is_clear, masked_from)
+    tiles = torch.cat([clear_tiles, masked_tiles])
+    starts = keys[torch.cat([clear_keys, masked_keys])] * SLOTS_PER_KEY_TILE  # first position of each pair's key tile
+    seeing = positions[masked_tiles, :, None]
+    hidden = _hidden(starts[masked_from:, None, None] + torch.arange(SLOTS_PER_KEY_TILE), seeing, window)
+    return Round(
+        tiles,
+        _units(queries.take(tiles), step, starts, window),
+        segments + masked_segments,
+        masked_from,
+        hidden,
+        hidden.all(1),
+    )
+
+
+def _pairs(chosen: Tensor, first_pair: int) -> tuple[list[Segment], Tensor, Tensor]:
+    """Return the segments, key tiles and query tiles of the pairs in `chosen` [num_keys, num_tiles], key by key."""
+    counts, begins = chosen.sum(1).tolist(), chosen.int().argmax(1).tolist()
+    segments = []
+    for count, begin in zip(counts, begins, strict=True):
+        if count:
+            segments.append(Segment(begin, begin + count, first_pair))
+            first_pair += count
+    key_tiles, query_tiles = chosen.nonzero().unbind(1)
+    return segments, key_tiles, query_tiles
+
+
+def _hidden(slots: Tensor, seeing: Tensor, window: int | None) -> Tensor:
+    """Return where a token at position `seeing` does not see the slot at position `slots`."""
+    hidden = slots > seeing
+    return hidden if window is None else hidden | (slots <= seeing - window)
+
+
+def _units(queries: _QueryTiles, step: StepShape, starts: Tensor, window: int | None) -> Tensor:
+    """Return the cache units of key tiles that begin at positions `starts`, [num_pairs * units per key tile] int64.
+
+    Table entries of which the query tile sees no slot are never followed: unit 0 stands there.
+    """
+    unit = slots_per_unit(step.block_size)
+    starts = starts[:, None] + torch.arange(0, SLOTS_PER_KEY_TILE, unit)  # of each unit
+    is_seen = starts < (queries.starts + queries.counts)[:, None]
+    if window is not None:
+        is_seen &= starts + unit > (queries.starts - window + 1)[:, None]
+    columns = (starts // step.block_size).where(is_seen, 0)
+    blocks = step.block_tables[queries.sequences[:, None], columns].long()
+    units = blocks * (step.block_size // unit) + starts % step.block_size // unit
+    return units.where(is_seen, 0).flatten()
