@@ -1,7 +1,6 @@
 """Reading config.json of a folder that nobody vouches for: every value is checked where it is read."""
 
 import json
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +11,7 @@ from quire.model.safe_path import file_inside
 MAX_JSON_BYTES = 64 * 2**20    # the largest real file here is an index of shards: below 1 MiB per 10,000 tensors
 MAX_SIZE = 2**24               # of vocabularies and widths: far past any real model, far from any overflow
 MAX_LAYERS = 4096
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # of epsilons, factors and thetas: what float32 can divide by
 MAX_POSITIONS = 2**22          # 2 GiB of rotary tables with heads of 128
 
 T = TypeVar("T")
@@ -20,13 +20,11 @@ T = TypeVar("T")
 def read_json_object(folder: Path, name: str) -> dict[str, object]:
     """Return the JSON object in file `name` of `folder`. Raises ModelError that names the file and what is wrong."""
     path = file_inside(folder, name)
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ModelError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ModelError):
-            raise
         raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path}: expected a JSON object, found {type(content).__name__}")
@@ -82,10 +80,10 @@ class ConfigReader:
         return None if key in self._values and self._values[key] is None else self.size(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number above 0."""
+        """Return a number in [MIN_NUMBER, MAX_NUMBER]."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.error(f"{key} must be a number above 0, got {_short(value)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not MIN_NUMBER <= value <= MAX_NUMBER:
+            raise self.error(f"{key} must be a number from {MIN_NUMBER} to {MAX_NUMBER}, got {_short(value)}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

@@ -28,15 +28,13 @@ class Norm:
     """RMSNorm or LayerNorm over the last dimension, after adding the residual stream if there is one."""
 
     def __init__(self, spec: DecoderSpec, weights: WeightReader, module: str, width: int) -> None:
-        self._weight, self._bias = weights.norm(module, width, has_bias=spec.norm == "layer")
-        self._eps = spec.norm_eps
-        self._rms_norm, self._layer_norm = weights.back_end.rms_norm, weights.back_end.layer_norm
+        has_bias = spec.norm == "layer"
+        self._normalize = weights.back_end.layer_norm if has_bias else weights.back_end.rms_norm
+        self._parameters = (*weights.norm(module, width, has_bias=has_bias), spec.norm_eps)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return `(normed, summed)`: summed = x + residual, normed = norm(summed), all [..., width]."""
-        if self._bias is None:
-            return self._rms_norm(x, self._weight, self._eps, residual)
-        return self._layer_norm(x, self._weight, self._bias, self._eps, residual)
+        return self._normalize(x, *self._parameters, residual)
 
 
 class Attention:

@@ -4,6 +4,7 @@ A family is two things: a function from config.json to a `DecoderSpec`, and a `W
 are called. Both are checked here, once, so that nothing above has to doubt a size.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -92,6 +93,8 @@ class DecoderSpec:
             raise SpecError(f"{self.num_heads} attention heads do not divide among {self.num_kv_heads} key-value heads")
         if self.rotary is not None and 2 * len(self.rotary.inv_freq) != self.head_dim:
             raise SpecError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
+        if self.rotary is not None and not all(map(math.isfinite, (*self.rotary.inv_freq, self.rotary.scale))):
+            raise SpecError("rotary frequencies are not finite")
         for name in ("windows", "attention_scales"):
             if len(getattr(self, name)) != self.num_layers:
                 raise SpecError(f"{name}: {len(getattr(self, name))} entries for {self.num_layers} layers")

@@ -43,11 +43,6 @@ class WeightReader:
         self._checkpoint = checkpoint
         self._prefix = self._find_prefix()
 
-    def _find_prefix(self) -> str:
-        """The prefix under which the checkpoint has its embeddings; the usual one if it has none at all."""
-        found = (p for p in self.names.prefixes if f"{p}{self.names.embedding}.weight" in self._checkpoint)
-        return next(found, self.names.prefixes[0])
-
     def layer(self, index: int) -> "WeightReader":
         """Return a reader of the modules of one layer."""
         scoped = copy.copy(self)
@@ -58,10 +53,10 @@ class WeightReader:
         """Return an embedding table [num_rows, width]."""
         return self._read([f"{self._prefix}{module}.weight"], [(num_rows, width)])
 
-    def norm(self, module: str, width: int, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
-        """Return a norm's weight and bias, each [width]."""
-        weight = self._read([f"{self._prefix}{module}.weight"], [(width,)])
-        return weight, self._read([f"{self._prefix}{module}.bias"], [(width,)]) if has_bias else None
+    def norm(self, module: str, width: int, *, has_bias: bool) -> tuple[Tensor, ...]:
+        """Return a norm's weight and, if it has one, its bias, each [width]."""
+        kinds = ("weight", "bias") if has_bias else ("weight",)
+        return tuple(self._read([f"{self._prefix}{module}.{kind}"], [(width,)]) for kind in kinds)
 
     def linear(self, modules: Sequence[str], num_rows: Sequence[int], width: int, *, has_bias: bool) -> PackedLinear:
         """Return one layer [sum(num_rows), width], the modules' rows on top of each other.
@@ -104,6 +99,11 @@ class WeightReader:
                 ", ".join(unread[:MAX_NAMES_IN_WARNING]),
                 ", ..." if len(unread) > MAX_NAMES_IN_WARNING else "",
             )
+
+    def _find_prefix(self) -> str:
+        """The prefix under which the checkpoint has its embeddings; the usual one if it has none at all."""
+        found = (p for p in self.names.prefixes if f"{p}{self.names.embedding}.weight" in self._checkpoint)
+        return next(found, self.names.prefixes[0])
 
     def _read(self, names: list[str], shapes: list[tuple[int, ...]], *, is_transposed: bool = False) -> Tensor:
         """Return the tensors one after the other along dimension 0, in the model's dtype, on its device.

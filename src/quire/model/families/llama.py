@@ -5,8 +5,9 @@ Mistral and Qwen are this page with a few fields changed.
 
 from quire.model.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.model.rope import rotary_from_config
-from quire.model.spec import DecoderSpec, WeightMap
+from quire.model.spec import Activation, DecoderSpec, WeightMap
 
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu_and_mul", "swish": "silu_and_mul"}
 WEIGHTS = WeightMap(
     prefixes=("model.", ""),
     layer="layers.{layer}.",
@@ -29,7 +30,6 @@ def llama(config: ConfigReader) -> DecoderSpec:
     num_heads, hidden_size = config.size("num_attention_heads"), config.size("hidden_size")
     head_dim = config.size("head_dim") if config.has("head_dim") else config.divided("hidden_size", num_heads)
     max_position_embeddings = config.size("max_position_embeddings", limit=MAX_POSITIONS)
-    config.choice("hidden_act", {"silu": None, "swish": None}, default="silu")
     return DecoderSpec(
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden_size,
@@ -41,7 +41,7 @@ def llama(config: ConfigReader) -> DecoderSpec:
         max_position_embeddings=max_position_embeddings,
         norm="rms",
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        activation="silu_and_mul",
+        activation=config.choice("hidden_act", ACTIVATIONS, default="silu"),
         rotary=rotary_from_config(config, head_dim, max_position_embeddings),
         has_qkv_bias=config.flag("attention_bias", False),
         has_attention_out_bias=config.flag("attention_bias", False),
