@@ -54,6 +54,27 @@ class PackedLinear:
         return self._product(rows)[:num_rows]
 
 
+class PlainLinear(PackedLinear):
+    """The same layer with its weight as it came and one product of whatever shape: rows may depend on their number."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._dtype = dtype or weight.dtype
+        self._out_dtype = out_dtype or self._dtype
+        self._weight = weight.to(self._dtype)
+        self._bias = None if bias is None else bias.to(self._dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply all rows at once."""
+        return F.linear(x.to(self._dtype), self._weight, self._bias).to(self._out_dtype)
+
+
 @cache
 def equal_row_counts(
     out_features: int, in_features: int, dtype: torch.dtype, has_bias: bool, num_threads: int

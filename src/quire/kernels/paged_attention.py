@@ -102,6 +102,15 @@ def paged_attention(
     return out[:num_tokens]
 
 
+def plain_paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
+) -> Tensor:
+    """Attend by the reference itself."""
+    step = plan.step
+    tables = step.block_tables, step.query_starts, step.context_lens
+    return reference(query, key_cache, value_cache, *tables, scale, window)
+
+
 def _query_rows(query: Tensor, group: TileGroup, heads: HeadShape, scale: float) -> Tensor:
     """Return scaled queries in float32, [num_tiles, num_kv_heads, height * rows per token, head_dim]."""
     taken = query.index_select(0, group.sources)
