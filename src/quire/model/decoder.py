@@ -4,13 +4,12 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ModelError
-from quire.kernels.linear import PackedLinear
 from quire.kernels.rotary import rotary_table
 from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
 from quire.model.layers import Attention, FeedForward, Layer, Norm, PostNormLayer, PreNormLayer, Step
 from quire.model.spec import DecoderSpec
-from quire.model.weights import WeightReader
+from quire.model.weights import Linear, WeightReader
 
 
 class Decoder:
@@ -80,7 +79,7 @@ class Head:
         return self._logits(hidden if self._project is None else self._project(hidden))
 
 
-def _projection(weights: WeightReader, module: str | None, out_size: int, in_size: int) -> PackedLinear | None:
+def _projection(weights: WeightReader, module: str | None, out_size: int, in_size: int) -> Linear | None:
     """Return the layer between two widths; None where they are the same."""
     if out_size == in_size:
         return None

@@ -3,7 +3,7 @@
 import copy
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from quire.core.errors import ModelError
 from quire.kernels.back_end import BackEnd
-from quire.kernels.linear import PackedLinear
 from quire.model.checkpoint import Checkpoint
 from quire.model.spec import WeightMap
 
 log = logging.getLogger(__name__)
+
+Linear = Callable[[Tensor], Tensor]  # [num_rows, in] to [num_rows, out], packed by the back end
 
 MAX_NAMES_IN_WARNING = 5
 
@@ -58,7 +59,7 @@ class WeightReader:
         kinds = ("weight", "bias") if has_bias else ("weight",)
         return tuple(self._read([f"{self._prefix}{module}.{kind}"], [(width,)]) for kind in kinds)
 
-    def linear(self, modules: Sequence[str], num_rows: Sequence[int], width: int, *, has_bias: bool) -> PackedLinear:
+    def linear(self, modules: Sequence[str], num_rows: Sequence[int], width: int, *, has_bias: bool) -> Linear:
         """Return one layer [sum(num_rows), width], the modules' rows on top of each other.
 
         One module for several row counts means that the checkpoint has them fused already.
@@ -73,7 +74,7 @@ class WeightReader:
         bias = self._read([f"{stem}.bias" for stem in stems], [(count,) for count in num_rows]) if has_bias else None
         return self.back_end.linear(weight, bias)
 
-    def head(self, embedding: Tensor, *, is_tied: bool) -> PackedLinear:
+    def head(self, embedding: Tensor, *, is_tied: bool) -> Linear:
         """Return the layer from hidden states to logits, in float32; the embedding table itself when tied.
 
         A tied checkpoint that carries a head all the same is believed, as by transformers 5.
