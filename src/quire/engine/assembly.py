@@ -1,0 +1,64 @@
+"""Puts an engine together from options: model, memory, scheduler, executor."""
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.cache.manager import KVCacheManager
+from quire.core.config import CacheConfig, SchedulerConfig
+from quire.engine.engine import Engine
+from quire.engine.input_processor import InputProcessor
+from quire.engine.options import EngineOptions
+from quire.engine.sizing import ModelLimits, free_memory_bytes, size_engine
+from quire.execution.batch import PersistentBatch
+from quire.execution.executor import LocalExecutor
+from quire.execution.worker import Worker
+from quire.kernels.back_end import choose_back_end
+from quire.model.config import read_config
+from quire.model.decoder import Decoder
+from quire.model.generation_config import eos_token_ids
+from quire.model.kv_cache import KVCache, kv_bytes_per_token
+from quire.model.loader import load_model, resolve_model
+from quire.scheduling.scheduler import Scheduler
+from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledEngine:
+    """An engine that is ready to step, and what stands around it."""
+
+    engine: Engine
+    inputs: InputProcessor
+    tokenizer: Tokenizer | None
+    model: Decoder
+    cache_config: CacheConfig
+    scheduler_config: SchedulerConfig
+
+
+def assemble(options: EngineOptions) -> AssembledEngine:
+    """Load the model, size the cache, and return an engine. ModelError and ConfigError say what cannot work."""
+    folder = resolve_model(options.model)
+    config = read_config(folder)
+    tokenizer = Tokenizer.from_folder_if_any(folder)
+    back_end = choose_back_end(torch.device("cpu"))
+    model = load_model(
+        folder, dtype=options.dtype, device="cpu", back_end=back_end, max_positions=options.max_model_len
+    )
+    spec = model.spec
+    limits = ModelLimits(spec.max_position_embeddings, kv_bytes_per_token(spec, model.dtype), spec.sliding_window)
+    cache_config, scheduler_config = size_engine(options, limits, free_memory_bytes())
+    scheduler = Scheduler(scheduler_config, KVCacheManager(cache_config))
+    batch = PersistentBatch(
+        scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size, spec.vocab_size
+    )
+    cache = KVCache.allocate(spec, cache_config.num_blocks, cache_config.block_size, model.dtype, model.device)
+    executor = LocalExecutor(Worker(model, cache, batch, back_end))
+    inputs = InputProcessor(
+        tokenizer,
+        scheduler,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=eos_token_ids(folder, config),
+        engine_seed=options.seed,
+        max_logprobs=options.max_logprobs,
+    )
+    return AssembledEngine(Engine(scheduler, executor), inputs, tokenizer, model, cache_config, scheduler_config)

@@ -1,0 +1,43 @@
+"""The step loop: schedule, execute, update (Yu et al. 2022)."""
+
+from quire.core.outputs import KVStats, SequenceDelta
+from quire.core.sequence import Request
+from quire.execution.executor import Executor
+from quire.scheduling.scheduler import Scheduler
+
+
+class Engine:
+    """One scheduler and one executor. Requests go in, deltas of their sequences come out of each step."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+        self.scheduler = scheduler
+        self._executor = executor
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequestError if it could never run."""
+        self.scheduler.add(request)
+
+    def abort(self, request_id: int) -> bool:
+        """End a request at once; False if it is not here (any more)."""
+        return self.scheduler.abort(request_id)
+
+    def finish(self, request_id: int, index: int) -> bool:
+        """End one branch whose text is complete; False if it is not here (any more)."""
+        return self.scheduler.finish(request_id, index)
+
+    def step(self) -> list[SequenceDelta]:
+        """Run one iteration: choose tokens, compute them, record them."""
+        plan = self.scheduler.schedule()
+        if plan.is_empty:
+            return []
+        self._executor.submit(plan)
+        return self.scheduler.update(plan, self._executor.collect())
+
+    def kv_stats(self) -> KVStats:
+        """Return the state of the KV cache between two steps."""
+        return self.scheduler.cache.stats()

@@ -1,0 +1,138 @@
+"""From what a user gave to a `Request`: everything is checked here, once, before anything is queued."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypedDict
+
+from quire.core.errors import InvalidRequestError
+from quire.core.sampling_params import SamplingParams
+from quire.core.seeds import arrival_seed
+from quire.core.sequence import Request
+from quire.scheduling.scheduler import Scheduler
+from quire.text.tokenizer import Tokenizer
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+
+
+class TokenizedPrompt(NamedTuple):
+    """A prompt as the engine takes it, and its text if it came as one."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+class InputProcessor:
+    """Checks prompts and parameters against the model and the engine's limits."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        scheduler: Scheduler,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        engine_seed: int,
+        max_logprobs: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._scheduler = scheduler
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._engine_seed = engine_seed
+        self._max_logprobs = max_logprobs
+
+    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+        """Return the prompt's tokens. InvalidRequestError for wrong types, ids out of range, nothing at all."""
+        if isinstance(prompt, dict):
+            return self._tokenize_dict(prompt)
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise InvalidRequestError("the model has no tokenizer: give prompt_token_ids", param="prompt")
+            return TokenizedPrompt(prompt, self._check_token_ids(self._tokenizer.encode(prompt)))
+        return TokenizedPrompt(None, self._check_token_ids(prompt))
+
+    def _tokenize_dict(self, prompt: TextPrompt | TokensPrompt) -> TokenizedPrompt:
+        given = set(prompt)
+        if given == {"prompt"} and isinstance(prompt["prompt"], str):  # type: ignore[typeddict-item]
+            return self.tokenize(prompt["prompt"])  # type: ignore[typeddict-item]
+        if given == {"prompt_token_ids"}:
+            return self.tokenize(prompt["prompt_token_ids"])  # type: ignore[typeddict-item]
+        raise InvalidRequestError(
+            f'a prompt given as a dict must be {{"prompt": str}} or {{"prompt_token_ids": [int, ...]}}, '
+            f"got keys {sorted(map(str, given))}",
+            param="prompt",
+        )
+
+    def _check_token_ids(self, token_ids: Sequence[int]) -> list[int]:
+        if not isinstance(token_ids, (list, tuple)):
+            raise InvalidRequestError(
+                f"prompt must be text, a list of token ids or a dict of one of them, got {type(token_ids).__name__}",
+                param="prompt",
+            )
+        if not token_ids:
+            raise InvalidRequestError("prompt is empty: it must have at least one token", param="prompt")
+        for token in token_ids:
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise InvalidRequestError(
+                    f"prompt token ids must be integers from 0 to {self._vocab_size - 1}, got {token!r}", param="prompt"
+                )
+        return list(token_ids)
+
+    def make_request(self, request_id: int, prompt: TokenizedPrompt, params: SamplingParams) -> Request:
+        """Return a request that the scheduler will take, or raise InvalidRequestError. Nothing is queued."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__}", param="sampling_params"
+            )
+        params.check_vocabulary(self._vocab_size)
+        self._check_logprobs(params)
+        if self._tokenizer is None and params.stop:
+            raise InvalidRequestError("the model has no tokenizer: use stop_token_ids instead of stop", param="stop")
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            seed=arrival_seed(self._engine_seed, request_id) if params.seed is None else params.seed,
+            max_tokens=self._resolve_max_tokens(len(prompt.token_ids), params),
+            eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
+            stop_token_ids=frozenset(params.stop_token_ids or ()),
+            bad_words_token_ids=self._bad_words(params),
+        )
+
+    def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Return max_tokens, or the most that fits where it is None; raise if it could never run."""
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, params.min_tokens, self._scheduler.most_tokens(num_prompt_tokens, params.n))
+        self._scheduler.check_admissible(num_prompt_tokens, max_tokens, params.n)
+        return max_tokens
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and asked > self._max_logprobs:
+                raise InvalidRequestError(
+                    f"{name} must be at most {self._max_logprobs} (max_logprobs), got {asked}", param=name
+                )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return the token ids of each bad word, as it stands at the beginning of a text and after a space."""
+        if not params.bad_words:
+            return ()
+        if self._tokenizer is None:
+            raise InvalidRequestError("the model has no tokenizer: bad_words cannot be used", param="bad_words")
+        spellings = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())]
+        encoded = (tuple(self._tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
+        return tuple(dict.fromkeys(ids for ids in encoded if ids))

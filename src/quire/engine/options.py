@@ -1,0 +1,89 @@
+"""EngineOptions: every setting of an engine under its public name, checked before anything is loaded."""
+
+import re
+from dataclasses import dataclass
+
+from quire.core.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu")
+PREEMPTION_MODES = ("auto", "recompute")
+DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 128  # what the kernels take, in powers of two
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """Return a number of bytes from an integer or a text such as "512MiB" or "4GiB". ConfigError names `name`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+        if match is None or match[2].upper() not in _UNITS:
+            raise ConfigError(f"{name} must be bytes such as 512MiB or 4GiB, got {value!r}")
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size < 1:
+        raise ConfigError(f"{name} must be at least 1 byte, got {value!r}")
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What a user may set; None means that the engine chooses. See docs/reference.md for each."""
+
+    model: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_cache_memory: int | str | None = None
+    num_kv_blocks: int | None = None
+    swap_space: int | str | None = None
+    num_swap_blocks: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    preemption_mode: str = "auto"
+    tensor_parallel_size: int = 1
+    seed: int = 0
+    max_logprobs: int = 20
+
+    def __post_init__(self) -> None:
+        """Check names, types and ranges; what depends on the model is checked when it is known."""
+        self._check_choice("dtype", DTYPES)
+        self._check_choice("device", DEVICES)
+        self._check_choice("preemption_mode", PREEMPTION_MODES)
+        for name in ("max_model_len", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens"):
+            self._check_count(name, 1)
+        self._check_count("max_logprobs", 0)
+        self._check_count("block_size", MIN_BLOCK_SIZE)
+        if self.block_size > MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size must be 8, 16, 32, 64 or 128, got {self.block_size}")
+        if self.kv_cache_memory is not None:
+            parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be an integer, got {self.seed!r}")
+        self._refuse_unsupported()
+
+    def _refuse_unsupported(self) -> None:
+        """Refuse settings of parts that do not exist yet; their defaults describe the engine as it is."""
+        if self.swap_space not in (None, 0) or self.num_swap_blocks not in (None, 0):
+            raise ConfigError("swap_space and num_swap_blocks are not supported yet: preemption recomputes")
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(f"tensor_parallel_size {self.tensor_parallel_size!r} is not supported yet, only 1")
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if (name, value) in (("device", "cuda"), ("preemption_mode", "swap")):
+            raise ConfigError(f"{name} {value!r} is not supported yet, only {', '.join(choices)}")
+        if value not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+    def _check_count(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")

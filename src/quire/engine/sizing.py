@@ -1,0 +1,76 @@
+"""How many KV blocks, and how long a sequence may be: arithmetic on what was asked for and what there is."""
+
+import os
+from dataclasses import dataclass
+
+from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.errors import ConfigError
+from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions, parse_bytes
+
+CPU_KV_CACHE_SHARE = 0.4  # of the free memory; the contract's default
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What sizing needs to know of a model."""
+
+    max_position_embeddings: int
+    kv_bytes_per_token: int
+    sliding_window: int | None
+
+
+def free_memory_bytes() -> int:
+    """Return the memory that could be taken without swapping, in bytes."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: the free pages are what the system tells
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def size_engine(options: EngineOptions, limits: ModelLimits, free_bytes: int) -> tuple[CacheConfig, SchedulerConfig]:
+    """Return the cache and scheduler configuration. ConfigError names the setting, the numbers and what would work."""
+    if options.max_model_len is not None and options.max_model_len > limits.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {options.max_model_len}, but the model has only "
+            f"{limits.max_position_embeddings} positions; set it to that or less"
+        )
+    max_num_seqs = options.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    longest = options.max_model_len or limits.max_position_embeddings
+    num_blocks = _num_blocks(options, limits, free_bytes, max_num_seqs, longest)
+    capacity = num_blocks * options.block_size
+    if options.max_model_len is not None and options.max_model_len > capacity:
+        raise ConfigError(
+            f"max_model_len is {options.max_model_len}, but the KV cache holds {capacity} tokens ({num_blocks} blocks "
+            f"of {options.block_size}); lower max_model_len to {capacity} or raise kv_cache_memory or num_kv_blocks to "
+            f"{-(-options.max_model_len // options.block_size)} blocks"
+        )
+    scheduler = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        max_model_len=min(longest, capacity),
+    )
+    return CacheConfig(num_blocks, options.block_size, limits.sliding_window), scheduler
+
+
+def _num_blocks(
+    options: EngineOptions, limits: ModelLimits, free_bytes: int, max_num_seqs: int, longest: int
+) -> int:
+    """Return num_kv_blocks if it is set, else what the memory holds, but no more than all sequences can use."""
+    if options.num_kv_blocks is not None:
+        return options.num_kv_blocks
+    if options.kv_cache_memory is None:
+        memory_bytes = int(free_bytes * CPU_KV_CACHE_SHARE)
+    else:
+        memory_bytes = parse_bytes(options.kv_cache_memory, "kv_cache_memory")
+    block_bytes = limits.kv_bytes_per_token * options.block_size
+    num_blocks = min(memory_bytes // block_bytes, max_num_seqs * -(-longest // options.block_size))
+    if num_blocks < 1:
+        raise ConfigError(
+            f"kv_cache_memory of {memory_bytes} bytes holds no KV block; one block of {options.block_size} tokens "
+            f"takes {block_bytes} bytes"
+        )
+    return num_blocks

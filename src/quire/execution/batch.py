@@ -1,0 +1,93 @@
+"""The persistent batch: one row per running sequence, kept from step to step, changed by plans.
+
+A row holds a sequence's tokens, its block table and its sampling parameters. A plan sends only what changed; the
+worker writes the tokens that it samples into the rows itself, so a decode step sends no token at all. Per-step inputs
+are gathered from the rows with NumPy: no Python loop over sequences.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quire.core.plan import NewRow, StepPlan
+from quire.decoding.state import SamplingState
+from quire.model.batch import ForwardBatch
+
+IntArray = NDArray[np.int64]
+
+
+class StepInputs(NamedTuple):
+    """A plan as arrays. `S` entries, `T` tokens in all, `N` samples."""
+
+    forward: ForwardBatch
+    rows: IntArray              # [S] the row of each entry
+    starts: IntArray            # [S] position of its first token
+    stops: IntArray             # [S] one past its last
+    sample_rows: IntArray       # [N] the row that each sample is for
+    sample_num_tokens: IntArray  # [N] known tokens of that row, so also the position of the sampled token
+    logit_rows: IntArray        # [N] the token of the flat batch whose logits it is drawn from
+
+
+class PersistentBatch:
+    """Rows of state, indexed by the scheduler's row numbers."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+        self.block_size = block_size
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+        max_blocks = -(-max_model_len // block_size)
+        self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # how many were asked for; -1: none
+        self.sampling = SamplingState(max_num_seqs, vocab_size)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take over a plan's changes: new rows first, then block table entries."""
+        for new in plan.new_rows:
+            self._begin(new)
+        if plan.table_rows:
+            self.block_tables[plan.table_rows, plan.table_columns] = plan.table_blocks
+
+    def _begin(self, new: NewRow) -> None:
+        row, asked = new.row, new.params.prompt_logprobs
+        self.token_ids[row, : len(new.token_ids)] = new.token_ids
+        self.block_tables[row, : len(new.block_ids)] = new.block_ids
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.prompt_logprobs[row] = -1 if asked is None else asked
+        self.sampling.set(new)
+
+    def inputs(self, plan: StepPlan) -> StepInputs:
+        """Gather what the forward pass and the sampler of this step need."""
+        rows, starts, counts = np.array(plan.rows), np.array(plan.starts), np.array(plan.counts)
+        stops = starts + counts
+        query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_starts[1:])
+        token_rows = np.repeat(rows, counts)                                                    # [T]
+        positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], counts)  # [T]
+        blocks = self.block_tables[token_rows, positions // self.block_size].astype(np.int64)
+        max_blocks = -(-int(stops.max()) // self.block_size)
+        forward = ForwardBatch(
+            token_ids=torch.from_numpy(self.token_ids[token_rows, positions].astype(np.int64)),
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(blocks * self.block_size + positions % self.block_size),
+            query_starts=torch.from_numpy(query_starts),
+            context_lens=torch.from_numpy(stops.astype(np.int32)),
+            block_tables=torch.from_numpy(self.block_tables[rows, :max_blocks]),
+        )
+        entries = np.array(plan.sample_entries, dtype=np.int64)
+        return StepInputs(
+            forward=forward,
+            rows=rows,
+            starts=starts,
+            stops=stops,
+            sample_rows=np.array(plan.sample_rows, dtype=np.int64),
+            sample_num_tokens=stops[entries],
+            logit_rows=query_starts[1:][entries].astype(np.int64) - 1,
+        )
+
+    def record(self, inputs: StepInputs, sampled: list[int]) -> None:
+        """Write the sampled tokens behind the known ones. A sequence at its full length has no place for one more."""
+        has_place = inputs.sample_num_tokens < self.token_ids.shape[1]
+        rows, positions = inputs.sample_rows[has_place], inputs.sample_num_tokens[has_place]
+        self.token_ids[rows, positions] = np.array(sampled, dtype=np.int32)[has_place]

@@ -1,0 +1,35 @@
+"""The door to the computing tower: a plan goes in, a result comes out."""
+
+from typing import Protocol
+
+from quire.core.plan import StepPlan, StepResult
+from quire.execution.worker import Worker
+
+
+class Executor(Protocol):
+    """Runs plans in the order in which they were submitted.
+
+    `submit` and `collect` are apart so that a later plan can be made while an earlier step runs.
+    """
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start a step: one forward pass over one flat batch of tokens."""
+
+    def collect(self) -> StepResult:
+        """Wait for the earliest step that has not been collected, and return its result."""
+
+
+class LocalExecutor:
+    """One worker in this process; the step runs when it is collected."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._plans: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue the plan."""
+        self._plans.append(plan)
+
+    def collect(self) -> StepResult:
+        """Run the oldest plan."""
+        return self._worker.execute(self._plans.pop(0))

@@ -1,0 +1,59 @@
+"""Settings are refused before anything is loaded, by name, value and range."""
+
+import pytest
+
+from quire.core.errors import ConfigError
+from quire.engine.options import EngineOptions, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [(4096, 4096), ("4096", 4096), ("512MiB", 2**29), ("4GiB", 2**32), ("1.5 GiB", 3 * 2**29), ("2MB", 2 * 10**6)],
+)
+def test_bytes_are_read_with_their_units(text: int | str, size: int) -> None:
+    assert parse_bytes(text, "kv_cache_memory") == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4 parsecs", "-1", "0", 0, -5, "nan", "1e9", True])
+def test_what_is_no_size_is_refused_by_name(text: int | str) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory must be"):
+        parse_bytes(text, "kv_cache_memory")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("dtype", "float64"),
+        ("device", "tpu"),
+        ("max_model_len", 0),
+        ("max_model_len", 2.5),
+        ("block_size", 4),
+        ("block_size", 24),
+        ("block_size", 256),
+        ("num_kv_blocks", 0),
+        ("max_num_seqs", -1),
+        ("max_num_batched_tokens", True),
+        ("kv_cache_memory", "lots"),
+        ("preemption_mode", "never"),
+        ("seed", "zero"),
+        ("max_logprobs", -1),
+    ],
+)
+def test_bad_setting_is_refused_by_name(setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{setting} must be .*got {value!r}"):
+        EngineOptions(**{setting: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("device", "cuda"),
+        ("preemption_mode", "swap"),
+        ("swap_space", "4GiB"),
+        ("num_swap_blocks", 8),
+        ("tensor_parallel_size", 2),
+    ],
+)
+def test_what_has_not_landed_is_refused_never_ignored(setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match="not supported yet"):
+        EngineOptions(**{setting: value})  # type: ignore[arg-type]

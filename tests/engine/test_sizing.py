@@ -1,0 +1,56 @@
+"""How many blocks and how long a sequence, from what was asked for and what there is."""
+
+import pytest
+
+from quire.core.errors import ConfigError
+from quire.engine.options import EngineOptions
+from quire.engine.sizing import ModelLimits, free_memory_bytes, size_engine
+
+GIB = 2**30
+LLAMA_8B = ModelLimits(max_position_embeddings=8192, kv_bytes_per_token=128 * 1024, sliding_window=None)
+
+
+def test_blocks_take_forty_percent_of_the_free_memory() -> None:
+    cache, scheduler = size_engine(EngineOptions(), LLAMA_8B, free_bytes=10 * GIB)
+    assert cache.num_blocks == 4 * GIB // (16 * 128 * 1024)
+    assert scheduler.max_model_len == 8192
+
+
+def test_blocks_never_exceed_what_all_sequences_can_use() -> None:
+    cache, _ = size_engine(EngineOptions(max_num_seqs=2, max_model_len=100), LLAMA_8B, free_bytes=100 * GIB)
+    assert cache.num_blocks == 2 * 7
+
+
+def test_number_of_blocks_wins_over_memory() -> None:
+    cache, _ = size_engine(EngineOptions(num_kv_blocks=77, kv_cache_memory="1GiB"), LLAMA_8B, free_bytes=GIB)
+    assert cache.num_blocks == 77
+
+
+def test_longest_sequence_is_cut_to_what_the_cache_holds() -> None:
+    cache, scheduler = size_engine(EngineOptions(kv_cache_memory="512MiB"), LLAMA_8B, free_bytes=GIB)
+    assert cache.num_blocks * 16 == scheduler.max_model_len == 4096
+
+
+def test_length_asked_for_that_the_cache_cannot_hold_is_refused_with_the_nearest_that_works() -> None:
+    told = r"max_model_len is 5000.*holds 4096 tokens.*lower max_model_len to 4096.*313 blocks"
+    with pytest.raises(ConfigError, match=told):
+        size_engine(EngineOptions(kv_cache_memory="512MiB", max_model_len=5000), LLAMA_8B, free_bytes=GIB)
+
+
+def test_length_beyond_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len is 9000.*8192 positions"):
+        size_engine(EngineOptions(max_model_len=9000), LLAMA_8B, free_bytes=100 * GIB)
+
+
+def test_memory_for_less_than_a_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"holds no KV block; one block of 16 tokens takes 2097152 bytes"):
+        size_engine(EngineOptions(kv_cache_memory="1MiB"), LLAMA_8B, free_bytes=GIB)
+
+
+def test_sliding_window_reaches_the_cache() -> None:
+    limits = ModelLimits(8192, 1024, sliding_window=4096)
+    assert size_engine(EngineOptions(), limits, free_bytes=GIB)[0].sliding_window == 4096
+
+
+def test_free_memory_is_read_from_the_system() -> None:
+    assert 2**20 < free_memory_bytes() < 2**50
