@@ -1,0 +1,76 @@
+"""RMSNorm and LayerNorm against float64, and each row to the bit against itself among other rows."""
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from quire.kernels.norm import layer_norm, rms_norm
+
+WIDTHS = [8, 32, 64, 80, 128, 172, 333, 768, 896, 2048, 4864]
+DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
+
+
+def norms(width, dtype):
+    """Both norms as functions of rows and residual."""
+    generator = torch.Generator().manual_seed(width)
+    weight, bias = (torch.randn(width, generator=generator).to(dtype) for _ in range(2))
+    return (
+        lambda x, residual=None: rms_norm(x, weight, 1e-6, residual),
+        lambda x, residual=None: layer_norm(x, weight, bias, 1e-5, residual),
+        lambda x, residual=None: layer_norm(x, weight, None, 1e-5, residual),
+    )
+
+
+def rows(*shape, dtype=torch.float32, seed=0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3 + 0.5).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norms_match_their_formulas_in_float64(width, dtype, tol):
+    x, weight, bias = rows(5, width, dtype=dtype), rows(width, dtype=dtype, seed=1), rows(width, dtype=dtype, seed=2)
+    wide = x.double()
+    expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6)[0], expected.to(dtype), rtol=tol, atol=tol)
+    centred = wide - wide.mean(-1, keepdim=True)
+    expected = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double() + bias.double()
+    torch.testing.assert_close(layer_norm(x, weight, bias, 1e-5)[0], expected.to(dtype), rtol=tol, atol=4 * tol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rms_norm_rounds_where_transformers_does(dtype):
+    x, weight = rows(9, 896, dtype=dtype), rows(896, dtype=dtype, seed=1)
+    theirs = LlamaRMSNorm(896, eps=1e-6).to(dtype)
+    theirs.weight.data.copy_(weight)
+    assert torch.equal(rms_norm(x, weight, 1e-6)[0], theirs(x))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_have_the_same_bits_among_any_others(width, dtype, num_threads):
+    x = rows(300, width, dtype=dtype)
+    for norm in norms(width, dtype):
+        alone = torch.cat([norm(row[None])[0] for row in x])
+        for begin, end in ((0, 300), (0, 2), (17, 20), (5, 69), (100, 231)):
+            assert torch.equal(norm(x[begin:end])[0], alone[begin:end])
+            assert torch.equal(norm(x[begin:end].clone())[0], alone[begin:end])
+
+
+@pytest.mark.parametrize("head_dim", [8, 32, 64, 80, 128])
+def test_heads_cut_from_a_fused_projection_have_the_same_bits(head_dim):
+    fused = rows(40, 12 * head_dim)
+    heads = fused[:, head_dim : 7 * head_dim].view(40, 6, head_dim)  # not contiguous
+    for norm in norms(head_dim, torch.float32):
+        expected = torch.stack([torch.stack([norm(head[None].clone())[0][0] for head in token]) for token in heads])
+        assert torch.equal(norm(heads)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_residual_is_added_first_and_returned(dtype):
+    x, residual = rows(6, 64, dtype=dtype), rows(6, 64, dtype=dtype, seed=1)
+    for norm in norms(64, dtype):
+        normed, summed = norm(x, residual)
+        assert torch.equal(summed, x + residual)
+        assert torch.equal(normed, norm(x + residual)[0])
+        assert torch.equal(norm(x)[1], x)
