@@ -1,5 +1,7 @@
 """BadWords: token sequences that a row must not complete."""
 
+from collections import defaultdict
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,8 +14,10 @@ class BadWords:
     """
 
     def __init__(self, words: tuple[tuple[int, ...], ...]) -> None:
-        by_length = {length: [word for word in words if len(word) == length] for length in sorted(set(map(len, words)))}
-        tables = [np.array(group, dtype=np.int64) for length, group in by_length.items() if length > 0]
+        by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for word in filter(None, words):
+            by_length[len(word)].append(word)
+        tables = [np.array(group, dtype=np.int64) for group in by_length.values()]  # [num_words, length] each
         self._groups = [(table[:, :-1], table[:, -1]) for table in tables]  # [num_words, length - 1], [num_words]
 
     def forbidden_next(self, output: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -21,9 +25,9 @@ class BadWords:
 
         A word that began in the prompt is not looked for (as in vLLM): it was not generated.
         """
-        matches = [last[:0] for _, last in self._groups[:1]]
+        matches = [np.empty(0, dtype=np.int64)]
         for before, last in self._groups:
             length = before.shape[1]
             if length <= len(output):
                 matches.append(last[(before == output[len(output) - length :]).all(axis=1)])
-        return np.concatenate(matches) if matches else np.empty(0, dtype=np.int64)
+        return np.concatenate(matches)

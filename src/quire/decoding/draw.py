@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quire.decoding.ranking import order_keys, row_chunks, top_tokens
 
-# How many candidates to rank before ranking everything. Most nuclei hold a few tokens. One row of 151,936 costs 0.3, 0.7,
-# 3 and 13 ms at the three counts and in full, on one core. Which one settles a row does not change its token.
+# How many candidates to rank before ranking everything. Most nuclei hold a few tokens. One row of 151,936 costs 0.3,
+# 0.7, 3 and 13 ms at the three counts and in full, on one core. Which one settles a row does not change its token.
 _CANDIDATE_COUNTS = (64, 1024, 16384)
 
 
