@@ -1,0 +1,33 @@
+"""What the sampler's tests share: rows put into a fresh state and sampled as one batch."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from quire.core.plan import NewRow
+from quire.decoding.sampler import SampledTokens, sample
+from quire.decoding.state import SamplingState
+
+SampleRows = Callable[[Sequence[NewRow], np.ndarray], SampledTokens]
+
+
+def _sample_rows(new_rows: Sequence[NewRow], logits: np.ndarray) -> SampledTokens:
+    """Sample each of `new_rows` once from float32 `logits` [num_rows, vocab], one batch in the order given."""
+    vocab_size = logits.shape[1]
+    state = SamplingState(max(new.row for new in new_rows) + 1, vocab_size)
+    longest = max(len(new.token_ids) for new in new_rows)
+    # Places past a row's tokens hold what an earlier sequence left there.
+    token_ids = np.full((len(state.features), longest + 3), vocab_size - 1, dtype=np.int32)
+    for new in new_rows:
+        state.set(new)
+        token_ids[new.row, : len(new.token_ids)] = new.token_ids
+    rows = np.array([new.row for new in new_rows])
+    num_tokens = np.array([len(new.token_ids) for new in new_rows])
+    return sample(state, torch.from_numpy(logits), rows, token_ids, num_tokens)
+
+
+@pytest.fixture(scope="session")
+def sample_rows() -> SampleRows:
+    return _sample_rows
