@@ -1,0 +1,209 @@
+"""`quire generate` gives what `LLM.generate` gives, and one clear line where it cannot."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+
+QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
+SMALL = ("--num-kv-blocks", "64", "--max-num-seqs", "8", "--max-model-len", "256")
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def llm(demo_model: Path) -> LLM:
+    return LLM(model=str(demo_model), num_kv_blocks=64, max_num_seqs=8, max_model_len=256)
+
+
+def write_lines(path: Path, *records: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_prompt_is_completed(run: Run, llm: LLM) -> None:
+    expected = llm.generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    ran = run("generate", "--prompt", "def add(a, b):", "--temperature", 0, "--max-tokens", 12, *SMALL)
+    assert (ran.code, ran.out, ran.err) == (0, expected[0].outputs[0].text + "\n", "")
+
+
+def test_model_is_an_argument(run: Run, demo_model: Path) -> None:
+    command = ("--prompt", "import ", "--temperature", 0, "--max-tokens", 5, *SMALL)
+    assert run("generate", demo_model, *command) == run("generate", *command)
+
+
+def test_prompt_comes_from_standard_input(run: Run) -> None:
+    flags = ("--temperature", 0, "--max-tokens", 5, *SMALL)
+    assert run("generate", *flags, stdin="import ").out == run("generate", "--prompt", "import ", *flags).out
+
+
+def test_prompt_comes_from_the_environment(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--temperature", 0, "--max-tokens", 5, *SMALL)
+    expected = run("generate", "--prompt", "import ", *flags).out
+    monkeypatch.setenv("QUIRE_PROMPT", "import ")
+    assert run("generate", *flags).out == expected
+
+
+def test_seed_decides_what_is_sampled(run: Run) -> None:
+    command = ("generate", "--prompt", "def ", "--max-tokens", 16, *SMALL)
+    outs = [run(*command, "--sampling-seed", seed).out for seed in (1, 1, 2)]
+    assert outs[0] == outs[1] != outs[2]
+
+
+def test_file_is_answered_in_its_order_with_its_own_parameters(run: Run, llm: LLM, tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "in.jsonl",
+        {"prompt": "class A", "max_tokens": 20, "id": "long"},
+        {"prompt_token_ids": [5, 6, 7], "max_tokens": 2},
+        {"prompt": "import ", "n": 2, "temperature": 0.9, "seed": 3, "logprobs": 1},
+    )
+    ran = run("generate", "--input", path, "--temperature", 0, "--max-tokens", 6, *SMALL)
+    records = [json.loads(line) for line in ran.out.splitlines()]
+    expected = llm.generate(
+        ["class A", [5, 6, 7], "import "],
+        [
+            SamplingParams(temperature=0, max_tokens=20),
+            SamplingParams(temperature=0, max_tokens=2),
+            SamplingParams(temperature=0.9, max_tokens=6, n=2, seed=3, logprobs=1),
+        ],
+        use_tqdm=False,
+    )
+    assert ran.code == 0
+    assert [[completion["token_ids"] for completion in record["outputs"]] for record in records] == [
+        [completion.token_ids for completion in output.outputs] for output in expected
+    ]
+    assert [record.get("id") for record in records] == ["long", None, None]
+    assert records[1]["prompt_token_ids"] == [5, 6, 7]
+    sampled = records[2]["outputs"][1]
+    assert sampled["text"] == expected[2].outputs[1].text
+    assert sampled["cumulative_logprob"] == expected[2].outputs[1].cumulative_logprob
+    assert [position[0]["token_id"] for position in sampled["logprobs"]] == sampled["token_ids"]
+
+
+def test_chat_goes_through_the_models_template(run: Run, llm: LLM, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Sort a list."}]
+    path = write_lines(tmp_path / "in.jsonl", {"messages": messages})
+    [record] = [json.loads(run("generate", "--input", path, "--temperature", 0, "--max-tokens", 6, *SMALL).out)]
+    [expected] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+    assert record["messages"] == messages
+    assert record["num_prompt_tokens"] == len(expected.prompt_token_ids)
+    assert record["outputs"][0]["token_ids"] == expected.outputs[0].token_ids
+
+
+def test_output_goes_to_a_file(run: Run, tmp_path: Path) -> None:
+    command = ("generate", "--prompt", "import ", "--temperature", 0, "--max-tokens", 4, *SMALL)
+    path = tmp_path / "out.txt"
+    printed = run(*command).out
+    assert run(*command, "--output", path).out == ""
+    assert path.read_text() == printed
+
+
+def test_lines_come_from_standard_input(run: Run) -> None:
+    ran = run("generate", "--input", "-", "--max-tokens", 2, *SMALL, stdin='{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert [json.loads(line)["prompt"] for line in ran.out.splitlines()] == ["a", "b"]
+
+
+def test_formats_can_be_chosen(run: Run, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", {"prompt": "import "})
+    flags = ("--temperature", 0, "--max-tokens", 4, *SMALL)
+    text = run("generate", "--prompt", "import ", *flags).out
+    assert run("generate", "--input", path, "--format", "text", *flags).out == text
+    as_json = run("generate", "--prompt", "import ", "--format", "jsonl", *flags).out
+    assert json.loads(as_json)["outputs"][0]["text"] + "\n" == text
+
+
+def test_bad_line_stops_everything_before_a_model_is_loaded(run: Run, tmp_path: Path) -> None:
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_text('{"prompt": "fine"}\n\n{"prompt": "a", "top_p": 7}\n')
+    ran = run("generate", tmp_path / "no-such-model", "--input", path, "--output", out)
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.startswith(f"quire: {path}, line 3: top_p must be")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "max_tokens": 10_000}, "max_model_len"),
+        ({"prompt_token_ids": [10**6]}, "token ids must be integers from 0"),
+        ({"prompt_token_ids": []}, "empty"),
+        ({"prompt": "a", "n": 9}, "n is 9"),
+    ],
+)
+def test_line_that_the_model_refuses_is_named_and_nothing_runs(
+    run: Run, tmp_path: Path, record: dict[str, Any], message: str
+) -> None:
+    path, out = write_lines(tmp_path / "in.jsonl", {"prompt": "fine"}, record), tmp_path / "out.jsonl"
+    ran = run("generate", "--input", path, "--output", out, *SMALL)
+    assert (ran.code, ran.out) == (1, "")
+    assert f"{path}, line 2: " in ran.err
+    assert message in ran.err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("generate",), 2, "nothing to complete"),
+        (("generate", "--prompt", "a", "--input", "in.jsonl"), 2, "not both"),
+        (("generate", "no/such/folder", "--prompt", "a"), 1, "no/such/folder"),
+        (("generate", "--prompt", "a", "--temperature", "nan"), 1, "temperature must be"),
+        (("generate", "--prompt", "a", "--max-tokens", "0"), 1, "max_tokens must be"),
+        (("generate", "--prompt", "a", "--kv-cache-memory", "lots"), 1, "kv_cache_memory must be"),
+        (("generate", "--prompt", "a", "--block-size", "12"), 1, "block_size must be"),
+        (("generate", "--prompt", "a", "--device", "cuda"), 2, "--device"),
+        (("generate", "--prompt", "a", "--swap-space", "1GiB"), 2, "No such option"),
+        (("generate", "--input", "no-such-file.jsonl"), 1, "no-such-file.jsonl"),
+        (("bench", "throughput", "--repeats", "0"), 2, "--repeats"),
+        (("serve",), 2, "No such command"),
+    ],
+)
+def test_what_cannot_work_ends_with_a_code_and_a_reason(
+    run: Run, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    ran = run(*arguments)
+    assert (ran.code, ran.out) == (code, "")
+    assert message in ran.err
+    assert "Traceback" not in ran.err
+    if code == 1:
+        assert ran.err.startswith("quire: ")
+        assert ran.err.count("\n") == 1
+
+
+def test_version(run: Run) -> None:
+    assert run("--version")[:2] == (0, "quire 0.1.0\n")
+
+
+def test_help_shows_what_is_there_and_nothing_else(run: Run) -> None:
+    assert re.findall(r"^│ ([a-z]\S*) ", run("--help").out, re.MULTILINE) == ["generate", "bench"]
+    flags = run("generate", "--help").out
+    assert "--kv-cache-memory" in flags
+    assert not any(name in flags for name in ("--swap", "prefix-caching", "tensor-parallel", "cuda", "--host"))
+
+
+def test_real_process_streams_and_survives_a_reader_that_leaves(demo_model: Path) -> None:
+    command = [*QUIRE, "generate", "--prompt", "def ", "--max-tokens", "200", "--ignore-eos", *SMALL]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(1)
+        process.stdout.close()
+        complaint = process.stderr.read().decode()
+        assert process.wait(timeout=60) == 1
+    assert complaint == ""
+
+
+def test_real_process_ends_on_interrupt_without_a_traceback(demo_model: Path) -> None:
+    command = [*QUIRE, "generate", "--prompt", "def ", "--max-tokens", "240", "--ignore-eos", *SMALL]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, complaint = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in complaint
