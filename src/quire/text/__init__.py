@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizer, incremental detokenizer, chat template. Loads no torch."""

@@ -1,0 +1,88 @@
+"""Reads what a model folder in Hugging Face format says about its text: special tokens and chat template.
+
+Three generations of files are known: `special_tokens_map.json`, `tokenizer_config.json`, and the template files
+`chat_template.jinja` and `chat_template.json`; where two disagree, the newer one is right, as in transformers.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.core.errors import ModelError
+
+TOKENIZER_FILE = "tokenizer.json"
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LISTS_OF_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class TextSettings:
+    """Special tokens by name (`bos_token` and so on), all special tokens, and the chat template, if there is one."""
+
+    named_tokens: dict[str, str]
+    special_tokens: tuple[str, ...]
+    chat_template: str | None
+
+
+def read_text_settings(folder: Path) -> TextSettings:
+    """Read the settings of `folder`. Files that are not there count as empty; ModelError names a broken one."""
+    config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    named = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+    special = list(named.values())
+    for field in _LISTS_OF_TOKENS:
+        tokens = config.get(field)
+        texts = map(_token_text, tokens.values() if isinstance(tokens, dict) else _list(tokens))
+        special.extend(text for text in texts if text is not None)
+    return TextSettings(named, tuple(dict.fromkeys(special)), _chat_template(folder, config))
+
+
+def read_text(path: Path) -> str | None:
+    """Return the text of a file, or None when it is not there. ModelError when it cannot be read as UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or {} when it is not there."""
+    text = read_text(path)
+    if text is None:
+        return {}
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object, not a {type(content).__name__}")
+    return content
+
+
+def _token_text(token: object) -> str | None:
+    """Return the text of a token that is given as a string or as an object with a `content`."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) and text else None
+
+
+def _list(value: object) -> list[Any]:
+    """Return `value` if it is a list, else an empty one: settings of a wrong type count as not given."""
+    return value if isinstance(value, list) else []
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """Return the template of the newest kind of file that has one; of several named ones, the default."""
+    own_file = read_text(folder / "chat_template.jinja")
+    if own_file is not None:
+        return own_file
+    template: Any = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    named = template if isinstance(template, dict) else _by_name(_list(template))
+    template = named.get("default", template)
+    return template if isinstance(template, str) else None
+
+
+def _by_name(entries: list[Any]) -> dict[str, Any]:
+    """Return the templates of a list of {"name": ..., "template": ...}."""
+    return {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}

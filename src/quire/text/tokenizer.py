@@ -1,0 +1,162 @@
+"""The model's tokenizer: text to token ids and back, as transformers would do it for the same folder.
+
+A thin layer over the `tokenizers` library. It reads `tokenizer.json`, makes the tokens special that the other files
+of the folder call special, and switches truncation and padding off: they serve training, and would cut prompts in
+silence. Whether a beginning-of-sequence token is added is the post-processor's business, written in `tokenizer.json`;
+like transformers from 5.0 on, `add_bos_token` of `tokenizer_config.json` is not looked at beside it.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from quire.core.errors import InvalidRequestError, ModelError
+from quire.text.chat_template import ChatTemplate
+from quire.text.model_folder import TOKENIZER_FILE, TextSettings, read_text, read_text_settings
+from quire.text.token_bytes import TokenBytes, decoding_rule
+
+_ANCHOR_TEXT = "a"
+
+
+class MissingTokenizerError(ModelError):
+    """The folder has no tokenizer. Its model can still be used with token ids."""
+
+
+class Tokenizer:
+    """Encodes and decodes text. Safe to share between threads."""
+
+    def __init__(self, backend: Backend, settings: TextSettings) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        ids = {token: backend.token_to_id(token) for token in settings.special_tokens}
+        known = {token: id_ for token, id_ in ids.items() if id_ is not None}  # the model has no rows for new ones
+        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in known])
+        self._backend = backend
+        self._named_tokens = settings.named_tokens
+        self._chat_template = None if settings.chat_template is None else ChatTemplate(settings.chat_template)
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(known.values()).union(id_ for id_, token in added.items() if token.special)
+        self.vocab_size: int = max(backend.get_vocab_size(), 1 + max(added, default=-1))  # 1 + the highest id
+        self._rule = decoding_rule(backend)
+        self._token_bytes = self._make_token_bytes()
+        self._anchor: list[int] = backend.encode(_ANCHOR_TEXT, add_special_tokens=False).ids[-1:]
+        self._anchor_text: str = backend.decode(self._anchor, skip_special_tokens=False)
+        self._token_texts: dict[int, str] = {}
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Self:
+        """Load the tokenizer of a model folder.
+
+        MissingTokenizerError when it has no `tokenizer.json`, ModelError naming the file when one is broken.
+        """
+        path = Path(folder) / TOKENIZER_FILE
+        text = read_text(path)
+        if text is None:
+            raise MissingTokenizerError(f"{folder} has no {TOKENIZER_FILE}: only token ids can be used with this model")
+        settings = read_text_settings(Path(folder))
+        try:
+            return cls(Backend.from_str(text), settings)
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(f"{path} is not a tokenizer that can be loaded: {error}") from error
+
+    @classmethod
+    def from_folder_if_any(cls, folder: Path) -> Self | None:
+        """Load the tokenizer of a model folder, or return None when it has none. ModelError when it is broken."""
+        try:
+            return cls.from_folder(folder)
+        except MissingTokenizerError:
+            return None
+
+    # --- special tokens -------------------------------------------------------------------------------------------
+
+    @property
+    def bos_token(self) -> str | None:
+        """Text of the token that begins a sequence."""
+        return self._named_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """Text of the token that ends a sequence."""
+        return self._named_tokens.get("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id of `bos_token`, or None if the vocabulary has no such token."""
+        return None if self.bos_token is None else self._backend.token_to_id(self.bos_token)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of `eos_token`, or None if the vocabulary has no such token."""
+        return None if self.eos_token is None else self._backend.token_to_id(self.eos_token)
+
+    # --- text to tokens and back ----------------------------------------------------------------------------------
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Special tokens that are spelled out in it become themselves.
+
+        InvalidRequestError when the text is no valid Unicode (half a surrogate pair, which JSON can smuggle in).
+        """
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise InvalidRequestError("prompt must be a valid Unicode string", param="prompt") from error
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids. Bytes that are no UTF-8 become U+FFFD, ids out of the vocabulary nothing."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token as it reads inside a text: with its space, special tokens spelled out.
+
+        A token that is only a part of a character reads U+FFFD.
+        """
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self.decode([*self._anchor, token_id], skip_special_tokens=False).removeprefix(self._anchor_text)
+            self._token_texts[token_id] = text
+        return text
+
+    # --- for the detokenizer --------------------------------------------------------------------------------------
+
+    @property
+    def drops_first_space(self) -> bool:
+        """Whether a text loses one space from its beginning when it is decoded (SentencePiece). With `token_bytes`."""
+        return self._rule is not None and self._rule.drops_first_space
+
+    def token_bytes(self, skip_special_tokens: bool) -> Mapping[int, bytes] | None:
+        """Return the bytes of every token id, or None if this tokenizer's tokens cannot be decoded one by one."""
+        return None if self._token_bytes is None else self._token_bytes[skip_special_tokens]
+
+    def _make_token_bytes(self) -> tuple[TokenBytes, TokenBytes] | None:
+        """Return the tables with special tokens shown, and with special tokens skipped."""
+        if self._rule is None:
+            return None
+        shown = TokenBytes(self._backend, self._rule.to_bytes, hidden=frozenset())
+        return shown, TokenBytes(self._backend, self._rule.to_bytes, hidden=self.special_token_ids)
+
+    # --- chat -----------------------------------------------------------------------------------------------------
+
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the model's chat template, if it has one."""
+        return None if self._chat_template is None else self._chat_template.source
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **kwargs: Any,  # noqa: ANN401 (whatever the template knows: tools, documents, switches)
+    ) -> str:
+        """Return a conversation as the model's chat template writes it. It names its special tokens itself.
+
+        InvalidRequestError when there is no template, or when it or the engine refuses the messages.
+        """
+        if self._chat_template is None:
+            raise InvalidRequestError("the model has no chat template", param="messages")
+        variables = self._named_tokens | kwargs
+        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)

@@ -1,0 +1,171 @@
+"""Chat templates render as in transformers, run in a sandbox, and fail as the request's fault."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.core.errors import InvalidRequestError
+from quire.text.chat_template import MAX_RENDERED_CHARS, ChatTemplate
+
+DATA = Path(__file__).parents[2] / "../shared/data/chat_templates"
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def clock() -> datetime:
+    return datetime(2024, 7, 26, tzinfo=UTC)
+
+
+def render(source: str, messages: object = HELLO, **variables: object) -> str:
+    return ChatTemplate(source, clock).render(messages, **variables)
+
+
+def refusal(source: str, messages: object = HELLO, **variables: object) -> str:
+    with pytest.raises(InvalidRequestError) as caught:
+        render(source, messages, **variables)
+    assert caught.value.param == "messages"
+    return str(caught.value)
+
+
+def outcome(template: ChatTemplate, messages: object, **variables: object) -> dict[str, str]:
+    try:
+        return {"text": template.render(messages, bos_token="<s>", eos_token="</s>", **variables)}
+    except InvalidRequestError as error:
+        return {"error": f"{type(error.__cause__).__name__}: {error.__cause__}"}
+
+
+def test_real_templates_render_as_expected() -> None:
+    if not DATA.is_dir():
+        pytest.skip("../shared/data is not here")
+    data = json.loads((DATA / "expected.json").read_text(encoding="utf-8"))
+    num_renders = 0
+    for name, renders in data["expected"].items():
+        template = ChatTemplate((DATA / name).read_text(encoding="utf-8"), clock)
+        for conversation, expected in renders.items():
+            tools = {"tools": data["tools"]} if conversation == "tools" else {}
+            got = outcome(template, data["conversations"][conversation], **tools)
+            got = {kind: text.replace("TemplateError: ", "Exception: ") for kind, text in got.items()}
+            assert got == expected, f"{name}, {conversation}"
+            num_renders += 1
+    assert num_renders == 92
+
+
+# --- what templates may use -------------------------------------------------------------------------------------------
+
+
+def test_block_lines_leave_no_trace() -> None:
+    assert render("{% for m in messages %}\n  {% if true %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}") == "user\n"
+
+
+def test_json_keeps_characters_and_takes_options() -> None:
+    messages = [{"role": "user", "content": "<é>"}]
+    assert render("{{ messages | tojson }}", messages) == '[{"role": "user", "content": "<é>"}]'
+    assert render("{{ messages[0] | tojson(indent=1, sort_keys=true) }}", messages) == (
+        '{\n "content": "<é>",\n "role": "user"\n}'
+    )
+
+
+def test_loops_can_be_left() -> None:
+    assert render("{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "012"
+
+
+def test_generation_blocks_render_their_content() -> None:
+    source = "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{{ messages[0].content }}{% endgeneration %}{{ a }}"
+    assert render(source) == "2hi1"
+
+
+def test_clock_namespaces_and_dicts() -> None:
+    assert render("{{ strftime_now('%d %b %Y') }}") == "26 Jul 2024"
+    assert render("{% set n = namespace(a=1) %}{% for i in [5] %}{% set n.a = i %}{% endfor %}{{ n.a }}") == "5"
+    assert render("{{ dict(a=1).a }}") == "1"
+
+
+def test_variables_reach_the_template() -> None:
+    assert render("{{ thinking }} {{ tools is none }} {{ add_generation_prompt }}", thinking=False) == "False True True"
+    assert render("{{ add_generation_prompt }}", add_generation_prompt=False) == "False"
+
+
+def test_text_parts_become_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
+
+
+def test_content_may_be_null_or_stand_back_for_tool_calls() -> None:
+    assert render("{{ messages[0].content is none }}", [{"role": "assistant", "content": None}]) == "True"
+    assert render("{{ messages[0].content is defined }}", [{"role": "assistant", "tool_calls": []}]) == "False"
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "at least one message"),
+        ("hi", "list"),
+        (None, "list"),
+        (["hi"], r"messages[0] must be an object"),
+        ([*HELLO, {"content": "hi"}], "messages[1] must have a role"),
+        ([{"role": 1, "content": "hi"}], "role"),
+        ([{"role": "user"}], "must have a content"),
+        ([{"role": "user", "content": 5}], "content must be"),
+        ([{"role": "user", "content": ["hi"]}], "parts of the form"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "parts of the form"),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "parts of the form"),
+        ([{"role": "user", "content": "hi", "extra": object()}], "plain JSON"),
+    ],
+)
+def test_messages_of_wrong_shape_are_refused(messages: object, reason: str) -> None:
+    assert reason in refusal("{{ messages }}", messages)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for %}", "chat template"),
+        ("{{ none + 1 }}", "unsupported operand"),
+        ("{{ messages[0].content.missing.deeper }}", "missing"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_template_errors_are_the_requests(source: str, reason: str) -> None:
+    assert reason in refusal(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ dict.fromkeys.__self__ }}",
+        "{{ raise_exception.__globals__.os }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{% set n = namespace() %}{% set n.__class__ = 1 %}",
+        "{{ namespace(__class__=1) }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
+    ],
+)
+def test_sandbox_holds(source: str) -> None:
+    assert "unsafe" in (text := refusal(source)) or "attribute" in text
+
+
+def test_long_output_is_cut_short() -> None:
+    source = "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}"
+    assert f"longer than {MAX_RENDERED_CHARS}" in refusal(source, [{"role": "user", "content": "x" * 1000}])
+
+
+def test_messages_nested_without_end_are_refused() -> None:
+    nested: list[Any] = []
+    nested.append(nested)
+    assert "recursion" in refusal("{{ 1 }}", [{"role": "user", "content": "hi", "extra": nested}])
+
+
+def test_a_refused_render_leaves_the_template_usable() -> None:
+    template = ChatTemplate("{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}yes")
+    with pytest.raises(InvalidRequestError):
+        template.render([{"role": "user", "content": "no"}])
+    assert template.render(HELLO) == "yes"

@@ -1,0 +1,203 @@
+"""The tokenizer does what transformers does for the same folder, and says clearly what is wrong with a bad one."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+from quire.core.errors import InvalidRequestError, ModelError
+from quire.text.tokenizer import MissingTokenizerError, Tokenizer
+from support import small_tokenizers
+from support.text_tokenizers import REAL, SMALL, expected_ids
+
+TEXTS = [
+    "Hello world",
+    " leading, trailing ",
+    "naïve café 日本語 😀👩‍👩‍👧 e\u0301",
+    "def f(x):\n\treturn x**2  # ok\n\n",
+    "<s>spelled </s> <|endoftext|>",
+    "",
+]
+
+
+def small_folder(folder: Path, **config: object) -> Path:
+    return small_tokenizers.save(small_tokenizers.byte_level(), folder, **config)
+
+
+@pytest.mark.parametrize("tokenizer_folder", [*SMALL, *REAL], indirect=True)
+def test_encodes_and_decodes_like_transformers(tokenizer_folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries that transformers imports
+        from transformers import AutoTokenizer
+
+        theirs = AutoTokenizer.from_pretrained(tokenizer_folder)
+    ours = Tokenizer.from_folder(tokenizer_folder)
+    for text in TEXTS:
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == theirs.encode(text, add_special_tokens=special)
+            assert ours.decode(ids, skip_special_tokens=special) == theirs.decode(ids, skip_special_tokens=special)
+    assert (ours.bos_token, ours.eos_token) == (theirs.bos_token, theirs.eos_token)
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert ours.special_token_ids >= set(theirs.all_special_ids)
+    assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
+
+
+@pytest.mark.parametrize("tokenizer_folder", REAL[:-1], indirect=True, ids=REAL[:-1])
+def test_ids_of_known_texts(tokenizer_folder: Path, request: pytest.FixtureRequest) -> None:
+    tokenizer, expected = Tokenizer.from_folder(tokenizer_folder), expected_ids()
+    name = request.node.callspec.id
+    for key, text in expected["texts"].items():
+        assert tokenizer.encode(text, add_special_tokens=False) == expected[name][key]
+        assert tokenizer.decode(expected[name][key]) == text
+
+
+def test_special_tokens_are_skipped_only_when_asked(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(small_folder(tmp_path))
+    ids = tokenizer.encode("the</s> end", add_special_tokens=False)
+    assert tokenizer.eos_token_id in ids
+    assert tokenizer.decode(ids) == "the end"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "the</s> end"
+
+
+def test_configuration_makes_tokens_special_but_adds_none(tmp_path: Path) -> None:
+    folder = small_folder(tmp_path, additional_special_tokens=["the", {"content": "a"}, "<not in the vocabulary>"])
+    tokenizer = Tokenizer.from_folder(folder)
+    plain = Tokenizer.from_folder(small_folder(tmp_path / "plain"))
+    the = plain.encode("the")[0]
+    assert the in tokenizer.special_token_ids - plain.special_token_ids
+    assert tokenizer.vocab_size == plain.vocab_size
+    assert tokenizer.decode([the]) == ""
+
+
+def test_special_tokens_map_is_read_where_the_configuration_is_silent(tmp_path: Path) -> None:
+    folder = small_folder(tmp_path)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "the"}')
+    (folder / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}, "eos_token": "</s>"}')
+    tokenizer = Tokenizer.from_folder(folder)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "the")
+
+
+def test_bos_token_out_of_the_vocabulary_has_no_id(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(small_folder(tmp_path, bos_token="[BOS]", eos_token=None))
+    assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("[BOS]", None)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == (None, None)
+
+
+def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
+    backend = small_tokenizers.byte_level()
+    plain = backend.encode("the quick brown fox").ids
+    backend.enable_truncation(2)
+    backend.enable_padding(length=40)
+    tokenizer = Tokenizer.from_folder(small_tokenizers.save(backend, tmp_path))
+    assert tokenizer.encode("the quick brown fox") == plain
+
+
+@pytest.mark.parametrize("tokenizer_folder", SMALL, indirect=True)
+def test_token_text_reads_as_inside_a_text(tokenizer_folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(tokenizer_folder)
+    first, *rest = tokenizer.encode("the the stop", add_special_tokens=False)
+    texts = [tokenizer.token_text(token) for token in rest]
+    assert "".join(texts).replace("\u2581", " ") == " the stop"
+    assert tokenizer.token_text(tokenizer.eos_token_id or 0).strip() == "</s>"
+    assert tokenizer.token_text(first) in ("the", " the")
+
+
+def test_token_text_of_half_a_character_and_of_an_unknown_id(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(small_folder(tmp_path))
+    emoji = tokenizer.encode("🦊")
+    assert len(emoji) > 1
+    assert {tokenizer.token_text(token) for token in emoji} == {"\ufffd"}
+    assert tokenizer.token_text(tokenizer.vocab_size + 7) == ""
+
+
+def test_text_with_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(small_folder(tmp_path))
+    with pytest.raises(InvalidRequestError) as caught:
+        tokenizer.encode("a\ud800b")
+    assert caught.value.param == "prompt"
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def test_folder_without_tokenizer_is_told_from_a_broken_one(tmp_path: Path) -> None:
+    assert Tokenizer.from_folder_if_any(tmp_path) is None
+    with pytest.raises(MissingTokenizerError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer\.json") as caught:
+        Tokenizer.from_folder_if_any(tmp_path)
+    assert not isinstance(caught.value, MissingTokenizerError)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]", b'"text"', b"{" * 100_000, b'{"model": {"type": "BPE"}}'])
+def test_broken_tokenizer_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.json"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_broken_settings_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    folder = small_folder(tmp_path)
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelError, match=name):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"bos_token": 5}, {"eos_token": ["</s>"]}, {"additional_special_tokens": 7}, {"chat_template": 1}],
+)
+def test_settings_of_wrong_types_are_no_crash(tmp_path: Path, config: dict[str, object]) -> None:
+    tokenizer = Tokenizer.from_folder(small_folder(tmp_path, **config))
+    assert tokenizer.decode(tokenizer.encode("the stop")) == "the stop"
+    assert tokenizer.chat_template is None
+
+
+# --- chat templates ---------------------------------------------------------------------------------------------------
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def test_chat_template_names_the_special_tokens(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(small_folder(tmp_path, chat_template=small_tokenizers.CHAT_TEMPLATE))
+    assert tokenizer.apply_chat_template(HELLO) == "<s>user: hi\nassistant:"
+    assert tokenizer.apply_chat_template(HELLO, add_generation_prompt=False) == "<s>user: hi\n"
+
+
+def test_newest_kind_of_template_file_wins(tmp_path: Path) -> None:
+    folder = small_folder(tmp_path, chat_template="config")
+    assert Tokenizer.from_folder(folder).chat_template == "config"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert Tokenizer.from_folder(folder).chat_template == "json"
+    (folder / "chat_template.jinja").write_text("jinja")
+    assert Tokenizer.from_folder(folder).chat_template == "jinja"
+
+
+@pytest.mark.parametrize("named", [[{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]])
+def test_default_of_several_templates_is_taken(tmp_path: Path, named: list[dict[str, str]]) -> None:
+    assert Tokenizer.from_folder(small_folder(tmp_path, chat_template=named)).chat_template == "d"
+
+
+def test_model_without_template_refuses_chat(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(small_folder(tmp_path))
+    assert tokenizer.chat_template is None
+    with pytest.raises(InvalidRequestError, match="no chat template") as caught:
+        tokenizer.apply_chat_template(HELLO)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("tokenizer_folder", ["qwen2"], indirect=True)
+def test_real_chat_template_renders_like_transformers(tokenizer_folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(tokenizer_folder)
+    ours = Tokenizer.from_folder(tokenizer_folder)
+    talk = [*HELLO, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "日本 <b>?"}]
+    assert ours.apply_chat_template(talk) == theirs.apply_chat_template(
+        talk, add_generation_prompt=True, tokenize=False
+    )
