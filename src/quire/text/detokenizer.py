@@ -1,0 +1,132 @@
+"""Incremental detokenization: the text of a sequence, token by token, never half a character.
+
+The joined text is what decoding prompt and output together would show after the prompt. A character that the
+prompt's last token began and the output completed belongs to the output.
+"""
+
+from codecs import utf_8_decode
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from quire.text.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"        # what UTF-8 decoders write for bytes that are no character
+_MAX_UNFINISHED_BYTES = 3     # a character has at most 4
+_MAX_CONTEXT_TOKENS = 8
+_MAX_HELD_TOKENS = 8          # more than any character needs, if every byte is a token of its own
+
+
+class IncrementalDetokenizer(Protocol):
+    """Turns the tokens of one sequence into text as they come."""
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens and return the text that they completed."""
+
+    def finish(self) -> str:
+        """Return what is left: U+FFFD for the bytes of a character that was never completed."""
+
+
+def incremental_detokenizer(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+) -> IncrementalDetokenizer:
+    """Return a detokenizer for one sequence that continues the prompt."""
+    table = tokenizer.token_bytes(skip_special_tokens)
+    if table is None:
+        return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+    return ByteDetokenizer(table, prompt_token_ids, drops_first_space=tokenizer.drops_first_space)
+
+
+class ByteDetokenizer:
+    """For tokenizers with a byte table: joins the tokens' bytes and decodes them as UTF-8. Under 1 us per token.
+
+    Holds back at most three bytes. Bytes that are no UTF-8 become U+FFFD at once, one for each maximal part of a
+    character (the Unicode standard, section 3.9, and the byte-level decoders). For SentencePiece, `decode` differs
+    there, and only there: it turns a whole run of byte tokens, good characters too, into one U+FFFD per byte when
+    any of them is wrong, which nobody can know before the run ends.
+    """
+
+    def __init__(
+        self, token_bytes: Mapping[int, bytes], prompt_token_ids: Sequence[int], *, drops_first_space: bool
+    ) -> None:
+        self._token_bytes = token_bytes
+        tail = b""
+        for token_id in reversed(prompt_token_ids):
+            tail = token_bytes[token_id] + tail
+            if len(tail) >= _MAX_UNFINISHED_BYTES:
+                break
+        self._unfinished = tail[utf_8_decode(tail, "replace", False)[1] :]
+        self._dropped_once = " " if drops_first_space and not tail else ""
+        if self._unfinished:
+            self._dropped_once = REPLACEMENT  # it would stand for the prompt's bytes, in the prompt's text
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens and return the text that they completed."""
+        table = self._token_bytes
+        return self._decode(b"".join([table[token_id] for token_id in token_ids]), is_end=False)
+
+    def finish(self) -> str:
+        """Return what is left: U+FFFD for the bytes of a character that was never completed."""
+        return self._decode(b"", is_end=True)
+
+    def _decode(self, piece: bytes, *, is_end: bool) -> str:
+        joined = self._unfinished + piece
+        text, num_decoded = utf_8_decode(joined, "replace", is_end)
+        self._unfinished = joined[num_decoded:]
+        if text and self._dropped_once:
+            text, self._dropped_once = text.removeprefix(self._dropped_once), ""
+        return text
+
+
+class WindowDetokenizer:
+    """For any other tokenizer: decodes the new tokens behind the few before them, and takes what that added.
+
+    The tokens before are those of the last text that was given out, so the window is bounded and begins at the border
+    of a character. Text that ends in U+FFFD is held back, because the next token may complete it, for at most
+    `_MAX_HELD_TOKENS` tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._context = self._first_context(self._visible(prompt_token_ids)[-_MAX_CONTEXT_TOKENS:])
+        self._new: list[int] = []
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens and return the text that they completed."""
+        return "".join([self._append(token_id) for token_id in self._visible(token_ids)])
+
+    def finish(self) -> str:
+        """Return what is left: U+FFFD for the bytes of a character that was never completed."""
+        return self._new_text()
+
+    def _append(self, token_id: int) -> str:
+        self._new.append(token_id)
+        text = self._new_text()
+        if text.endswith(REPLACEMENT) and len(self._new) < _MAX_HELD_TOKENS:
+            return ""
+        if text:
+            self._context = self._new
+        else:
+            self._context = (self._context + self._new)[-_MAX_CONTEXT_TOKENS:]
+        self._new = []
+        return text
+
+    def _first_context(self, tail: list[int]) -> list[int]:
+        """Return the shortest end of the prompt's tail that is text in whole characters, or all of it."""
+        ends = (tail[-num_tokens:] for num_tokens in range(1, len(tail)))
+        return next((end for end in ends if (text := self._decode(end)) and REPLACEMENT not in text), tail)
+
+    def _new_text(self) -> str:
+        """Return what the new tokens add to the text of the context."""
+        before = self._decode(self._context)
+        both = self._decode(self._context + self._new)
+        if both.startswith(before):
+            return both[len(before) :]
+        changed = (i for i, (old, new) in enumerate(zip(before, both, strict=False)) if old != new)
+        return both[next(changed, len(both)) :]  # the prompt ended inside a character
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # what is to be skipped has been
+
+    def _visible(self, token_ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in token_ids if token_id not in self._hidden]
