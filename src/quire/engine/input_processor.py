@@ -68,7 +68,7 @@ class InputProcessor:
         if given == {"prompt"} and isinstance(prompt["prompt"], str):  # type: ignore[typeddict-item]
             return self.tokenize(prompt["prompt"])  # type: ignore[typeddict-item]
         if given == {"prompt_token_ids"}:
-            return self.tokenize(prompt["prompt_token_ids"])  # type: ignore[typeddict-item]
+            return TokenizedPrompt(None, self._check_token_ids(prompt["prompt_token_ids"]))  # type: ignore[typeddict-item]
         raise InvalidRequestError(
             f'a prompt given as a dict must be {{"prompt": str}} or {{"prompt_token_ids": [int, ...]}}, '
             f"got keys {sorted(map(str, given))}",

@@ -1,0 +1,229 @@
+"""LLM: the offline API. Prompts go in as a list, finished outputs come back in the same order."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import count
+from types import TracebackType
+from typing import Any, Self, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from quire.core.beam_search_params import BeamSearchParams
+from quire.core.errors import InvalidRequestError
+from quire.core.outputs import KVStats, RequestOutput
+from quire.core.sampling_params import SamplingParams
+from quire.core.sequence import Request
+from quire.engine.assembly import AssembledEngine, assemble
+from quire.engine.input_processor import Prompt, TokenizedPrompt
+from quire.engine.options import EngineOptions
+from quire.engine.output_processor import OutputProcessor
+from quire.text.tokenizer import Tokenizer
+
+Message = dict[str, Any]
+
+
+class LLM:
+    """A model and an engine in this process.
+
+    Keyword arguments are the settings of `quire.engine.options.EngineOptions`; `model` is a folder in Hugging Face
+    format or a hub id, and None is the bundled demo model. Bad settings raise ConfigError, a broken model folder
+    ModelError (both are ValueErrors). Use it as a context manager, or call `close()`; after that every call raises
+    RuntimeError. Not for use from several threads at once.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:  # noqa: ANN401 (EngineOptions checks them)
+        self._assembled: AssembledEngine | None = assemble(EngineOptions(model=model, **options))
+        self._outputs = OutputProcessor(self._assembled.tokenizer)
+        self._request_ids = count()
+        self._unclaimed: dict[str, RequestOutput] = {}   # outputs for another iterator than the one that stepped
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give everything back: weights, KV cache, what still runs. Closing twice is fine."""
+        self._assembled = None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, or None if its folder has none."""
+        return self._engine.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids run from 0 to one below this."""
+        return self._engine.model.spec.vocab_size
+
+    @property
+    def _engine(self) -> AssembledEngine:
+        if self._assembled is None:
+            raise RuntimeError("this LLM is closed")
+        return self._assembled
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt and return the outputs in the order of the prompts.
+
+        A prompt is text, token ids, {"prompt": str} or {"prompt_token_ids": [...]}. `sampling_params` is one for all
+        or one per prompt. Everything is checked before anything runs: InvalidRequestError (a ValueError) names what
+        is wrong, and nothing was started. On a terminal a progress bar runs unless `use_tqdm` is False.
+        """
+        tokenized = [self._engine.inputs.tokenize(prompt) for prompt in _as_list(prompts)]
+        return self._finish_all(self._make_requests(tokenized, sampling_params), use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yield the output of a request, cumulative, whenever a step has added to it; `request_id` tells which.
+
+        Requests are numbered "0", "1", ... over the life of this LLM, in the order of the prompts. They are checked
+        now, queued at the first `next`, and aborted if the iterator is left early. Several may run at once.
+        """
+        tokenized = [self._engine.inputs.tokenize(prompt) for prompt in _as_list(prompts)]
+        return self._run(self._make_requests(tokenized, sampling_params), stream=True)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several, rendered with the model's chat template."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
+        conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
+        tokenized = []
+        for conversation in cast(Sequence[Sequence[Message]], conversations):
+            text = tokenizer.apply_chat_template(list(conversation), add_generation_prompt=add_generation_prompt)
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            tokenized.append(self._engine.inputs.tokenize(token_ids)._replace(text=text))
+        return self._finish_all(self._make_requests(tokenized, sampling_params), use_tqdm)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+        """Not supported yet."""
+        raise InvalidRequestError("beam search is not supported yet", param="beam_width")
+
+    def kv_stats(self) -> KVStats:
+        """Return the state of the KV cache between two steps."""
+        return self._engine.engine.kv_stats()
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def _make_requests(
+        self, prompts: list[TokenizedPrompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[tuple[Request, TokenizedPrompt]]:
+        """Check every request; nothing is queued yet."""
+        inputs = self._engine.inputs
+        params = _one_each(sampling_params, len(prompts))
+        return [
+            (inputs.make_request(next(self._request_ids), prompt, own), prompt)
+            for prompt, own in zip(prompts, params, strict=True)
+        ]
+
+    def _finish_all(self, requests: list[tuple[Request, TokenizedPrompt]], use_tqdm: bool) -> list[RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        with _progress_bar(shown=use_tqdm and sys.stderr.isatty()) as progress:
+            task = progress.add_task("requests", total=len(requests))
+            for output in self._run(requests, stream=False):
+                finished[output.request_id] = output
+                progress.advance(task)
+        return [finished[str(request.request_id)] for request, _ in requests]
+
+    def _run(self, requests: list[tuple[Request, TokenizedPrompt]], *, stream: bool) -> Iterator[RequestOutput]:
+        """Queue the requests, step until they are done, yield their outputs. None of them is left behind."""
+        left = {str(request.request_id) for request, _ in requests}
+        try:
+            self._queue(requests, stream)
+            while left:
+                for output in self._step():
+                    self._unclaimed[output.request_id] = output
+                for request_id in [ours for ours in self._unclaimed if ours in left]:
+                    output = self._unclaimed.pop(request_id)
+                    if output.finished:
+                        left.discard(request_id)
+                    yield output
+        finally:
+            if self._assembled is not None:
+                self._abort(left)
+
+    def _queue(self, requests: list[tuple[Request, TokenizedPrompt]], stream: bool) -> None:
+        arrival_s = time.monotonic()
+        for request, prompt in requests:
+            self._engine.engine.add(request)
+            self._outputs.add(
+                request.request_id,
+                external_id=str(request.request_id),
+                prompt=prompt.text,
+                prompt_token_ids=prompt.token_ids,
+                params=request.params,
+                arrival_s=arrival_s,
+                stream=stream,
+            )
+
+    def _step(self) -> list[RequestOutput]:
+        """Run one step of the engine; return the outputs that it touched."""
+        engine = self._engine.engine
+        started_s = time.monotonic()
+        deltas = engine.step()
+        self._outputs.note_admitted(engine.scheduler.admitted, started_s)
+        processed = self._outputs.process(deltas, time.monotonic())
+        for request_id, index in processed.finish:
+            engine.finish(request_id, index)
+        return processed.outputs
+
+    def _abort(self, request_ids: set[str]) -> None:
+        """End what is still there of these requests: the iterator was left early, or a step failed."""
+        for request_id in request_ids:
+            self._unclaimed.pop(request_id, None)
+            if self._engine.engine.abort(int(request_id)):
+                self._outputs.abort(int(request_id), time.monotonic())
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt from a list of them: token ids are a list of integers, everything else in a list is a prompt."""
+    if isinstance(prompts, (str, dict)):
+        return [cast(Prompt, prompts)]
+    if not isinstance(prompts, (list, tuple)):
+        raise InvalidRequestError(
+            f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}", param="prompt"
+        )
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [cast(list[int], list(prompts))]
+    return cast(list[Prompt], list(prompts))
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    """Return one SamplingParams per prompt."""
+    if params is None:
+        params = SamplingParams()
+    if not isinstance(params, (list, tuple)):
+        return [cast(SamplingParams, params)] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidRequestError(
+            f"sampling_params must be one for all or one per prompt: got {len(params)} for {num_prompts} prompts",
+            param="sampling_params",
+        )
+    return list(params)
+
+
+def _progress_bar(*, shown: bool) -> Progress:
+    """Return a progress bar on the error stream, so that a redirected output stays clean."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=not shown)

@@ -1,0 +1,257 @@
+"""The offline API on the demo model: forms of input, order, refusals, closing."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, BeamSearchParams, SamplingParams
+from quire.core.errors import ConfigError, InvalidRequestError, ModelError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def shared_llm(demo_model: Path) -> Iterator[LLM]:
+    with LLM(str(demo_model), max_model_len=256, max_num_seqs=16) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared_llm: LLM) -> Iterator[LLM]:
+    """The module's engine; whatever a test did to it, the next request must be served and nothing left behind."""
+    yield shared_llm
+    assert shared_llm.kv_stats().used_blocks == 0
+    assert len(shared_llm.generate("def f(", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 6
+
+
+def test_every_form_of_prompt_is_the_same_prompt(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    text = "import os\n"
+    ids = llm.tokenizer.encode(text)
+    forms: list[Any] = [text, {"prompt": text}, ids, {"prompt_token_ids": ids}, tuple(ids)]
+    outputs = llm.generate(forms, GREEDY, use_tqdm=False)
+    assert {tuple(output.outputs[0].token_ids) for output in outputs} == {tuple(outputs[0].outputs[0].token_ids)}
+    assert [output.prompt for output in outputs] == [text, text, None, None, None]
+    assert llm.generate(ids, GREEDY, use_tqdm=False)[0].prompt_token_ids == ids
+
+
+def test_outputs_keep_the_order_of_prompts_and_their_own_parameters(llm: LLM) -> None:
+    lengths = [9, 1, 30, 4, 17]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
+    outputs = llm.generate([f"x = {i}" for i in range(5)], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+    assert [output.prompt for output in outputs] == [f"x = {i}" for i in range(5)]
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+
+
+def test_no_prompts_give_no_outputs(llm: LLM) -> None:
+    assert llm.generate([], GREEDY) == []
+
+
+def test_text_is_the_decoded_tokens(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    output = llm.generate("class Stack:\n", SamplingParams(max_tokens=40, seed=3), use_tqdm=False)[0].outputs[0]
+    assert output.text == llm.tokenizer.decode(output.token_ids)
+
+
+def test_stream_adds_up_to_what_generate_returns(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=30, seed=5, n=2)
+    whole = llm.generate(["def read(path):", "x"], params, use_tqdm=False)
+    seen: dict[str, Any] = {}
+    for output in llm.stream(["def read(path):", "x"], params):
+        for branch in output.outputs:
+            key = f"{output.request_id}/{branch.index}"
+            assert branch.text.startswith(seen.get(key, ""))
+            seen[key] = branch.text
+    assert list(seen.values()) == [branch.text for output in whole for branch in output.outputs]
+
+
+def test_two_streams_may_be_read_in_turn(llm: LLM) -> None:
+    expected = [llm.generate(p, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for p in ("a = ", "b = ")]
+    streams = [llm.stream("a = ", GREEDY), llm.stream("b = ", GREEDY)]
+    last: list[Any] = [None, None]
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            last[i] = next(stream, last[i])
+    assert [output.outputs[0].token_ids for output in last] == expected
+
+
+def test_stream_left_early_is_aborted(llm: LLM) -> None:
+    stream = llm.stream(["x"] * 3, SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    assert llm.kv_stats().used_blocks > 0
+    stream.close()
+    assert llm.kv_stats().used_blocks == 0
+
+
+def test_stop_strings_end_the_text_where_they_begin(llm: LLM) -> None:
+    free = llm.generate("def f(x):\n", SamplingParams(temperature=0.0, max_tokens=40), use_tqdm=False)[0].outputs[0]
+    stop = free.text[10:13]
+    cut = SamplingParams(temperature=0.0, max_tokens=40, stop=stop)
+    output = llm.generate("def f(x):\n", cut, use_tqdm=False)[0].outputs[0]
+    assert output.text == free.text[: free.text.index(stop)]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert output.token_ids == free.token_ids[: len(output.token_ids)]
+
+
+def test_logprobs_hold_the_chosen_token_and_the_likeliest(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=8, logprobs=3, prompt_logprobs=1)
+    output = llm.generate("import sys\nimport", params, use_tqdm=False)[0]
+    answer = output.outputs[0]
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == len(answer.token_ids)
+    for token, entries in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert token in entries
+        assert {1, 2, 3} <= {entry.rank for entry in entries.values()}
+        assert all(entry.logprob <= 0 for entry in entries.values())
+    total = sum(entries[token].logprob for token, entries in zip(answer.token_ids, answer.logprobs, strict=True))
+    assert answer.cumulative_logprob == pytest.approx(total)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def test_prompt_logprobs_do_not_depend_on_chunks(demo_model: Path) -> None:
+    prompt = [7 + i * 13 % 900 for i in range(60)]
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=2)
+    found = []
+    for budget in (2048, 7):
+        with LLM(str(demo_model), max_model_len=256, max_num_batched_tokens=budget) as llm:
+            found.append(llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs)
+    assert found[0] == found[1]
+
+
+def test_chat_answers_each_conversation(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "Write a function"}]
+    outputs = llm.chat([conversation, conversation], GREEDY, use_tqdm=False)
+    single = llm.chat(conversation, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].text for output in outputs] == [single[0].outputs[0].text] * 2
+    assert single[0].prompt is not None
+    assert "Write a function" in single[0].prompt
+
+
+def test_metrics_are_in_order(llm: LLM) -> None:
+    metrics = llm.generate("x", GREEDY, use_tqdm=False)[0].metrics
+    assert metrics is not None
+    assert metrics.first_scheduled_s is not None
+    assert metrics.first_token_s is not None
+    assert metrics.finished_s is not None
+    assert metrics.arrival_s <= metrics.first_scheduled_s <= metrics.first_token_s <= metrics.finished_s
+    assert metrics.queue_s is not None
+    assert metrics.num_preemptions == 0
+
+
+BAD_PROMPTS: list[Any] = [
+    None, 5, 2.5, b"bytes", [[]], [1, "2"], [[1, -1]], [[1, 10**9]], [[1, True]], [[1.0]], {"text": "x"},
+    {"prompt": 5}, {"prompt_token_ids": "abc"}, {"prompt": "a", "prompt_token_ids": [1]}, [None], "\ud800",
+    [list(range(300))],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", BAD_PROMPTS, ids=lambda p: repr(p)[:30])
+def test_bad_prompt_is_refused_and_nothing_else_disturbed(llm: LLM, prompt: Any) -> None:  # noqa: ANN401
+    with pytest.raises(InvalidRequestError) as refused:
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert refused.value.param == "prompt"
+
+
+def test_one_bad_prompt_among_good_ones_starts_nothing(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError):
+        llm.generate(["fine", "fine too", [10**9]], GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"max_tokens": 1000}, r"together 1\d\d\d, more than .* 256 tokens"),
+        ({"n": 17}, r"n is 17, but at most 16"),
+        ({"logprobs": 21}, r"logprobs must be at most 20.*got 21"),
+        ({"prompt_logprobs": 21}, r"prompt_logprobs must be at most 20"),
+        ({"stop_token_ids": [4096]}, r"stop_token_ids .*4096"),
+        ({"logit_bias": {5000: 1.0}}, r"logit_bias .*4096"),
+        ({"allowed_token_ids": [1, 99999]}, r"allowed_token_ids .*4096"),
+    ],
+)
+def test_parameters_beyond_the_engine_are_refused(llm: LLM, params: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told):
+        llm.generate("x", SamplingParams(**params), use_tqdm=False)
+
+
+def test_parameters_of_another_kind_are_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="must be SamplingParams, got dict"):
+        llm.generate("x", {"temperature": 1}, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="got 1 for 2 prompts"):
+        llm.generate(["x", "y"], [GREEDY], use_tqdm=False)
+    with pytest.raises(ValueError, match="temperature"):
+        SamplingParams(temperature=math.nan)
+
+
+def test_unbounded_request_gets_the_most_that_fits(llm: LLM) -> None:
+    output = llm.generate("x", SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)[0]
+    assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 256
+
+
+def test_beam_search_is_refused_until_it_lands(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="not supported yet"):
+        llm.beam_search("x", BeamSearchParams(beam_width=2, max_tokens=4))
+
+
+def test_closed_llm_refuses_every_call(demo_model: Path) -> None:
+    llm = LLM(str(demo_model), max_model_len=64)
+    llm.close()
+    llm.close()
+    for call in (lambda: llm.generate("x"), lambda: llm.chat([]), llm.kv_stats, lambda: llm.stream("x")):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+
+
+def test_same_seed_same_tokens_other_seed_other_tokens(demo_model: Path) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True)
+    found = []
+    for seed in (0, 0, 1):
+        with LLM(str(demo_model), max_model_len=128, seed=seed) as llm:
+            found.append([o.outputs[0].token_ids for o in llm.generate(["x = ", "y = "], params, use_tqdm=False)])
+    assert found[0] == found[1] != found[2]
+    assert found[0][0] != found[0][1]
+
+
+def test_broken_model_folders_are_refused(demo_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="config.json"):
+        LLM(str(tmp_path))
+    broken = tmp_path / "broken"
+    shutil.copytree(demo_model, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"], "model_type": "no"}))
+    with pytest.raises(ModelError, match="NoSuchModel"):
+        LLM(str(broken))
+    (broken / "config.json").write_text(json.dumps(config))
+    (broken / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        LLM(str(broken))
+
+
+def test_model_without_a_tokenizer_takes_token_ids_only(demo_model: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(demo_model / name, tmp_path / name)
+    with LLM(str(tmp_path), max_model_len=64) as llm:
+        assert len(llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 6
+        for call in (
+            lambda: llm.generate("text", GREEDY),
+            lambda: llm.chat([{"role": "user", "content": "hi"}], GREEDY),
+            lambda: llm.generate([5], SamplingParams(stop="x")),
+            lambda: llm.generate([5], SamplingParams(bad_words=["x"])),
+        ):
+            with pytest.raises(InvalidRequestError, match="no tokenizer"):
+                call()
+
+
+def test_setting_that_cannot_work_is_refused(demo_model: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len is 4096.*2048 positions"):
+        LLM(str(demo_model), max_model_len=4096)
+    with pytest.raises(TypeError):
+        LLM(str(demo_model), no_such_setting=1)
