@@ -59,7 +59,6 @@ class EngineFlags:
     preemption_mode: Annotated[Literal["auto", "recompute"], _flag("how a preempted request comes back")] = "auto"
     seed: Annotated[int, _flag("of requests that bring none")] = 0
 
-    def load(self, **overrides: object) -> "LLM":
-        """Load the model, and torch with it, which is not imported before. `overrides` win over the flags."""
-        settings = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "config"}
-        return quire.LLM(**(settings | overrides))
+    def load(self) -> "LLM":
+        """Load the model, and torch with it, which is not imported before."""
+        return quire.LLM(**{field.name: getattr(self, field.name) for field in fields(self) if field.name != "config"})

@@ -1,6 +1,6 @@
 """`quire bench throughput`, `latency` and `control-plane`."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -44,7 +44,8 @@ def latency(
     concurrency: Annotated[int, flag("clients that each ask anew when answered", min=1)] = 1,
 ) -> None:
     """Ask one after the other, or with several clients; report the times that a client sees."""
-    with engine.load(max_num_seqs=concurrency) as llm:
+    engine = replace(engine, max_num_seqs=concurrency)  # a queued request starts when a client's last one has ended
+    with engine.load() as llm:
         items = workload.build(llm.vocab_size, engine.seed)
         facts = _warm_up(llm, items, engine, workload)
         passes = [latency_pass(llm, items, concurrency) for _ in range(run.repeats)]
