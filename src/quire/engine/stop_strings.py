@@ -1,47 +1,90 @@
-"""Stop strings in text that comes in pieces: where an answer ends, and what may be shown before that is known."""
+"""Finds stop strings in a text that arrives in pieces, and holds back what may still become one.
 
+The result depends on the text alone, not on how it was cut into pieces: each stop string has an automaton (Knuth,
+Morris and Pratt 1977) that knows how much of it the text ends in. That length is also what has to be held back. One
+look at each character and stop string, however long the string is.
+"""
+
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Found(NamedTuple):
-    """What a piece of text led to: text that is safe to show, and the stop string that ended it, if one did."""
+def border_lengths(text: str) -> list[int]:
+    """Return, for each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
+    lengths, length = [0], 0
+    for char in text[1:]:
+        while length and char != text[length]:
+            length = lengths[length - 1]
+        length += char == text[length]
+        lengths.append(length)
+    return lengths
 
-    shown: str
-    stop: str | None
+
+class StopMatch(NamedTuple):
+    """A stop string that is complete; `end` is where it ends in the newest piece, in characters."""
+
+    text: str
+    end: int
 
 
-class StopStringSearch:
-    """Looks for the stop string that is complete first; of two complete at the same character, the longer one.
+class StopStringFinder:
+    """Watches the text of one sequence.
 
-    How the text is cut into pieces changes nothing. Text that may be the beginning of a stop string is held back, so
-    that no part of one is ever shown.
+    The stop string that is complete first ends the text; of two that end with the same character, the longer one.
+    With `include` the text ends behind it instead of before it, and nothing has to be held back.
     """
 
-    def __init__(self, stops: tuple[str, ...], *, keep_stop: bool) -> None:
-        self._stops = stops
-        self._keep_stop = keep_stop
+    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+        self._automata = [_Automaton(stop) for stop in stops]
+        self._include = include
         self._held = ""
 
-    def feed(self, text: str) -> Found:
-        """Take the next piece of text. After a stop string was found, nothing more may be fed."""
-        text = self._held + text
-        hits = [(begin + len(stop), begin, stop) for stop in self._stops if (begin := text.find(stop)) >= 0]
-        if hits:
-            end, begin, stop = min(hits)
-            self._held = ""
-            return Found(text[: end if self._keep_stop else begin], stop)
-        num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        shown = text[: len(text) - num_held]
-        self._held = text[len(shown) :]
-        return Found(shown, None)
+    def feed(self, piece: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """Take the next piece; return the text that is now certain, and the stop string that ended it, if one did.
 
-    def finish(self) -> str:
-        """Return what was held back: the answer is over, and no stop string came of it."""
+        Stop strings that are complete in a piece with `may_stop=False` are text like any other; one that only begins
+        there counts. After a stop string nothing may be fed.
+        """
+        matches = [match for automaton in self._automata if (match := automaton.advance(piece, may_stop))]
+        if matches:
+            first = min(matches, key=lambda match: (match.end, -len(match.text)))
+            if self._include:
+                return piece[: first.end], first.text
+            text = self._held + piece[: first.end]
+            return text[: -len(first.text)], first.text
+        if self._include:
+            return piece, None
+        text = self._held + piece
+        num_certain = len(text) - max(automaton.matched for automaton in self._automata)
+        self._held = text[num_certain:]
+        return text[:num_certain], None
+
+    def flush(self) -> str:
+        """Return what was held back: no more text comes."""
         held, self._held = self._held, ""
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop` without being all of it."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+class _Automaton:
+    """How far one stop string has been matched: `matched` of its characters are the end of the text so far."""
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._borders = border_lengths(stop)
+        self.matched = 0
+
+    def advance(self, piece: str, may_stop: bool) -> StopMatch | None:
+        """Take the next piece; return the first match that ends in it, if that is allowed to count."""
+        stop, borders, matched = self._stop, self._borders, self.matched
+        if not matched and stop[0] not in piece:
+            return None
+        for position, char in enumerate(piece):
+            while matched and stop[matched] != char:
+                matched = borders[matched - 1]
+            matched += stop[matched] == char
+            if matched == len(stop):
+                if may_stop:
+                    return StopMatch(stop, position + 1)
+                matched = borders[-1]
+        self.matched = matched
+        return None
