@@ -1,0 +1,126 @@
+"""What one branch of a request has given so far: its text, its tokens, their logprobs, and how it ended."""
+
+from collections.abc import Sequence
+
+from quire.core.outputs import CompletionOutput, FinishReason, Logprob, SequenceDelta, TokenLogprobs
+from quire.core.sampling_params import SamplingParams
+from quire.engine.stop_strings import StopStringFinder
+from quire.text.detokenizer import IncrementalDetokenizer, incremental_detokenizer
+from quire.text.tokenizer import Tokenizer
+
+
+class BranchOutput:
+    """One choice of a request, growing with each delta until it ends; what comes after its end is ignored.
+
+    `tokenizer` is None where no text is wanted or possible. Text that may begin a stop string is not yet in `text`.
+    """
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        self.index = index
+        self.finish_reason: FinishReason | None = None
+        self._stop_reason: int | str | None = None
+        self._params = params
+        self._tokenizer = tokenizer
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = incremental_detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
+        self._stops: StopStringFinder | None = None
+        if params.stop:
+            self._stops = StopStringFinder(tuple(params.stop), include=params.include_stop_str_in_output)
+        self._pieces: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._cumulative_logprob = 0.0
+
+    def extend(self, delta: SequenceDelta) -> None:
+        """Take what a step added, up to the token that completes a stop string."""
+        if self._stops is None:
+            self._take(delta.token_ids, delta.logprobs)
+            self._add_text(self._visible(delta.token_ids, delta.finish_reason))
+        else:
+            self._extend_to_stop(delta)
+        if delta.finish_reason is not None and self.finish_reason is None:
+            self.finish(delta.finish_reason, delta.stop_reason)
+
+    def finish(self, reason: FinishReason, stop_reason: int | None = None) -> None:
+        """End the branch: whatever text was held back belongs to it, unless it completes a stop string."""
+        self.finish_reason, self._stop_reason = reason, stop_reason
+        if self._detokenizer is None:
+            return
+        rest = self._detokenizer.finish()
+        if self._stops is None:
+            self._pieces.append(rest)
+            return
+        self._find_stop(rest)
+        if not isinstance(self._stop_reason, str):
+            self._pieces.append(self._stops.flush())
+
+    def snapshot(self) -> CompletionOutput:
+        """Return everything so far, in lists of its own. Linear in what there is: for ends and for streams."""
+        text = "".join(self._pieces)
+        self._pieces = [text]
+        has_logprobs = self._logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self._token_ids.copy(),
+            cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
+            logprobs=None if self._logprobs is None else self._logprobs.copy(),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+
+    def _take(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """Record tokens and, if they were asked for, their logprobs."""
+        self._token_ids += token_ids
+        if self._logprobs is None:
+            return
+        assert logprobs is not None, "logprobs were asked for and did not come"
+        assert len(logprobs) == len(token_ids), f"{len(logprobs)} logprobs for {len(token_ids)} tokens"
+        for position in logprobs:
+            self._logprobs.append(logprob_dict(position, self._tokenizer))
+            self._cumulative_logprob += position.logprobs[0]
+
+    def _visible(self, token_ids: list[int], finish_reason: FinishReason | None) -> list[int]:
+        """Return the tokens that become text: all but the stop token that ended the sequence, unless it is wanted."""
+        if finish_reason == "stop" and not self._params.include_stop_str_in_output:
+            return token_ids[:-1]
+        return token_ids
+
+    def _add_text(self, token_ids: list[int]) -> None:
+        if self._detokenizer is not None and token_ids:
+            self._pieces.append(self._detokenizer.append(token_ids))
+
+    def _extend_to_stop(self, delta: SequenceDelta) -> None:
+        """Take tokens one by one, because the one that completes a stop string is the last."""
+        assert self._detokenizer is not None, "stop strings are found in text"
+        num_visible = len(self._visible(delta.token_ids, delta.finish_reason))
+        for position, token_id in enumerate(delta.token_ids):
+            logprobs = None if delta.logprobs is None else delta.logprobs[position : position + 1]
+            self._take([token_id], logprobs)
+            if position < num_visible:
+                self._find_stop(self._detokenizer.append([token_id]))
+            if self.finish_reason is not None:
+                return
+
+    def _find_stop(self, text: str) -> None:
+        """Take the text of the last token, or end before (or behind) the stop string that it completes.
+
+        As with stop tokens, the first token that may end the branch is the `min_tokens`-th.
+        """
+        assert self._stops is not None
+        may_stop = len(self._token_ids) >= self._params.min_tokens
+        certain, stop = self._stops.feed(text, may_stop=may_stop)
+        self._pieces.append(certain)
+        if stop is not None:
+            self.finish_reason, self._stop_reason = "stop", stop
+
+
+def logprob_dict(position: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """Return the candidates of one position by token id, the token that stands there first."""
+    return {
+        token_id: Logprob(logprob, rank, None if tokenizer is None else tokenizer.token_text(token_id))
+        for token_id, logprob, rank in zip(position.token_ids, position.logprobs, position.ranks, strict=True)
+    }

@@ -1,0 +1,415 @@
+"""What users get: text without half characters, cut at stop strings, with everything else cut at the same token."""
+
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from quire.core.outputs import FinishReason, RequestOutput, SequenceDelta, TokenLogprobs
+from quire.core.sampling_params import SamplingParams
+from quire.core.sequence import Request
+from quire.engine.output_processor import OutputProcessor
+from quire.text.tokenizer import Tokenizer
+from support.small_tokenizers import byte_fallback, byte_level, save
+
+PROMPT = "the quick"
+ARRIVAL_S, STEP_S = 100.0, 0.5
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_folder(save(byte_level(), tmp_path_factory.mktemp("byte_level")))
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_folder(save(byte_fallback(), tmp_path_factory.mktemp("byte_fallback")))
+
+
+def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def logprobs_of(token: int) -> TokenLogprobs:
+    """Return the chosen token, of rank 3, and two others before it."""
+    return TokenLogprobs([token, token + 1, token + 2], [-token / 100, -0.25, -0.5], [3, 1, 2])
+
+
+def start(tokenizer: Tokenizer | None, stream: bool = True, **params: object) -> OutputProcessor:
+    """Return a processor with one request of id 7 that the client calls "mine"."""
+    processor = OutputProcessor(tokenizer)
+    prompt = [5, 6] if tokenizer is None else tokenizer.encode(PROMPT)
+    processor.add(
+        7,
+        external_id="mine",
+        prompt=PROMPT,
+        prompt_token_ids=prompt,
+        params=SamplingParams(**{"max_tokens": 1000} | params),
+        arrival_s=ARRIVAL_S,
+        stream=stream,
+    )
+    return processor
+
+
+def run(
+    processor: OutputProcessor,
+    token_ids: Sequence[int],
+    *,
+    tokens_per_step: int = 1,
+    reason: FinishReason = "length",
+    stop_reason: int | None = None,
+    with_logprobs: bool = False,
+) -> tuple[list[RequestOutput], list[tuple[int, int]]]:
+    """Send the tokens of branch 0, the last with `reason`; return all outputs and all branches to finish."""
+    outputs, finish = [], []
+    for begin in range(0, len(token_ids), tokens_per_step):
+        own = list(token_ids[begin : begin + tokens_per_step])
+        delta = SequenceDelta(7, 0, own, [logprobs_of(token) for token in own] if with_logprobs else None)
+        if begin + tokens_per_step >= len(token_ids):
+            delta.finish_reason, delta.stop_reason = reason, stop_reason
+        step = processor.process([delta], ARRIVAL_S + STEP_S * (begin + 1))
+        outputs += step.outputs
+        finish += step.finish
+    return outputs, finish
+
+
+def text_of(tokenizer: Tokenizer, tokens: Sequence[int], **params: object) -> str:
+    outputs, _ = run(start(tokenizer, stream=False, **params), tokens)
+    return outputs[-1].outputs[0].text
+
+
+# --- without stop strings ---------------------------------------------------------------------------------------------
+
+
+def test_request_that_is_not_streamed_gives_one_output(tokenizer: Tokenizer) -> None:
+    tokens = tokens_of(tokenizer, " brown fox 日本 😀")
+    (output,), finish = run(start(tokenizer, stream=False), tokens)
+    assert (output.request_id, output.prompt, output.finished) == ("mine", PROMPT, True)
+    assert output.prompt_token_ids == tokenizer.encode(PROMPT)
+    (choice,) = output.outputs
+    assert (choice.index, choice.text, choice.token_ids) == (0, " brown fox 日本 😀", tokens)
+    assert (choice.finish_reason, choice.stop_reason, finish) == ("length", None, [])
+    assert (choice.logprobs, choice.cumulative_logprob, output.prompt_logprobs) == (None, None, None)
+
+
+def test_stream_grows_and_ends_as_the_whole(tokenizer: Tokenizer) -> None:
+    tokens = tokens_of(tokenizer, " brown fox 日本 😀")
+    outputs, _ = run(start(tokenizer), tokens)
+    assert len(outputs) == len(tokens)
+    texts = [output.outputs[0].text for output in outputs]
+    assert [output.outputs[0].token_ids for output in outputs] == [tokens[: n + 1] for n in range(len(tokens))]
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+    assert not any("\ufffd" in text for text in texts)
+    assert texts[-1] == " brown fox 日本 😀"
+    assert [output.finished for output in outputs] == [False] * (len(tokens) - 1) + [True]
+
+
+def test_earlier_outputs_do_not_change_later(tokenizer: Tokenizer) -> None:
+    outputs, _ = run(start(tokenizer, logprobs=0), tokens_of(tokenizer, " the fox"), with_logprobs=True)
+    first = outputs[0].outputs[0]
+    assert (len(first.token_ids), len(first.logprobs or []), first.finish_reason) == (1, 1, None)
+    assert outputs[0].metrics is not None
+    assert outputs[0].metrics.finished_s is None
+
+
+def test_unfinished_character_shows_only_at_the_end(tokenizer: Tokenizer) -> None:
+    *most, _ = tokens_of(tokenizer, "x🦊")
+    outputs, _ = run(start(tokenizer), most)
+    assert [output.outputs[0].text for output in outputs[:-1]] == ["x"] * (len(most) - 1)
+    assert outputs[-1].outputs[0].text == "x\ufffd"
+
+
+def test_text_continues_the_prompt(sentencepiece: Tokenizer) -> None:
+    assert text_of(sentencepiece, tokens_of(sentencepiece, "stop")) == " stop"
+
+
+def test_end_of_sequence_token_is_a_token_but_no_text(tokenizer: Tokenizer) -> None:
+    eos = tokenizer.eos_token_id
+    tokens = [*tokens_of(tokenizer, " fox"), eos]
+    for skip in (True, False):
+        outputs, _ = run(start(tokenizer, skip_special_tokens=skip), tokens, reason="stop")
+        choice = outputs[-1].outputs[0]
+        assert (choice.text, choice.token_ids[-1], choice.finish_reason) == (" fox", eos, "stop")
+        assert choice.stop_reason is None
+
+
+def test_stop_token_is_shown_when_stops_are_included(tokenizer: Tokenizer) -> None:
+    tokens = tokens_of(tokenizer, " fox the")
+    for include, text in ((False, " fox"), (True, " fox the")):
+        outputs, _ = run(
+            start(tokenizer, include_stop_str_in_output=include), tokens, reason="stop", stop_reason=tokens[-1]
+        )
+        choice = outputs[-1].outputs[0]
+        assert (choice.text, choice.token_ids, choice.stop_reason) == (text, tokens, tokens[-1])
+
+
+def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
+    tokens = tokens_of(tokenizer, " fox</s> the")
+    assert text_of(tokenizer, tokens) == " fox the"
+    assert text_of(tokenizer, tokens, skip_special_tokens=False) == " fox</s> the"
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_without_text_all_else_is_there(tokenizer: Tokenizer, has_tokenizer: bool) -> None:
+    processor = start(tokenizer if has_tokenizer else None, detokenize=False, logprobs=1)
+    outputs, _ = run(processor, [8, 9], with_logprobs=True)
+    choice = outputs[-1].outputs[0]
+    assert (choice.text, choice.token_ids, choice.finish_reason) == ("", [8, 9], "length")
+    assert choice.logprobs is not None
+    assert [candidate.decoded_token for candidate in choice.logprobs[0].values()] == [None] * 3
+
+
+# --- stop strings -----------------------------------------------------------------------------------------------------
+
+
+def test_stop_string_across_tokens_cuts_everything_at_the_token_that_completes_it(tokenizer: Tokenizer) -> None:
+    text = " one E"
+    tokens = [*tokens_of(tokenizer, text), *tokens_of(tokenizer, "N"), *tokens_of(tokenizer, "D, and"), 9, 9]
+    last = len(tokens_of(tokenizer, text)) + 2  # the token that begins with D
+    processor = start(tokenizer, stop="END", logprobs=2)
+    outputs, finish = run(processor, tokens, with_logprobs=True)
+    choice = outputs[-1].outputs[0]
+    assert choice.text == " one "
+    assert choice.token_ids == tokens[:last]
+    assert choice.logprobs is not None
+    assert [next(iter(position)) for position in choice.logprobs] == tokens[:last]
+    assert choice.cumulative_logprob == pytest.approx(sum(-token / 100 for token in tokens[:last]))
+    assert (choice.finish_reason, choice.stop_reason, outputs[-1].finished) == ("stop", "END", True)
+    assert finish == [(7, 0)], "the engine is told, once"
+    assert len(outputs) == last, "what came later is ignored"
+
+
+def test_stop_string_inside_a_token_cuts_the_text_after_it(tokenizer: Tokenizer) -> None:
+    tokens = tokens_of(tokenizer, " stop")
+    assert len(tokens) == 1
+    assert text_of(tokenizer, tokens, stop=["to"]) == " s"
+    assert text_of(tokenizer, tokens, stop=["to"], include_stop_str_in_output=True) == " sto"
+
+
+def test_stop_string_in_the_engines_last_token_needs_no_finish(tokenizer: Tokenizer) -> None:
+    outputs, finish = run(start(tokenizer, stop="op"), tokens_of(tokenizer, " the stop"))
+    choice = outputs[-1].outputs[0]
+    assert (choice.text, choice.finish_reason, choice.stop_reason, finish) == (" the st", "stop", "op", [])
+
+
+def test_stop_string_in_the_middle_of_a_delta_leaves_the_rest_out(tokenizer: Tokenizer) -> None:
+    tokens = tokens_of(tokenizer, " one END two")
+    processor = start(tokenizer, stop="END", logprobs=0)
+    outputs, finish = run(processor, tokens, tokens_per_step=len(tokens), with_logprobs=True)
+    choice = outputs[-1].outputs[0]
+    assert choice.text == " one "
+    assert tokenizer.decode(choice.token_ids) == " one END"
+    assert len(choice.logprobs or []) == len(choice.token_ids)
+    assert (choice.finish_reason, finish) == ("stop", [])
+
+
+def test_prompt_is_not_searched_for_stop_strings(tokenizer: Tokenizer) -> None:
+    assert text_of(tokenizer, tokens_of(tokenizer, "k fox"), stop="quick") == "k fox"
+
+
+def test_beginning_of_a_stop_string_never_leaks_and_is_released_at_the_end(tokenizer: Tokenizer) -> None:
+    tokens = [token for text in (" a #", "#", "b", "#") for token in tokens_of(tokenizer, text)]
+    outputs, _ = run(start(tokenizer, stop="###"), tokens)
+    texts = [output.outputs[0].text for output in outputs]
+    assert texts[-4:] == [" a ", " a ", " a ##b", " a ##b#"]
+
+
+def test_stop_token_releases_what_was_held_back(tokenizer: Tokenizer) -> None:
+    tokens = [*tokens_of(tokenizer, " a ##"), tokenizer.eos_token_id]
+    outputs, _ = run(start(tokenizer, stop="###"), tokens, reason="stop")
+    choice = outputs[-1].outputs[0]
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == (" a ##", "stop", None)
+
+
+def test_stop_string_counts_from_min_tokens_on(tokenizer: Tokenizer) -> None:
+    tokens = tokens_of(tokenizer, "##")[:1] * 2 + tokens_of(tokenizer, " the") + tokens_of(tokenizer, "##")[:1] * 2
+    hashes = tokenizer.decode(tokens[:2])
+    for min_tokens, kept in ((2, 2), (3, 5), (4, 5), (5, 5), (6, 5)):
+        outputs, finish = run(start(tokenizer, stop=hashes, min_tokens=min_tokens), [*tokens, tokens[2]])
+        choice = outputs[-1].outputs[0]
+        assert len(choice.token_ids) == (kept if min_tokens < 6 else 6), f"min_tokens={min_tokens}"
+        assert (choice.finish_reason == "stop") == (min_tokens < 6) == bool(finish)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "sentencepiece"])
+def test_random_texts_and_stops_against_a_plain_oracle(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    rng = random.Random(kind)
+    words = [" the", " stop", "stops", "日本", " 😀", "é", "e\u0301", "\n", "#", " fox", "ab", "</s>"]
+    num_stopped = 0
+    for _ in range(300):
+        tokens = [token for _ in range(rng.randint(1, 4)) for token in tokens_of(tokenizer, rng.choice(words))]
+        text = tokenizer.decode([*tokenizer.encode(PROMPT), *tokens]).removeprefix(PROMPT)
+        begins = rng.choices(range(len(text) + 1), k=rng.randint(1, 3))
+        stops = [text[begin : begin + rng.randint(1, 6)] or "zz" for begin in begins]
+        params = {"stop": stops, "include_stop_str_in_output": rng.random() < 0.3}
+        expected_text, expected_tokens, expected_stop = oracle(tokenizer, tokens, **params)
+        whole, _ = run(start(tokenizer, stream=False, **params), tokens, tokens_per_step=rng.randint(1, 3))
+        outputs, _ = run(start(tokenizer, **params), tokens)
+        for output in (whole[-1], outputs[-1]):
+            choice = output.outputs[0]
+            assert (choice.text, len(choice.token_ids)) == (expected_text, expected_tokens), stops
+            assert choice.stop_reason == expected_stop
+        assert all(expected_text.startswith(output.outputs[0].text) for output in outputs), "text was taken back"
+        num_stopped += expected_stop is not None
+    assert num_stopped > 50
+
+
+def oracle(
+    tokenizer: Tokenizer, tokens: list[int], stop: list[str], include_stop_str_in_output: bool
+) -> tuple[str, int, str | None]:
+    """Decode each prefix of the output as a whole and look for stop strings in it, character by character."""
+    prompt = tokenizer.encode(PROMPT)
+    for num_tokens in range(1, len(tokens) + 1):
+        text = tokenizer.decode([*prompt, *tokens[:num_tokens]]).removeprefix(PROMPT)
+        text = text if num_tokens == len(tokens) else text.rstrip("\ufffd")
+        for end in range(1, len(text) + 1):
+            found = [string for string in stop if text[:end].endswith(string)]
+            if found:
+                longest = max(found, key=len)
+                start_of_stop = end - len(longest)
+                return text[: end if include_stop_str_in_output else start_of_stop], num_tokens, longest
+    return text, len(tokens), None
+
+
+# --- logprobs ---------------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_hold_the_chosen_token_first_with_its_text(tokenizer: Tokenizer) -> None:
+    tokens = tokens_of(tokenizer, " the stop")
+    outputs, _ = run(start(tokenizer, logprobs=2), tokens, with_logprobs=True)
+    choice = outputs[-1].outputs[0]
+    assert choice.logprobs is not None
+    for token, position in zip(tokens, choice.logprobs, strict=True):
+        assert list(position) == [token, token + 1, token + 2]
+        assert (position[token].logprob, position[token].rank) == (-token / 100, 3)
+        assert position[token].decoded_token == tokenizer.token_text(token)
+    assert choice.cumulative_logprob == pytest.approx(sum(-token / 100 for token in tokens))
+
+
+def test_chosen_token_among_the_most_likely_is_listed_once(tokenizer: Tokenizer) -> None:
+    processor = start(tokenizer, logprobs=2)
+    record = TokenLogprobs([4, 3, 4], [-1.0, -0.5, -1.0], [2, 1, 2])
+    (output,) = processor.process([SequenceDelta(7, 0, [4], [record])], ARRIVAL_S).outputs
+    assert output.outputs[0].logprobs is not None
+    assert list(output.outputs[0].logprobs[0]) == [4, 3]
+
+
+def test_prompt_logprobs_have_nothing_for_the_first_token(tokenizer: Tokenizer) -> None:
+    processor = start(tokenizer, prompt_logprobs=2, n=2)
+    (output,) = processor.process([SequenceDelta(7, 1, [4])], ARRIVAL_S).outputs
+    assert output.prompt_logprobs is None, "they ride on branch 0"
+    delta = SequenceDelta(7, 0, [4], prompt_logprobs=[logprobs_of(token) for token in (11, 12)])
+    (output,) = processor.process([delta], ARRIVAL_S).outputs
+    assert output.prompt_logprobs is not None
+    first, *others = output.prompt_logprobs
+    assert first is None
+    assert [list(position or ()) for position in others] == [[11, 12, 13], [12, 13, 14]]
+
+
+def test_prompt_of_one_token_has_one_empty_prompt_logprob(tokenizer: Tokenizer) -> None:
+    (output,) = start(tokenizer, prompt_logprobs=1).process([SequenceDelta(7, 0, [4])], ARRIVAL_S).outputs
+    assert output.prompt_logprobs == [None]
+
+
+# --- branches and ends ------------------------------------------------------------------------------------------------
+
+
+def test_request_ends_with_its_last_branch(tokenizer: Tokenizer) -> None:
+    the, stop = tokens_of(tokenizer, " the")[0], tokens_of(tokenizer, " stop")[0]
+    processor = start(tokenizer, stream=False, n=3, stop=" stop")
+    step = processor.process([SequenceDelta(7, index, [the]) for index in range(3)], 101.0)
+    assert (step.outputs, step.finish) == ([], [])
+    deltas = [
+        SequenceDelta(7, 0, [the], finish_reason="length"),
+        SequenceDelta(7, 1, [stop]),
+        SequenceDelta(7, 2, [the]),
+    ]
+    step = processor.process(deltas, 102.0)
+    assert (step.outputs, step.finish) == ([], [(7, 1)])
+    late = SequenceDelta(7, 1, [the], finish_reason="length")
+    step = processor.process([late, SequenceDelta(7, 2, [the], finish_reason="stop", stop_reason=the)], 103.0)
+    (output,) = step.outputs
+    assert [choice.text for choice in output.outputs] == [" the the", " the", " the the"]
+    assert [choice.finish_reason for choice in output.outputs] == ["length", "stop", "stop"]
+    assert [choice.stop_reason for choice in output.outputs] == [None, " stop", the]
+    assert [choice.index for choice in output.outputs] == [0, 1, 2]
+
+
+def test_streamed_request_with_branches_gives_one_output_per_step(tokenizer: Tokenizer) -> None:
+    processor = start(tokenizer, n=2)
+    step = processor.process([SequenceDelta(7, index, tokens_of(tokenizer, " the")) for index in range(2)], 101.0)
+    assert [[choice.text for choice in output.outputs] for output in step.outputs] == [[" the", " the"]]
+
+
+def test_requests_do_not_mix(tokenizer: Tokenizer) -> None:
+    processor = start(tokenizer)
+    processor.add(
+        8, external_id="other", prompt=None, prompt_token_ids=[4], params=SamplingParams(), arrival_s=0.0, stream=True
+    )
+    step = processor.process(
+        [SequenceDelta(8, 0, tokens_of(tokenizer, " fox")), SequenceDelta(7, 0, tokens_of(tokenizer, " the"))], 101.0
+    )
+    texts = [(output.request_id, output.outputs[0].text) for output in step.outputs]
+    assert texts == [("other", " fox"), ("mine", " the")]
+
+
+def test_abort_gives_what_was_there_and_ignores_what_comes(tokenizer: Tokenizer) -> None:
+    the = tokens_of(tokenizer, " the")[0]
+    processor = start(tokenizer, n=2, stop="ee")
+    processor.process([SequenceDelta(7, 0, [the], finish_reason="length"), SequenceDelta(7, 1, [the])], 101.0)
+    output = processor.abort(7, 102.0)
+    assert output.finished
+    assert [choice.finish_reason for choice in output.outputs] == ["length", "abort"]
+    assert [choice.text for choice in output.outputs] == [" the", " the"], "held back text is released"
+    assert output.metrics is not None
+    assert output.metrics.finished_s == 102.0
+    assert processor.process([SequenceDelta(7, 1, [the])], 103.0) == ([], [])
+    with pytest.raises(KeyError):
+        processor.abort(7, 104.0)
+
+
+def test_id_is_free_again_after_the_end(tokenizer: Tokenizer) -> None:
+    processor = start(tokenizer)
+    run(processor, [9])
+    processor.add(7, external_id="next", prompt=None, prompt_token_ids=[4], params=SamplingParams(), arrival_s=0.0)
+    assert run(processor, [9])[0][0].request_id == "next"
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_tell_when_things_happened(tokenizer: Tokenizer) -> None:
+    processor = start(tokenizer)
+    request = Request(7, [4], SamplingParams(), seed=0, max_tokens=3)
+    processor.note_admitted([request], 100.2)
+    outputs, _ = run(processor, [9, 9])
+    request.num_preemptions = 2
+    first, last = outputs[0].metrics, outputs[1].metrics
+    assert first is not None
+    assert last is not None
+    assert (first.arrival_s, first.first_scheduled_s, first.first_token_s) == (100.0, 100.2, 100.5)
+    assert first.queue_s == pytest.approx(0.2)
+    assert (first.finished_s, last.first_token_s, last.finished_s) == (None, 100.5, 101.0)
+    processor.note_admitted([request], 105.0)  # ended: nothing to note
+
+
+def test_preemptions_are_counted_and_the_first_admission_stays(tokenizer: Tokenizer) -> None:
+    processor = start(tokenizer)
+    request = Request(7, [4], SamplingParams(), seed=0, max_tokens=3)
+    processor.note_admitted([request], 100.2)
+    request.num_preemptions = 2
+    processor.note_admitted([request], 100.4)
+    metrics = run(processor, [9])[0][0].metrics
+    assert metrics is not None
+    assert (metrics.first_scheduled_s, metrics.num_preemptions) == (100.2, 2)
+
+
+def test_module_loads_no_torch() -> None:
+    source = Path(__file__).parents[2] / "src"
+    check = "import sys, quire.engine.output_processor; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True, env={"PYTHONPATH": str(source)}, timeout=60)
