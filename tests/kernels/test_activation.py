@@ -1,11 +1,15 @@
 """Activations against torch's, and each element to the bit against itself elsewhere in a tensor."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from quire.kernels.activation import gelu, gelu_tanh, relu, silu_and_mul
 
+Activation = Callable[[Tensor], Tensor]
 DTYPES = [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)]
 PLAIN = [
     (gelu_tanh, lambda x: F.gelu(x, approximate="tanh")),
@@ -14,12 +18,12 @@ PLAIN = [
 ]
 
 
-def silu(x):
+def silu(x: Tensor) -> Tensor:
     """The gated activation with a gate of x and nothing to multiply by."""
     return silu_and_mul(torch.cat([x, torch.ones_like(x)], dim=-1))
 
 
-def values(count, dtype=torch.float32):
+def values(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     x = torch.randn(count, generator=torch.Generator().manual_seed(0)) * 4
     x[:8] = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 90.0, -90.0, 6e4, -6e4])
     return x.to(dtype)
@@ -27,7 +31,7 @@ def values(count, dtype=torch.float32):
 
 @pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
 @pytest.mark.parametrize(("ours", "theirs"), [*PLAIN, (silu, F.silu)])
-def test_activation_matches_torch(ours, theirs, dtype, tol):
+def test_activation_matches_torch(ours: Activation, theirs: Activation, dtype: torch.dtype, tol: float) -> None:
     x = values(5000, dtype)
     result = ours(x)
     assert result.dtype == dtype
@@ -35,7 +39,7 @@ def test_activation_matches_torch(ours, theirs, dtype, tol):
 
 
 @pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
-def test_gate_multiplies_the_second_half(dtype, tol):
+def test_gate_multiplies_the_second_half(dtype: torch.dtype, tol: float) -> None:
     gate_up = values(6 * 86, dtype).clamp(-50, 50).view(6, 86)
     gate, up = gate_up.double().chunk(2, dim=-1)
     torch.testing.assert_close(silu_and_mul(gate_up), (F.silu(gate) * up).to(dtype), rtol=2 * tol, atol=tol)
@@ -44,7 +48,9 @@ def test_gate_multiplies_the_second_half(dtype, tol):
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", [gelu_tanh, gelu, relu, silu])
-def test_elements_have_the_same_bits_wherever_they_stand(activation, dtype, num_threads):
+def test_elements_have_the_same_bits_wherever_they_stand(
+    activation: Activation, dtype: torch.dtype, num_threads: int
+) -> None:
     x = values(100_000, dtype)
     whole = activation(x)
     for count in range(1, 101):
@@ -55,7 +61,7 @@ def test_elements_have_the_same_bits_wherever_they_stand(activation, dtype, num_
 
 
 @pytest.mark.parametrize("width", [8, 43, 172, 1000])
-def test_gated_rows_have_the_same_bits_among_any_others(width):
+def test_gated_rows_have_the_same_bits_among_any_others(width: int) -> None:
     gate_up = values(200 * 2 * width).view(200, 2 * width)
     together = silu_and_mul(gate_up)
     assert torch.equal(torch.cat([silu_and_mul(row[None]) for row in gate_up]), together)

@@ -1,7 +1,10 @@
 """Writing keys and values into their slots."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from quire.kernels import kv_cache_write
 from quire.kernels.kv_cache_write import write_kv
@@ -9,19 +12,21 @@ from quire.kernels.kv_cache_write import write_kv
 WRITERS = [kv_cache_write.reference, write_kv]
 
 
-def step(slots, dtype=torch.float32, heads=3, head_dim=8):
+def step(
+    slots: list[int], dtype: torch.dtype = torch.float32, heads: int = 3, head_dim: int = 8
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(len(slots))
     key, value = (torch.randn(len(slots), heads, head_dim, generator=generator).to(dtype) for _ in range(2))
     return key, value, torch.tensor(slots, dtype=torch.int64)
 
 
-def caches(dtype=torch.float32):
+def caches(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.full((6, 16, 3, 8), 7.0, dtype=dtype) for _ in range(2)]
 
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_tokens_land_in_their_slots_and_nowhere_else(write, dtype):
+def test_tokens_land_in_their_slots_and_nowhere_else(write: Callable[..., None], dtype: torch.dtype) -> None:
     slots = [95, 0, 17, 16, 40]
     key, value, slot_mapping = step(slots, dtype)
     key_cache, value_cache = caches(dtype)
@@ -36,7 +41,7 @@ def test_tokens_land_in_their_slots_and_nowhere_else(write, dtype):
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("slots", [[-1, 5, -1, 0], [-1, -1], []])
-def test_slot_of_minus_one_writes_nothing(write, slots):
+def test_slot_of_minus_one_writes_nothing(write: Callable[..., None], slots: list[int]) -> None:
     key, value, slot_mapping = step(slots)
     key_cache, value_cache = caches()
     write(key, value, key_cache, value_cache, slot_mapping)
@@ -45,7 +50,7 @@ def test_slot_of_minus_one_writes_nothing(write, slots):
     assert torch.equal(value_cache.view(96, 3, 8)[written], value[[slots.index(slot) for slot in written]])
 
 
-def test_back_end_matches_reference_on_random_steps():
+def test_back_end_matches_reference_on_random_steps() -> None:
     generator = torch.Generator().manual_seed(0)
     for count in (1, 2, 17, 60):
         slots = torch.randperm(96, generator=generator)[:count]
@@ -59,7 +64,7 @@ def test_back_end_matches_reference_on_random_steps():
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_keys_cut_from_a_fused_projection_are_written(write):
+def test_keys_cut_from_a_fused_projection_are_written(write: Callable[..., None]) -> None:
     fused = torch.randn(4, 5 * 24, generator=torch.Generator().manual_seed(0))
     key, value = (fused[:, begin : begin + 24].view(4, 3, 8) for begin in (48, 96))
     key_cache, value_cache = caches()

@@ -1,8 +1,11 @@
 """Packed linear layers against a plain product, and to the bit against themselves among other rows."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from quire.kernels import linear
 from quire.kernels.linear import MAX_ROWS, PackedLinear, PlainLinear, equal_row_counts
@@ -11,7 +14,7 @@ SHAPES = [(1, 33), (7, 13), (172, 64), (64, 172), (512, 64), (768, 256), (1152, 
 DTYPES = [(torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
 
 
-def revealing(num_rows, out_features, in_features, dtype):
+def revealing(num_rows: int, out_features: int, in_features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows and a weight whose products cancel but for rounding, so that any change of order shows.
 
     Unlike the factors of the layer's own probe, a term's negative stands in the other half of the row.
@@ -24,7 +27,7 @@ def revealing(num_rows, out_features, in_features, dtype):
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _seed() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
@@ -33,7 +36,9 @@ def _seed():
 @pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_packed_layer_matches_a_plain_product(shape, has_bias, dtype, tol):
+def test_packed_layer_matches_a_plain_product(
+    shape: tuple[int, int], has_bias: bool, dtype: torch.dtype, tol: float
+) -> None:
     weight, x = torch.randn(shape) / shape[1] ** 0.5, torch.randn(70, shape[1]).to(dtype)
     bias = torch.randn(shape[0]).to(dtype) if has_bias else None
     result = PackedLinear(weight.to(dtype), bias)(x)
@@ -46,7 +51,7 @@ def test_packed_layer_matches_a_plain_product(shape, has_bias, dtype, tol):
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_have_the_same_bits_among_any_others(shape, dtype, num_threads):
+def test_rows_have_the_same_bits_among_any_others(shape: tuple[int, int], dtype: torch.dtype, num_threads: int) -> None:
     rows, weight = revealing(150, *shape, dtype)
     layer = PackedLinear(weight, torch.zeros(shape[0], dtype=dtype))
     alone = torch.cat([layer(row[None]) for row in rows])
@@ -56,7 +61,7 @@ def test_rows_have_the_same_bits_among_any_others(shape, dtype, num_threads):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_probe_sees_another_order_of_summation(dtype):
+def test_the_probe_sees_another_order_of_summation(dtype: torch.dtype) -> None:
     """Its factors must tell apart sums that ordinary values, rounded to bfloat16, mostly do not."""
     rows, weight = linear._revealing_factors(64, 256, dtype)
     forward = F.linear(rows.float(), weight.float()).to(dtype)
@@ -64,21 +69,23 @@ def test_the_probe_sees_another_order_of_summation(dtype):
     assert (forward != backward).float().mean() > 0.5
 
 
-def test_row_counts_that_give_other_bits_are_not_used(monkeypatch):
+def test_row_counts_that_give_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product that sums differently below 16 rows, as on some machines, leaves 16, 32 and 64."""
-    def product(weight, bias):
-        return lambda rows: F.linear(rows.double() if len(rows) < 16 else rows, weight.to(rows.dtype).double()
-                                     if len(rows) < 16 else weight).to(rows.dtype)
+
+    def product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        return lambda rows: F.linear(
+            rows.double() if len(rows) < 16 else rows, weight.to(rows.dtype).double() if len(rows) < 16 else weight
+        ).to(rows.dtype)
 
     monkeypatch.setattr(linear, "_product", product)
     assert equal_row_counts.__wrapped__(48, 96, torch.float32, False, torch.get_num_threads()) == (16, 32, 64)
 
 
-def test_the_library_never_sees_another_row_count(monkeypatch):
+def test_the_library_never_sees_another_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
     original = linear._product
 
-    def product(weight, bias):
+    def product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         multiply = original(weight, bias)
         return lambda rows: (seen.add(len(rows)), multiply(rows))[1]
 
@@ -90,11 +97,11 @@ def test_the_library_never_sees_another_row_count(monkeypatch):
     assert MAX_ROWS in seen
 
 
-def test_no_rows_give_no_rows():
+def test_no_rows_give_no_rows() -> None:
     assert PackedLinear(torch.randn(24, 40))(torch.randn(0, 40)).shape == (0, 24)
 
 
-def test_head_of_a_low_precision_model_gives_float32_logits():
+def test_head_of_a_low_precision_model_gives_float32_logits() -> None:
     weight, x = torch.randn(100, 64).bfloat16(), torch.randn(3, 64).bfloat16()
     logits = PackedLinear(weight, dtype=torch.float32)(x)
     assert logits.dtype == torch.float32
@@ -103,7 +110,7 @@ def test_head_of_a_low_precision_model_gives_float32_logits():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_layer_works_without_onednn(dtype, monkeypatch):
+def test_layer_works_without_onednn(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_has_onednn", lambda: False)
     rows, weight = revealing(40, 37, 51, dtype)
     layer = PackedLinear(weight)
@@ -112,7 +119,7 @@ def test_layer_works_without_onednn(dtype, monkeypatch):
     assert layer(rows).dtype == dtype
 
 
-def test_probing_leaves_the_global_random_state_alone():
+def test_probing_leaves_the_global_random_state_alone() -> None:
     before = torch.get_rng_state()
     equal_row_counts.__wrapped__(8, 8, torch.float32, True, torch.get_num_threads())
     assert torch.equal(torch.get_rng_state(), before)

@@ -1,7 +1,10 @@
 """RMSNorm and LayerNorm against float64, and each row to the bit against itself among other rows."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from quire.kernels.norm import layer_norm, rms_norm
@@ -10,7 +13,7 @@ WIDTHS = [8, 32, 64, 80, 128, 172, 333, 768, 896, 2048, 4864]
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
 
 
-def norms(width, dtype):
+def norms(width: int, dtype: torch.dtype) -> tuple[Callable[..., tuple[Tensor, Tensor]], ...]:
     """Both norms as functions of rows and residual."""
     generator = torch.Generator().manual_seed(width)
     weight, bias = (torch.randn(width, generator=generator).to(dtype) for _ in range(2))
@@ -21,13 +24,13 @@ def norms(width, dtype):
     )
 
 
-def rows(*shape, dtype=torch.float32, seed=0):
+def rows(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3 + 0.5).to(dtype)
 
 
 @pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_norms_match_their_formulas_in_float64(width, dtype, tol):
+def test_norms_match_their_formulas_in_float64(width: int, dtype: torch.dtype, tol: float) -> None:
     x, weight, bias = rows(5, width, dtype=dtype), rows(width, dtype=dtype, seed=1), rows(width, dtype=dtype, seed=2)
     wide = x.double()
     expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
@@ -38,7 +41,7 @@ def test_norms_match_their_formulas_in_float64(width, dtype, tol):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_rms_norm_rounds_where_transformers_does(dtype):
+def test_rms_norm_rounds_where_transformers_does(dtype: torch.dtype) -> None:
     x, weight = rows(9, 896, dtype=dtype), rows(896, dtype=dtype, seed=1)
     theirs = LlamaRMSNorm(896, eps=1e-6).to(dtype)
     theirs.weight.data.copy_(weight)
@@ -48,7 +51,7 @@ def test_rms_norm_rounds_where_transformers_does(dtype):
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_rows_have_the_same_bits_among_any_others(width, dtype, num_threads):
+def test_rows_have_the_same_bits_among_any_others(width: int, dtype: torch.dtype, num_threads: int) -> None:
     x = rows(300, width, dtype=dtype)
     for norm in norms(width, dtype):
         alone = torch.cat([norm(row[None])[0] for row in x])
@@ -58,7 +61,7 @@ def test_rows_have_the_same_bits_among_any_others(width, dtype, num_threads):
 
 
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 80, 128])
-def test_heads_cut_from_a_fused_projection_have_the_same_bits(head_dim):
+def test_heads_cut_from_a_fused_projection_have_the_same_bits(head_dim: int) -> None:
     fused = rows(40, 12 * head_dim)
     heads = fused[:, head_dim : 7 * head_dim].view(40, 6, head_dim)  # not contiguous
     for norm in norms(head_dim, torch.float32):
@@ -67,7 +70,7 @@ def test_heads_cut_from_a_fused_projection_have_the_same_bits(head_dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_residual_is_added_first_and_returned(dtype):
+def test_residual_is_added_first_and_returned(dtype: torch.dtype) -> None:
     x, residual = rows(6, 64, dtype=dtype), rows(6, 64, dtype=dtype, seed=1)
     for norm in norms(64, dtype):
         normed, summed = norm(x, residual)

@@ -5,36 +5,30 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire.kernels import paged_attention
 from quire.kernels.back_end import REFERENCE
+from support.paged_cache import Paging, Part, Tokens, attend
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
 HEADS = [(4, 4, 8), (4, 2, 32), (14, 2, 64), (8, 1, 80), (8, 2, 128)]  # groups of 1, 2, 7, 8 and 4
 BLOCK_SIZES = [8, 16, 32, 64, 128]
 LENGTH = 300  # several key tiles, the last one not full
-LONG = 1200   # more key tiles than one round holds
+LONG = 1200  # more key tiles than one round holds
 
 
-@pytest.fixture
-def parts_of(make_part):
-    """Cut [0, length) of a sequence into parts of `chunk` tokens."""
-
-    def cut(tokens, chunk, begin=0):
-        length = len(tokens.query)
-        return [make_part(tokens, start, min(start + chunk, length)) for start in range(begin, length, chunk)]
-
-    return cut
+def parts_of(tokens: Tokens, chunk: int, begin: int = 0) -> list[Part]:
+    """Cut a sequence from `begin` on into parts of `chunk` tokens."""
+    length = len(tokens.query)
+    return [Part(tokens, start, min(start + chunk, length)) for start in range(begin, length, chunk)]
 
 
-@pytest.fixture
-def one_by_one(attend, parts_of):
-    """Compute a sequence's positions from `begin` on, one token per step, nothing beside it."""
-
-    def compute(tokens, window=None, begin=0):
-        return torch.cat([attend([part], window=window)[0] for part in parts_of(tokens, 1, begin)])
-
-    return compute
+def in_chunks(
+    tokens: Tokens, chunk: int, window: int | None = None, begin: int = 0, paging: Paging | None = None
+) -> Tensor:
+    """Compute a sequence's positions from `begin` on, `chunk` tokens per step, nothing beside it."""
+    return torch.cat([attend([part], paging, window)[0] for part in parts_of(tokens, chunk, begin)])
 
 
 @pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
@@ -45,16 +39,18 @@ def one_by_one(attend, parts_of):
     [[(0, 1)], [(0, 16)], [(63, 64), (64, 65)], [(16, 17), (0, 3), (0, 250), (249, 250)], [(5, 70), (31, 33)]],
     ids=["one token", "full block", "tile border", "ragged", "chunks"],
 )
-def test_back_end_matches_reference(attend, make_part, make_tokens, spans, window, heads, dtype, tol):
-    parts = [make_part(make_tokens(stop, heads, dtype, seed), start, stop) for seed, (start, stop) in enumerate(spans)]
+def test_back_end_matches_reference(
+    spans: list[tuple[int, int]], window: int | None, heads: tuple[int, int, int], dtype: torch.dtype, tol: float
+) -> None:
+    parts = [Part(Tokens.random(stop, heads, dtype, seed), start, stop) for seed, (start, stop) in enumerate(spans)]
     expected = attend(parts, window=window, back_end=REFERENCE)
     for result, wanted in zip(attend(parts, window=window), expected, strict=True):
         torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
 
 
-def test_reference_is_softmax_attention(attend, make_part, make_tokens):
-    tokens = make_tokens(40, (4, 2, 16))
-    (result,) = attend([make_part(tokens, 0, 40)], back_end=REFERENCE)
+def test_reference_is_softmax_attention() -> None:
+    tokens = Tokens.random(40, (4, 2, 16))
+    (result,) = attend([Part(tokens, 0, 40)], back_end=REFERENCE)
     query, key, value = (x.transpose(0, 1) for x in (tokens.query, tokens.key, tokens.value))
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key.repeat_interleave(2, 0), value.repeat_interleave(2, 0), is_causal=True
@@ -65,89 +61,88 @@ def test_reference_is_softmax_attention(attend, make_part, make_tokens):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("window", [None, 100])
-def test_chunking_never_changes_a_bit(attend, parts_of, one_by_one, make_tokens, heads, dtype, window):
-    tokens = make_tokens(LENGTH, heads, dtype)
-    alone = one_by_one(tokens, window)
+def test_chunking_never_changes_a_bit(heads: tuple[int, int, int], dtype: torch.dtype, window: int | None) -> None:
+    tokens = Tokens.random(LENGTH, heads, dtype)
+    alone = in_chunks(tokens, 1, window)
     for chunk in (7, 16, 33, LENGTH):
-        chunked = torch.cat([attend([part], window=window)[0] for part in parts_of(tokens, chunk)])
+        chunked = in_chunks(tokens, chunk, window)
         assert torch.equal(chunked, alone), f"chunks of {chunk}"
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("window", [None, 70])
-def test_block_size_and_block_ids_never_change_a_bit(attend, parts_of, make_part, make_paging, make_tokens, heads, window):
-    tokens = make_tokens(LENGTH, heads)
-    parts = [make_part(tokens, 0, 90), make_part(tokens, 90, LENGTH - 1), make_part(tokens, LENGTH - 1, LENGTH)]
+def test_block_size_and_block_ids_never_change_a_bit(heads: tuple[int, int, int], window: int | None) -> None:
+    tokens = Tokens.random(LENGTH, heads)
+    parts = [Part(tokens, 0, 90), Part(tokens, 90, LENGTH - 1), Part(tokens, LENGTH - 1, LENGTH)]
     alone = [attend([part], window=window)[0] for part in parts]
     for seed, block_size in enumerate(BLOCK_SIZES):
-        results = attend(parts, make_paging(block_size, seed), window)
+        results = attend(parts, Paging(block_size, seed), window)
         assert all(map(torch.equal, results, alone)), f"blocks of {block_size}"
 
 
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("window", [None, 40])
-def test_neighbours_never_change_a_bit(attend, make_part, make_paging, make_tokens, heads, window, num_threads):
+def test_neighbours_never_change_a_bit(heads: tuple[int, int, int], window: int | None, num_threads: int) -> None:
     chooser = random.Random(0)
-    tokens = make_tokens(LENGTH, heads)
-    watched = [make_part(tokens, start, stop) for start, stop in ((0, 40), (LENGTH - 1, LENGTH), (63, 64), (100, 171))]
+    tokens = Tokens.random(LENGTH, heads)
+    watched = [Part(tokens, start, stop) for start, stop in ((0, 40), (LENGTH - 1, LENGTH), (63, 64), (100, 171))]
     alone = [attend([part], window=window)[0] for part in watched]
     for seed in range(6):
-        starts = [chooser.choice([0, 1, 63, 64, 200, chooser.randrange(LENGTH)]) for _ in range(chooser.randrange(1, 12))]
+        count = chooser.randrange(1, 12)
+        starts = [chooser.choice([0, 1, 63, 64, 200, chooser.randrange(LENGTH)]) for _ in range(count)]
         stops = [min(LENGTH, start + chooser.choice([1, 1, 2, 30, 100])) for start in starts]
         neighbours = [
-            make_part(make_tokens(stop, heads, seed=100 + i), min(start, stop - 1), stop)
+            Part(Tokens.random(stop, heads, seed=100 + i), min(start, stop - 1), stop)
             for i, (start, stop) in enumerate(zip(starts, stops, strict=True))
         ]
         parts = watched + neighbours
         order = chooser.sample(range(len(parts)), len(parts))
-        results = dict(zip(order, attend([parts[i] for i in order], make_paging(seed=seed), window), strict=True))
+        results = dict(zip(order, attend([parts[i] for i in order], Paging(seed=seed), window), strict=True))
         assert all(torch.equal(results[i], alone[i]) for i in range(len(watched)))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 17, 64, 300])
-def test_number_of_sequences_never_changes_a_bit(attend, make_part, make_tokens, count):
-    tokens = [make_tokens(70 + i % 9, (14, 2, 64), seed=i) for i in range(count)]
-    parts = [make_part(each, len(each.query) - 1, len(each.query)) for each in tokens]
+def test_number_of_sequences_never_changes_a_bit(count: int) -> None:
+    tokens = [Tokens.random(70 + i % 9, (14, 2, 64), seed=i) for i in range(count)]
+    parts = [Part(each, len(each.query) - 1, len(each.query)) for each in tokens]
     results = attend(parts)
     for i in {0, count // 2, count - 1}:
         assert torch.equal(results[i], attend([parts[i]])[0])
 
 
 @pytest.mark.parametrize("window", [None, 64, 1100])
-def test_long_context_has_the_same_bits_by_the_token_and_as_a_whole(
-    attend, make_part, make_tokens, one_by_one, parts_of, window
-):
-    tokens = make_tokens(LONG, (4, 2, 32))
-    whole = attend([make_part(tokens, 0, LONG)], window=window)[0]
-    assert torch.equal(whole[1000:], one_by_one(tokens, window, begin=1000))
-    expected = attend([make_part(tokens, 0, LONG)], window=window, back_end=REFERENCE)[0]
+def test_long_context_has_the_same_bits_by_the_token_and_as_a_whole(window: int | None) -> None:
+    tokens = Tokens.random(LONG, (4, 2, 32))
+    whole = attend([Part(tokens, 0, LONG)], window=window)[0]
+    assert torch.equal(whole[1000:], in_chunks(tokens, 1, window, begin=1000))
+    expected = attend([Part(tokens, 0, LONG)], window=window, back_end=REFERENCE)[0]
     torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_step_that_exceeds_the_scratch_memory_gives_the_same_bits(attend, make_part, make_tokens, monkeypatch):
-    parts = [make_part(make_tokens(length, (14, 2, 64), seed=length), 0, length) for length in (200, 333, 64)]
+def test_step_that_exceeds_the_scratch_memory_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [Part(Tokens.random(length, (14, 2, 64), seed=length), 0, length) for length in (200, 333, 64)]
     in_one = attend(parts)
     monkeypatch.setattr("quire.kernels.attention_tiling.MAX_SCRATCH_BYTES", 1)
     assert all(map(torch.equal, attend(parts), in_one))
 
 
-def test_later_tokens_of_the_same_step_do_not_reach_earlier_ones(attend, make_part, make_tokens):
-    tokens = make_tokens(100, (4, 2, 32))
-    before = attend([make_part(tokens, 0, 100)])[0][:60].clone()
+def test_later_tokens_of_the_same_step_do_not_reach_earlier_ones() -> None:
+    tokens = Tokens.random(100, (4, 2, 32))
+    before = attend([Part(tokens, 0, 100)])[0][:60].clone()
     tokens.key[60:] = 1e30
     tokens.value[60:] = -1e30
-    assert torch.equal(attend([make_part(tokens, 0, 100)])[0][:60], before)
+    assert torch.equal(attend([Part(tokens, 0, 100)])[0][:60], before)
 
 
-def test_scores_far_apart_leave_no_nan(attend, make_part, make_tokens):
-    tokens = make_tokens(200, (4, 2, 32))
+def test_scores_far_apart_leave_no_nan() -> None:
+    tokens = Tokens.random(200, (4, 2, 32))
     tokens.key[:] *= 1e4
-    assert attend([make_part(tokens, 0, 200)])[0].isfinite().all()
+    assert attend([Part(tokens, 0, 200)])[0].isfinite().all()
 
 
-def test_layers_with_and_without_window_share_a_plan(make_tokens):
-    tokens = make_tokens(32, (4, 2, 32))
+def test_layers_with_and_without_window_share_a_plan() -> None:
+    tokens = Tokens.random(32, (4, 2, 32))
     caches = tokens.key.view(4, 8, 2, 32), tokens.value.view(4, 8, 2, 32)
     step = torch.arange(4).view(1, 4).int(), torch.tensor([0, 32]).int(), torch.tensor([32]).int()
     plan = paged_attention.prepare(*step, block_size=8)
@@ -157,8 +152,8 @@ def test_layers_with_and_without_window_share_a_plan(make_tokens):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_sequence_without_tokens_in_the_step_is_passed_over(make_tokens):
-    tokens = make_tokens(8, (4, 2, 32))
+def test_sequence_without_tokens_in_the_step_is_passed_over() -> None:
+    tokens = Tokens.random(8, (4, 2, 32))
     caches = tokens.key.view(1, 8, 2, 32), tokens.value.view(1, 8, 2, 32)
     starts, lengths = torch.tensor([0, 0, 8]).int(), torch.tensor([5, 8]).int()
     plan = paged_attention.prepare(torch.zeros(2, 1).int(), starts, lengths, block_size=8)
@@ -168,7 +163,7 @@ def test_sequence_without_tokens_in_the_step_is_passed_over(make_tokens):
 
 
 @pytest.mark.parametrize("block_size", [4, 12, 256])
-def test_block_size_that_kernels_do_not_take_is_refused(block_size):
+def test_block_size_that_kernels_do_not_take_is_refused(block_size: int) -> None:
     ints = torch.zeros(2).int()
     with pytest.raises(AssertionError, match="block size"):
         paged_attention.prepare(torch.zeros(1, 1).int(), ints, ints[:1], block_size)
@@ -179,11 +174,11 @@ def test_block_size_that_kernels_do_not_take_is_refused(block_size):
 @pytest.mark.parametrize("head_dim", [8, 16, 32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("window", [None, 33])
-def test_every_head_shape_is_exact(attend, parts_of, make_paging, make_tokens, head_dim, group, window, num_threads):
-    tokens = make_tokens(LENGTH, (2 * group, 2, head_dim))
+def test_every_head_shape_is_exact(head_dim: int, group: int, window: int | None, num_threads: int) -> None:
+    tokens = Tokens.random(LENGTH, (2 * group, 2, head_dim))
     whole = None
     for chunk, block_size in itertools.product((1, 7, 32, LENGTH), (8, 128)):
-        paging = make_paging(block_size, seed=chunk)
-        result = torch.cat([attend([part], paging, window)[0] for part in parts_of(tokens, chunk)])
+        paging = Paging(block_size, seed=chunk)
+        result = in_chunks(tokens, chunk, window, paging=paging)
         whole = result if whole is None else whole
         assert torch.equal(result, whole), f"chunks of {chunk}, blocks of {block_size}"

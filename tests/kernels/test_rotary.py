@@ -2,23 +2,24 @@
 
 import pytest
 import torch
+from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from quire.kernels.rotary import apply_rotary, rotary_table
 
 
-def frequencies(rotary_dim):
+def frequencies(rotary_dim: int) -> Tensor:
     return 10000.0 ** (-torch.arange(0, rotary_dim, 2).float() / rotary_dim)
 
 
-def heads(num_tokens, head_dim, dtype=torch.float32):
+def heads(num_tokens: int, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(head_dim)
     return tuple(torch.randn(num_tokens, count, head_dim, generator=generator).to(dtype) for count in (6, 2))
 
 
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 80, 128])
-def test_rotation_matches_transformers(head_dim, dtype, tol):
+def test_rotation_matches_transformers(head_dim: int, dtype: torch.dtype, tol: float) -> None:
     query, key = heads(50, head_dim, dtype)
     positions = torch.randperm(500, generator=torch.Generator().manual_seed(1))[:50]
     angles = torch.outer(positions.float(), frequencies(head_dim)).repeat(1, 2)
@@ -31,7 +32,7 @@ def test_rotation_matches_transformers(head_dim, dtype, tol):
         torch.testing.assert_close(ours, theirs[0].transpose(0, 1).to(dtype), rtol=tol, atol=tol)
 
 
-def test_table_holds_cosines_then_sines_times_scale():
+def test_table_holds_cosines_then_sines_times_scale() -> None:
     table = rotary_table(frequencies(16), 100, scale=1.5)
     angles = torch.outer(torch.arange(100).double(), frequencies(16).double())
     assert table.shape == (100, 16)
@@ -39,14 +40,14 @@ def test_table_holds_cosines_then_sines_times_scale():
     torch.testing.assert_close(table, (torch.cat([angles.cos(), angles.sin()], 1) * 1.5).float(), rtol=0, atol=1e-5)
 
 
-def test_position_zero_turns_nothing():
+def test_position_zero_turns_nothing() -> None:
     query, key = heads(3, 32)
     rotated = apply_rotary(query, key, torch.zeros(3, dtype=torch.int64), rotary_table(frequencies(32), 4))
     assert torch.equal(rotated[0], query)
     assert torch.equal(rotated[1], key)
 
 
-def test_dimensions_past_the_rotary_ones_pass_through():
+def test_dimensions_past_the_rotary_ones_pass_through() -> None:
     query, key = heads(5, 64)
     table, positions = rotary_table(frequencies(24), 10), torch.arange(5)
     rotated = apply_rotary(query, key, positions, table)
@@ -54,7 +55,7 @@ def test_dimensions_past_the_rotary_ones_pass_through():
     assert torch.equal(rotated[1][..., :24], apply_rotary(query, key[..., :24], positions, table)[1])
 
 
-def test_scores_depend_on_distance_alone():
+def test_scores_depend_on_distance_alone() -> None:
     query, key = heads(1, 64)
     table = rotary_table(frequencies(64), 300)
     scores = []
@@ -68,7 +69,7 @@ def test_scores_depend_on_distance_alone():
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [8, 80, 128])
-def test_tokens_have_the_same_bits_among_any_others(head_dim, dtype, num_threads):
+def test_tokens_have_the_same_bits_among_any_others(head_dim: int, dtype: torch.dtype, num_threads: int) -> None:
     query, key = heads(300, head_dim, dtype)
     positions, table = torch.arange(300).flip(0), rotary_table(frequencies(head_dim), 300)
     together = apply_rotary(query, key, positions, table)

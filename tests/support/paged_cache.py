@@ -1,0 +1,85 @@
+"""Sequences laid out in a hostile paged cache: NaN and garbage wherever nothing should look."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.back_end import TORCH, BackEnd
+
+GARBAGE_BLOCK = 10**6
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One sequence: query [length, num_heads, head_dim], key and value [length, num_kv_heads, head_dim]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @staticmethod
+    def random(length: int, heads: tuple[int, int, int], dtype: torch.dtype = torch.float32, seed: int = 0) -> "Tokens":
+        num_heads, num_kv_heads, head_dim = heads
+        generator = torch.Generator().manual_seed(seed)
+        return Tokens(
+            *(
+                torch.randn(length, count, head_dim, generator=generator).to(dtype)
+                for count in (num_heads, num_kv_heads, num_kv_heads)
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Positions [start, stop) of a sequence: what one step computes of it."""
+
+    tokens: Tokens
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Paging:
+    """How a step is laid out: none of this may change a bit of the result."""
+
+    block_size: int = 16
+    seed: int = 0
+
+
+def attend(
+    parts: Sequence[Part], paging: Paging | None = None, window: int | None = None, back_end: BackEnd = TORCH
+) -> list[Tensor]:
+    """Compute the parts in one step over a cache of NaN with shuffled blocks; garbage wherever nothing should look."""
+    paging = paging or Paging()
+    generator = torch.Generator().manual_seed(paging.seed)
+    max_blocks = max(-(-part.stop // paging.block_size) for part in parts) + 2
+    shape = (len(parts) * max_blocks, paging.block_size, *parts[0].tokens.key.shape[1:])
+    key_cache, value_cache = (torch.full(shape, torch.nan, dtype=parts[0].tokens.key.dtype) for _ in range(2))
+    tables = torch.randperm(shape[0], generator=generator).view(len(parts), max_blocks).int()
+    for table, part in zip(tables, parts, strict=True):
+        _fill(table, part, window, key_cache, value_cache)
+    counts = torch.tensor([0] + [part.stop - part.start for part in parts])
+    plan = back_end.prepare_attention(
+        tables, counts.cumsum(0).int(), torch.tensor([part.stop for part in parts]).int(), paging.block_size
+    )
+    query = torch.cat([part.tokens.query[part.start : part.stop] for part in parts])
+    out = back_end.paged_attention(query, key_cache, value_cache, plan, query.shape[2] ** -0.5, window)
+    assert out.shape == query.shape
+    assert out.dtype == query.dtype
+    return list(out.split(counts[1:].tolist()))
+
+
+def _fill(table: Tensor, part: Part, window: int | None, key_cache: Tensor, value_cache: Tensor) -> None:
+    """Write what the part may see into its blocks; spoil the table's other entries with -1 and ids past the cache."""
+    block_size = key_cache.shape[1]
+    first = 0 if window is None else max(0, part.start - window + 1)
+    positions = torch.arange(first, part.stop)
+    blocks = table[positions // block_size].long()
+    key_cache[blocks, positions % block_size] = part.tokens.key[first : part.stop]
+    value_cache[blocks, positions % block_size] = part.tokens.value[first : part.stop]
+    is_unseen = torch.ones(len(table), dtype=torch.bool)
+    is_unseen[positions // block_size] = False
+    spoiled = torch.where(torch.arange(len(table)) % 2 == 0, -1, GARBAGE_BLOCK).int()
+    table[is_unseen] = spoiled[is_unseen]
