@@ -2,7 +2,9 @@
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,6 +139,27 @@ def test_broken_tokenizer_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+def make_loading_panic(tokenizer: dict[str, Any]) -> None:
+    tokenizer["model"]["continuing_subword_prefix"] = "longer than any token"
+
+
+def make_encoding_panic(tokenizer: dict[str, Any]) -> None:
+    tokenizer["post_processor"]["special_tokens"]["<s>"]["id"] = "<other>"
+    tokenizer["post_processor"]["special_tokens"] = {"<other>": tokenizer["post_processor"]["special_tokens"]["<s>"]}
+
+
+@pytest.mark.parametrize("spoil", [make_loading_panic, make_encoding_panic])
+def test_file_that_the_library_chokes_on_is_named(
+    tmp_path: Path, spoil: Callable[[dict[str, Any]], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(small_tokenizers.byte_fallback().to_str())
+    spoil(content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+    capfd.readouterr()  # the library's own words about it
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.json"])

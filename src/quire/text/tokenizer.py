@@ -19,6 +19,7 @@ from quire.text.model_folder import TOKENIZER_FILE, TextSettings, read_text, rea
 from quire.text.token_bytes import TokenBytes, decoding_rule
 
 _ANCHOR_TEXT = "a"
+_PANIC = "PanicException"  # of the library's Rust side; its type cannot be imported
 
 
 class MissingTokenizerError(ModelError):
@@ -58,9 +59,13 @@ class Tokenizer:
             raise MissingTokenizerError(f"{folder} has no {TOKENIZER_FILE}: only token ids can be used with this model")
         settings = read_text_settings(Path(folder))
         try:
-            return cls(Backend.from_str(text), settings)
-        except Exception as error:  # the library raises nothing narrower
-            raise ModelError(f"{path} is not a tokenizer that can be loaded: {error}") from error
+            tokenizer = cls(Backend.from_str(text), settings)
+            tokenizer.encode(_ANCHOR_TEXT)  # a broken post-processor shows only when it is used
+        except BaseException as error:  # the library raises Exception itself; its panics are not even that
+            if isinstance(error, Exception) or type(error).__name__ == _PANIC:
+                raise ModelError(f"{path} is not a tokenizer that can be loaded: {error}") from error
+            raise
+        return tokenizer
 
     @classmethod
     def from_folder_if_any(cls, folder: Path) -> Self | None:
