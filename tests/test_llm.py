@@ -221,7 +221,7 @@ def test_same_seed_same_tokens_other_seed_other_tokens(demo_model: Path) -> None
 
 
 def test_broken_model_folders_are_refused(demo_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="config.json"):
+    with pytest.raises(ModelError, match=r"config\.json"):
         LLM(str(tmp_path))
     broken = tmp_path / "broken"
     shutil.copytree(demo_model, broken)
@@ -251,7 +251,7 @@ def test_model_without_a_tokenizer_takes_token_ids_only(demo_model: Path, tmp_pa
 
 
 def test_setting_that_cannot_work_is_refused(demo_model: Path) -> None:
-    with pytest.raises(ConfigError, match="max_model_len is 4096.*2048 positions"):
+    with pytest.raises(ConfigError, match=r"max_model_len is 4096.*2048 positions"):
         LLM(str(demo_model), max_model_len=4096)
     with pytest.raises(TypeError):
         LLM(str(demo_model), no_such_setting=1)

@@ -63,7 +63,6 @@ class TestLife:
             lambda: manager.fork(5, 6),
             lambda: manager.block_ids(5),
             lambda: manager.num_tokens(5),
-            lambda: manager.num_blocks_to_append(5, 1),
         ):
             with pytest.raises(ValueError, match="sequence 5 has no block table"):
                 verb()
@@ -88,9 +87,7 @@ class TestLife:
         begin(manager, 1, 6)
         manager.fork(1, 2)
         assert manager.block_ids(2) == manager.block_ids(1) == [0, 1]
-        assert manager.num_blocks_to_append(2, 1) == 1
         assert manager.append(2, 1) == TableUpdate(1, [2], BlockCopy(1, 2))
-        assert manager.num_blocks_to_append(1, 1) == 0
         assert manager.append(1, 1) is None
         manager.check()
 

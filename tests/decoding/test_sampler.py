@@ -199,11 +199,10 @@ def test_a_row_of_nan_gives_some_token_and_leaves_the_others_alone(sample_rows: 
     assert all(0 <= token < 2000 for token in sampled[6:])
 
 
-def test_a_cleared_row_asks_for_nothing(sample_rows: SampleRows) -> None:
+def test_new_owner_of_a_row_gets_nothing_that_the_last_one_asked_for(sample_rows: SampleRows) -> None:
     state = SamplingState(1, 5)
     params = SamplingParams(logprobs=2, logit_bias={1: 100.0}, repetition_penalty=2.0)
     state.set(NewRow(0, [0], 1, [], params, seed=0))
-    state.clear(0)
     state.set(NewRow(0, [0], 1, [], SamplingParams(temperature=0), seed=0))
     logits = torch.tensor([[0.0, 1.0, 3.0, 2.0, 3.0]])
     assert sample(state, logits, np.array([0]), np.zeros((1, 4), np.int32), np.array([1])) == ([2], None)

@@ -79,10 +79,6 @@ class KVCacheManager:
         self._tables[seq_id].free()
         del self._tables[seq_id]
 
-    def num_blocks_to_append(self, seq_id: int, count: int) -> int:
-        """Return how many fresh blocks `append` would take, leaving aside those that a sliding window gives back."""
-        return self._tables[seq_id].num_blocks_to_append(count)
-
     def block_ids(self, seq_id: int) -> list[int]:
         """Return a copy of the sequence's block table. NULL_BLOCK stands where a block has left the sliding window."""
         return self._tables[seq_id].blocks.copy()

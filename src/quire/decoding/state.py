@@ -87,11 +87,6 @@ class SamplingState:
         self.settings[new.row] = _settings(new, self.vocab_size)
         self.lists[new.row] = TokenLists.of(new) if features & (ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS) else None
 
-    def clear(self, row: int) -> None:
-        """End a row: it asks for nothing any more."""
-        self.features[row] = 0
-        self.lists[row] = None
-
     def token_lists(self, row: int) -> TokenLists:
         """Return the lists of a row that has some."""
         lists = self.lists[row]
