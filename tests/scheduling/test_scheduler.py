@@ -5,6 +5,8 @@ import random
 import pytest
 
 from quire.core.errors import ContextLengthError, InvalidRequestError
+from quire.core.outputs import TokenLogprobs
+from quire.core.plan import PromptLogprobsChunk, StepResult
 from support.scheduling import Harness, random_run
 
 
@@ -163,6 +165,37 @@ def test_head_room_keeps_admissions_from_thrashing() -> None:
     for request in requests:
         harness.assert_right(request)
         assert request.num_preemptions <= 4
+
+
+def test_nobody_is_let_in_on_blocks_promised_to_a_returning_gang() -> None:
+    harness = Harness(num_blocks=15, block_size=4, budget=64)
+    harness.add(4, max_tokens=30, ignore_eos=True)
+    gang = harness.add(4, n=2, max_tokens=20, ignore_eos=True)
+    for _ in range(12):
+        harness.step()
+    assert [sequence.num_tokens for sequence in gang.live] == [16, 16]
+    harness.scheduler._preempt(gang)
+    late = harness.add(8, max_tokens=4, ignore_eos=True)
+    harness.step()
+    assert gang in harness.scheduler.running
+    assert harness.cache.num_free_blocks >= 2 + 4, "late would fit, were nothing promised"
+    assert late not in harness.scheduler.running
+    harness.run()
+    for request in harness.requests.values():
+        harness.assert_right(request)
+
+
+def test_prompt_logprobs_that_come_again_are_not_taken_twice() -> None:
+    harness = Harness(num_blocks=15, block_size=4, budget=4)
+    request = harness.add(8, max_tokens=2, prompt_logprobs=0)
+    scored = [TokenLogprobs([token], [-float(token)], [1]) for token in range(7)]  # of positions 1 to 7
+    for start, stop in ((1, 5), (1, 8)):
+        plan = harness.scheduler.schedule()
+        chunk = PromptLogprobsChunk(plan.rows[0], start, scored[start - 1 : stop - 1])
+        sampled = [9] * len(plan.sample_rows)
+        deltas = harness.scheduler.update(plan, StepResult(sampled, prompt_logprobs=[chunk]))
+    assert request.prompt_logprobs == scored
+    assert [delta.prompt_logprobs for delta in deltas] == [scored], "they go out with the first token"
 
 
 def test_abort_frees_everything_at_once() -> None:

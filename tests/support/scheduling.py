@@ -63,9 +63,11 @@ class Harness:
 
     def step(self) -> list[SequenceDelta]:
         """Run one step and check every invariant after it."""
+        preemptions = self.scheduler.num_preemptions
         plan = self.scheduler.schedule()
         if plan.is_empty:
             return []
+        assert self.scheduler.num_preemptions == preemptions or not self.scheduler.admitted
         self.executor.submit(plan)
         deltas = self.scheduler.update(plan, self.executor.collect())
         self.num_steps += 1

@@ -137,8 +137,11 @@ class Scheduler:
             if len(live) == 1 and live[0].row != NO_ROW:                # one sequence: what most requests are
                 used = self._advance(request, live[0], len(live[0].token_ids), budget)
             else:
+                mark = self._builder.mark()
                 used = self._advance_gang(request, budget)
                 promised += self._promised_blocks(request)
+                if used is None:
+                    self._builder.cut(mark)
             if used is None:
                 break                                                   # the request itself, the latest, was preempted
             budget -= used
@@ -164,18 +167,14 @@ class Scheduler:
 
     def _advance_gang(self, request: Request, budget: int) -> int | None:
         """Plan the branches of a request: first one computes the prompt for all, then each goes its own way."""
-        mark, left = self._builder.mark(), budget
         if request.live[-1].row == NO_ROW:
-            used = self._advance_prompt(request, budget)
-            if used is None:
-                self._builder.cut(mark)
-            return used
+            return self._advance_prompt(request, budget)
+        left = budget
         for sequence in request.live:
             if left == 0:
                 break
             used = self._advance(request, sequence, len(sequence.token_ids), left)
             if used is None:
-                self._builder.cut(mark)
                 return None
             left -= used
         return budget - left
