@@ -127,6 +127,14 @@ def test_step_that_exceeds_the_scratch_memory_gives_the_same_bits(monkeypatch: p
     assert all(map(torch.equal, attend(parts), in_one))
 
 
+def test_windows_far_apart_share_a_step() -> None:
+    near, far = Tokens.random(20, (4, 2, 32)), Tokens.random(4000, (4, 2, 32), seed=1)
+    for parts in ([Part(near, 19, 20), Part(far, 3999, 4000)], [Part(far, 3900, 4000), Part(near, 0, 20)]):
+        together = attend(parts, window=100)
+        alone = [attend([part], window=100)[0] for part in parts]
+        assert all(map(torch.equal, together, alone))
+
+
 def test_later_tokens_of_the_same_step_do_not_reach_earlier_ones() -> None:
     tokens = Tokens.random(100, (4, 2, 32))
     before = attend([Part(tokens, 0, 100)])[0][:60].clone()

@@ -11,15 +11,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 SLOTS_PER_KEY_TILE = 64
 TOKENS_PER_QUERY_TILE = 32  # divides SLOTS_PER_KEY_TILE
 KEY_TILES_PER_ROUND = 16
-MAX_SCRATCH_BYTES = 4 << 20  # of one round of one group of query tiles; these four: docs/decisions/0002
+MAX_SCRATCH_BYTES = 8 << 20  # of one round of one group of query tiles; these four: docs/decisions/0002
 ROWS_MULTIPLE = 8  # rows of a matrix product are padded to this: fewer may take another path through the library
 MIN_COLUMNS = 16   # and so may fewer columns
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 class HeadShape(NamedTuple):
@@ -48,12 +53,17 @@ class HeadShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The step as the worker describes it; shapes and meaning as in `paged_attention.reference`."""
+    """The step as the worker describes it; shapes and meaning as in `paged_attention.reference`, on the CPU."""
 
     block_tables: Tensor
     query_starts: Tensor
     context_lens: Tensor
     block_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the flat batch."""
+        return int(self.query_starts[-1])
 
 
 class Segment(NamedTuple):
@@ -102,11 +112,11 @@ def slots_per_unit(block_size: int) -> int:
 
 def tile_step(step: StepShape, heads: HeadShape) -> list[TileGroup]:
     """Return groups of query tiles that together cover every token of the step."""
-    counts = step.query_starts.diff()
+    counts = np.diff(step.query_starts.numpy())
     groups: list[TileGroup] = []
     for height, chosen in ((1, counts == 1), (TOKENS_PER_QUERY_TILE, counts > 1)):
-        sequences = chosen.nonzero().squeeze(1)
-        if sequences.numel():
+        sequences = chosen.nonzero()[0]
+        if len(sequences):
             groups.extend(_groups(_cut_queries(step, sequences, height), step, heads, height))
     return groups
 
@@ -115,38 +125,39 @@ def tile_step(step: StepShape, heads: HeadShape) -> list[TileGroup]:
 class _QueryTiles:
     """Per query tile: its sequence, the row and position of its first token, and its number of tokens; [num_tiles]."""
 
-    sequences: Tensor
-    rows: Tensor
-    starts: Tensor
-    counts: Tensor
+    sequences: Ints
+    rows: Ints
+    starts: Ints
+    counts: Ints
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def take(self, which: Tensor | slice) -> "_QueryTiles":
+    def take(self, which: Ints | slice) -> "_QueryTiles":
         return _QueryTiles(self.sequences[which], self.rows[which], self.starts[which], self.counts[which])
 
-    def last_keys(self) -> Tensor:
+    def last_keys(self) -> Ints:
         return self.starts // SLOTS_PER_KEY_TILE
 
-    def first_keys(self, window: int | None) -> Tensor:
-        reach = self.starts if window is None else window - 1
-        return (self.starts - reach).clamp_min(0) // SLOTS_PER_KEY_TILE
+    def first_keys(self, window: int | None) -> Ints:
+        if window is None:
+            return np.zeros_like(self.starts)
+        return np.maximum(self.starts - window + 1, 0) // SLOTS_PER_KEY_TILE
 
 
-def _cut_queries(step: StepShape, sequences: Tensor, height: int) -> _QueryTiles:
+def _cut_queries(step: StepShape, sequences: Ints, height: int) -> _QueryTiles:
     """Cut each sequence's queries at the multiples of `height`; latest position first, so that ranges stay ranges."""
-    stops = step.context_lens[sequences].long()
-    rows = step.query_starts[sequences].long()
-    starts = stops - (step.query_starts[sequences + 1] - rows)
+    query_starts, context_lens = (x.numpy().astype(np.int64) for x in (step.query_starts, step.context_lens))
+    rows, stops = query_starts[sequences], context_lens[sequences]
+    starts = stops - (query_starts[sequences + 1] - rows)
     first_tiles = starts // height
     num_tiles = (stops - 1) // height - first_tiles + 1
-    owner = torch.repeat_interleave(num_tiles)
-    tile = first_tiles[owner] + torch.arange(len(owner)) - (num_tiles.cumsum(0) - num_tiles)[owner]
-    begins = torch.maximum(tile * height, starts[owner])
-    ends = torch.minimum((tile + 1) * height, stops[owner])
+    owner = np.repeat(np.arange(len(sequences)), num_tiles)
+    tile = first_tiles[owner] + np.arange(len(owner)) - (num_tiles.cumsum() - num_tiles)[owner]
+    begins = np.maximum(tile * height, starts[owner])
+    ends = np.minimum((tile + 1) * height, stops[owner])
     tiles = _QueryTiles(sequences[owner], rows[owner] + begins - starts[owner], begins, ends - begins)
-    return tiles.take(begins.argsort(descending=True, stable=True))
+    return tiles.take(np.argsort(-begins, kind="stable"))
 
 
 def _groups(queries: _QueryTiles, step: StepShape, heads: HeadShape, height: int) -> Iterator[TileGroup]:
@@ -154,31 +165,32 @@ def _groups(queries: _QueryTiles, step: StepShape, heads: HeadShape, height: int
     max_pairs = MAX_SCRATCH_BYTES // heads.bytes_per_pair(height)
     begin = 0
     while begin < len(queries):
-        pairs_per_tile = min(KEY_TILES_PER_ROUND, int(queries.last_keys()[begin]) + 1)
+        pairs_per_tile = min(KEY_TILES_PER_ROUND, int(queries.starts[begin]) // SLOTS_PER_KEY_TILE + 1)
         end = begin + max(1, max_pairs // pairs_per_tile)
         yield _group(queries.take(slice(begin, end)), step, heads.window, height)
         begin = end
 
 
 def _group(queries: _QueryTiles, step: StepShape, window: int | None, height: int) -> TileGroup:
-    in_tile = torch.arange(height)
+    in_tile = np.arange(height)
     is_token = in_tile < queries.counts[:, None]  # [num_tiles, height]
     rows = queries.rows[:, None] + in_tile
-    positions = torch.where(is_token, queries.starts[:, None] + in_tile, -1)
+    positions = np.where(is_token, queries.starts[:, None] + in_tile, -1)
     stop = int(queries.last_keys()[0]) + 1
     begin = int(queries.first_keys(window)[-1]) // KEY_TILES_PER_ROUND * KEY_TILES_PER_ROUND
+    rounds = [
+        _round(queries, step, positions, np.arange(key, min(key + KEY_TILES_PER_ROUND, stop)), window)
+        for key in range(begin, stop, KEY_TILES_PER_ROUND)
+    ]
     return TileGroup(
         height,
-        sources=rows.where(is_token, 0).flatten(),
-        targets=rows.where(is_token, step.query_starts[-1].long()).flatten(),
-        rounds=[
-            _round(queries, step, positions, torch.arange(key, min(key + KEY_TILES_PER_ROUND, stop)), window)
-            for key in range(begin, stop, KEY_TILES_PER_ROUND)
-        ],
+        sources=torch.from_numpy(np.where(is_token, rows, 0).ravel()),
+        targets=torch.from_numpy(np.where(is_token, rows, step.num_tokens).ravel()),
+        rounds=[each for each in rounds if each.segments],  # windows far apart leave rounds at which nobody looks
     )
 
 
-def _round(queries: _QueryTiles, step: StepShape, positions: Tensor, keys: Tensor, window: int | None) -> Round:
+def _round(queries: _QueryTiles, step: StepShape, positions: Ints, keys: Ints, window: int | None) -> Round:
     """Lay out the pairs of the key tiles `keys`: those that need no mask first.
 
     Latest positions come first, so the query tiles that look at a key tile are a range, and so are those for which it
@@ -189,49 +201,49 @@ def _round(queries: _QueryTiles, step: StepShape, positions: Tensor, keys: Tenso
     segments, clear_keys, clear_tiles = _pairs(is_clear, 0)
     masked_from = len(clear_keys)
     masked_segments, masked_keys, masked_tiles = _pairs(looks & ~is_clear, masked_from)
-    tiles = torch.cat([clear_tiles, masked_tiles])
-    starts = keys[torch.cat([clear_keys, masked_keys])] * SLOTS_PER_KEY_TILE  # first position of each pair's key tile
-    seeing = positions[masked_tiles, :, None]
-    hidden = _hidden(starts[masked_from:, None, None] + torch.arange(SLOTS_PER_KEY_TILE), seeing, window)
+    tiles = np.concatenate([clear_tiles, masked_tiles])
+    starts = keys[np.concatenate([clear_keys, masked_keys])] * SLOTS_PER_KEY_TILE  # of each pair's key tile
+    slots = starts[masked_from:, None, None] + np.arange(SLOTS_PER_KEY_TILE)
+    hidden = _hidden(slots, positions[masked_tiles][:, :, None], window)
     return Round(
-        tiles,
-        _units(queries.take(tiles), step, starts, window),
+        torch.from_numpy(tiles),
+        torch.from_numpy(_units(queries.take(tiles), step, starts, window)),
         segments + masked_segments,
         masked_from,
-        hidden,
-        hidden.all(1),
+        torch.from_numpy(hidden),
+        torch.from_numpy(hidden.all(1)),
     )
 
 
-def _pairs(chosen: Tensor, first_pair: int) -> tuple[list[Segment], Tensor, Tensor]:
+def _pairs(chosen: Bools, first_pair: int) -> tuple[list[Segment], Ints, Ints]:
     """Return the segments, key tiles and query tiles of the pairs in `chosen` [num_keys, num_tiles], key by key."""
-    counts, begins = chosen.sum(1).tolist(), chosen.int().argmax(1).tolist()
+    counts, begins = chosen.sum(1).tolist(), chosen.argmax(1).tolist()
     segments = []
     for count, begin in zip(counts, begins, strict=True):
         if count:
             segments.append(Segment(begin, begin + count, first_pair))
             first_pair += count
-    key_tiles, query_tiles = chosen.nonzero().unbind(1)
+    key_tiles, query_tiles = chosen.nonzero()
     return segments, key_tiles, query_tiles
 
 
-def _hidden(slots: Tensor, seeing: Tensor, window: int | None) -> Tensor:
+def _hidden(slots: Ints, seeing: Ints, window: int | None) -> Bools:
     """Return where a token at position `seeing` does not see the slot at position `slots`."""
     hidden = slots > seeing
     return hidden if window is None else hidden | (slots <= seeing - window)
 
 
-def _units(queries: _QueryTiles, step: StepShape, starts: Tensor, window: int | None) -> Tensor:
-    """Return the cache units of key tiles that begin at positions `starts`, [num_pairs * units per key tile] int64.
+def _units(queries: _QueryTiles, step: StepShape, starts: Ints, window: int | None) -> Ints:
+    """Return the cache units of key tiles that begin at positions `starts`, [num_pairs * units per key tile].
 
     Table entries of which the query tile sees no slot are never followed: unit 0 stands there.
     """
     unit = slots_per_unit(step.block_size)
-    starts = starts[:, None] + torch.arange(0, SLOTS_PER_KEY_TILE, unit)  # of each unit
+    starts = starts[:, None] + np.arange(0, SLOTS_PER_KEY_TILE, unit)  # of each unit
     is_seen = starts < (queries.starts + queries.counts)[:, None]
     if window is not None:
         is_seen &= starts + unit > (queries.starts - window + 1)[:, None]
-    columns = (starts // step.block_size).where(is_seen, 0)
-    blocks = step.block_tables[queries.sequences[:, None], columns].long()
+    columns = np.where(is_seen, starts // step.block_size, 0)
+    blocks = step.block_tables.numpy()[queries.sequences[:, None], columns].astype(np.int64)
     units = blocks * (step.block_size // unit) + starts % step.block_size // unit
-    return units.where(is_seen, 0).flatten()
+    return np.where(is_seen, units, 0).ravel()
