@@ -117,10 +117,8 @@ class Scheduler:
         """Choose who runs in the next step. The plan is empty only if nothing waits or runs."""
         self._builder = PlanBuilder(next(self._steps))
         self.admitted = []
-        preemptions = self.num_preemptions
         budget, promised = self._plan_running(self.config.max_num_batched_tokens)
-        if self.num_preemptions == preemptions:
-            self._admit(budget, promised)
+        self._admit(budget, promised)
         plan = self._builder.plan
         assert not plan.is_empty or not self._requests, "requests are here, but none of them can run"
         return plan
@@ -224,7 +222,8 @@ class Scheduler:
     def _has_room(self, request: Request, promised: int) -> bool:
         """Whether a waiting request may run: rows for its branches, blocks for what is known, and head-room.
 
-        One block for each running sequence is kept back, so that what is let in is not thrown out again at once.
+        One block for each running sequence is kept back, so that what is let in is not thrown out again at once. A
+        request that was preempted in this very step has no room: somebody else took one of its blocks.
         """
         num_seats = self._num_seats + len(request.live)
         if num_seats > self.config.max_num_seqs:
