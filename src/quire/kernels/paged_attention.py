@@ -1,9 +1,9 @@
 """Causal attention of a flat batch of tokens over paged keys and values (Kwon et al. 2023, section 4.1).
 
-The stand-in works in float32 on query tiles and key tiles (`attention_tiling`): for the i-th key tile of every query
-tile at once it gathers keys and values, multiplies, masks, and folds the result into a running softmax (Milakov and
-Gimelshein 2018). A row's sums run over key tiles in ascending order and within a tile in an order that depends on the
-tile's width alone; docs/decisions/0002 has the evidence.
+The stand-in works in float32 on pairs of a query tile and a key tile (`attention_tiling`), all pairs of a round at
+once: it gathers keys and values, multiplies, masks, and folds the round into a running softmax (Milakov and Gimelshein
+2018). A row's sums run over key tiles in ascending order and within a tile in an order that depends on the tile's width
+alone; docs/decisions/0002 has the evidence.
 """
 
 from dataclasses import dataclass, field
