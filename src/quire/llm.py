@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -27,14 +28,51 @@ Message = dict[str, Any]
 class LLM:
     """A model and an engine in this process.
 
-    Keyword arguments are the settings of `quire.engine.options.EngineOptions`; `model` is a folder in Hugging Face
-    format or a hub id, and None is the bundled demo model. Bad settings raise ConfigError, a broken model folder
-    ModelError (both are ValueErrors). Use it as a context manager, or call `close()`; after that every call raises
-    RuntimeError. Not for use from several threads at once.
+    `model` is a folder in Hugging Face format or a hub id, and None is the bundled demo model; docs/reference.md tells
+    what each setting means. Bad settings raise ConfigError, a broken model folder ModelError (both are ValueErrors).
+    Use it as a context manager, or call `close()`; after that every call raises RuntimeError. Not for use from several
+    threads at once.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:  # noqa: ANN401 (EngineOptions checks them)
-        self._assembled: AssembledEngine | None = assemble(EngineOptions(model=model, **options))
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        kv_cache_memory: int | str | None = None,
+        num_kv_blocks: int | None = None,
+        swap_space: int | str | None = None,
+        num_swap_blocks: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
+        preemption_mode: str = "auto",
+        tensor_parallel_size: int = 1,
+        seed: int = 0,
+        max_logprobs: int = 20,
+    ) -> None:
+        options = EngineOptions(
+            model=None if model is None else str(model),
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            kv_cache_memory=kv_cache_memory,
+            num_kv_blocks=num_kv_blocks,
+            swap_space=swap_space,
+            num_swap_blocks=num_swap_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            preemption_mode=preemption_mode,
+            tensor_parallel_size=tensor_parallel_size,
+            seed=seed,
+            max_logprobs=max_logprobs,
+        )
+        self._assembled: AssembledEngine | None = assemble(options)
         self._outputs = OutputProcessor(self._assembled.tokenizer)
         self._request_ids = count()
         self._unclaimed: dict[str, RequestOutput] = {}   # outputs for another iterator than the one that stepped
