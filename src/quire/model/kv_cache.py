@@ -1,11 +1,15 @@
 """KVCache: the tensors that hold keys and values, two per layer, cut into blocks. Knows no owner of a block."""
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.model.spec import DecoderSpec
+
+ALIGNMENT = 64  # bytes: a cache line, and a vector register
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +25,25 @@ class KVCache:
     ) -> "KVCache":
         """Return a cache of zeros. Zeros, because a tile may reach past a context, and 0 x NaN is NaN."""
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-        values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        keys = [_zeros(shape, dtype).to(device) for _ in range(spec.num_layers)]
+        values = [_zeros(shape, dtype).to(device) for _ in range(spec.num_layers)]
         return cls(keys, values)
 
     @property
     def block_size(self) -> int:
         """Tokens per block."""
         return self.keys[0].shape[1]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros that take memory only where something has been written.
+
+    NumPy asks the system for zero pages; `torch.zeros` writes them, 4 s for each GB of a cache that may stay empty.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
+    skipped = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[skipped : skipped + num_bytes]).view(dtype).view(shape)
 
 
 def kv_bytes_per_token(spec: DecoderSpec, dtype: torch.dtype) -> int:
