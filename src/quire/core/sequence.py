@@ -24,7 +24,7 @@ class SequenceStatus(Enum):
 class Sequence:
     """One branch of a request: its tokens, and how many of them have keys and values in the cache."""
 
-    seq_id: int                       # unique over the scheduler's life
+    seq_id: int                       # unique over the scheduler's life, given in order of arrival
     index: int                        # branch of the request, 0..n-1
     seed: int                         # the branch's own seed
     token_ids: list[int]              # the prompt, then the output
@@ -48,7 +48,7 @@ class Sequence:
 class Request:
     """One client's ask. Its sequences are one gang: admitted, preempted and resumed together (the paper's group)."""
 
-    request_id: int                   # given by the engine, in order of arrival; never a client's own id
+    request_id: int                   # given by the engine; never a client's own id
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int                         # of branch 0
@@ -59,3 +59,11 @@ class Request:
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of positions 1, 2, ... as far as computed
     num_preemptions: int = 0
+
+    @property
+    def arrival(self) -> int:
+        """Return where the request stands among the unfinished: lower came first. The scheduler's order, not the ids'.
+
+        Ids may have been given in another order: whoever makes a request may take its time to queue it.
+        """
+        return self.live[0].seq_id

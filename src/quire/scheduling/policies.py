@@ -8,8 +8,8 @@ from quire.core.sequence import Request
 class FirstComeFirstServed:
     """Serve in order of arrival, preempt in the opposite order (Kwon et al. 2023, section 4.5).
 
-    Request ids are given in order of arrival. A preempted request arrived before everything that still waits, so it
-    returns to the front and the queue stays sorted.
+    A preempted request arrived before everything that still waits, so it returns to the front and the queue stays
+    sorted.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class FirstComeFirstServed:
 
     def give_back(self, request: Request) -> None:
         """Queue a preempted request again."""
-        assert not self._queue or request.request_id < self._queue[0].request_id, "preempted out of order"
+        assert not self._queue or request.arrival < self._queue[0].arrival, "preempted out of order"
         self._queue.appendleft(request)
 
     def first(self) -> Request:
