@@ -22,7 +22,7 @@ class BackEnd:
     """
 
     name: str
-    linear: Callable[..., linear.PackedLinear]
+    linear: Callable[..., linear.Linear]
     prepare_attention: Callable[..., paged_attention.AttentionPlan]
     paged_attention: Callable[..., Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]

@@ -18,25 +18,19 @@ FEWER_ROWS = (1, 4, 8, 16, 32)
 PROBED_OUTPUTS = 1 << 16  # per row count, where that is more than two products
 DISTINCT_OUTPUTS = 256    # rows of the probe's weight before they repeat: a vocabulary of random rows takes seconds
 
+Linear = Callable[[Tensor], Tensor]  # [num_rows, in_features] to [num_rows, out_features]
+
 
 class PackedLinear:
     """y = x W^T + b for x [num_rows, in_features] of any float dtype; result [num_rows, out_features].
 
-    weight [out_features, in_features], bias [out_features] or None. `dtype` is the precision of the product (default:
-    the weight's), `out_dtype` that of the result (default: `dtype`). The caller may drop the weight afterwards.
+    weight [out_features, in_features], bias [out_features] or None. `dtype` is the precision of product and result
+    (default: the weight's). The caller may drop the weight afterwards.
     """
 
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> None:
-        dtype = dtype or weight.dtype
-        self._out_dtype = out_dtype or dtype
-        self._dtype = _product_dtype(dtype)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> None:
+        self._out_dtype = dtype or weight.dtype
+        self._dtype = _product_dtype(self._out_dtype)
         self._row_counts = equal_row_counts(*weight.shape, self._dtype, bias is not None, torch.get_num_threads())
         self._product = _product(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
 
@@ -54,25 +48,17 @@ class PackedLinear:
         return self._product(rows)[:num_rows]
 
 
-class PlainLinear(PackedLinear):
+class PlainLinear:
     """The same layer with its weight as it came and one product of whatever shape: rows may depend on their number."""
 
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype or weight.dtype
-        self._out_dtype = out_dtype or self._dtype
         self._weight = weight.to(self._dtype)
         self._bias = None if bias is None else bias.to(self._dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply all rows at once."""
-        return F.linear(x.to(self._dtype), self._weight, self._bias).to(self._out_dtype)
+        return F.linear(x.to(self._dtype), self._weight, self._bias)
 
 
 @cache

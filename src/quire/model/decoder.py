@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ModelError
+from quire.kernels.linear import Linear
 from quire.kernels.rotary import rotary_table
 from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
 from quire.model.layers import Attention, FeedForward, Layer, Norm, PostNormLayer, PreNormLayer, Step
 from quire.model.spec import DecoderSpec
-from quire.model.weights import Linear, WeightReader
+from quire.model.weights import WeightReader
 
 
 class Decoder:

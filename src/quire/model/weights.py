@@ -3,7 +3,7 @@
 import copy
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from quire.core.errors import ModelError
 from quire.kernels.back_end import BackEnd
+from quire.kernels.linear import Linear
 from quire.model.checkpoint import Checkpoint
 from quire.model.spec import WeightMap
 
 log = logging.getLogger(__name__)
-
-Linear = Callable[[Tensor], Tensor]  # [num_rows, in] to [num_rows, out], packed by the back end
 
 MAX_NAMES_IN_WARNING = 5
 
