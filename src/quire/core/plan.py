@@ -44,7 +44,6 @@ class StepPlan:
     row in most cases, the rows of all branches when a prompt of n > 1 has just been computed.
     """
 
-    step: int
     new_rows: list[NewRow] = field(default_factory=list)
     table_rows: list[int] = field(default_factory=list)      # block table entry [table_rows[i], table_columns[i]]
     table_columns: list[int] = field(default_factory=list)
@@ -83,4 +82,3 @@ class StepResult:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None       # None: no sample asked for them
     prompt_logprobs: list[PromptLogprobsChunk] = field(default_factory=list)
-    elapsed_s: float = 0.0

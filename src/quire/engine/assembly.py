@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from quire.cache.manager import KVCacheManager
-from quire.core.config import CacheConfig, SchedulerConfig
 from quire.engine.engine import Engine
 from quire.engine.input_processor import InputProcessor
 from quire.engine.options import EngineOptions
@@ -31,8 +30,6 @@ class AssembledEngine:
     inputs: InputProcessor
     tokenizer: Tokenizer | None
     model: Decoder
-    cache_config: CacheConfig
-    scheduler_config: SchedulerConfig
 
 
 def assemble(options: EngineOptions) -> AssembledEngine:
@@ -61,4 +58,4 @@ def assemble(options: EngineOptions) -> AssembledEngine:
         engine_seed=options.seed,
         max_logprobs=options.max_logprobs,
     )
-    return AssembledEngine(Engine(scheduler, executor), inputs, tokenizer, model, cache_config, scheduler_config)
+    return AssembledEngine(Engine(scheduler, executor), inputs, tokenizer, model)

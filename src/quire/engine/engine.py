@@ -13,11 +13,6 @@ class Engine:
         self.scheduler = scheduler
         self._executor = executor
 
-    @property
-    def has_requests(self) -> bool:
-        """Whether a step would do anything."""
-        return self.scheduler.has_requests
-
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError if it could never run."""
         self.scheduler.add(request)

@@ -1,7 +1,5 @@
 """An executor without a model: what the control plane costs, and nothing else (`quire bench control-plane`)."""
 
-import time
-
 from quire.core.plan import StepPlan, StepResult
 from quire.execution.batch import PersistentBatch
 
@@ -21,10 +19,9 @@ class NullExecutor:
 
     def collect(self) -> StepResult:
         """Prepare the oldest plan's batch and record the token for each of its samples."""
-        started = time.perf_counter()
         plan = self._plans.pop(0)
         self._batch.apply(plan)
         inputs = self._batch.inputs(plan)
         token_ids = [NULL_TOKEN] * len(plan.sample_rows)
         self._batch.record(inputs, token_ids)
-        return StepResult(token_ids=token_ids, elapsed_s=time.perf_counter() - started)
+        return StepResult(token_ids)

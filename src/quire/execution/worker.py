@@ -1,7 +1,5 @@
 """The worker owns one device: the model, the KV tensors and the persistent batch."""
 
-import time
-
 import torch
 from torch import Tensor
 
@@ -27,7 +25,6 @@ class Worker:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step: changes of rows, block copies, forward pass, sampling."""
-        started = time.perf_counter()
         self._batch.apply(plan)
         if plan.copies:
             src, dst = torch.tensor(plan.copies).unbind(dim=1)
@@ -43,7 +40,6 @@ class Worker:
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
             prompt_logprobs=self._prompt_logprobs(inputs, hidden),
-            elapsed_s=time.perf_counter() - started,
         )
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: Tensor) -> list[PromptLogprobsChunk]:

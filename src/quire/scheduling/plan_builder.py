@@ -20,8 +20,8 @@ class Mark(NamedTuple):
 class PlanBuilder:
     """A plan under construction. `planned[i]` is the sequence of entry i, `sampled[j]` that of sample j."""
 
-    def __init__(self, step: int) -> None:
-        self.plan = StepPlan(step)
+    def __init__(self) -> None:
+        self.plan = StepPlan()
         self.planned: list[Sequence] = []
         self.sampled: list[tuple[Request, Sequence]] = []
 

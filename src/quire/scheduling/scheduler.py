@@ -34,13 +34,11 @@ class Scheduler:
         self.running: list[Request] = []                    # in order of arrival
         self.admitted: list[Request] = []                   # by the last plan
         self.num_preemptions = 0
-        self.num_recomputed_tokens = 0
         self._requests: dict[int, Request] = {}
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._num_seats = 0                                 # unfinished sequences of running requests
         self._seq_ids = count()
-        self._steps = count()
-        self._builder = PlanBuilder(step=-1)                # of the step that is under way
+        self._builder = PlanBuilder()                       # of the step that is under way
 
     # --- requests come and go -----------------------------------------------------------------------------------
 
@@ -115,7 +113,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Choose who runs in the next step. The plan is empty only if nothing waits or runs."""
-        self._builder = PlanBuilder(next(self._steps))
+        self._builder = PlanBuilder()
         self.admitted = []
         budget, promised = self._plan_running(self.config.max_num_batched_tokens)
         self._admit(budget, promised)
@@ -313,7 +311,6 @@ class Scheduler:
         assert len(self.running) > 1, "the first in order is never preempted"
         for sequence in request.live:
             self._take_back(sequence)
-            self.num_recomputed_tokens += sequence.num_computed_tokens
             sequence.num_computed_tokens = 0
             sequence.status = SequenceStatus.WAITING
         self.running.remove(request)
