@@ -6,11 +6,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
+from quire.execution.worker import Worker
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -79,6 +81,34 @@ def test_two_streams_may_be_read_in_turn(llm: LLM) -> None:
         for i, stream in enumerate(streams):
             last[i] = next(stream, last[i])
     assert [output.outputs[0].token_ids for output in last] == expected
+
+
+def test_streams_may_begin_in_another_order_than_they_were_made(demo_model: Path) -> None:
+    """Those that begin first arrived first, also when blocks run out and the latest arrival has to give way."""
+    params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+    with LLM(str(demo_model), num_kv_blocks=12, block_size=8) as llm:
+        expected = [llm.generate([5 + i] * 8, params, use_tqdm=False)[0].outputs[0].token_ids for i in range(4)]
+        streams = [llm.stream([5 + i] * 8, params) for i in range(4)]
+        for i in (3, 1, 0, 2):
+            next(streams[i])
+        outputs = [list(stream)[-1] for stream in streams]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    preemptions = [output.metrics.num_preemptions for output in outputs if output.metrics]
+    assert preemptions[3] == 0 < max(preemptions)
+
+
+def test_failed_step_ends_its_own_call_and_no_other_stream(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(n=3, seed=4, max_tokens=12, ignore_eos=True)
+    expected = [branch.token_ids for branch in llm.generate([5] * 21, params, use_tqdm=False)[0].outputs]
+    for num_before in (1, 2, 5):
+        stream = llm.stream([5] * 21, params)
+        for _ in range(num_before):
+            next(stream)
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "execute", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(["x", "y"], params, use_tqdm=False)
+        assert [branch.token_ids for branch in list(stream)[-1].outputs] == expected
 
 
 def test_stream_left_early_is_aborted(llm: LLM) -> None:

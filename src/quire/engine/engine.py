@@ -26,12 +26,20 @@ class Engine:
         return self.scheduler.finish(request_id, index)
 
     def step(self) -> list[SequenceDelta]:
-        """Run one iteration: choose tokens, compute them, record them."""
-        plan = self.scheduler.schedule()
-        if plan.is_empty:
-            return []
-        self._executor.submit(plan)
-        return self.scheduler.update(plan, self._executor.collect())
+        """Run one iteration: choose tokens, compute them, record them.
+
+        A step that fails, or is interrupted, leaves every request as it was before, to be computed again.
+        """
+        try:
+            plan = self.scheduler.schedule()
+            if plan.is_empty:
+                return []
+            self._executor.submit(plan)
+            result = self._executor.collect()
+        except BaseException:
+            self.scheduler.undo()
+            raise
+        return self.scheduler.update(plan, result)
 
     def kv_stats(self) -> KVStats:
         """Return the state of the KV cache between two steps."""

@@ -16,7 +16,7 @@ class Executor(Protocol):
         """Start a step: one forward pass over one flat batch of tokens."""
 
     def collect(self) -> StepResult:
-        """Wait for the earliest step that has not been collected, and return its result."""
+        """Wait for the earliest step not yet collected, and return its result. A step that raises is over, too."""
 
 
 class LocalExecutor:

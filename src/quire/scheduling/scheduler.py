@@ -152,6 +152,7 @@ class Scheduler:
                 update = self.cache.append(sequence.seq_id, num_tokens)
                 break
             except OutOfBlocksError:
+                assert len(self.running) > 1, "the first in order is never preempted"
                 victim = self.waiting.victim(self.running)
                 self._preempt(victim)
                 if victim is request:
@@ -274,6 +275,14 @@ class Scheduler:
             deltas.append(delta)
         return deltas
 
+    def undo(self) -> None:
+        """Take back a plan whose step failed: what runs is queued again, in its order, and will be computed anew.
+
+        Nobody knows how far the step came, so nothing that stands in rows and blocks is trusted.
+        """
+        for request in self.running[::-1]:
+            self._preempt(request)
+
     def _take_prompt_logprobs(self, chunk: PromptLogprobsChunk) -> None:
         """Keep the logprobs of prompt positions that were not known yet: a recomputed prompt brings them again."""
         request = next((r for r in self.running if any(s.row == chunk.row for s in r.live)), None)
@@ -308,7 +317,6 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take everything from a running request and queue it again; its tokens will be computed anew."""
-        assert len(self.running) > 1, "the first in order is never preempted"
         for sequence in request.live:
             self._take_back(sequence)
             sequence.num_computed_tokens = 0
@@ -324,8 +332,8 @@ class Scheduler:
     def check(self) -> None:
         """Assert what must hold between steps. For tests, and for an idle engine."""
         self.cache.check()
-        ids = [request.request_id for request in self.running]
-        assert ids == sorted(ids), "running requests are out of order"
+        arrivals = [request.arrival for request in self.running]
+        assert arrivals == sorted(arrivals), "running requests are out of order"
         sequences = [sequence for request in self.running for sequence in request.live]
         assert self._num_seats == len(sequences) <= self.config.max_num_seqs
         rows = [sequence.row for sequence in sequences if sequence.row != NO_ROW]
