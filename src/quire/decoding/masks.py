@@ -11,37 +11,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.decoding.state import ALLOWED, BAD_WORDS, BIAS, MIN_TOKENS, SamplingState
+from quire.decoding.samples import Samples
+from quire.decoding.state import ALLOWED, BAD_WORDS, BIAS, MIN_TOKENS
 
 _NAMING = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS
 
 Places = tuple[Tensor, Tensor]  # sample and token id of each place, both int64 [num_places], on the logits' device
 
 
-def apply_masks(
-    state: SamplingState,
-    logits: Tensor,
-    features: NDArray[np.uint32],
-    rows: NDArray[np.int64],
-    token_ids: NDArray[np.int32],
-    num_tokens: NDArray[np.int64],
-) -> None:
-    """Edit `logits` [num_samples, vocab] in place, sample i for row `rows[i]`; arguments as in `sampler.sample`."""
-    lists = {sample: state.token_lists(rows[sample]) for sample in np.flatnonzero(features & _NAMING).tolist()}
-    _keep_allowed(logits, {i: lists[i].allowed_ids for i in _using(features, ALLOWED)})
-    forbidden = {i: lists[i].early_stop_ids for i in _using(features, MIN_TOKENS)}
-    for i in _using(features, BAD_WORDS):
-        output = token_ids[rows[i], state.settings["num_prompt_tokens"][rows[i]] : num_tokens[i]]
-        completing = lists[i].bad_words.forbidden_next(output)
+def apply_masks(samples: Samples, logits: Tensor) -> None:
+    """Edit `logits` [num_samples, vocab] in place."""
+    lists = {i: samples.state.token_lists(samples.rows[i]) for i in samples.using(_NAMING).tolist()}
+    _keep_allowed(logits, {i: lists[i].allowed_ids for i in samples.using(ALLOWED).tolist()})
+    forbidden = {i: lists[i].early_stop_ids for i in samples.using(MIN_TOKENS).tolist()}
+    for i in samples.using(BAD_WORDS).tolist():
+        completing = lists[i].bad_words.forbidden_next(samples.output(i))
         forbidden[i] = np.concatenate([forbidden[i], completing]) if i in forbidden else completing
     _forbid(logits, forbidden)
-    biased = _using(features, BIAS)
+    biased = samples.using(BIAS).tolist()
     _add_bias(logits, {i: lists[i].bias_ids for i in biased}, [lists[i].bias_values for i in biased])
-
-
-def _using(features: NDArray[np.uint32], feature: int) -> list[int]:
-    """Return the samples that use a feature."""
-    return np.flatnonzero(features & feature).tolist()
 
 
 def _places(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> Places:

@@ -25,7 +25,8 @@ from quire.decoding.logprobs import token_logprobs
 from quire.decoding.masks import apply_masks
 from quire.decoding.penalties import apply_penalties
 from quire.decoding.philox import uniforms
-from quire.decoding.state import EDITS, LOGPROBS, MIN_TOKENS, PENALTIES, SAMPLED, SamplingState
+from quire.decoding.samples import Samples
+from quire.decoding.state import EDITS, LOGPROBS, SAMPLED, SamplingState
 
 
 class SampledTokens(NamedTuple):
@@ -48,13 +49,13 @@ def sample(
     token_ids [max_rows, max_len], the known tokens of every row; num_tokens [num_samples], how many those are, prompt
     and output. The output index of a draw is `num_tokens` less the row's prompt tokens.
     """
-    features = _features_now(state, rows, num_tokens)
-    wanted = int(np.bitwise_or.reduce(features))
+    samples = Samples.of(state, rows, token_ids, num_tokens)
+    wanted = int(np.bitwise_or.reduce(samples.features))
     if not wanted:
         return SampledTokens(_argmax(logits).tolist(), None)
-    edited = _edit(state, logits, features, rows, token_ids, num_tokens) if wanted & EDITS else logits
-    chosen = _choose(state, edited, features, rows, num_tokens)
-    logprobs = _logprobs(state, logits, features, rows, chosen) if wanted & LOGPROBS else None
+    edited = _edit(samples, logits) if wanted & EDITS else logits
+    chosen = _choose(samples, edited)
+    logprobs = _logprobs(samples, logits, chosen) if wanted & LOGPROBS else None
     return SampledTokens(chosen.tolist(), logprobs)
 
 
@@ -64,68 +65,34 @@ def prompt_logprobs(logits: Tensor, next_tokens: Tensor, num_logprobs: int) -> l
     return token_logprobs(logits, next_tokens.long(), [count] * len(logits))
 
 
-def _features_now(
-    state: SamplingState, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]
-) -> NDArray[np.uint32]:
-    """Return what each sample uses in this step: min_tokens only until there are as many."""
-    features = state.features[rows]
-    early = np.flatnonzero(features & MIN_TOKENS)
-    if early.size:
-        settings = state.settings[rows[early]]
-        has_enough = num_tokens[early] - settings["num_prompt_tokens"] >= settings["min_tokens"]
-        features[early[has_enough]] &= ~np.uint32(MIN_TOKENS)
-    return features
-
-
-def _edit(
-    state: SamplingState,
-    logits: Tensor,
-    features: NDArray[np.uint32],
-    rows: NDArray[np.int64],
-    token_ids: NDArray[np.int32],
-    num_tokens: NDArray[np.int64],
-) -> Tensor:
+def _edit(samples: Samples, logits: Tensor) -> Tensor:
     """Return the logits after steps 1 and 2, in a copy: logprobs are taken from the raw ones."""
     edited = logits.clone()
-    apply_masks(state, edited, features, rows, token_ids, num_tokens)
-    penalized = np.flatnonzero(features & PENALTIES)
-    if penalized.size:
-        apply_penalties(state, edited, penalized, rows[penalized], token_ids, num_tokens[penalized])
+    apply_masks(samples, edited)
+    apply_penalties(samples, edited)
     return edited
 
 
-def _choose(
-    state: SamplingState,
-    logits: Tensor,
-    features: NDArray[np.uint32],
-    rows: NDArray[np.int64],
-    num_tokens: NDArray[np.int64],
-) -> NDArray[np.int64]:
+def _choose(samples: Samples, logits: Tensor) -> NDArray[np.int64]:
     """Return the tokens: drawn where the temperature is above 0, else those of the highest logits."""
-    drawn = np.flatnonzero(features & SAMPLED)
+    drawn = samples.using(SAMPLED)
     if not drawn.size:
         return _argmax(logits)
-    settings = state.settings[rows[drawn]]
-    numbers = uniforms(settings["seed"], num_tokens[drawn] - settings["num_prompt_tokens"])
-    if len(drawn) == len(rows):
+    settings = samples.take(drawn).settings()
+    numbers = uniforms(settings["seed"], samples.num_tokens[drawn] - settings["num_prompt_tokens"])
+    if len(drawn) == len(logits):
         return draw(logits, settings, numbers)
     chosen = _argmax(logits)
     chosen[drawn] = draw(logits[torch.from_numpy(drawn).to(logits.device)], settings, numbers)
     return chosen
 
 
-def _logprobs(
-    state: SamplingState,
-    logits: Tensor,
-    features: NDArray[np.uint32],
-    rows: NDArray[np.int64],
-    chosen: NDArray[np.int64],
-) -> list[TokenLogprobs | None]:
+def _logprobs(samples: Samples, logits: Tensor, chosen: NDArray[np.int64]) -> list[TokenLogprobs | None]:
     """Return a record for each sample that asked for one."""
-    asking = np.flatnonzero(features & LOGPROBS)
-    counts = state.settings["num_logprobs"][rows[asking]].tolist()
+    asking = samples.using(LOGPROBS)
+    counts = samples.take(asking).settings()["num_logprobs"].tolist()
     part = logits[torch.from_numpy(asking).to(logits.device)]
-    records: list[TokenLogprobs | None] = [None] * len(rows)
+    records: list[TokenLogprobs | None] = [None] * len(logits)
     tokens = torch.from_numpy(chosen[asking]).to(logits.device)
     for sample_index, record in zip(asking.tolist(), token_logprobs(part, tokens, counts), strict=True):
         records[sample_index] = record

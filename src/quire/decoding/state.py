@@ -41,6 +41,8 @@ ROW_DTYPE = np.dtype(
     align=True,
 )
 
+# A smaller penalty would make a logit infinite, or 0 in float32 and then NaN: what is forbidden would be drawn.
+_MIN_REPETITION_PENALTY = 1e-20
 _MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)  # a smaller one would be 0 in float32, and 0 / 0 no probability
 
 
@@ -122,7 +124,8 @@ def _settings(new: NewRow, vocab_size: int) -> tuple[float, ...]:
 
 def _penalties(params: SamplingParams) -> tuple[float, float, float]:
     """Return the penalties in the order of ROW_DTYPE."""
-    return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    repetition = max(params.repetition_penalty, _MIN_REPETITION_PENALTY)
+    return repetition, params.presence_penalty, params.frequency_penalty
 
 
 def _ids(tokens: Collection[int]) -> NDArray[np.int64]:
