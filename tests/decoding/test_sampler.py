@@ -36,7 +36,7 @@ def plain_edit(new: NewRow, raw: np.ndarray) -> np.ndarray:
         logits[list(forbidden)] = -np.inf
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += np.float32(bias)
-    penalty = np.float32(params.repetition_penalty)
+    penalty = np.float32(max(params.repetition_penalty, 1e-20))
     for token in set(new.token_ids):
         logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
     for token, count in Counter(output).items():
@@ -87,7 +87,7 @@ def new_rows(vocab_size: int) -> st.SearchStrategy[NewRow]:
         min_p=st.sampled_from([0.0, 1e-300, 0.1, 0.5, 1.0]),
         presence_penalty=st.sampled_from([0.0, -2.0, 0.7]),
         frequency_penalty=st.sampled_from([0.0, -0.3, 2.0]),
-        repetition_penalty=st.sampled_from([1.0, 0.5, 1.3, 100.0]),
+        repetition_penalty=st.sampled_from([1.0, 1e-300, 0.5, 1.3, 100.0]),
         min_tokens=st.integers(0, 4),
         stop_token_ids=st.none() | st.lists(token, max_size=3),
         logit_bias=st.none() | st.dictionaries(token, st.floats(-100, 100), max_size=3),
@@ -176,6 +176,17 @@ def test_allowed_token_ids_hold_when_the_other_masks_leave_nothing(sample_rows: 
     assert first == 5
     assert second in {2, 6}
     assert third == 6
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-45, 1e-38])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_smallest_repetition_penalty_brings_back_no_forbidden_token(
+    sample_rows: SampleRows, penalty: float, temperature: float
+) -> None:
+    """Of the known tokens 0, 1 and 2 only 0 may come; times 0 its rivals' minus infinity would be NaN, which wins."""
+    params = SamplingParams(repetition_penalty=penalty, temperature=temperature, allowed_token_ids=[0, 4])
+    rows = [NewRow(0, [1, 0, 2], 1, [], params, seed=0)]
+    assert sample_rows(rows, np.array([[3.0, 9.0, -9.0, 1.0, 2.0]], dtype=np.float32)).token_ids == [0]
 
 
 def test_min_tokens_forbids_ends_until_then_and_no_longer(sample_rows: SampleRows) -> None:
