@@ -36,7 +36,7 @@ def test_failed_steps_change_no_tokens_and_lose_no_blocks(seed: int) -> None:
     engine = Engine(harness.scheduler, executor)
     for _ in range(6):
         harness.add(rng.randint(1, 14), n=rng.choice([1, 3]), max_tokens=rng.randint(1, 12), ignore_eos=True)
-    while engine.has_requests:
+    while harness.scheduler.has_requests:
         try:
             deltas = engine.step()
         except (KeyboardInterrupt, RuntimeError):

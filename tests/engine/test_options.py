@@ -14,7 +14,7 @@ def test_bytes_are_read_with_their_units(text: int | str, size: int) -> None:
     assert parse_bytes(text, "kv_cache_memory") == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "4 parsecs", "-1", "0", 0, -5, "nan", "1e9", True])
+@pytest.mark.parametrize("text", ["", "GiB", "4 parsecs", "-1", "0", 0, -5, "nan", "1e9", "9" * 400, True])
 def test_what_is_no_size_is_refused_by_name(text: int | str) -> None:
     with pytest.raises(ConfigError, match="kv_cache_memory must be"):
         parse_bytes(text, "kv_cache_memory")
@@ -36,6 +36,7 @@ def test_what_is_no_size_is_refused_by_name(text: int | str) -> None:
         ("kv_cache_memory", "lots"),
         ("preemption_mode", "never"),
         ("seed", "zero"),
+        ("enable_prefix_caching", "no"),
         ("max_logprobs", -1),
     ],
 )

@@ -47,6 +47,12 @@ def test_memory_for_less_than_a_block_is_refused() -> None:
         size_engine(EngineOptions(kv_cache_memory="1MiB"), LLAMA_8B, free_bytes=GIB)
 
 
+@pytest.mark.parametrize("asked", [{"num_kv_blocks": 10**13}, {"kv_cache_memory": "2GiB"}], ids=str)
+def test_cache_beyond_the_free_memory_is_refused(asked: dict[str, int | str]) -> None:
+    with pytest.raises(ConfigError, match=r"KV blocks .* take .* bytes, but 1073741824 are free"):
+        size_engine(EngineOptions(**asked), LLAMA_8B, free_bytes=GIB)  # type: ignore[arg-type]
+
+
 def test_sliding_window_reaches_the_cache() -> None:
     limits = ModelLimits(8192, 1024, sliding_window=4096)
     assert size_engine(EngineOptions(), limits, free_bytes=GIB)[0].sliding_window == 4096

@@ -2,15 +2,16 @@
 
 import re
 from dataclasses import dataclass
+from typing import Literal, get_args
 
+from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.core.errors import ConfigError
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu")
-PREEMPTION_MODES = ("auto", "recompute")
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu"]
+PreemptionMode = Literal["auto", "recompute"]
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 128  # what the kernels take, in powers of two
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -20,7 +21,7 @@ def parse_bytes(value: int | str, name: str) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+        match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*", str(value))
         if match is None or match[2].upper() not in _UNITS:
             raise ConfigError(f"{name} must be bytes such as 512MiB or 4GiB, got {value!r}")
         size = int(float(match[1]) * _UNITS[match[2].upper()])
@@ -52,17 +53,19 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Check names, types and ranges; what depends on the model is checked when it is known."""
-        self._check_choice("dtype", DTYPES)
-        self._check_choice("device", DEVICES)
-        self._check_choice("preemption_mode", PREEMPTION_MODES)
+        self._check_choice("dtype", get_args(Dtype))
+        self._check_choice("device", get_args(Device))
+        self._check_choice("preemption_mode", get_args(PreemptionMode))
         for name in ("max_model_len", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens"):
             self._check_count(name, 1)
         self._check_count("max_logprobs", 0)
-        self._check_count("block_size", MIN_BLOCK_SIZE)
-        if self.block_size > MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
-            raise ConfigError(f"block_size must be 8, 16, 32, 64 or 128, got {self.block_size}")
+        self._check_count("block_size", 1)
+        if self.block_size not in KERNEL_BLOCK_SIZES:
+            raise ConfigError(f"block_size must be one of {KERNEL_BLOCK_SIZES}, got {self.block_size}")
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         self._refuse_unsupported()
