@@ -165,6 +165,18 @@ def test_chat_answers_each_conversation(llm: LLM) -> None:
     assert "Write a function" in single[0].prompt
 
 
+BAD_MESSAGES: list[Any] = [
+    None, [], "hi", {"role": "user", "content": "hi"}, [1], [[]], [[1]], [{"role": "user", "content": "hi"}, []],
+    [{"content": "hi"}], iter([]), [{"role": "user", "content": "\ud800"}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("messages", BAD_MESSAGES, ids=lambda m: ascii(m)[:30])
+def test_bad_messages_are_refused(llm: LLM, messages: Any) -> None:  # noqa: ANN401
+    with pytest.raises(InvalidRequestError):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
 def test_metrics_are_in_order(llm: LLM) -> None:
     metrics = llm.generate("x", GREEDY, use_tqdm=False)[0].metrics
     assert metrics is not None
@@ -235,7 +247,15 @@ def test_closed_llm_refuses_every_call(demo_model: Path) -> None:
     llm = LLM(str(demo_model), max_model_len=64)
     llm.close()
     llm.close()
-    for call in (lambda: llm.generate("x"), lambda: llm.chat([]), llm.kv_stats, lambda: llm.stream("x")):
+    beam = BeamSearchParams(beam_width=2, max_tokens=4)
+    for call in (
+        lambda: llm.generate("x"),
+        lambda: llm.chat([]),
+        lambda: llm.stream("x"),
+        lambda: llm.beam_search("x", beam),
+        llm.kv_stats,
+        llm.__enter__,
+    ):
         with pytest.raises(RuntimeError, match="closed"):
             call()
 

@@ -78,6 +78,7 @@ class LLM:
         self._unclaimed: dict[str, RequestOutput] = {}   # outputs for another iterator than the one that stepped
 
     def __enter__(self) -> Self:
+        _ = self._engine  # a closed one cannot be entered
         return self
 
     def __exit__(
@@ -146,16 +147,16 @@ class LLM:
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
-        conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
         tokenized = []
-        for conversation in cast(Sequence[Sequence[Message]], conversations):
-            text = tokenizer.apply_chat_template(list(conversation), add_generation_prompt=add_generation_prompt)
+        for conversation in _conversations(messages):
+            text = tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt)
             token_ids = tokenizer.encode(text, add_special_tokens=False)
             tokenized.append(self._engine.inputs.tokenize(token_ids)._replace(text=text))
         return self._finish_all(self._make_requests(tokenized, sampling_params), use_tqdm)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
         """Not supported yet."""
+        _ = self._engine  # a closed LLM says so first
         raise InvalidRequestError("beam search is not supported yet", param="beam_width")
 
     def kv_stats(self) -> KVStats:
@@ -245,6 +246,18 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and all(isinstance(item, int) for item in prompts):
         return [cast(list[int], list(prompts))]
     return cast(list[Prompt], list(prompts))
+
+
+def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
+    """Tell one conversation from a list of them: a conversation holds messages. What those hold the template checks."""
+    if not isinstance(messages, (list, tuple)):
+        raise InvalidRequestError(
+            f"messages must be a list of messages or a list of such lists, got {type(messages).__name__}",
+            param="messages",
+        )
+    if messages and all(isinstance(item, (list, tuple)) for item in messages):
+        return list(cast(Sequence[Sequence[Message]], messages))
+    return [cast(Sequence[Message], messages)]
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
