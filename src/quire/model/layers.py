@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.kernels.linear import MAX_ROWS
 from quire.kernels.paged_attention import AttentionPlan
 from quire.model.spec import DecoderSpec
 from quire.model.weights import WeightReader
@@ -94,8 +95,12 @@ class FeedForward:
         self._activate: Callable[[Tensor], Tensor] = getattr(weights.back_end, spec.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return what the feed-forward adds to x [num_tokens, hidden_size]."""
-        return self._down(self._activate(self._up(x)))
+        """Return what the feed-forward adds to x [num_tokens, hidden_size].
+
+        A few rows at a time, so that the wide activations in between stay in the CPU's cache.
+        """
+        portions = [self._down(self._activate(self._up(rows))) for rows in x.split(MAX_ROWS)]
+        return portions[0] if len(portions) == 1 else torch.cat(portions)
 
 
 @dataclass(frozen=True, slots=True)
