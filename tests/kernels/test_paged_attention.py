@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.kernels import paged_attention
 from quire.kernels.back_end import REFERENCE
 from support.paged_cache import Paging, Part, Tokens, attend
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
 HEADS = [(4, 4, 8), (4, 2, 32), (14, 2, 64), (8, 1, 80), (8, 2, 128)]  # groups of 1, 2, 7, 8 and 4
-BLOCK_SIZES = [8, 16, 32, 64, 128]
 LENGTH = 300  # several key tiles, the last one not full
 LONG = 1200  # more key tiles than one round holds
 
@@ -75,7 +75,7 @@ def test_block_size_and_block_ids_never_change_a_bit(heads: tuple[int, int, int]
     tokens = Tokens.random(LENGTH, heads)
     parts = [Part(tokens, 0, 90), Part(tokens, 90, LENGTH - 1), Part(tokens, LENGTH - 1, LENGTH)]
     alone = [attend([part], window=window)[0] for part in parts]
-    for seed, block_size in enumerate(BLOCK_SIZES):
+    for seed, block_size in enumerate(KERNEL_BLOCK_SIZES):
         results = attend(parts, Paging(block_size, seed), window)
         assert all(map(torch.equal, results, alone)), f"blocks of {block_size}"
 

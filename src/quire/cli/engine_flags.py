@@ -1,19 +1,25 @@
 """The flags of every command that loads a model: `quire.engine.options.EngineOptions` as typer sees it.
 
-Values are checked by `EngineOptions`, so that Python and the command line refuse the same with the same words.
+Choices and checks are those of `EngineOptions`, so that Python and the command line take the same.
 """
 
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import quire
 from quire.cli.config_file import load_config
 from quire.cli.flag_groups import flag
-from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+from quire.engine.options import (
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    Device,
+    Dtype,
+    PreemptionMode,
+)
 
 if TYPE_CHECKING:
     from quire.llm import LLM
@@ -39,10 +45,8 @@ class EngineFlags:
 
     model: Annotated[str | None, _MODEL] = None
     config: Annotated[Path | None, _CONFIG] = None
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], _flag("of weights, activations and KV cache")
-    ] = "auto"
-    device: Annotated[Literal["auto", "cpu"], _flag("where the model runs")] = "auto"
+    dtype: Annotated[Dtype, _flag("of weights, activations and KV cache")] = "auto"
+    device: Annotated[Device, _flag("where the model runs")] = "auto"
     max_model_len: Annotated[
         int | None,
         _flag("longest prompt and output, tokens", show_default="the model's, cut to what the KV cache holds"),
@@ -56,7 +60,7 @@ class EngineFlags:
     ] = None
     max_num_seqs: Annotated[int, _flag("sequences in one step")] = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: Annotated[int, _flag("tokens in one step")] = DEFAULT_MAX_NUM_BATCHED_TOKENS
-    preemption_mode: Annotated[Literal["auto", "recompute"], _flag("how a preempted request comes back")] = "auto"
+    preemption_mode: Annotated[PreemptionMode, _flag("how a preempted request comes back")] = "auto"
     seed: Annotated[int, _flag("of requests that bring none")] = 0
 
     def load(self) -> "LLM":

@@ -4,14 +4,15 @@ from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
 
+KERNEL_BLOCK_SIZES = (8, 16, 32, 64, 128)  # tokens; cache and scheduler by themselves take any size from 1 up
+
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The KV cache: how many blocks, of how many tokens.
 
     `sliding_window`: tokens that a query may look back on, itself included, if every layer has such a window (the
-    widest one); None when some layer looks back on everything. Any block size from 1 up; kernels take powers of two
-    from 8 to 128.
+    widest one); None when some layer looks back on everything.
     """
 
     num_blocks: int

@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.kernels.attention_tiling import (
     MIN_COLUMNS,
     SLOTS_PER_KEY_TILE,
@@ -23,7 +24,6 @@ from quire.kernels.attention_tiling import (
     tile_step,
 )
 
-BLOCK_SIZES = (8, 16, 32, 64, 128)
 LOWEST = torch.finfo(torch.float32).min  # a maximum that has seen nothing: with -inf, -inf - -inf would be NaN
 
 
@@ -47,7 +47,7 @@ def prepare(block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, bl
     Table entries past a context, or before every window, may hold anything: they are never followed.
     """
     assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
-    assert block_size in BLOCK_SIZES, f"block size {block_size} is not one of {BLOCK_SIZES}"
+    assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
     return AttentionPlan(StepShape(block_tables, query_starts, context_lens, block_size))
 
 
