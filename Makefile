@@ -14,6 +14,8 @@ PROMPT ?= def fibonacci(n):
 # `quire` reads QUIRE_PROMPT: through the environment a prompt arrives as it was typed, quotes, spaces and dollars too.
 unexport PROMPT
 generate: export QUIRE_PROMPT := $(value PROMPT)
+# A small model writes best a little below temperature 1; ARGS="--temperature 0" is greedy.
+generate: export QUIRE_TEMPERATURE ?= 0.7
 
 .DEFAULT_GOAL := help
 .PHONY: help set-up test fuzz matrix lint generate bench-throughput bench-latency bench-control-plane bench-peers clean
