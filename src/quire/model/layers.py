@@ -99,7 +99,7 @@ class FeedForward:
 
         A few rows at a time, so that the wide activations in between stay in the CPU's cache.
         """
-        portions = [self._down(self._activate(self._up(rows))) for rows in x.split(MAX_ROWS)]
+        portions = [self._down(self._activate(self._up(rows))) for rows in torch.split(x, MAX_ROWS)]
         return portions[0] if len(portions) == 1 else torch.cat(portions)
 
 
