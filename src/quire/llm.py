@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Self, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,9 +20,8 @@ from quire.engine.assembly import AssembledEngine, assemble
 from quire.engine.input_processor import Prompt, TokenizedPrompt
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputProcessor
+from quire.text.chat_template import Message
 from quire.text.tokenizer import Tokenizer
-
-Message = dict[str, Any]
 
 
 class LLM:
@@ -144,14 +143,11 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, rendered with the model's chat template."""
-        tokenizer = self._engine.tokenizer
-        if tokenizer is None:
-            raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
-        tokenized = []
-        for conversation in _conversations(messages):
-            text = tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt)
-            token_ids = tokenizer.encode(text, add_special_tokens=False)
-            tokenized.append(self._engine.inputs.tokenize(token_ids)._replace(text=text))
+        inputs = self._engine.inputs
+        tokenized = [
+            inputs.tokenize_chat(conversation, add_generation_prompt=add_generation_prompt)
+            for conversation in _conversations(messages)
+        ]
         return self._finish_all(self._make_requests(tokenized, sampling_params), use_tqdm)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:

@@ -8,6 +8,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import arrival_seed
 from quire.core.sequence import Request
 from quire.scheduling.scheduler import Scheduler
+from quire.text.chat_template import Message
 from quire.text.tokenizer import Tokenizer
 
 
@@ -62,6 +63,13 @@ class InputProcessor:
                 raise InvalidRequestError("the model has no tokenizer: give prompt_token_ids", param="prompt")
             return TokenizedPrompt(prompt, self._check_token_ids(self._tokenizer.encode(prompt)))
         return TokenizedPrompt(None, self._check_token_ids(prompt))
+
+    def tokenize_chat(self, conversation: Sequence[Message], *, add_generation_prompt: bool) -> TokenizedPrompt:
+        """Return a conversation as the chat template writes it, and its tokens. InvalidRequestError as `tokenize`."""
+        if self._tokenizer is None:
+            raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
+        text = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt)
+        return TokenizedPrompt(text, self._check_token_ids(self._tokenizer.encode(text, add_special_tokens=False)))
 
     def _tokenize_dict(self, prompt: TextPrompt | TokensPrompt) -> TokenizedPrompt:
         given = set(prompt)
