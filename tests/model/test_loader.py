@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from quire.core.errors import ConfigError, ModelError
 from quire.kernels.back_end import BackEnd
-from quire.model.loader import load_model, read_config, spec_from_config
+from quire.model.config import read_config, spec_from_config
+from quire.model.loader import load_model
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -17,7 +17,8 @@ from quire.model.config import read_config
 from quire.model.decoder import Decoder
 from quire.model.generation_config import eos_token_ids
 from quire.model.kv_cache import KVCache, kv_bytes_per_token
-from quire.model.loader import load_model, resolve_model
+from quire.model.loader import load_model
+from quire.model.resolve import resolve_model
 from quire.scheduling.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from quire.core.errors import ModelError
+from quire.model.config import CONFIG_FILE
 from quire.model.config_reader import read_json_object
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -15,10 +16,7 @@ def eos_token_ids(folder: Path, config: Mapping[str, object]) -> frozenset[int]:
 
     Raises ModelError for a broken file or for anything but an id, a list of ids or null.
     """
-    for name, values in (
-        (GENERATION_CONFIG_FILE, _generation_config(folder)),
-        ("config.json", config),
-    ):
+    for name, values in ((GENERATION_CONFIG_FILE, _generation_config(folder)), (CONFIG_FILE, config)):
         value = values.get(KEY)
         if value is not None:
             return frozenset(_checked(item, folder / name) for item in (value if isinstance(value, list) else [value]))

@@ -11,10 +11,7 @@ from quire.model.checkpoint import Checkpoint
 from quire.model.config import CONFIG_FILE, read_config, spec_from_config
 from quire.model.config_reader import ConfigReader
 from quire.model.decoder import Decoder
-from quire.model.resolve import resolve_model
 from quire.model.weights import WeightReader
-
-__all__ = ["load_model", "read_config", "resolve_model", "spec_from_config"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

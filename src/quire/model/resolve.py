@@ -6,6 +6,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from quire.core.errors import ModelError
+from quire.model.config import CONFIG_FILE
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +27,15 @@ def resolve_model(model: str | None) -> Path:
     if model and folder.is_dir():
         return folder
     if model and folder.exists():
-        raise ModelError(f"{model}: is a file; expected a folder with config.json and safetensors")
+        raise ModelError(f"{model}: is a file; expected a folder with {CONFIG_FILE} and safetensors")
     if not _is_hub_id(model):
         raise ModelError(f"{model!r}: no such folder, and not a hub id of the form owner/name")
     return _from_hub(model)
 
 
 def _demo_model() -> Path:
-    if not (DEMO_MODEL / "config.json").is_file():
-        raise ModelError(f"the bundled demo model is not in this installation: no config.json in {DEMO_MODEL}")
+    if not (DEMO_MODEL / CONFIG_FILE).is_file():
+        raise ModelError(f"the bundled demo model is not in this installation: no {CONFIG_FILE} in {DEMO_MODEL}")
     return DEMO_MODEL
 
 
