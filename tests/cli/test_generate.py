@@ -1,6 +1,7 @@
 """`quire generate` gives what `LLM.generate` gives, and one clear line where it cannot."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -56,6 +57,29 @@ def test_seed_decides_what_is_sampled(run: Run) -> None:
     command = ("generate", "--prompt", "def ", "--max-tokens", 16, *SMALL)
     outs = [run(*command, "--sampling-seed", seed).out for seed in (1, 1, 2)]
     assert outs[0] == outs[1] != outs[2]
+
+
+def run_with_encoding(encoding: str, *arguments: object) -> str:
+    """Return what a real process writes to a standard output of this encoding."""
+    ran = subprocess.run(
+        [*QUIRE, *map(str, arguments), *SMALL],
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    return ran.stdout.decode()
+
+
+def test_characters_that_the_output_cannot_hold_end_nothing(llm: LLM, tmp_path: Path) -> None:
+    assert llm.tokenizer is not None
+    no_ascii = llm.tokenizer.encode("é", add_special_tokens=False)
+    record = {"prompt": "日本", "id": "\ud800", "max_tokens": 1, "allowed_token_ids": no_ascii}
+    command = ("generate", "--input", write_lines(tmp_path / "in.jsonl", record))
+    for encoding in ("utf-8", "ascii"):
+        answer = json.loads(run_with_encoding(encoding, *command))
+        assert (answer["prompt"], answer["id"]) == (record["prompt"], record["id"])
+    assert run_with_encoding("ascii", *command, "--format", "text") == "?\n"
 
 
 def test_file_is_answered_in_its_order_with_its_own_parameters(run: Run, llm: LLM, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """`quire generate`: one prompt, streamed to the terminal, or a file of prompts, to text or JSONL."""
 
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -70,8 +71,10 @@ def _single_job(prompt: str | None, params: SamplingParams) -> Job:
 
 
 @contextmanager
-def _open_output(path: Path) -> Iterator[IO[str]]:
+def _open_output(path: Path) -> Iterator[TextIO]:
     if path == _STANDARD_STREAM:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # an answer may have characters that the terminal has not
         yield sys.stdout
         return
     with path.open("w", encoding="utf-8") as stream:
@@ -105,7 +108,7 @@ def _as_prompt(llm: "LLM", job: Job) -> str | list[int]:
     return llm.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _stream_text(results: Iterator[RequestOutput], stream: IO[str], prompt: str) -> None:
+def _stream_text(results: Iterator[RequestOutput], stream: TextIO, prompt: str) -> None:
     """Write the one answer's text as it grows; a terminal shows the prompt before it."""
     if stream.isatty():
         Console(file=stream, highlight=False).print(prompt, end="", style="dim", markup=False, soft_wrap=True)
@@ -118,7 +121,7 @@ def _stream_text(results: Iterator[RequestOutput], stream: IO[str], prompt: str)
     stream.write("\n")
 
 
-def _write_all(results: Iterator[RequestOutput], stream: IO[str], jobs: list[Job], output_format: Format) -> None:
+def _write_all(results: Iterator[RequestOutput], stream: TextIO, jobs: list[Job], output_format: Format) -> None:
     """Write every answer in the order of the jobs, each as soon as it and those before it are done."""
     console = Console(stderr=True)
     is_quiet = not console.is_terminal or stream.isatty()  # two writers on one terminal would mix

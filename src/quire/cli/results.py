@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from typing import IO, Any, Literal
+from typing import Any, Literal, TextIO
 
 from quire.cli.jobs import Chat, Job
 from quire.core.outputs import CompletionOutput, RequestOutput
@@ -10,19 +10,19 @@ from quire.core.outputs import CompletionOutput, RequestOutput
 Format = Literal["text", "jsonl"]
 
 
-def write_result(stream: IO[str], output_format: Format, job: Job, output: RequestOutput) -> None:
+def write_result(stream: TextIO, output_format: Format, job: Job, output: RequestOutput) -> None:
     """Write one finished request."""
     _WRITERS[output_format](stream, job, output)
     stream.flush()
 
 
-def _write_text(stream: IO[str], job: Job, output: RequestOutput) -> None:
+def _write_text(stream: TextIO, job: Job, output: RequestOutput) -> None:
     """Write each answer's text and a line end."""
     for completion in output.outputs:
         stream.write(completion.text + "\n")
 
 
-def _write_jsonl(stream: IO[str], job: Job, output: RequestOutput) -> None:
+def _write_jsonl(stream: TextIO, job: Job, output: RequestOutput) -> None:
     """Write one line: the job's id, the prompt as it was given, counts, and the answers."""
     record: dict[str, Any] = {} if job.job_id is None else {"id": job.job_id}
     record |= _prompt_record(job)
@@ -30,7 +30,17 @@ def _write_jsonl(stream: IO[str], job: Job, output: RequestOutput) -> None:
     record["outputs"] = [_completion_record(completion) for completion in output.outputs]
     if output.prompt_logprobs is not None:
         record["prompt_logprobs"] = _logprobs_record(output.prompt_logprobs)
-    stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+    stream.write(_json_text(record, stream.encoding or "utf-8") + "\n")
+
+
+def _json_text(record: dict[str, Any], encoding: str) -> str:
+    """Return JSON, with escapes if `encoding` lacks a character: half a surrogate pair in an id, say."""
+    text = json.dumps(record, ensure_ascii=False)
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return json.dumps(record)
+    return text
 
 
 def _prompt_record(job: Job) -> dict[str, Any]:
@@ -67,4 +77,4 @@ def _logprobs_record(positions: list[Any]) -> list[list[dict[str, Any]] | None]:
     ]
 
 
-_WRITERS: dict[Format, Callable[[IO[str], Job, RequestOutput], None]] = {"text": _write_text, "jsonl": _write_jsonl}
+_WRITERS: dict[Format, Callable[[TextIO, Job, RequestOutput], None]] = {"text": _write_text, "jsonl": _write_jsonl}
