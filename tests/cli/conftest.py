@@ -28,11 +28,15 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture(autouse=True)
+def _no_quire_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("QUIRE_")]:
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Return a function that runs `quire` with arguments, and with text or a terminal on standard input."""
-    for name in [name for name in os.environ if name.startswith("QUIRE_")]:
-        monkeypatch.delenv(name)
 
     def run_quire(*arguments: object, stdin: str | None = None) -> Ran:
         monkeypatch.setattr("sys.stdin", Terminal() if stdin is None else io.StringIO(stdin))

@@ -31,12 +31,6 @@ def parse_file(tmp_path: Path, content: str, *arguments: str) -> EngineFlags:
     return parse(["--config", str(path), *arguments])
 
 
-@pytest.fixture(autouse=True)
-def _no_quire_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("QUIRE_CONFIG", "QUIRE_MODEL", "QUIRE_MAX_NUM_SEQS", "QUIRE_DTYPE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def test_default_when_nothing_else_is_given() -> None:
     assert parse([]).max_num_seqs == 256
 
