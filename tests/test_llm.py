@@ -12,6 +12,7 @@ import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
+from quire.engine.output_processor import OutputProcessor
 from quire.execution.worker import Worker
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -109,6 +110,20 @@ def test_failed_step_ends_its_own_call_and_no_other_stream(llm: LLM, monkeypatch
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(["x", "y"], params, use_tqdm=False)
         assert [branch.token_ids for branch in list(stream)[-1].outputs] == expected
+
+
+@pytest.mark.parametrize("max_tokens", [2, 12], ids=["its last token", "some token"])
+def test_stream_whose_tokens_were_lost_says_so_and_never_hangs(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    stream = llm.stream([5] * 21, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputProcessor, "process", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("x", GREEDY, use_tqdm=False)
+    with pytest.raises(RuntimeError, match="failed step"):
+        next(stream)
 
 
 def test_stream_left_early_is_aborted(llm: LLM) -> None:

@@ -187,6 +187,8 @@ class LLM:
         try:
             self._queue(requests, stream)
             while left:
+                if not (self._engine.engine.scheduler.has_requests or left & self._unclaimed.keys()):
+                    raise RuntimeError(f"a failed step of another call has ended request {min(left)}")
                 for output in self._step():
                     self._unclaimed[output.request_id] = output
                 for request_id in [ours for ours in self._unclaimed if ours in left]:
@@ -217,8 +219,12 @@ class LLM:
         engine = self._engine.engine
         started_s = time.monotonic()
         deltas = engine.step()
-        self._outputs.note_admitted(engine.scheduler.admitted, started_s)
-        processed = self._outputs.process(deltas, time.monotonic())
+        try:
+            self._outputs.note_admitted(engine.scheduler.admitted, started_s)
+            processed = self._outputs.process(deltas, time.monotonic())
+        except BaseException:
+            self._abort({str(delta.request_id) for delta in deltas})  # their new tokens are lost
+            raise
         for request_id, index in processed.finish:
             engine.finish(request_id, index)
         return processed.outputs
@@ -227,7 +233,8 @@ class LLM:
         """End what is still there of these requests: the iterator was left early, or a step failed."""
         for request_id in request_ids:
             self._unclaimed.pop(request_id, None)
-            if self._engine.engine.abort(int(request_id)):
+            self._engine.engine.abort(int(request_id))
+            if int(request_id) in self._outputs:
                 self._outputs.abort(int(request_id), time.monotonic())
 
 

@@ -52,6 +52,10 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._requests: dict[int, _OpenRequest] = {}
 
+    def __contains__(self, request_id: int) -> bool:
+        """Whether a request has begun and not ended."""
+        return request_id in self._requests
+
     def add(
         self,
         request_id: int,
