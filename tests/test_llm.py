@@ -1,9 +1,11 @@
 """The offline API on the demo model: forms of input, order, refusals, closing."""
 
+import inspect
 import json
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,6 +14,7 @@ import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
+from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputProcessor
 from quire.execution.worker import Worker
 
@@ -320,3 +323,22 @@ def test_setting_that_cannot_work_is_refused(demo_model: Path) -> None:
         LLM(str(demo_model), max_model_len=4096)
     with pytest.raises(TypeError):
         LLM(str(demo_model), no_such_setting=1)
+
+
+def test_refused_call_does_not_change_what_later_requests_draw(demo_model: Path) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    found = []
+    for is_disturbed in (False, True):
+        with LLM(demo_model, max_model_len=64) as llm:
+            if is_disturbed:
+                with pytest.raises(InvalidRequestError):
+                    llm.generate(["fine", [10**9]], params, use_tqdm=False)
+                with pytest.raises(InvalidRequestError):
+                    llm.generate(["fine", "too long " * 60], params, use_tqdm=False)
+            found.append(llm.generate("x = ", params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert found[0] == found[1]
+
+
+def test_signature_offers_every_setting_with_its_default() -> None:
+    offered = {name: p.default for name, p in inspect.signature(LLM).parameters.items()}
+    assert offered == {field.name: field.default for field in fields(EngineOptions)}

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
@@ -73,7 +72,7 @@ class LLM:
         )
         self._assembled: AssembledEngine | None = assemble(options)
         self._outputs = OutputProcessor(self._assembled.tokenizer)
-        self._request_ids = count()
+        self._num_requests = 0                           # accepted so far; also the next one's id
         self._unclaimed: dict[str, RequestOutput] = {}   # outputs for another iterator than the one that stepped
 
     def __enter__(self) -> Self:
@@ -164,13 +163,15 @@ class LLM:
     def _make_requests(
         self, prompts: list[TokenizedPrompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[tuple[Request, TokenizedPrompt]]:
-        """Check every request; nothing is queued yet."""
+        """Check every request and queue none. A refused call uses no request id up: seeds derive from them."""
         inputs = self._engine.inputs
         params = _one_each(sampling_params, len(prompts))
-        return [
-            (inputs.make_request(next(self._request_ids), prompt, own), prompt)
-            for prompt, own in zip(prompts, params, strict=True)
+        requests = [
+            (inputs.make_request(request_id, prompt, own), prompt)
+            for request_id, (prompt, own) in enumerate(zip(prompts, params, strict=True), start=self._num_requests)
         ]
+        self._num_requests += len(requests)
+        return requests
 
     def _finish_all(self, requests: list[tuple[Request, TokenizedPrompt]], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}

@@ -62,6 +62,7 @@ class EngineFlags:
     max_num_batched_tokens: Annotated[int, _flag("tokens in one step")] = DEFAULT_MAX_NUM_BATCHED_TOKENS
     preemption_mode: Annotated[PreemptionMode, _flag("how a preempted request comes back")] = "auto"
     seed: Annotated[int, _flag("of requests that bring none")] = 0
+    max_logprobs: Annotated[int, _flag("highest logprobs and prompt_logprobs of a request")] = 20
 
     def load(self) -> "LLM":
         """Load the model, and torch with it, which is not imported before."""

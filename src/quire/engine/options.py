@@ -1,6 +1,7 @@
 """EngineOptions: every setting of an engine under its public name, checked before anything is loaded."""
 
 import re
+import sys
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -12,6 +13,7 @@ Device = Literal["auto", "cpu"]
 PreemptionMode = Literal["auto", "recompute"]
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+MAX_NUM_SEQS = 1 << 16  # every row is a place for max_model_len tokens
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -56,8 +58,9 @@ class EngineOptions:
         self._check_choice("dtype", get_args(Dtype))
         self._check_choice("device", get_args(Device))
         self._check_choice("preemption_mode", get_args(PreemptionMode))
-        for name in ("max_model_len", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_model_len", "num_kv_blocks", "max_num_batched_tokens"):
             self._check_count(name, 1)
+        self._check_count("max_num_seqs", 1, MAX_NUM_SEQS)
         self._check_count("max_logprobs", 0)
         self._check_count("block_size", 1)
         if self.block_size not in KERNEL_BLOCK_SIZES:
@@ -84,9 +87,10 @@ class EngineOptions:
         if value not in choices:
             raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
-    def _check_count(self, name: str, low: int) -> None:
+    def _check_count(self, name: str, low: int, high: int = sys.maxsize) -> None:
         value = getattr(self, name)
         if value is None:
             return
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            span = f"of at least {low}" if high == sys.maxsize else f"from {low} to {high}"
+            raise ConfigError(f"{name} must be an integer {span}, got {value!r}")
