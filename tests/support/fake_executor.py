@@ -69,7 +69,7 @@ class FakeExecutor:
         plan, self._plan = self._plan, None
         assert plan is not None
         self.trace.append((plan.rows, plan.starts, plan.counts, plan.copies, plan.sample_rows, plan.table_blocks))
-        assert 0 < plan.num_tokens <= self._budget
+        assert 0 < sum(plan.counts) <= self._budget
         assert len(set(plan.rows)) == len(plan.rows), "a row advances twice in one step"
         assert all(0 <= row < self._max_num_seqs for row in plan.rows)
         self._apply(plan)

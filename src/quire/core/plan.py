@@ -60,11 +60,6 @@ class StepPlan:
         """Nothing to compute."""
         return not self.rows
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step computes, over all rows."""
-        return sum(self.counts)
-
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsChunk:
