@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +223,17 @@ def test_real_process_streams_and_survives_a_reader_that_leaves(demo_model: Path
     assert complaint == ""
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let children of this process be interrupted, also when it was started in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_real_process_ends_on_interrupt_without_a_traceback(demo_model: Path) -> None:
-    command = [*QUIRE, "generate", "--prompt", "def ", "--max-tokens", "240", "--ignore-eos", *SMALL]
+    command = [*QUIRE, "generate", "--prompt", "def ", "--ignore-eos", "--max-tokens", "2000", "--num-kv-blocks", "128"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
