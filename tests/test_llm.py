@@ -16,7 +16,7 @@ from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputProcessor
-from quire.execution.worker import Worker
+from quire.model.decoder import Decoder
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -109,7 +109,7 @@ def test_failed_step_ends_its_own_call_and_no_other_stream(llm: LLM, monkeypatch
         for _ in range(num_before):
             next(stream)
         with monkeypatch.context() as patch:
-            patch.setattr(Worker, "execute", Mock(side_effect=KeyboardInterrupt))
+            patch.setattr(Decoder, "forward", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(["x", "y"], params, use_tqdm=False)
         assert [branch.token_ids for branch in list(stream)[-1].outputs] == expected

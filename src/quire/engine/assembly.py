@@ -50,7 +50,7 @@ def assemble(options: EngineOptions) -> AssembledEngine:
         scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size, spec.vocab_size
     )
     cache = KVCache.allocate(spec, cache_config.num_blocks, cache_config.block_size, model.dtype, model.device)
-    executor = LocalExecutor(Worker(model, cache, batch, back_end))
+    executor = LocalExecutor(Worker(model, cache, batch, back_end).execute)
     inputs = InputProcessor(
         tokenizer,
         scheduler,

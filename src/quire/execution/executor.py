@@ -1,9 +1,9 @@
 """The door to the computing tower: a plan goes in, a result comes out."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from quire.core.plan import StepPlan, StepResult
-from quire.execution.worker import Worker
 
 
 class Executor(Protocol):
@@ -20,10 +20,10 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """One worker in this process; the step runs when it is collected."""
+    """One worker in this process; the step runs when it is collected. `execute` is the worker's."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, execute: Callable[[StepPlan], StepResult]) -> None:
+        self._execute = execute
         self._plans: list[StepPlan] = []
 
     def submit(self, plan: StepPlan) -> None:
@@ -32,4 +32,4 @@ class LocalExecutor:
 
     def collect(self) -> StepResult:
         """Run the oldest plan."""
-        return self._worker.execute(self._plans.pop(0))
+        return self._execute(self._plans.pop(0))

@@ -12,7 +12,8 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.engine.engine import Engine
 from quire.execution.batch import PersistentBatch
-from quire.execution.null import NullExecutor
+from quire.execution.executor import LocalExecutor
+from quire.execution.null import NullWorker
 from quire.scheduling.scheduler import Scheduler
 
 _VOCAB_SIZE = 32_000
@@ -46,7 +47,7 @@ def _busy_engine(num_seqs: int, prompt_len: int, block_size: int, max_tokens: in
     )
     scheduler = Scheduler(scheduler_config, KVCacheManager(CacheConfig(num_blocks, block_size)))
     batch = PersistentBatch(num_seqs, longest, block_size, _VOCAB_SIZE)
-    engine = Engine(scheduler, NullExecutor(batch))
+    engine = Engine(scheduler, LocalExecutor(NullWorker(batch).execute))
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
     for request_id in range(num_seqs):
         prompt = [_PROMPT_TOKEN] * (prompt_len + request_id % block_size)
