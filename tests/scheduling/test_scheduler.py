@@ -185,6 +185,20 @@ def test_nobody_is_let_in_on_blocks_promised_to_a_returning_gang() -> None:
         harness.assert_right(request)
 
 
+def test_decoding_gang_keeps_nobody_out_with_blocks_that_it_already_holds() -> None:
+    harness = Harness(num_blocks=7, block_size=4)
+    harness.add(5, n=2, max_tokens=6, ignore_eos=True)
+    for _ in range(2):
+        harness.step()
+    assert harness.cache.num_free_blocks == 4, "one shared block and a tail for each branch are in use"
+    late = harness.add(4, max_tokens=3, ignore_eos=True)
+    harness.step()
+    assert late in harness.scheduler.running, "one block for its prompt, and one for each of three sequences"
+    harness.run()
+    for request in harness.requests.values():
+        harness.assert_right(request)
+
+
 def test_prompt_logprobs_that_come_again_are_not_taken_twice() -> None:
     harness = Harness(num_blocks=15, block_size=4, budget=4)
     request = harness.add(8, max_tokens=2, prompt_logprobs=0)

@@ -1,7 +1,7 @@
 """SamplingState: the sampling parameters of every running sequence, row by row, in NumPy arrays.
 
-A row is set when its sequence begins and cleared when it ends. Steps only gather: what a batch needs is found by
-ORing one flag word per row, so a batch pays for a feature only if one of its rows uses it.
+A row is set when its sequence begins; its next owner replaces everything in it. Steps only gather: what a batch needs
+is found by ORing one flag word per row, so a batch pays for a feature only if one of its rows uses it.
 """
 
 from collections.abc import Collection
@@ -73,7 +73,7 @@ class SamplingState:
     """Parameters of all rows.
 
     features: uint32 [max_rows], the flags above. settings: ROW_DTYPE [max_rows]. lists: per row, None where a row
-    names no tokens or stands empty.
+    names no tokens.
     """
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:

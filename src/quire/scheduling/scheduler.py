@@ -133,11 +133,12 @@ class Scheduler:
             if len(live) == 1 and live[0].row != NO_ROW:                # one sequence: what most requests are
                 used = self._advance(request, live[0], len(live[0].token_ids), budget)
             else:
-                mark = self._builder.mark()
+                mark, waited_to_fork = self._builder.mark(), live[-1].row == NO_ROW
                 used = self._advance_gang(request, budget)
-                promised += self._promised_blocks(request)
                 if used is None:
                     self._builder.cut(mark)
+                elif waited_to_fork:
+                    promised += self._promised_blocks(request)
             if used is None:
                 break                                                   # the request itself, the latest, was preempted
             budget -= used
@@ -238,7 +239,7 @@ class Scheduler:
         return shared + sum(cache.blocks_for(len(sequence.token_ids)) - shared for sequence in live)
 
     def _promised_blocks(self, request: Request) -> int:
-        """Return the most blocks that a running gang's known tokens may take beyond its full ones."""
+        """Return the most blocks that a gang whose prompt is under way may take for what is known of its branches."""
         cache, blocks = self.cache, 0
         shared = request.live[0].num_prompt_tokens // cache.block_size
         for sequence in request.live:
