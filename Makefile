@@ -31,6 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt hatchling editables
 	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(PIP) install -c constraints.txt --no-deps litellm  # it asks for an older huggingface-hub, and does not use it here
 	@touch $@
 
 test: $(STAMP) ## run the tests (under 15 minutes on 2 cores)

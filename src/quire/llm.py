@@ -212,7 +212,7 @@ class LLM:
                 prompt_token_ids=prompt.token_ids,
                 params=request.params,
                 arrival_s=arrival_s,
-                stream=stream,
+                kind="cumulative" if stream else "final",
             )
 
     def _step(self) -> list[RequestOutput]:
@@ -221,22 +221,22 @@ class LLM:
         started_s = time.monotonic()
         deltas = engine.step()
         try:
-            self._outputs.note_admitted(engine.scheduler.admitted, started_s)
+            self._outputs.note_admitted(engine.admissions, started_s)
             processed = self._outputs.process(deltas, time.monotonic())
+            outputs = [self._outputs.output(request_id) for request_id in processed.ready]
         except BaseException:
             self._abort({str(delta.request_id) for delta in deltas})  # their new tokens are lost
             raise
         for request_id, index in processed.finish:
             engine.finish(request_id, index)
-        return processed.outputs
+        return outputs
 
     def _abort(self, request_ids: set[str]) -> None:
         """End what is still there of these requests: the iterator was left early, or a step failed."""
         for request_id in request_ids:
             self._unclaimed.pop(request_id, None)
             self._engine.engine.abort(int(request_id))
-            if int(request_id) in self._outputs:
-                self._outputs.abort(int(request_id), time.monotonic())
+            self._outputs.drop(int(request_id))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

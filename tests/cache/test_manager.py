@@ -5,7 +5,7 @@ import random
 import pytest
 
 from quire.cache.block_pool import OutOfBlocksError
-from quire.cache.block_table import NULL_BLOCK, TableUpdate
+from quire.cache.block_table import NULL_BLOCK, TableUpdate, worst_case_blocks
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
@@ -115,13 +115,13 @@ class TestWorstCase:
     def test_only_full_prompt_blocks_stay_shared(
         self, num_prompt_tokens: int, max_tokens: int, n: int, num_blocks: int
     ) -> None:
-        assert make().worst_case_blocks(num_prompt_tokens, max_tokens, n) == num_blocks
+        assert worst_case_blocks(num_prompt_tokens, max_tokens, n, 4) == num_blocks
 
     @pytest.mark.parametrize("seed", range(50))
     def test_worst_case_is_reached_and_never_passed(self, seed: int) -> None:
         rng = random.Random(seed)
         prompt, output, n, block_size = rng.randint(1, 40), rng.randint(1, 40), rng.randint(1, 6), rng.randint(1, 9)
-        num_blocks = make(block_size=block_size).worst_case_blocks(prompt, output, n)
+        num_blocks = worst_case_blocks(prompt, output, n, block_size)
         manager = make(num_blocks, block_size)
         begin(manager, 0, prompt)
         for branch in range(1, n):

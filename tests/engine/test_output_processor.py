@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.core.outputs import FinishReason, RequestOutput, SequenceDelta, TokenLogprobs
+from quire.core.outputs import Admission, FinishReason, RequestOutput, SequenceDelta, TokenLogprobs
 from quire.core.sampling_params import SamplingParams
-from quire.core.sequence import Request
-from quire.engine.output_processor import OutputProcessor
+from quire.engine.output_processor import OutputKind, OutputProcessor, ProcessedStep
 from quire.text.tokenizer import Tokenizer
 from support.small_tokenizers import byte_fallback, byte_level, save
 
@@ -39,7 +38,7 @@ def logprobs_of(token: int) -> TokenLogprobs:
     return TokenLogprobs([token, token + 1, token + 2], [-token / 100, -0.25, -0.5], [3, 1, 2])
 
 
-def start(tokenizer: Tokenizer | None, stream: bool = True, **params: object) -> OutputProcessor:
+def start(tokenizer: Tokenizer | None, kind: OutputKind = "cumulative", **params: object) -> OutputProcessor:
     """Return a processor with one request of id 7 that the client calls "mine"."""
     processor = OutputProcessor(tokenizer)
     prompt = [5, 6] if tokenizer is None else tokenizer.encode(PROMPT)
@@ -50,9 +49,13 @@ def start(tokenizer: Tokenizer | None, stream: bool = True, **params: object) ->
         prompt_token_ids=prompt,
         params=SamplingParams(**{"max_tokens": 1000} | params),
         arrival_s=ARRIVAL_S,
-        stream=stream,
+        kind=kind,
     )
     return processor
+
+
+def outputs_of(processor: OutputProcessor, step: ProcessedStep) -> list[RequestOutput]:
+    return [processor.output(request_id) for request_id in step.ready]
 
 
 def run(
@@ -72,13 +75,13 @@ def run(
         if begin + tokens_per_step >= len(token_ids):
             delta.finish_reason, delta.stop_reason = reason, stop_reason
         step = processor.process([delta], ARRIVAL_S + STEP_S * (begin + 1))
-        outputs += step.outputs
+        outputs += outputs_of(processor, step)
         finish += step.finish
     return outputs, finish
 
 
 def text_of(tokenizer: Tokenizer, tokens: Sequence[int], **params: object) -> str:
-    outputs, _ = run(start(tokenizer, stream=False, **params), tokens)
+    outputs, _ = run(start(tokenizer, kind="final", **params), tokens)
     return outputs[-1].outputs[0].text
 
 
@@ -87,7 +90,7 @@ def text_of(tokenizer: Tokenizer, tokens: Sequence[int], **params: object) -> st
 
 def test_request_that_is_not_streamed_gives_one_output(tokenizer: Tokenizer) -> None:
     tokens = tokens_of(tokenizer, " brown fox 日本 😀")
-    (output,), finish = run(start(tokenizer, stream=False), tokens)
+    (output,), finish = run(start(tokenizer, kind="final"), tokens)
     assert (output.request_id, output.prompt, output.finished) == ("mine", PROMPT, True)
     assert output.prompt_token_ids == tokenizer.encode(PROMPT)
     (choice,) = output.outputs
@@ -248,7 +251,7 @@ def test_random_texts_and_stops_against_a_plain_oracle(kind: str, request: pytes
         stops = [text[begin : begin + rng.randint(1, 6)] or "zz" for begin in begins]
         params = {"stop": stops, "include_stop_str_in_output": rng.random() < 0.3}
         expected_text, expected_tokens, expected_stop = oracle(tokenizer, tokens, **params)
-        whole, _ = run(start(tokenizer, stream=False, **params), tokens, tokens_per_step=rng.randint(1, 3))
+        whole, _ = run(start(tokenizer, kind="final", **params), tokens, tokens_per_step=rng.randint(1, 3))
         outputs, _ = run(start(tokenizer, **params), tokens)
         for output in (whole[-1], outputs[-1]):
             choice = output.outputs[0]
@@ -294,17 +297,17 @@ def test_logprobs_hold_the_chosen_token_first_with_its_text(tokenizer: Tokenizer
 def test_chosen_token_among_the_most_likely_is_listed_once(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer, logprobs=2)
     record = TokenLogprobs([4, 3, 4], [-1.0, -0.5, -1.0], [2, 1, 2])
-    (output,) = processor.process([SequenceDelta(7, 0, [4], [record])], ARRIVAL_S).outputs
+    (output,) = outputs_of(processor, processor.process([SequenceDelta(7, 0, [4], [record])], ARRIVAL_S))
     assert output.outputs[0].logprobs is not None
     assert list(output.outputs[0].logprobs[0]) == [4, 3]
 
 
 def test_prompt_logprobs_have_nothing_for_the_first_token(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer, prompt_logprobs=2, n=2)
-    (output,) = processor.process([SequenceDelta(7, 1, [4])], ARRIVAL_S).outputs
+    (output,) = outputs_of(processor, processor.process([SequenceDelta(7, 1, [4])], ARRIVAL_S))
     assert output.prompt_logprobs is None, "they ride on branch 0"
     delta = SequenceDelta(7, 0, [4], prompt_logprobs=[logprobs_of(token) for token in (11, 12)])
-    (output,) = processor.process([delta], ARRIVAL_S).outputs
+    (output,) = outputs_of(processor, processor.process([delta], ARRIVAL_S))
     assert output.prompt_logprobs is not None
     first, *others = output.prompt_logprobs
     assert first is None
@@ -312,7 +315,8 @@ def test_prompt_logprobs_have_nothing_for_the_first_token(tokenizer: Tokenizer) 
 
 
 def test_prompt_of_one_token_has_one_empty_prompt_logprob(tokenizer: Tokenizer) -> None:
-    (output,) = start(tokenizer, prompt_logprobs=1).process([SequenceDelta(7, 0, [4])], ARRIVAL_S).outputs
+    processor = start(tokenizer, prompt_logprobs=1)
+    (output,) = outputs_of(processor, processor.process([SequenceDelta(7, 0, [4])], ARRIVAL_S))
     assert output.prompt_logprobs == [None]
 
 
@@ -321,19 +325,19 @@ def test_prompt_of_one_token_has_one_empty_prompt_logprob(tokenizer: Tokenizer) 
 
 def test_request_ends_with_its_last_branch(tokenizer: Tokenizer) -> None:
     the, stop = tokens_of(tokenizer, " the")[0], tokens_of(tokenizer, " stop")[0]
-    processor = start(tokenizer, stream=False, n=3, stop=" stop")
+    processor = start(tokenizer, kind="final", n=3, stop=" stop")
     step = processor.process([SequenceDelta(7, index, [the]) for index in range(3)], 101.0)
-    assert (step.outputs, step.finish) == ([], [])
+    assert (step.ready, step.finish) == ([], [])
     deltas = [
         SequenceDelta(7, 0, [the], finish_reason="length"),
         SequenceDelta(7, 1, [stop]),
         SequenceDelta(7, 2, [the]),
     ]
     step = processor.process(deltas, 102.0)
-    assert (step.outputs, step.finish) == ([], [(7, 1)])
+    assert (step.ready, step.finish) == ([], [(7, 1)])
     late = SequenceDelta(7, 1, [the], finish_reason="length")
     step = processor.process([late, SequenceDelta(7, 2, [the], finish_reason="stop", stop_reason=the)], 103.0)
-    (output,) = step.outputs
+    (output,) = outputs_of(processor, step)
     assert [choice.text for choice in output.outputs] == [" the the", " the", " the the"]
     assert [choice.finish_reason for choice in output.outputs] == ["length", "stop", "stop"]
     assert [choice.stop_reason for choice in output.outputs] == [None, " stop", the]
@@ -343,18 +347,19 @@ def test_request_ends_with_its_last_branch(tokenizer: Tokenizer) -> None:
 def test_streamed_request_with_branches_gives_one_output_per_step(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer, n=2)
     step = processor.process([SequenceDelta(7, index, tokens_of(tokenizer, " the")) for index in range(2)], 101.0)
-    assert [[choice.text for choice in output.outputs] for output in step.outputs] == [[" the", " the"]]
+    assert [[choice.text for choice in output.outputs] for output in outputs_of(processor, step)] == [[" the", " the"]]
 
 
 def test_requests_do_not_mix(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer)
+    params = SamplingParams()
     processor.add(
-        8, external_id="other", prompt=None, prompt_token_ids=[4], params=SamplingParams(), arrival_s=0.0, stream=True
+        8, external_id="other", prompt=None, prompt_token_ids=[4], params=params, arrival_s=0.0, kind="cumulative"
     )
     step = processor.process(
         [SequenceDelta(8, 0, tokens_of(tokenizer, " fox")), SequenceDelta(7, 0, tokens_of(tokenizer, " the"))], 101.0
     )
-    texts = [(output.request_id, output.outputs[0].text) for output in step.outputs]
+    texts = [(output.request_id, output.outputs[0].text) for output in outputs_of(processor, step)]
     assert texts == [("other", " fox"), ("mine", " the")]
 
 
@@ -362,13 +367,17 @@ def test_abort_gives_what_was_there_and_ignores_what_comes(tokenizer: Tokenizer)
     the = tokens_of(tokenizer, " the")[0]
     processor = start(tokenizer, n=2, stop="ee")
     processor.process([SequenceDelta(7, 0, [the], finish_reason="length"), SequenceDelta(7, 1, [the])], 101.0)
-    output = processor.abort(7, 102.0)
+    ended = processor.abort(7, 102.0)
+    assert ended is not None
+    assert (ended.num_output_tokens, ended.finish_reasons) == (2, ["length", "abort"])
+    assert processor.abort(7, 103.0) is None
+    output = processor.output(7)
     assert output.finished
     assert [choice.finish_reason for choice in output.outputs] == ["length", "abort"]
     assert [choice.text for choice in output.outputs] == [" the", " the"], "held back text is released"
     assert output.metrics is not None
     assert output.metrics.finished_s == 102.0
-    assert processor.process([SequenceDelta(7, 1, [the])], 103.0) == ([], [])
+    assert processor.process([SequenceDelta(7, 1, [the])], 103.0).ready == []
     with pytest.raises(KeyError):
         processor.abort(7, 104.0)
 
@@ -380,33 +389,76 @@ def test_id_is_free_again_after_the_end(tokenizer: Tokenizer) -> None:
     assert run(processor, [9])[0][0].request_id == "next"
 
 
+# --- deltas -----------------------------------------------------------------------------------------------------------
+
+
+def test_deltas_join_to_what_the_whole_gives(tokenizer: Tokenizer) -> None:
+    tokens = tokens_of(tokenizer, " brown fox 日本 😀 stop here")
+    params = {"stop": " here", "logprobs": 0}
+    (whole,), _ = run(start(tokenizer, kind="final", **params), tokens, with_logprobs=True)
+    deltas, _ = run(start(tokenizer, kind="delta", **params), tokens, with_logprobs=True)
+    choices = [choice for delta in deltas for choice in delta.outputs]
+    (expected,) = whole.outputs
+    assert "".join(choice.text for choice in choices) == expected.text == " brown fox 日本 😀 stop"
+    assert [token for choice in choices for token in choice.token_ids] == expected.token_ids
+    assert [entry for choice in choices for entry in choice.logprobs or []] == expected.logprobs
+    assert [choice.finish_reason for choice in choices[:-1]] == [None] * (len(choices) - 1)
+    last = choices[-1]
+    assert (last.finish_reason, last.stop_reason) == (expected.finish_reason, expected.stop_reason) == ("stop", " here")
+    assert last.cumulative_logprob == expected.cumulative_logprob
+
+
+def test_slow_reader_finds_everything_in_one_delta(tokenizer: Tokenizer) -> None:
+    brown, fox = tokens_of(tokenizer, " brown")[0], tokens_of(tokenizer, " fox")[0]
+    processor = start(tokenizer, kind="delta", n=3, prompt_logprobs=0)
+    processor.process([SequenceDelta(7, 2, [brown]), SequenceDelta(7, 0, [fox])], 101.0)
+    processor.process([SequenceDelta(7, 2, [fox])], 102.0)
+    first = processor.output(7)
+    assert [(choice.index, choice.token_ids) for choice in first.outputs] == [(0, [fox]), (2, [brown, fox])]
+    assert first.prompt_logprobs == [None]
+    processor.process([SequenceDelta(7, 0, [brown])], 103.0)
+    second = processor.output(7)
+    assert [(choice.index, choice.token_ids) for choice in second.outputs] == [(0, [brown])]
+    assert second.prompt_logprobs is None, "given once"
+
+
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
 def test_metrics_tell_when_things_happened(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer)
-    request = Request(7, [4], SamplingParams(), seed=0, max_tokens=3)
-    processor.note_admitted([request], 100.2)
+    processor.note_admitted([Admission(7, 0)], 100.2)
     outputs, _ = run(processor, [9, 9])
-    request.num_preemptions = 2
     first, last = outputs[0].metrics, outputs[1].metrics
     assert first is not None
     assert last is not None
     assert (first.arrival_s, first.first_scheduled_s, first.first_token_s) == (100.0, 100.2, 100.5)
     assert first.queue_s == pytest.approx(0.2)
     assert (first.finished_s, last.first_token_s, last.finished_s) == (None, 100.5, 101.0)
-    processor.note_admitted([request], 105.0)  # ended: nothing to note
+    processor.note_admitted([Admission(7, 2)], 105.0)  # ended: nothing to note
 
 
 def test_preemptions_are_counted_and_the_first_admission_stays(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer)
-    request = Request(7, [4], SamplingParams(), seed=0, max_tokens=3)
-    processor.note_admitted([request], 100.2)
-    request.num_preemptions = 2
-    processor.note_admitted([request], 100.4)
+    processor.note_admitted([Admission(7, 0)], 100.2)
+    processor.note_admitted([Admission(7, 2)], 100.4)
     metrics = run(processor, [9])[0][0].metrics
     assert metrics is not None
     assert (metrics.first_scheduled_s, metrics.num_preemptions) == (100.2, 2)
+
+
+def test_step_tells_first_tokens_gaps_and_ends(tokenizer: Tokenizer) -> None:
+    processor = start(tokenizer, n=2)
+    first = processor.process([SequenceDelta(7, 0, [9]), SequenceDelta(7, 1, [9])], 101.0)
+    assert [(metrics.first_token_s, num_tokens) for metrics, num_tokens in first.begun] == [
+        (101.0, len(tokenizer.encode(PROMPT)))
+    ]
+    assert (first.gaps_s, first.ended) == ([], [])
+    second = processor.process([SequenceDelta(7, index, [9], finish_reason="length") for index in (0, 1)], 101.5)
+    assert (second.begun, second.gaps_s) == ([], [0.5, 0.5])
+    (ended,) = second.ended
+    assert (ended.num_output_tokens, ended.finish_reasons) == (4, ["length", "length"])
+    assert ended.metrics.finished_s == 101.5
 
 
 def test_module_loads_no_torch() -> None:

@@ -292,10 +292,10 @@ def test_more_branches_than_seats_are_refused() -> None:
 @pytest.mark.parametrize(("prompt_len", "n"), [(1, 1), (7, 1), (8, 3), (13, 4)])
 def test_most_tokens_is_just_what_is_admissible(prompt_len: int, n: int) -> None:
     scheduler = Harness(num_blocks=20, block_size=4, max_model_len=60).scheduler
-    most = scheduler.most_tokens(prompt_len, n)
-    scheduler.check_admissible(prompt_len, most, n)
+    most = scheduler.limits.most_tokens(prompt_len, n)
+    scheduler.limits.check_admissible(prompt_len, most, n)
     with pytest.raises(ContextLengthError):
-        scheduler.check_admissible(prompt_len, most + 1, n)
+        scheduler.limits.check_admissible(prompt_len, most + 1, n)
 
 
 def test_stop_tokens_and_lengths_end_a_sequence() -> None:

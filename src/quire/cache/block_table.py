@@ -13,6 +13,21 @@ from quire.core.plan import BlockCopy
 NULL_BLOCK = -1  # stands in a column whose block was dropped: no query looks there any more
 
 
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Return how many blocks hold `num_tokens` tokens of one sequence that shares nothing."""
+    return -(-num_tokens // block_size)
+
+
+def worst_case_blocks(num_prompt_tokens: int, max_tokens: int, n: int, block_size: int) -> int:
+    """Return the most blocks that a request of `n` branches can hold at once.
+
+    The branches share the full blocks of the prompt for as long as they live; all that comes after, the block in
+    which the prompt ends included, each may come to own. A sliding window only lowers the figure.
+    """
+    num_shared = num_prompt_tokens // block_size
+    return num_shared + n * (blocks_for(num_prompt_tokens + max_tokens, block_size) - num_shared)
+
+
 class TableUpdate(NamedTuple):
     """Columns that an append has set: `first_column` and those after it now hold `blocks`, up to the table's end.
 

@@ -7,7 +7,7 @@ Knows sequences by id and nothing else about them. fork, append and free are all
 from collections import Counter
 
 from quire.cache.block_pool import BlockPool
-from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate
+from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate, blocks_for
 from quire.core.config import CacheConfig
 from quire.core.outputs import KVStats
 
@@ -39,16 +39,7 @@ class KVCacheManager:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens of one sequence that shares nothing."""
-        return -(-num_tokens // self.block_size)
-
-    def worst_case_blocks(self, num_prompt_tokens: int, max_tokens: int, n: int) -> int:
-        """Return the most blocks that a request of `n` branches can hold at once.
-
-        The branches share the full blocks of the prompt for as long as they live; all that comes after, the block in
-        which the prompt ends included, each may come to own. A sliding window only lowers the figure.
-        """
-        num_shared = num_prompt_tokens // self.block_size
-        return num_shared + n * (self.blocks_for(num_prompt_tokens + max_tokens) - num_shared)
+        return blocks_for(num_tokens, self.block_size)
 
     def create(self, seq_id: int) -> None:
         """Begin a sequence: an empty table that holds no block. ValueError if the id is taken."""

@@ -35,6 +35,13 @@ class SequenceDelta:
     stop_reason: int | None = None
 
 
+class Admission(NamedTuple):
+    """A request that was let into a step, and how often it had been preempted before."""
+
+    request_id: int
+    num_preemptions: int
+
+
 @dataclass(frozen=True, slots=True)
 class Logprob:
     """One candidate token at one position."""

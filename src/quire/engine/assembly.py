@@ -31,6 +31,8 @@ class AssembledEngine:
     inputs: InputProcessor
     tokenizer: Tokenizer | None
     model: Decoder
+    eos_token_ids: frozenset[int]
+    kv_bytes_per_token: int
 
 
 def assemble(options: EngineOptions) -> AssembledEngine:
@@ -51,12 +53,13 @@ def assemble(options: EngineOptions) -> AssembledEngine:
     )
     cache = KVCache.allocate(spec, cache_config.num_blocks, cache_config.block_size, model.dtype, model.device)
     executor = LocalExecutor(Worker(model, cache, batch, back_end).execute)
+    ends = eos_token_ids(folder, config)
     inputs = InputProcessor(
         tokenizer,
-        scheduler,
+        scheduler.limits,
         vocab_size=spec.vocab_size,
-        eos_token_ids=eos_token_ids(folder, config),
+        eos_token_ids=ends,
         engine_seed=options.seed,
         max_logprobs=options.max_logprobs,
     )
-    return AssembledEngine(Engine(scheduler, executor), inputs, tokenizer, model)
+    return AssembledEngine(Engine(scheduler, executor), inputs, tokenizer, model, ends, limits.kv_bytes_per_token)

@@ -13,6 +13,7 @@ class BranchOutput:
     """One choice of a request, growing with each delta until it ends; what comes after its end is ignored.
 
     `tokenizer` is None where no text is wanted or possible. Text that may begin a stop string is not yet in `text`.
+    Read it by `snapshot` or by `take`, not by both.
     """
 
     def __init__(
@@ -29,10 +30,11 @@ class BranchOutput:
         self._stops: StopStringFinder | None = None
         if params.stop:
             self._stops = StopStringFinder(tuple(params.stop), include=params.include_stop_str_in_output)
+        self.num_tokens = 0                             # of all, taken or not
+        self._cumulative_logprob = 0.0
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        self._cumulative_logprob = 0.0
 
     def extend(self, delta: SequenceDelta) -> None:
         """Take what a step added, up to the token that completes a stop string."""
@@ -61,13 +63,24 @@ class BranchOutput:
         """Return everything so far, in lists of its own. Linear in what there is: for ends and for streams."""
         text = "".join(self._pieces)
         self._pieces = [text]
-        has_logprobs = self._logprobs is not None
+        return self._output(text, self._token_ids.copy(), None if self._logprobs is None else self._logprobs.copy())
+
+    def take(self) -> CompletionOutput:
+        """Return what came since the last take; only `cumulative_logprob` is of everything."""
+        output = self._output("".join(self._pieces), self._token_ids, self._logprobs)
+        self._pieces, self._token_ids = [], []
+        self._logprobs = None if self._logprobs is None else []
+        return output
+
+    def _output(
+        self, text: str, token_ids: list[int], logprobs: list[dict[int, Logprob]] | None
+    ) -> CompletionOutput:
         return CompletionOutput(
             index=self.index,
             text=text,
-            token_ids=self._token_ids.copy(),
-            cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
-            logprobs=None if self._logprobs is None else self._logprobs.copy(),
+            token_ids=token_ids,
+            cumulative_logprob=None if logprobs is None else self._cumulative_logprob,
+            logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
         )
@@ -75,6 +88,7 @@ class BranchOutput:
     def _take(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
         """Record tokens and, if they were asked for, their logprobs."""
         self._token_ids += token_ids
+        self.num_tokens += len(token_ids)
         if self._logprobs is None:
             return
         assert logprobs is not None, "logprobs were asked for and did not come"
@@ -111,7 +125,7 @@ class BranchOutput:
         As with stop tokens, the first token that may end the branch is the `min_tokens`-th.
         """
         assert self._stops is not None
-        may_stop = len(self._token_ids) >= self._params.min_tokens
+        may_stop = self.num_tokens >= self._params.min_tokens
         certain, stop = self._stops.feed(text, may_stop=may_stop)
         self._pieces.append(certain)
         if stop is not None:

@@ -1,6 +1,6 @@
 """The step loop: schedule, execute, update (Yu et al. 2022)."""
 
-from quire.core.outputs import KVStats, SequenceDelta
+from quire.core.outputs import Admission, KVStats, SequenceDelta
 from quire.core.sequence import Request
 from quire.execution.executor import Executor
 from quire.scheduling.scheduler import Scheduler
@@ -11,6 +11,7 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler = scheduler
+        self.num_computed_tokens = 0        # by the last step
         self._executor = executor
 
     def add(self, request: Request) -> None:
@@ -39,7 +40,13 @@ class Engine:
         except BaseException:
             self.scheduler.undo()
             raise
+        self.num_computed_tokens = sum(plan.counts)
         return self.scheduler.update(plan, result)
+
+    @property
+    def admissions(self) -> list[Admission]:
+        """Requests that the last step let in."""
+        return [Admission(request.request_id, request.num_preemptions) for request in self.scheduler.admitted]
 
     def kv_stats(self) -> KVStats:
         """Return the state of the KV cache between two steps."""

@@ -7,7 +7,7 @@ from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import arrival_seed
 from quire.core.sequence import Request
-from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.limits import AdmissionLimits
 from quire.text.chat_template import Message
 from quire.text.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ class InputProcessor:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        scheduler: Scheduler,
+        limits: AdmissionLimits,
         *,
         vocab_size: int,
         eos_token_ids: frozenset[int],
@@ -48,7 +48,7 @@ class InputProcessor:
         max_logprobs: int,
     ) -> None:
         self._tokenizer = tokenizer
-        self._scheduler = scheduler
+        self._limits = limits
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._engine_seed = engine_seed
@@ -68,7 +68,13 @@ class InputProcessor:
         """Return a conversation as the chat template writes it, and its tokens. InvalidRequestError as `tokenize`."""
         if self._tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
-        text = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt)
+        return self.tokenize_rendered(
+            self._tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt)
+        )
+
+    def tokenize_rendered(self, text: str) -> TokenizedPrompt:
+        """Return the tokens of what a chat template wrote, which names its special tokens itself."""
+        assert self._tokenizer is not None, "a chat template comes with a tokenizer"
         return TokenizedPrompt(text, self._check_token_ids(self._tokenizer.encode(text, add_special_tokens=False)))
 
     def _tokenize_dict(self, prompt: TextPrompt | TokensPrompt) -> TokenizedPrompt:
@@ -123,8 +129,8 @@ class InputProcessor:
         """Return max_tokens, or the most that fits where it is None; raise if it could never run."""
         max_tokens = params.max_tokens
         if max_tokens is None:
-            max_tokens = max(1, params.min_tokens, self._scheduler.most_tokens(num_prompt_tokens, params.n))
-        self._scheduler.check_admissible(num_prompt_tokens, max_tokens, params.n)
+            max_tokens = max(1, params.min_tokens, self._limits.most_tokens(num_prompt_tokens, params.n))
+        self._limits.check_admissible(num_prompt_tokens, max_tokens, params.n)
         return max_tokens
 
     def _check_logprobs(self, params: SamplingParams) -> None:

@@ -3,58 +3,88 @@
 The processor's cut is the truth: a stop string is text, so only here is it found, and text, token ids, logprobs and
 finish_reason end with it even if the engine has gone on. Used by `LLM` and by the server, so it loads no torch.
 
-Cost: a token is looked at once. A request that is not streamed is put together when it ends; a streamed one is put
-together at each step that touched it, which is linear in its length.
+Readers pull: a step says which requests have something new, and `output` hands it out when its reader is ready. What a
+slow reader has left lying is joined to what comes later, so nothing piles up but the answer itself.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from quire.core.outputs import Logprob, RequestMetrics, RequestOutput, SequenceDelta, TokenLogprobs
+from quire.core.outputs import (
+    Admission,
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SequenceDelta,
+    TokenLogprobs,
+)
 from quire.core.sampling_params import SamplingParams
-from quire.core.sequence import Request
 from quire.engine.branch_output import BranchOutput, logprob_dict
 from quire.text.tokenizer import Tokenizer
 
+# What `output` gives: all of a request at its end; all of it so far, step by step; what is new, step by step.
+OutputKind = Literal["final", "cumulative", "delta"]
+
+
+class EndedRequest(NamedTuple):
+    """What a request was like, when its last branch has ended."""
+
+    metrics: RequestMetrics
+    num_prompt_tokens: int
+    num_output_tokens: int
+    finish_reasons: list[FinishReason]
+
 
 class ProcessedStep(NamedTuple):
-    """What a step means to users, and to the engine.
+    """What a step means to users, to the engine, and to whoever counts.
 
-    `outputs`: of requests that ended, and of streamed ones that the step touched; each is complete and independent.
+    `ready`: requests whose `output` has something new; a "final" one only at its end.
     `finish`: (request_id, index) of branches that a stop string ended and that the engine still runs.
+    `begun`: requests that gave their first token. `gaps_s`: seconds between two tokens of a branch, for each pair.
     """
 
-    outputs: list[RequestOutput]
+    ready: list[int]
     finish: list[tuple[int, int]]
+    begun: list[tuple[RequestMetrics, int]]      # with the number of prompt tokens
+    gaps_s: list[float]
+    ended: list[EndedRequest]
 
 
 @dataclass(slots=True, eq=False)
 class _OpenRequest:
-    """A request that has not ended."""
+    """A request whose last output has not been taken."""
 
     external_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
-    stream: bool
+    kind: OutputKind
     tokenizer: Tokenizer | None                  # None: no text
     metrics: RequestMetrics
     branches: list[BranchOutput]
+    last_token_s: list[float | None]             # of each branch
+    touched: set[int]                            # branches that have something new
     num_unfinished: int
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class OutputProcessor:
-    """Holds what every unfinished request has given so far. Without a tokenizer, text stays empty."""
+    """Holds what every request has given until its last output is taken. Without a tokenizer, text stays empty."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._requests: dict[int, _OpenRequest] = {}
 
     def __contains__(self, request_id: int) -> bool:
-        """Whether a request has begun and not ended."""
+        """Whether a request has begun, and its last output has not been taken."""
         return request_id in self._requests
+
+    def __len__(self) -> int:
+        """Count the requests that are held."""
+        return len(self._requests)
 
     def add(
         self,
@@ -65,78 +95,118 @@ class OutputProcessor:
         prompt_token_ids: list[int],
         params: SamplingParams,
         arrival_s: float,
-        stream: bool = False,
+        kind: OutputKind = "final",
     ) -> None:
-        """Begin a request. `external_id` is what its outputs carry; with `stream` each step gives one."""
+        """Begin a request. `external_id` is what its outputs carry."""
         assert request_id not in self._requests, f"request {request_id} added twice"
         tokenizer = self._tokenizer if params.detokenize else None
         assert tokenizer is not None or not params.stop, "stop strings are found in text, and there is none"
-        branches = [BranchOutput(index, tokenizer, prompt_token_ids, params) for index in range(params.n)]
-        metrics = RequestMetrics(arrival_s)
         self._requests[request_id] = _OpenRequest(
-            external_id, prompt, prompt_token_ids, params, stream, tokenizer, metrics, branches, params.n
+            external_id=external_id,
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            kind=kind,
+            tokenizer=tokenizer,
+            metrics=RequestMetrics(arrival_s),
+            branches=[BranchOutput(index, tokenizer, prompt_token_ids, params) for index in range(params.n)],
+            last_token_s=[None] * params.n,
+            touched=set(),
+            num_unfinished=params.n,
         )
 
-    def note_admitted(self, requests: Iterable[Request], now_s: float) -> None:
+    def note_admitted(self, admissions: Iterable[Admission], now_s: float) -> None:
         """Take down when requests first ran, and how often they have been preempted: each return is an admission."""
-        for request in requests:
-            opened = self._requests.get(request.request_id)
+        for request_id, num_preemptions in admissions:
+            opened = self._requests.get(request_id)
             if opened is not None:
-                opened.metrics.num_preemptions = request.num_preemptions
+                opened.metrics.num_preemptions = num_preemptions
                 if opened.metrics.first_scheduled_s is None:
                     opened.metrics.first_scheduled_s = now_s
 
     def process(self, deltas: Iterable[SequenceDelta], now_s: float) -> ProcessedStep:
         """Take what a step added. Deltas of branches and requests that have ended are ignored."""
+        step = ProcessedStep([], [], [], [], [])
         touched: dict[int, _OpenRequest] = {}
-        finish: list[tuple[int, int]] = []
         for delta in deltas:
             request = self._requests.get(delta.request_id)
             if request is None or request.branches[delta.index].finish_reason is not None:
                 continue
-            _extend(request, delta, now_s)
+            _extend(request, delta, now_s, step)
             if request.branches[delta.index].finish_reason is not None:
-                request.num_unfinished -= 1
                 if delta.finish_reason is None:
-                    finish.append((delta.request_id, delta.index))
-            if request.stream or not request.num_unfinished:
+                    step.finish.append((delta.request_id, delta.index))
+                request.num_unfinished -= 1
+                if not request.num_unfinished:
+                    step.ended.append(_end(request, now_s))
+            if request.kind != "final" or not request.num_unfinished:
                 touched[delta.request_id] = request
-        outputs = [self._output(request_id, request, now_s) for request_id, request in touched.items()]
-        return ProcessedStep(outputs, finish)
+        step.ready.extend(touched)
+        return step
 
-    def abort(self, request_id: int, now_s: float) -> RequestOutput:
-        """End a request; its unfinished branches end with "abort". KeyError if it has ended or never began."""
+    def abort(self, request_id: int, now_s: float) -> EndedRequest | None:
+        """End a request; its unfinished branches end with "abort". None if it has ended; KeyError if it is not here."""
         request = self._requests[request_id]
+        if not request.num_unfinished:
+            return None
         for branch in request.branches:
             if branch.finish_reason is None:
                 branch.finish("abort")
+                request.touched.add(branch.index)
         request.num_unfinished = 0
-        return self._output(request_id, request, now_s)
+        return _end(request, now_s)
 
-    def _output(self, request_id: int, request: _OpenRequest, now_s: float) -> RequestOutput:
-        """Put together what a request has given; forget the request if that was all."""
+    def output(self, request_id: int) -> RequestOutput:
+        """Return what a request has given: with "delta" only what is new. If it has ended, forget it."""
+        request = self._requests[request_id]
         is_finished = request.num_unfinished == 0
         if is_finished:
-            request.metrics.finished_s = now_s
             del self._requests[request_id]
-        return RequestOutput(
+        is_delta = request.kind == "delta"
+        output = RequestOutput(
             request_id=request.external_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=[branch.snapshot() for branch in request.branches],
+            outputs=_take_touched(request) if is_delta else [branch.snapshot() for branch in request.branches],
             finished=is_finished,
             prompt_logprobs=request.prompt_logprobs,
             metrics=replace(request.metrics),
         )
+        if is_delta:
+            request.prompt_logprobs = None
+        return output
+
+    def drop(self, request_id: int) -> None:
+        """Forget a request, whether it has ended or not, if it is here."""
+        self._requests.pop(request_id, None)
 
 
-def _extend(request: _OpenRequest, delta: SequenceDelta, now_s: float) -> None:
+def _extend(request: _OpenRequest, delta: SequenceDelta, now_s: float, step: ProcessedStep) -> None:
     """Add a delta to its branch, and what rides on the first one to the request."""
     if request.metrics.first_token_s is None:
         request.metrics.first_token_s = now_s
-    if request.params.prompt_logprobs is not None and request.prompt_logprobs is None and delta.index == 0:
+        step.begun.append((request.metrics, len(request.prompt_token_ids)))
+    last_s, request.last_token_s[delta.index] = request.last_token_s[delta.index], now_s
+    if request.params.prompt_logprobs is not None and delta.index == 0 and last_s is None:
         request.prompt_logprobs = _prompt_logprobs(delta.prompt_logprobs or [], request.tokenizer)
+    if last_s is not None:
+        step.gaps_s.append(now_s - last_s)
+    request.touched.add(delta.index)
     request.branches[delta.index].extend(delta)
+
+
+def _end(request: _OpenRequest, now_s: float) -> EndedRequest:
+    """Take down that a request's last branch has ended."""
+    request.metrics.finished_s = now_s
+    reasons = [branch.finish_reason for branch in request.branches if branch.finish_reason is not None]
+    num_output_tokens = sum(branch.num_tokens for branch in request.branches)
+    return EndedRequest(request.metrics, len(request.prompt_token_ids), num_output_tokens, reasons)
+
+
+def _take_touched(request: _OpenRequest) -> list[CompletionOutput]:
+    """Return what is new of every branch that has something new, in the order of their indices."""
+    touched, request.touched = sorted(request.touched), set()
+    return [request.branches[index].take() for index in touched]
 
 
 def _prompt_logprobs(

@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from quire.model.config_reader import ConfigReader, read_json_object
+from quire.model.config_reader import CONFIG_FILE, ConfigReader, read_json_object
 from quire.model.families import FAMILIES, MODEL_TYPES
 from quire.model.spec import DecoderSpec, SpecError
-
-CONFIG_FILE = "config.json"
 
 
 def read_config(folder: Path) -> dict[str, object]:

@@ -8,6 +8,7 @@ from typing import TypeVar
 from quire.core.errors import ModelError
 from quire.model.safe_path import file_inside
 
+CONFIG_FILE = "config.json"
 MAX_JSON_BYTES = 64 * 2**20    # the largest real file here is an index of shards: below 1 MiB per 10,000 tensors
 MAX_SIZE = 2**24               # of vocabularies and widths: far past any real model, far from any overflow
 MAX_LAYERS = 4096

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from quire.core.errors import ModelError
-from quire.model.config import CONFIG_FILE
-from quire.model.config_reader import read_json_object
+from quire.model.config_reader import CONFIG_FILE, read_json_object
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 KEY = "eos_token_id"

@@ -8,8 +8,8 @@ import torch
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import BackEnd
 from quire.model.checkpoint import Checkpoint
-from quire.model.config import CONFIG_FILE, read_config, spec_from_config
-from quire.model.config_reader import ConfigReader
+from quire.model.config import read_config, spec_from_config
+from quire.model.config_reader import CONFIG_FILE, ConfigReader
 from quire.model.decoder import Decoder
 from quire.model.weights import WeightReader
 

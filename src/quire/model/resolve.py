@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from quire.core.errors import ModelError
-from quire.model.config import CONFIG_FILE
+from quire.model.config_reader import CONFIG_FILE
 
 log = logging.getLogger(__name__)
 

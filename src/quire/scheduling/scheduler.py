@@ -14,11 +14,11 @@ from itertools import count
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.manager import KVCacheManager
 from quire.core.config import SchedulerConfig
-from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.outputs import SequenceDelta
 from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
 from quire.core.seeds import branch_seed
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
+from quire.scheduling.limits import AdmissionLimits
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import FirstComeFirstServed
 from quire.scheduling.stops import finish_reason
@@ -30,10 +30,14 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
         self.config = config
         self.cache = cache
+        self.limits = AdmissionLimits(
+            cache.num_blocks, cache.block_size, config.max_num_seqs, config.max_model_len
+        )
         self.waiting = FirstComeFirstServed()
         self.running: list[Request] = []                    # in order of arrival
         self.admitted: list[Request] = []                   # by the last plan
         self.num_preemptions = 0
+        self.num_recomputed_tokens = 0                      # computed once, and to be computed again
         self._requests: dict[int, Request] = {}
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._num_seats = 0                                 # unfinished sequences of running requests
@@ -47,37 +51,11 @@ class Scheduler:
         """Whether anything waits or runs."""
         return bool(self._requests)
 
-    def most_tokens(self, num_prompt_tokens: int, n: int) -> int:
-        """Return the most output tokens that a request could be given: by the model's length and by the pool."""
-        full = num_prompt_tokens // self.cache.block_size
-        blocks_per_branch = full + (self.cache.num_blocks - full) // n
-        longest = min(self.config.max_model_len, blocks_per_branch * self.cache.block_size)
-        return longest - num_prompt_tokens
-
-    def check_admissible(self, num_prompt_tokens: int, max_tokens: int, n: int) -> None:
-        """Raise InvalidRequestError if such a request could never run, even alone."""
-        if n > self.config.max_num_seqs:
-            raise InvalidRequestError(
-                f"n is {n}, but at most {self.config.max_num_seqs} sequences run at once (max_num_seqs)", param="n"
-            )
-        length = num_prompt_tokens + max_tokens
-        if length > self.config.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: together {length}, more "
-                f"than the longest sequence of {self.config.max_model_len} tokens (max_model_len)"
-            )
-        need = self.cache.worst_case_blocks(num_prompt_tokens, max_tokens, n)
-        if need > self.cache.num_blocks:
-            raise ContextLengthError(
-                f"a prompt of {num_prompt_tokens} tokens with max_tokens {max_tokens} and n {n} may need {need} KV "
-                f"blocks of {self.cache.block_size} tokens, but there are {self.cache.num_blocks} (num_kv_blocks)"
-            )
-
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError, and changes nothing, if it could never run."""
         assert request.request_id not in self._requests, f"request {request.request_id} added twice"
         num_prompt_tokens = len(request.prompt_token_ids)
-        self.check_admissible(num_prompt_tokens, request.max_tokens, request.params.n)
+        self.limits.check_admissible(num_prompt_tokens, request.max_tokens, request.params.n)
         request.live = [
             Sequence(
                 seq_id=next(self._seq_ids),
@@ -229,7 +207,7 @@ class Scheduler:
         if num_seats > self.config.max_num_seqs:
             return False
         if not self.running:
-            return True                                                 # alone it fits: see check_admissible
+            return True                                                 # alone it fits: see AdmissionLimits
         return self.cache.num_free_blocks - promised >= self._known_blocks(request) + num_seats
 
     def _known_blocks(self, request: Request) -> int:
@@ -318,6 +296,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take everything from a running request and queue it again; its tokens will be computed anew."""
+        self.num_recomputed_tokens += _num_computed_tokens(request)
         for sequence in request.live:
             self._take_back(sequence)
             sequence.num_computed_tokens = 0
@@ -344,3 +323,9 @@ class Scheduler:
             if sequence.row != NO_ROW:
                 assert self.cache.num_tokens(sequence.seq_id) == sequence.num_computed_tokens < sequence.num_tokens
         assert len(self.running) + len(self.waiting) == len(self._requests)
+
+
+def _num_computed_tokens(request: Request) -> int:
+    """Return how many tokens of a running request have been computed, those that its branches share counted once."""
+    first, *others = request.live
+    return first.num_computed_tokens + sum(max(0, s.num_computed_tokens - s.num_prompt_tokens) for s in others)

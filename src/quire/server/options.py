@@ -1,0 +1,52 @@
+"""ServerOptions: every setting of the HTTP server under its public name, checked before anything is loaded."""
+
+import ipaddress
+from dataclasses import dataclass
+
+from quire.core.errors import ConfigError
+
+_HIGHEST_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What a user may set; docs/reference.md tells what each means. `port` 0 takes any free port."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: tuple[str, ...] = ()          # empty: the model's path or id
+    api_key: tuple[str, ...] = ()
+    allow_unauthenticated: bool = False
+    max_queued_requests: int = 1024
+    max_n: int = 64
+    max_body_bytes: int = 4 << 20
+    shutdown_timeout: float = 30.0                   # seconds
+
+    def __post_init__(self) -> None:
+        """Check ranges, and that a server which others can reach has a key or was meant to have none."""
+        if not 0 <= self.port <= _HIGHEST_PORT:
+            raise ConfigError(f"port must be from 0 to {_HIGHEST_PORT}, got {self.port}")
+        for name in ("max_queued_requests", "max_n", "max_body_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.shutdown_timeout >= 0:
+            raise ConfigError(f"shutdown_timeout must be at least 0 seconds, got {self.shutdown_timeout}")
+        if any(not key for key in self.api_key):
+            raise ConfigError("api_key must not be empty")
+        if any(not name for name in self.served_model_name):
+            raise ConfigError("served_model_name must not be empty")
+        if not (self.api_key or self.allow_unauthenticated or _is_loopback(self.host)):
+            raise ConfigError(
+                f"host {self.host} can be reached by others: set api_key, or allow_unauthenticated to serve everyone, "
+                f"or host to 127.0.0.1"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`. A name other than localhost may be anything."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
