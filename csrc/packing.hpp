@@ -1,0 +1,27 @@
+// The layout of packed weights, the same for every instruction set.
+//
+// Outputs stand in strips of 16, and a strip holds all its inputs one after the other, so that a product reads weights
+// from the first byte to the last. float: [strip][input][16 outputs]. bfloat16: [strip][pair of inputs][16 outputs][2],
+// inputs padded to a multiple of 32 with zeros: 16 pairs are 1 KiB, one tile of the matrix unit.
+#pragma once
+
+#include "kernels.hpp"
+
+namespace quire {
+
+constexpr long STRIP = 16;        // outputs
+constexpr long TILE_INPUTS = 32;  // bfloat16 inputs in one tile
+constexpr long TILE_ELEMENTS = STRIP * TILE_INPUTS;
+
+inline long num_strips(long out_features) { return (out_features + STRIP - 1) / STRIP; }
+inline long num_tiles(long in_features) { return (in_features + TILE_INPUTS - 1) / TILE_INPUTS; }
+
+// Elements of a packed weight.
+long packed_size(long out_features, long in_features, const bf16*);
+long packed_size(long out_features, long in_features, const float*);
+
+// Pack weight [out_features, in_features], rows `stride` elements apart. Linear in the weight; all threads take part.
+void pack_linear(const bf16* weight, long stride, long out_features, long in_features, bf16* packed);
+void pack_linear(const float* weight, long stride, long out_features, long in_features, float* packed);
+
+}  // namespace quire

@@ -1,0 +1,85 @@
+// Sixteen floats at a time, in the words of the compiler's vector extension: one zmm register, or as many smaller ones
+// as the target has. Everything lives in the instruction set's own namespace, so that no two builds share code.
+#pragma once
+
+#include <cstring>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#include "kernels.hpp"
+
+namespace quire::ISA {
+
+constexpr int LANES = 16;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef std::uint32_t Words __attribute__((vector_size(64)));
+typedef std::uint16_t Halves __attribute__((vector_size(32)));
+
+inline Floats load(const float* p) {
+    Floats v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+
+inline Floats splat(float x) { return x - Floats{}; }
+
+// a * b + c, rounded once where the CPU can, twice where it cannot; always the same on one instruction set.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
+}
+
+inline Floats as_floats(Words bits) { return (Floats)bits; }
+
+inline float widen(bf16 x) {
+    const std::uint32_t bits = std::uint32_t(x) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// Round to the nearest bfloat16, ties to even; NaN stays NaN.
+inline Words rounded_bits(Floats v) {
+    const Words bits = (Words)v;
+    const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const auto is_nan = v != v;
+    return (Words)((is_nan & (Words)((bits >> 16) | 0x40u)) | (~is_nan & rounded));
+}
+
+inline Floats load(const bf16* p) {
+    Halves v;
+    std::memcpy(&v, p, sizeof v);
+    return as_floats(__builtin_convertvector(v, Words) << 16);
+}
+
+inline void store(bf16* p, Floats v) {
+    const Halves halves = __builtin_convertvector(rounded_bits(v), Halves);
+    std::memcpy(p, &halves, sizeof halves);
+}
+
+// The first `count` lanes only.
+template <typename T>
+inline void store_some(T* p, Floats v, long count) {
+    if (count >= LANES) return store(p, v);
+    T lanes[LANES];
+    store(lanes, v);
+    std::memcpy(p, lanes, count * sizeof(T));
+}
+
+template <typename T>
+inline Floats load_some(const T* p, long count) {
+    if (count >= LANES) return load(p);
+    T lanes[LANES] = {};
+    std::memcpy(lanes, p, count * sizeof(T));
+    return load(lanes);
+}
+
+}  // namespace quire::ISA
