@@ -22,9 +22,34 @@ struct Linear {
     bool out_is_float;   // else T
 };
 
+// summed = x + residual (x itself where residual is null: summed is not written); out = RMSNorm(summed) * weight.
+// x rows are x_stride elements apart; everything else is [num_rows, width] without gaps, weight [width].
+template <typename T>
+struct RmsNorm {
+    const T *x, *residual, *weight;
+    T *summed, *out;
+    long num_rows, width, x_stride;
+    float eps;
+};
+
+// out [num_rows, width] = silu(gate) * up for gate_up [num_rows, 2 * width], gate in the first half of each row.
+template <typename T>
+struct SiluAndMul {
+    const T* gate_up;
+    T* out;
+    long num_rows, width;
+};
+
+template <template <typename> class Op>
+struct ForBoth {
+    void (*bf16)(const Op<quire::bf16>&);
+    void (*float32)(const Op<float>&);
+};
+
 struct Kernels {
-    void (*linear_bf16)(const Linear<bf16>&);
-    void (*linear_float)(const Linear<float>&);
+    ForBoth<Linear> linear;
+    ForBoth<RmsNorm> rms_norm;
+    ForBoth<SiluAndMul> silu_and_mul;
 };
 
 namespace portable { extern const Kernels kernels; }

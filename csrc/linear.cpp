@@ -43,8 +43,6 @@ inline void finish(const Linear<T>& op, long row, long strip, Floats sums) {
 
 constexpr int ROWS = 4, STRIPS = 4;
 
-inline void multiply(const float* w, float x, Floats& sum) { sum = multiply_add(load(w), splat(x), sum); }
-
 template <int rows, int strips>
 void block(const Linear<float>& op, const float* x, long row, long strip) {
     Floats sums[rows][strips] = {};
@@ -278,17 +276,19 @@ void linear_by_tiles(const Linear<bf16>& op) {
 
 }  // namespace
 
-void linear_float(const Linear<float>& op) {
+template <typename T>
+void linear(const Linear<T>& op) {
     if (op.num_rows) linear_by_vectors(op);
 }
 
-void linear_bf16(const Linear<bf16>& op) {
-    if (!op.num_rows) return;
 #ifdef __AMX_BF16__
-    linear_by_tiles(op);
-#else
-    linear_by_vectors(op);
-#endif
+template <>
+void linear(const Linear<bf16>& op) {
+    if (op.num_rows) linear_by_tiles(op);
 }
+#else
+template void linear(const Linear<bf16>&);
+#endif
+template void linear(const Linear<float>&);
 
 }  // namespace quire::ISA

@@ -38,11 +38,32 @@ void pack(Address weight, long stride, long out_features, long in_features, Addr
     pack_linear(at<const T>(weight), stride, out_features, in_features, at<T>(packed));
 }
 
+// The chosen instruction set's kernel for bf16 or float.
+template <template <typename> class Op, typename T>
+auto pick(const ForBoth<Op>& both, const T*) {
+    if constexpr (sizeof(T) == sizeof(bf16))
+        return both.bf16;
+    else
+        return both.float32;
+}
+
 template <typename T>
-Linear<T> linear_op(Address x, long num_rows, long in_features, long x_stride, Address packed, long out_features,
-                    Address bias, Address out, long out_stride, bool out_is_float) {
-    return {at<const T>(x), num_rows, in_features, x_stride, at<const T>(packed),
-            out_features, at<const float>(bias), at<void>(out), out_stride, out_is_float};
+void run_linear(Address x, long num_rows, long in_features, long x_stride, Address packed, long out_features, Address bias,
+                Address out, long out_stride, bool out_is_float) {
+    pick(chosen->linear, (T*)nullptr)({at<const T>(x), num_rows, in_features, x_stride, at<const T>(packed), out_features,
+                                       at<const float>(bias), at<void>(out), out_stride, out_is_float});
+}
+
+template <typename T>
+void run_rms_norm(Address x, Address residual, Address weight, Address summed, Address out, long num_rows, long width,
+                  long x_stride, float eps) {
+    pick(chosen->rms_norm, (T*)nullptr)({at<const T>(x), at<const T>(residual), at<const T>(weight), at<T>(summed),
+                                         at<T>(out), num_rows, width, x_stride, eps});
+}
+
+template <typename T>
+void run_silu_and_mul(Address gate_up, Address out, long num_rows, long width) {
+    pick(chosen->silu_and_mul, (T*)nullptr)({at<const T>(gate_up), at<T>(out), num_rows, width});
 }
 
 }  // namespace
@@ -56,8 +77,10 @@ NB_MODULE(_kernels, module) {
     module.def("packed_size_float", [](long outs, long ins) { return packed_size(outs, ins, (const float*)nullptr); });
     module.def("pack_bf16", pack<bf16>, nb::call_guard<nb::gil_scoped_release>());
     module.def("pack_float", pack<float>, nb::call_guard<nb::gil_scoped_release>());
-    module.def("linear_bf16", [](Address x, long rows, long ins, long xs, Address w, long outs, Address b, Address o, long os,
-                                 bool f) { chosen->linear_bf16(linear_op<bf16>(x, rows, ins, xs, w, outs, b, o, os, f)); });
-    module.def("linear_float", [](Address x, long rows, long ins, long xs, Address w, long outs, Address b, Address o, long os,
-                                  bool f) { chosen->linear_float(linear_op<float>(x, rows, ins, xs, w, outs, b, o, os, f)); });
+    module.def("linear_bf16", run_linear<bf16>);
+    module.def("linear_float", run_linear<float>);
+    module.def("rms_norm_bf16", run_rms_norm<bf16>);
+    module.def("rms_norm_float", run_rms_norm<float>);
+    module.def("silu_and_mul_bf16", run_silu_and_mul<bf16>);
+    module.def("silu_and_mul_float", run_silu_and_mul<float>);
 }

@@ -2,9 +2,17 @@
 
 namespace quire::ISA {
 
-void linear_bf16(const Linear<bf16>&);
-void linear_float(const Linear<float>&);
+template <typename T>
+void linear(const Linear<T>&);
+template <typename T>
+void rms_norm(const RmsNorm<T>&);
+template <typename T>
+void silu_and_mul(const SiluAndMul<T>&);
 
-const Kernels kernels = {linear_bf16, linear_float};
+const Kernels kernels = {
+    {linear<bf16>, linear<float>},
+    {rms_norm<bf16>, rms_norm<float>},
+    {silu_and_mul<bf16>, silu_and_mul<float>},
+};
 
 }  // namespace quire::ISA
