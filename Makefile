@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=")'
 	@echo "Setting up $(VENV) (a few minutes, once) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install -c constraints.txt hatchling editables
+	@$(PIP) install -c constraints.txt scikit-build-core nanobind cmake ninja
 	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
 	@$(PIP) install -c constraints.txt --no-deps litellm  # it asks for an older huggingface-hub, and does not use it here
 	@touch $@
