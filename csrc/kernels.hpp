@@ -40,6 +40,39 @@ struct SiluAndMul {
     long num_rows, width;
 };
 
+// Causal attention of a flat batch over the paged cache (cache_layout.hpp). query and out [num_tokens, num_heads,
+// head_dim]: a token's heads stand without gaps, tokens `stride` elements apart. Sequence s owns the tokens from
+// query_starts[s] to query_starts[s + 1], the last ones of a context of context_lens[s] tokens; its blocks are row s of
+// block_tables. window: tokens that a token sees, itself included; 0: all.
+template <typename T>
+struct Attention {
+    const T* query;
+    long query_stride;
+    const T *key_cache, *value_cache;
+    T* out;
+    long out_stride;
+    const std::int32_t *block_tables, *query_starts, *context_lens;
+    long table_stride, num_seqs;
+    long num_heads, num_kv_heads, head_dim, block_size;
+    float scale;
+    long window;
+};
+
+// Turn queries (in place) and keys by their positions, write keys and values to their slots of the paged cache. query,
+// key and value [num_tokens, their heads, head_dim], tokens `stride` elements apart. cos_sin [positions, rotary_dim] as
+// in rotary.py, null: nothing is turned, query may be null. A slot of -1: nothing is written.
+template <typename T>
+struct KVWrite {
+    T* query;
+    long query_stride;
+    const T *key, *value;
+    long key_stride, value_stride;
+    const std::int64_t *positions, *slots;
+    const float* cos_sin;
+    T *key_cache, *value_cache;
+    long num_tokens, num_heads, num_kv_heads, head_dim, block_size, rotary_dim;
+};
+
 template <template <typename> class Op>
 struct ForBoth {
     void (*bf16)(const Op<quire::bf16>&);
@@ -50,6 +83,8 @@ struct Kernels {
     ForBoth<Linear> linear;
     ForBoth<RmsNorm> rms_norm;
     ForBoth<SiluAndMul> silu_and_mul;
+    ForBoth<Attention> attention;
+    ForBoth<KVWrite> kv_write;
 };
 
 namespace portable { extern const Kernels kernels; }

@@ -5,6 +5,7 @@
 
 #include <stdexcept>
 
+#include "block_copy.hpp"
 #include "isa.hpp"
 #include "kernels.hpp"
 #include "packing.hpp"
@@ -66,6 +67,34 @@ void run_silu_and_mul(Address gate_up, Address out, long num_rows, long width) {
     pick(chosen->silu_and_mul, (T*)nullptr)({at<const T>(gate_up), at<T>(out), num_rows, width});
 }
 
+template <typename T>
+void run_attention(Address query, long query_stride, Address key_cache, Address value_cache, Address out, long out_stride,
+                   Address block_tables, Address query_starts, Address context_lens, long table_stride, long num_seqs,
+                   long num_heads, long num_kv_heads, long head_dim, long block_size, float scale, long window) {
+    using Ints = const std::int32_t;
+    pick(chosen->attention, (T*)nullptr)({at<const T>(query), query_stride, at<const T>(key_cache), at<const T>(value_cache),
+                                          at<T>(out), out_stride, at<Ints>(block_tables), at<Ints>(query_starts),
+                                          at<Ints>(context_lens), table_stride, num_seqs, num_heads, num_kv_heads,
+                                          head_dim, block_size, scale, window});
+}
+
+template <typename T>
+void run_kv_write(Address query, long query_stride, Address key, Address value, long key_stride, long value_stride,
+                  Address positions, Address slots, Address cos_sin, Address key_cache, Address value_cache,
+                  long num_tokens, long num_heads, long num_kv_heads, long head_dim, long block_size, long rotary_dim) {
+    using Ints = const std::int64_t;
+    pick(chosen->kv_write, (T*)nullptr)({at<T>(query), query_stride, at<const T>(key), at<const T>(value), key_stride,
+                                         value_stride, at<Ints>(positions), at<Ints>(slots), at<const float>(cos_sin),
+                                         at<T>(key_cache), at<T>(value_cache), num_tokens, num_heads, num_kv_heads,
+                                         head_dim, block_size, rotary_dim});
+}
+
+void run_copy_blocks(const std::vector<Address>& caches, long block_bytes, Address src, Address dst, long num_copies) {
+    std::vector<char*> addresses;
+    for (Address cache : caches) addresses.push_back(at<char>(cache));
+    copy_blocks(addresses, block_bytes, at<const std::int64_t>(src), at<const std::int64_t>(dst), num_copies);
+}
+
 }  // namespace
 }  // namespace quire
 
@@ -83,4 +112,9 @@ NB_MODULE(_kernels, module) {
     module.def("rms_norm_float", run_rms_norm<float>);
     module.def("silu_and_mul_bf16", run_silu_and_mul<bf16>);
     module.def("silu_and_mul_float", run_silu_and_mul<float>);
+    module.def("attention_bf16", run_attention<bf16>);
+    module.def("attention_float", run_attention<float>);
+    module.def("kv_write_bf16", run_kv_write<bf16>);
+    module.def("kv_write_float", run_kv_write<float>);
+    module.def("copy_blocks", run_copy_blocks);
 }

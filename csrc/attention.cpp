@@ -1,0 +1,224 @@
+// Causal attention of a flat batch over paged keys and values (Kwon et al. 2023, section 4.1): one kernel for decode rows
+// and for chunks of prompts.
+//
+// A thread computes one query tile under one KV head at a time: all query heads of the group times some tokens are the
+// rows that are multiplied with the head's keys and values. It walks through the context in partitions. Of a partition it
+// computes, for up to 32 rows at once: scores (32 KiB, first-level cache), their softmax in place, weighted values. The
+// result of a partition, per row the highest score, the sum of weights and the weighted sum, is folded into the row's
+// running result. Partitions stand at fixed absolute positions and are folded in ascending order, by one thread or, where
+// several share a long context, from a list after all have come in: the same operations on the same numbers. Bytes moved:
+// a decode row's keys and values once from memory; a tile of 256 rows reads them once for 36 tokens of 7 heads.
+#include <atomic>
+
+#include <omp.h>
+
+#include "aligned.hpp"
+#include "attention_scores.hpp"
+#include "attention_tiles.hpp"
+#include "attention_vectors.hpp"
+
+namespace quire::ISA {
+namespace {
+
+#ifdef __AMX_BF16__
+template <typename T>
+using Products = std::conditional_t<sizeof(T) == 2, ByTiles, ByVectors<T>>;
+#else
+template <typename T>
+using Products = ByVectors<T>;
+#endif
+
+// Results of rows over some of their context: sums [rows], weighted values [rows][padded].
+struct Results {
+    RowSums* sums;
+    float* weighted;
+    long padded;
+
+    static long floats(long rows, long padded) { return rounded_up(2 * rows, LANES) + rows * padded; }
+    Results(float* memory, long rows, long width)
+        : sums(reinterpret_cast<RowSums*>(memory)), weighted(memory + rounded_up(2 * rows, LANES)), padded(width) {}
+
+    Results from(long row) const {
+        Results rest = *this;
+        rest.sums += row;
+        rest.weighted += row * padded;
+        return rest;
+    }
+};
+
+void clear(Results running, long rows) {
+    std::fill(running.sums, running.sums + rows, RowSums{LOWEST, 0.0f});
+    std::memset(running.weighted, 0, rows * running.padded * sizeof(float));
+}
+
+// Fold a later partition into what came before; one that a row does not see leaves the row as it is, bit for bit.
+void fold(Results running, Results later, long rows) {
+    for (long row = 0; row < rows; row++) {
+        RowSums &to = running.sums[row], from = later.sums[row];
+        const float highest = std::max(to.highest, from.highest);
+        const float keep = exp2(to.highest - highest), take = exp2(from.highest - highest);
+        to = {highest, to.weight * keep + from.weight * take};
+        float *values = running.weighted + row * running.padded, *others = later.weighted + row * later.padded;
+        for (long i = 0; i < running.padded; i += LANES)
+            store(values + i, multiply_add(load(values + i), splat(keep), load(others + i) * splat(take)));
+    }
+}
+
+// Results of partitions whose tile is shared by several threads.
+struct KeptResults {
+    float* memory;
+    long stride;
+};
+
+// A thread's scratch; none of it grows with the context.
+template <typename T>
+struct Scratch {
+    Aligned<typename Products<T>::Query> query;
+    Aligned<T> gathered;
+    Aligned<float> scores, running, partition;
+};
+
+// One query tile in the hands of one thread.
+template <typename T>
+class TileWork {
+public:
+    TileWork(const Attention<T>& op, const QueryTile& tile, Scratch<T>& scratch)
+        : op_(op), tile_(tile), scratch_(scratch), group_(op.num_heads / op.num_kv_heads), rows_(tile.num_tokens * group_),
+          padded_(rounded_up(op.head_dim, GROUP)), key_rows_(rounded_up(op.head_dim / PAIR<T>, P::KEY_ROWS)),
+          query_stride_(key_rows_ * PAIR<T>),
+          view_(op, tile.kv_head, P::KEY_ROWS, scratch.gathered.at_least(PartitionView<T>::scratch_elements(op.head_dim))) {
+        scratch.scores.at_least(BLOCK_ROWS * SCORE_STRIDE);
+        scratch.partition.at_least(Results::floats(BLOCK_ROWS, padded_));
+        pack_query();
+    }
+
+    // All of the context.
+    void attend() {
+        Results running(scratch_.running.at_least(Results::floats(rows_, padded_)), rows_, padded_);
+        clear(running, rows_);
+        const Results block(scratch_.partition.data(), BLOCK_ROWS, padded_);
+        for (long i = tile_.first_partition; i < tile_.end_partition; i++)
+            each_block(i, [&](long row, long rows) {
+                compute(i, row, rows, block);
+                fold(running.from(row), block, rows);
+            });
+        finish(running);
+    }
+
+    // Some partitions, whose results are kept.
+    void attend_part(const Piece& piece, const KeptResults& results) {
+        for (long i = piece.first_partition; i < piece.end_partition; i++) {
+            const Results kept = result(results, i);
+            each_block(i, [&](long row, long rows) { compute(i, row, rows, kept.from(row)); });
+        }
+    }
+
+    void merge(const KeptResults& results) {
+        Results running(scratch_.running.at_least(Results::floats(rows_, padded_)), rows_, padded_);
+        clear(running, rows_);
+        for (long i = tile_.first_partition; i < tile_.end_partition; i++) fold(running, result(results, i), rows_);
+        finish(running);
+    }
+
+private:
+    using P = Products<T>;
+    const Attention<T>& op_;
+    const QueryTile& tile_;
+    Scratch<T>& scratch_;
+    long group_, rows_, padded_, key_rows_, query_stride_;
+    PartitionView<T> view_;
+
+    Results result(const KeptResults& results, long partition) const {
+        return {results.memory + (tile_.results + partition - tile_.first_partition) * results.stride, rows_, padded_};
+    }
+
+    // Rows end to end, in float or as they are, padded with zeros to the keys' rows and to whole blocks.
+    void pack_query() {
+        auto* out = scratch_.query.at_least(rounded_up(rows_, BLOCK_ROWS) * query_stride_);
+        std::memset(out, 0, rounded_up(rows_, BLOCK_ROWS) * query_stride_ * sizeof *out);
+        for (long row = 0; row < rows_; row++) {
+            const long token = tile_.first_token + row / group_, head = tile_.kv_head * group_ + row % group_;
+            const T* query = op_.query + token * op_.query_stride + head * op_.head_dim;
+            for (long i = 0; i < op_.head_dim; i += LANES)
+                store_some(out + row * query_stride_ + i, load_some(query + i, std::min<long>(LANES, op_.head_dim - i)),
+                           std::min<long>(LANES, op_.head_dim - i));
+        }
+    }
+
+    // What rows [row, end) see of a partition, together.
+    Columns seen(long partition, long row, long end) const {
+        const long first = tile_.first_position + row / group_, last = tile_.first_position + (end - 1) / group_;
+        const long begin = (op_.window ? std::max(0L, first - op_.window + 1) : 0) - partition * PARTITION;
+        const long stop = last + 1 - partition * PARTITION;
+        return {std::clamp(begin, 0L, PARTITION), std::clamp(stop, 0L, PARTITION)};
+    }
+
+    template <typename Compute>
+    void each_block(long partition, Compute compute) {
+        const Columns live = seen(partition, 0, rows_);
+        const long start = partition * PARTITION;
+        view_.look(op_.block_tables + tile_.sequence * op_.table_stride, start, start + live.begin, start + live.end);
+        for (long row = 0; row < rows_; row += BLOCK_ROWS) compute(row, std::min(BLOCK_ROWS, rows_ - row));
+    }
+
+    void compute(long partition, long row, long rows, Results out) {
+        const Columns computed = seen(partition, row, row + rows);
+        if (computed.begin >= computed.end) return clear(out, rows);
+        float* scores = scratch_.scores.data();
+        const auto* query = scratch_.query.data() + row * query_stride_;
+        const float scale = op_.scale * 1.44269504f;
+        P::scores(query, query_stride_, rows, view_, key_rows_, computed, scores);
+        for (long i = 0; i < rows; i++)
+            out.sums[i] = weigh_row<typename P::Weight>(scores + i * SCORE_STRIDE, seen(partition, row + i, row + i + 1),
+                                                        computed, scale);
+        P::weigh(reinterpret_cast<typename P::Weight*>(scores), rows, view_, padded_, computed, out.weighted);
+    }
+
+    void finish(Results running) {
+        for (long row = 0; row < rows_; row++) {
+            const long token = tile_.first_token + row / group_, head = tile_.kv_head * group_ + row % group_;
+            T* out = op_.out + token * op_.out_stride + head * op_.head_dim;
+            const Floats inverse = splat(1.0f / running.sums[row].weight);
+            for (long i = 0; i < op_.head_dim; i += LANES)
+                store_some(out + i, load(running.weighted + row * padded_ + i) * inverse,
+                           std::min<long>(LANES, op_.head_dim - i));
+        }
+    }
+};
+
+}  // namespace
+
+template <typename T>
+void attention(const Attention<T>& op) {
+    static thread_local AttentionWork work;
+    static thread_local Aligned<float> kept;
+    cut_work({op.query_starts, op.context_lens, op.num_seqs, op.num_heads, op.num_kv_heads, op.window},
+             omp_get_max_threads(), work);
+    if (work.tiles.empty()) return;
+    const AttentionWork& shared = work;
+    const long stride = Results::floats(rounded_up(shared.max_split_rows, GROUP), rounded_up(op.head_dim, GROUP));
+    const KeptResults results{kept.at_least(shared.num_results * stride), stride};
+    std::atomic<long> next{0}, next_merge{0};
+#pragma omp parallel
+    {
+        static thread_local Scratch<T> scratch;
+        const typename Products<T>::Session session(shared.max_rows);
+        const long num_pieces = static_cast<long>(shared.pieces.size()), num_tiles = static_cast<long>(shared.tiles.size());
+        for (long i = next++; i < num_pieces; i = next++) {
+            const Piece& piece = shared.pieces[i];
+            TileWork<T> tile(op, shared.tiles[piece.tile], scratch);
+            if (shared.tiles[piece.tile].results < 0)
+                tile.attend();
+            else
+                tile.attend_part(piece, results);
+        }
+#pragma omp barrier
+        for (long i = next_merge++; shared.num_results && i < num_tiles; i = next_merge++)
+            if (shared.tiles[i].results >= 0) TileWork<T>(op, shared.tiles[i], scratch).merge(results);
+    }
+}
+
+template void attention<bf16>(const Attention<bf16>&);
+template void attention<float>(const Attention<float>&);
+
+}  // namespace quire::ISA

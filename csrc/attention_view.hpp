@@ -1,0 +1,125 @@
+// The keys and values of one KV head in one partition, as rows that vectors and tiles can be loaded from.
+//
+// Where a group of 16 tokens' keys (or of 16 rows of values) lies in one block and is live from end to end, it is read
+// where it lies. Else it is gathered into the thread's scratch: parts of several small blocks side by side, zeros for
+// values that no query of the tile sees (0 x NaN is NaN), widths padded to whole registers and tiles.
+#pragma once
+
+#include <algorithm>
+
+#include "attention_work.hpp"
+#include "cache_layout.hpp"
+#include "vec.hpp"
+
+namespace quire::ISA {
+
+constexpr long GROUP = 16;
+
+inline long rounded_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+template <typename T>
+struct Rows {
+    const T* at;
+    long stride;  // elements
+
+    const T* row(long index) const { return at + index * stride; }
+};
+
+template <typename T>
+class PartitionView {
+public:
+    static constexpr long KEY_GROUPS = PARTITION / GROUP;
+    static constexpr long VALUE_TOKENS = GROUP * PAIR<T>;  // 16 rows of values
+    static constexpr long VALUE_GROUPS = PARTITION / VALUE_TOKENS;
+
+    Rows<T> keys[KEY_GROUPS];      // of head_dim / PAIR rows, 16 columns of PAIR elements; live or not, safe to read
+    Rows<T> values[VALUE_GROUPS];  // of 16 rows, head_dim columns of PAIR elements, padded to 16; only where any is live
+
+    // The rows of a key group are padded with zeros to a multiple of `key_rows`.
+    PartitionView(const Attention<T>& op, long kv_head, long key_rows, T* scratch)
+        : layout_{op.num_kv_heads, op.head_dim, op.block_size}, op_(op), kv_head_(kv_head),
+          key_rows_(rounded_up(op.head_dim / PAIR<T>, key_rows)), scratch_(scratch) {}
+
+    static long scratch_elements(long head_dim) { return 2 * PARTITION * rounded_up(head_dim, 2 * GROUP); }
+
+    // Look at tokens [first, last) of those from `start` on; positions in the sequence, some of them in the partition.
+    void look(const std::int32_t* table, long start, long first, long last) {
+        first = std::max(first, start);
+        last = std::min(last, start + PARTITION);
+        T* scratch = scratch_;
+        for (long i = 0; i < VALUE_GROUPS; i++) {
+            const long token = start + i * VALUE_TOKENS;
+            if (token < last && token + VALUE_TOKENS > first) values[i] = value_rows(table, token, first, last, scratch);
+        }
+        const long live = (first - start) / GROUP, end = (last - 1 - start) / GROUP + 1;
+        for (long i = live; i < end; i++) keys[i] = key_rows_of(table, start + i * GROUP, first, last, scratch);
+        std::fill(keys, keys + live, keys[live]);
+        std::fill(keys + end, keys + KEY_GROUPS, keys[live]);
+    }
+
+private:
+    CacheLayout<T> layout_;
+    const Attention<T>& op_;
+    long kv_head_, key_rows_;
+    T* scratch_;
+
+    long place(const std::int32_t* table, long token) const {
+        return layout_.head_in_cache(table[token / layout_.block_size], kv_head_);
+    }
+
+    Rows<T> key_rows_of(const std::int32_t* table, long token, long first, long last, T*& scratch) {
+        const long rows = layout_.head_dim / PAIR<T>, width = std::min(GROUP, layout_.block_size);
+        if (width == GROUP && rows == key_rows_)
+            return {op_.key_cache + place(table, token) + layout_.key_element(token % layout_.block_size, 0),
+                    layout_.key_stride()};
+        T* out = scratch;
+        constexpr long stride = GROUP * PAIR<T>;
+        scratch += key_rows_ * stride;
+        for (long i = 0; i < GROUP; i += width) {
+            if (token + i >= last || token + i + width <= first) continue;
+            const long offset = (token + i) % layout_.block_size;
+            const T* from = op_.key_cache + place(table, token + i) + layout_.key_element(offset, 0);
+            for (long row = 0; row < rows; row++)
+                std::memcpy(out + row * stride + i * PAIR<T>, from + row * layout_.key_stride(), width * PAIR<T> * sizeof(T));
+        }
+        std::memset(out + rows * stride, 0, (key_rows_ - rows) * stride * sizeof(T));
+        return {out, stride};
+    }
+
+    Rows<T> value_rows(const std::int32_t* table, long token, long first, long last, T*& scratch) {
+        const bool is_live = token >= first && token + VALUE_TOKENS <= last;
+        const long width = layout_.value_stride(), padded = rounded_up(layout_.head_dim, GROUP) * PAIR<T>;
+        if (is_live && layout_.block_size >= VALUE_TOKENS && width == padded)
+            return {op_.value_cache + place(table, token) + layout_.value_element(token % layout_.block_size, 0), width};
+        T* out = scratch;
+        scratch += GROUP * padded;
+        for (long row = 0; row < GROUP;) {
+            const long at = token + row * PAIR<T>, offset = at % layout_.block_size;
+            const long rows = std::min(GROUP - row, (layout_.block_size - offset) / PAIR<T>);  // in the same block
+            if (at < last && at + rows * PAIR<T> > first) {
+                const T* from = op_.value_cache + place(table, at) + layout_.value_element(offset, 0);
+                copy_values(from, rows, width, padded, out + row * padded);
+            }
+            row += rows;
+        }
+        if (!is_live) clear_values(out, padded, first - token, last - token);
+        return {out, padded};
+    }
+
+    static void copy_values(const T* from, long rows, long width, long padded, T* out) {
+        if (width == padded) {
+            std::memcpy(out, from, rows * width * sizeof(T));
+            return;
+        }
+        for (long row = 0; row < rows; row++) std::memcpy(out + row * padded, from + row * width, width * sizeof(T));
+    }
+
+    // Zero what lies outside of tokens [begin, end).
+    static void clear_values(T* out, long padded, long begin, long end) {
+        for (long token = 0; token < VALUE_TOKENS; token++)
+            if (token < begin || token >= end)
+                for (long i = 0; i < padded; i += PAIR<T>) out[token / PAIR<T> * padded + i + token % PAIR<T>] = T{};
+    }
+};
+
+}  // namespace quire::ISA

@@ -1,0 +1,43 @@
+// Who computes what of a step's attention. The same for every instruction set; nothing here changes a bit of a result.
+//
+// A query tile is some consecutive tokens of one sequence under one KV head, each with all its query heads. It reads its
+// context in partitions, PARTITION tokens at fixed absolute positions. A piece is what one thread computes without a
+// break: a query tile over some of its partitions; over all of them, unless the tile is one of a few and large.
+#pragma once
+
+#include <vector>
+
+#include "kernels.hpp"
+
+namespace quire {
+
+constexpr long PARTITION = 256;  // tokens
+
+struct QueryTile {
+    long sequence, kv_head;
+    long first_token, num_tokens;           // in the flat batch
+    long first_position;                    // of the first token, in its sequence
+    long first_partition, end_partition;
+    long results = -1;                      // index of the first partition's result where several pieces share the tile
+};
+
+struct Piece {
+    long tile, first_partition, end_partition;
+};
+
+struct AttentionWork {
+    std::vector<QueryTile> tiles;
+    std::vector<Piece> pieces;   // the longest first
+    long max_rows = 0;                         // token x head, of the highest tile
+    long num_results = 0, max_split_rows = 0;  // results of partitions to keep; rows of the highest of their tiles
+};
+
+struct AttentionShape {
+    const std::int32_t *query_starts, *context_lens;
+    long num_seqs, num_heads, num_kv_heads, window;
+};
+
+// Cut a step's attention for so many threads, into vectors that are used again from call to call.
+void cut_work(const AttentionShape& shape, long num_threads, AttentionWork& work);
+
+}  // namespace quire

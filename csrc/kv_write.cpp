@@ -1,0 +1,71 @@
+// Rotary embedding and the write to the paged cache in one pass over a step's new queries, keys and values.
+//
+// A thread takes tokens; a token's heads are read once and written once. Queries are turned where they stand (they are
+// the projection's own output), keys on their way into the cache. Turned in float, product by product as rotary.py does
+// it, and rounded once: the same bits. A key's dimensions are scattered over the rows of its block, and so are a value's
+// where tokens stand in pairs: in the cache a token is a column, which is what makes it cheap to read, often, later.
+#include "cache_layout.hpp"
+#include "vec.hpp"
+
+namespace quire::ISA {
+namespace {
+
+constexpr long FEW_TOKENS = 8;  // are written before a second thread would have woken
+
+// out = x turned by an angle per pair (i, half + i); what is past the pairs passes through. out may be x.
+template <typename T>
+void turn(const T* x, const float* cos, long half, long head_dim, T* out) {
+    const float* sin = cos + half;
+    for (long i = 0; i < half; i += LANES) {
+        const long count = half - i < LANES ? half - i : LANES;
+        const Floats first = load_some(x + i, count), second = load_some(x + half + i, count);
+        const Floats c = load_some(cos + i, count), s = load_some(sin + i, count);
+        store_some(out + i, first * c - second * s, count);
+        store_some(out + half + i, second * c + first * s, count);
+    }
+    if (out != x && 2 * half < head_dim) std::memcpy(out + 2 * half, x + 2 * half, (head_dim - 2 * half) * sizeof(T));
+}
+
+template <typename T>
+void write_token(const KVWrite<T>& op, long token, const float* cos, T* turned) {
+    const CacheLayout<T> layout{op.num_kv_heads, op.head_dim, op.block_size};
+    const long slot = op.slots[token], block = slot / op.block_size, offset = slot % op.block_size;
+    for (long head = 0; head < op.num_kv_heads; head++) {
+        const T* key = op.key + token * op.key_stride + head * op.head_dim;
+        const T* value = op.value + token * op.value_stride + head * op.head_dim;
+        if (cos) {
+            turn(key, cos, op.rotary_dim / 2, op.head_dim, turned);
+            key = turned;
+        }
+        const long place = layout.head_in_cache(block, head);
+        T* keys = op.key_cache + place + layout.key_element(offset, 0);
+        for (long row = 0; row < op.head_dim / PAIR<T>; row++)
+            std::memcpy(keys + row * layout.key_stride(), key + row * PAIR<T>, PAIR<T> * sizeof(T));
+        T* values = op.value_cache + place + layout.value_element(offset, 0);
+        for (long dim = 0; dim < op.head_dim; dim++) values[dim * PAIR<T>] = value[dim];
+    }
+}
+
+}  // namespace
+
+template <typename T>
+void kv_write(const KVWrite<T>& op) {
+#pragma omp parallel if (op.num_tokens >= FEW_TOKENS)
+    {
+        T turned[MAX_HEAD_DIM];
+#pragma omp for schedule(static)
+        for (long token = 0; token < op.num_tokens; token++) {
+            const float* cos = op.cos_sin ? op.cos_sin + op.positions[token] * op.rotary_dim : nullptr;
+            for (long head = 0; cos && head < op.num_heads; head++) {
+                T* query = op.query + token * op.query_stride + head * op.head_dim;
+                turn(query, cos, op.rotary_dim / 2, op.head_dim, query);
+            }
+            if (op.slots[token] >= 0) write_token(op, token, cos, turned);
+        }
+    }
+}
+
+template void kv_write<bf16>(const KVWrite<bf16>&);
+template void kv_write<float>(const KVWrite<float>&);
+
+}  // namespace quire::ISA

@@ -1,0 +1,69 @@
+"""How a block of the KV cache is laid out for the C++ kernels; csrc/cache_layout.hpp has the reasons.
+
+One tensor for the keys of a layer and one for its values; a block is one run of bytes in each.
+
+    bfloat16  keys    [num_blocks, num_kv_heads, head_dim / 2, block_size, 2]    pairs of dimensions
+              values  [num_blocks, num_kv_heads, block_size / 2, head_dim, 2]    pairs of tokens
+    float32   keys    [num_blocks, num_kv_heads, head_dim, block_size]
+              values  [num_blocks, num_kv_heads, block_size, head_dim]
+
+float16 models keep float32 caches.
+"""
+
+import torch
+from torch import Tensor
+
+from quire.core.config import KERNEL_BLOCK_SIZES
+from quire.kernels.cpp.dtypes import kernel_dtype
+
+MAX_HEAD_DIM = 512  # csrc/cache_layout.hpp
+
+Shape = tuple[int, ...]
+
+
+def cache_shapes(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Shape, Shape]:
+    """Return the shapes of a layer's keys and values for a model of `dtype`; their dtype is `kernel_dtype(dtype)`."""
+    assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
+    assert head_dim % 8 == 0 and 0 < head_dim <= MAX_HEAD_DIM, f"head size {head_dim}"
+    keys, values = _head_shapes(block_size, head_dim, kernel_dtype(dtype))
+    return (num_blocks, num_kv_heads, *keys), (num_blocks, num_kv_heads, *values)
+
+
+def check_caches(keys: Tensor, values: Tensor, block_size: int, head_dim: int) -> None:
+    """Assert that a layer's caches are laid out as `cache_shapes` says."""
+    dtype, shapes = keys.dtype, _head_shapes(block_size, head_dim, keys.dtype)
+    assert dtype == values.dtype == kernel_dtype(dtype), f"caches of {dtype} and {values.dtype}"
+    assert keys.shape[2:] == shapes[0] and values.shape[2:] == shapes[1], "caches in another layout"
+    assert keys.shape[:2] == values.shape[:2] and keys.is_contiguous() and values.is_contiguous()
+
+
+def _head_shapes(block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
+    if dtype == torch.bfloat16:
+        return (head_dim // 2, block_size, 2), (block_size // 2, head_dim, 2)
+    return (head_dim, block_size), (block_size, head_dim)
+
+
+def pack(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Lay out caches that are plain, [num_blocks, block_size, num_kv_heads, head_dim], for the kernels."""
+    num_blocks, block_size, num_kv_heads, head_dim = keys.shape
+    shapes = cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, keys.dtype)
+    keys, values = (x.to(kernel_dtype(x.dtype)).transpose(1, 2) for x in (keys, values))  # [.., heads, tokens, dims]
+    if keys.dtype == torch.bfloat16:
+        keys = keys.unflatten(3, (-1, 2)).transpose(2, 3)      # [.., heads, pairs of dims, tokens, 2]
+        values = values.unflatten(2, (-1, 2)).transpose(3, 4)  # [.., heads, pairs of tokens, dims, 2]
+    else:
+        keys = keys.transpose(2, 3)
+    assert (keys.shape, values.shape) == shapes
+    return keys.contiguous(), values.contiguous()
+
+
+def unpack(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Undo `pack`, except for the dtype."""
+    if keys.dtype == torch.bfloat16:
+        keys = keys.transpose(2, 3).flatten(3)
+        values = values.transpose(3, 4).flatten(2, 3)
+    else:
+        keys = keys.transpose(2, 3)
+    return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
