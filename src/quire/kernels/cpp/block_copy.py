@@ -12,6 +12,7 @@ def copy_blocks(caches: list[Tensor], src: Tensor, dst: Tensor) -> None:
         return
     block_bytes = caches[0].stride(0) * caches[0].itemsize
     assert all(x.is_contiguous() and x.stride(0) * x.itemsize == block_bytes for x in caches), "caches that differ"
-    assert len(src) == len(dst) and src.dtype == dst.dtype == torch.int64
+    assert len(src) == len(dst)
+    assert src.dtype == dst.dtype == torch.int64
     src, dst = src.contiguous(), dst.contiguous()
     _kernels.copy_blocks([x.data_ptr() for x in caches], block_bytes, src.data_ptr(), dst.data_ptr(), len(src))

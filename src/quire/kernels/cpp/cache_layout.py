@@ -26,7 +26,7 @@ def cache_shapes(
 ) -> tuple[Shape, Shape]:
     """Return the shapes of a layer's keys and values for a model of `dtype`; their dtype is `kernel_dtype(dtype)`."""
     assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
-    assert head_dim % 8 == 0 and 0 < head_dim <= MAX_HEAD_DIM, f"head size {head_dim}"
+    assert head_dim in range(8, MAX_HEAD_DIM + 1, 8), f"head size {head_dim}"
     keys, values = _head_shapes(block_size, head_dim, kernel_dtype(dtype))
     return (num_blocks, num_kv_heads, *keys), (num_blocks, num_kv_heads, *values)
 
@@ -35,8 +35,10 @@ def check_caches(keys: Tensor, values: Tensor, block_size: int, head_dim: int) -
     """Assert that a layer's caches are laid out as `cache_shapes` says."""
     dtype, shapes = keys.dtype, _head_shapes(block_size, head_dim, keys.dtype)
     assert dtype == values.dtype == kernel_dtype(dtype), f"caches of {dtype} and {values.dtype}"
-    assert keys.shape[2:] == shapes[0] and values.shape[2:] == shapes[1], "caches in another layout"
-    assert keys.shape[:2] == values.shape[:2] and keys.is_contiguous() and values.is_contiguous()
+    assert (keys.shape[2:], values.shape[2:]) == shapes, "caches in another layout"
+    assert keys.shape[:2] == values.shape[:2], "caches of different sizes"
+    assert keys.is_contiguous(), "keys with gaps"
+    assert values.is_contiguous(), "values with gaps"
 
 
 def _head_shapes(block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[Shape, Shape]:

@@ -54,9 +54,11 @@ def _write(
     num_tokens, num_kv_heads, head_dim = key.shape
     block_size = key_cache.shape[3]
     assert key_cache.dtype == dtype, f"keys {dtype}, caches {key_cache.dtype}"
-    assert key_cache.shape[1] == num_kv_heads and head_dim <= MAX_HEAD_DIM
+    assert key_cache.shape[1] == num_kv_heads, f"{num_kv_heads} heads for caches of {key_cache.shape[1]}"
+    assert head_dim <= MAX_HEAD_DIM, f"head size {head_dim}"
     check_caches(key_cache, value_cache, block_size, head_dim)
-    assert value.shape == key.shape and len(positions) == len(slot_mapping) == num_tokens
+    assert value.shape == key.shape
+    assert len(positions) == len(slot_mapping) == num_tokens
     assert all(x.is_contiguous() and x.dtype == torch.int64 for x in (positions, slot_mapping))
     assert cos_sin is None or (cos_sin.is_contiguous() and cos_sin.shape[1] <= head_dim)
     _KERNELS[dtype](

@@ -1,0 +1,168 @@
+"""Paged attention in C++ against the reference, and to the bit against itself under other layouts of the same step."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.core.config import KERNEL_BLOCK_SIZES
+from quire.kernels.back_end import REFERENCE, TORCH
+from quire.kernels.cpp.attention import CppAttentionPlan, paged_attention, prepare
+from quire.kernels.cpp.cache_layout import cache_shapes, pack, unpack
+from support.paged_cache import Paging, Part, Tokens, attend
+
+DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
+EXACT_DTYPES = [torch.float32, torch.bfloat16]  # float16 is float32 between two conversions
+HEADS = [(4, 4, 8), (4, 2, 24), (14, 2, 64), (8, 1, 80), (40, 2, 64), (8, 2, 128)]  # groups of 1, 2, 7, 8, 20 and 4
+LENGTH = 600  # more than two partitions of 256 tokens
+
+
+def packed_attention(
+    query: Tensor, keys: Tensor, values: Tensor, plan: CppAttentionPlan, scale: float, window: int | None
+) -> Tensor:
+    return paged_attention(query, *pack(keys, values), plan, scale, window)
+
+
+CPP = replace(TORCH, name="cpp", prepare_attention=prepare, paged_attention=packed_attention)
+
+
+def in_chunks(
+    tokens: Tokens, chunk: int, window: int | None = None, begin: int = 0, paging: Paging | None = None
+) -> Tensor:
+    """Compute a sequence's positions from `begin` on, `chunk` tokens per step, nothing beside it."""
+    length = len(tokens.query)
+    parts = [Part(tokens, start, min(start + chunk, length)) for start in range(begin, length, chunk)]
+    return torch.cat([attend([part], paging, window, CPP)[0] for part in parts])
+
+
+@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 50])
+@pytest.mark.parametrize(
+    "spans",
+    [[(0, 1)], [(0, 16)], [(255, 256), (256, 257)], [(16, 17), (0, 3), (0, 250), (249, 250)], [(5, 70), (31, 33)]],
+    ids=["one token", "full block", "partition border", "ragged", "chunks"],
+)
+def test_kernel_matches_reference(
+    spans: list[tuple[int, int]], window: int | None, heads: tuple[int, int, int], dtype: torch.dtype, tol: float
+) -> None:
+    parts = [Part(Tokens.random(stop, heads, dtype, seed), start, stop) for seed, (start, stop) in enumerate(spans)]
+    expected = attend(parts, window=window, back_end=REFERENCE)
+    for result, wanted in zip(attend(parts, window=window, back_end=CPP), expected, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("window", [None, 300])
+def test_chunking_never_changes_a_bit(heads: tuple[int, int, int], dtype: torch.dtype, window: int | None) -> None:
+    tokens = Tokens.random(LENGTH, heads, dtype)
+    whole = in_chunks(tokens, LENGTH, window)
+    for chunk, begin in ((1, 500), (7, 230), (33, 0), (200, 0)):
+        chunked = in_chunks(tokens, chunk, window, begin)
+        assert torch.equal(chunked, whole[begin:]), f"chunks of {chunk}"
+
+
+@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("window", [None, 70])
+def test_block_size_and_block_ids_never_change_a_bit(
+    heads: tuple[int, int, int], dtype: torch.dtype, window: int | None
+) -> None:
+    tokens = Tokens.random(LENGTH, heads, dtype)
+    parts = [Part(tokens, 0, 90), Part(tokens, 90, LENGTH - 1), Part(tokens, LENGTH - 1, LENGTH)]
+    alone = [attend([part], window=window, back_end=CPP)[0] for part in parts]
+    for seed, block_size in enumerate(KERNEL_BLOCK_SIZES):
+        results = attend(parts, Paging(block_size, seed), window, CPP)
+        assert all(map(torch.equal, results, alone)), f"blocks of {block_size}"
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_neighbours_and_threads_never_change_a_bit(
+    heads: tuple[int, int, int], dtype: torch.dtype, num_threads: int
+) -> None:
+    chooser = random.Random(0)
+    tokens = Tokens.random(LENGTH, heads, dtype)
+    watched = [Part(tokens, start, stop) for start, stop in ((0, 40), (LENGTH - 1, LENGTH), (255, 256), (200, 271))]
+    torch.set_num_threads(1)
+    alone = [attend([part], back_end=CPP)[0] for part in watched]
+    torch.set_num_threads(num_threads)
+    assert all(torch.equal(attend([part], back_end=CPP)[0], bits) for part, bits in zip(watched, alone, strict=True))
+    for seed in range(4):
+        starts = [chooser.choice([0, 1, 255, 256, chooser.randrange(LENGTH)]) for _ in range(chooser.randrange(1, 12))]
+        stops = [min(LENGTH, start + chooser.choice([1, 1, 2, 30, 100])) for start in starts]
+        neighbours = [
+            Part(Tokens.random(stop, heads, dtype, 100 + i), min(start, stop - 1), stop)
+            for i, (start, stop) in enumerate(zip(starts, stops, strict=True))
+        ]
+        parts = watched + neighbours
+        order = chooser.sample(range(len(parts)), len(parts))
+        results = dict(zip(order, attend([parts[i] for i in order], Paging(seed=seed), None, CPP), strict=True))
+        assert all(torch.equal(results[i], alone[i]) for i in range(len(watched)))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
+def test_long_context_is_shared_by_threads_and_keeps_its_bits(dtype: torch.dtype, num_threads: int) -> None:
+    tokens = Tokens.random(5000, (14, 2, 64), dtype)
+    part = Part(tokens, 4999, 5000)
+    beside_others = attend([Part(tokens, 0, 300), part, Part(tokens, 700, 1000)], back_end=CPP)[1]
+    assert torch.equal(attend([part], back_end=CPP)[0], beside_others)
+    tol = dict(DTYPES)[dtype]
+    torch.testing.assert_close(beside_others, attend([part], back_end=REFERENCE)[0], rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
+def test_later_tokens_of_the_same_step_do_not_reach_earlier_ones(dtype: torch.dtype) -> None:
+    tokens = Tokens.random(100, (4, 2, 32), dtype)
+    before = attend([Part(tokens, 0, 100)], back_end=CPP)[0][:60].clone()
+    tokens.key[60:] = 1e30
+    tokens.value[60:] = -1e30
+    assert torch.equal(attend([Part(tokens, 0, 100)], back_end=CPP)[0][:60], before)
+
+
+@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
+def test_scores_far_apart_leave_no_nan(dtype: torch.dtype) -> None:
+    tokens = Tokens.random(600, (4, 2, 32), dtype)
+    tokens.key[:] *= 1e4
+    assert attend([Part(tokens, 0, 600)], back_end=CPP)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
+def test_queries_cut_from_a_fused_projection_are_read_where_they_stand(dtype: torch.dtype) -> None:
+    tokens = Tokens.random(50, (4, 2, 32), dtype)
+    fused = torch.cat([tokens.query, tokens.key, tokens.value], dim=1)
+    keys, values = (x[:48].view(3, 16, 2, 32) for x in (tokens.key, tokens.value))
+    plan = prepare(torch.arange(3).view(1, 3).int(), torch.tensor([0, 48]).int(), torch.tensor([48]).int(), 16)
+    sliced, whole = fused[:48, :4], tokens.query[:48]
+    assert not sliced.is_contiguous()
+    assert torch.equal(*(paged_attention(query, *pack(keys, values), plan, 0.2) for query in (sliced, whole)))
+
+
+def test_sequence_without_tokens_in_the_step_is_passed_over() -> None:
+    tokens = Tokens.random(8, (4, 2, 32))
+    caches = pack(tokens.key.view(1, 8, 2, 32), tokens.value.view(1, 8, 2, 32))
+    starts, lengths = torch.tensor([0, 0, 8]).int(), torch.tensor([5, 8]).int()
+    plan = prepare(torch.zeros(2, 1).int(), starts, lengths, block_size=8)
+    alone = prepare(torch.zeros(1, 1).int(), starts[1:], lengths[1:], block_size=8)
+    assert torch.equal(*(paged_attention(tokens.query, *caches, each, 0.2) for each in (plan, alone)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block_size", KERNEL_BLOCK_SIZES)
+def test_packing_a_cache_can_be_undone(dtype: torch.dtype, block_size: int) -> None:
+    plain = [torch.randn(3, block_size, 2, 24).to(dtype) for _ in range(2)]
+    packed = pack(*plain)
+    assert tuple(x.shape for x in packed) == cache_shapes(3, block_size, 2, 24, dtype)
+    assert all(torch.equal(ours.to(dtype), theirs) for ours, theirs in zip(unpack(*packed), plain, strict=True))
+
+
+def test_plain_cache_is_refused() -> None:
+    tokens = Tokens.random(16, (4, 2, 32))
+    plan = prepare(torch.zeros(1, 1).int(), torch.tensor([0, 16]).int(), torch.tensor([16]).int(), 16)
+    with pytest.raises(AssertionError, match="layout"):
+        paged_attention(tokens.query, tokens.key[None], tokens.value[None], plan, 0.2)

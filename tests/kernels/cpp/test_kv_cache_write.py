@@ -1,0 +1,79 @@
+"""Writing keys and values into their slots in C++, alone and fused with rotary."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import kv_cache_write
+from quire.kernels.cpp.cache_layout import cache_shapes, pack, unpack
+from quire.kernels.cpp.dtypes import kernel_dtype
+from quire.kernels.cpp.kv_cache_write import rotate_and_write_kv, write_kv
+from quire.kernels.rotary import apply_rotary, rotary_table
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NUM_BLOCKS = 12
+
+
+def fused_heads(num_tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value as slices of one projection, with 6, 3 and 3 heads."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    fused = torch.randn(num_tokens, 12, head_dim, generator=generator).to(dtype)
+    return fused[:, :6], fused[:, 6:9], fused[:, 9:]
+
+
+def slots_for(num_tokens: int, block_size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.randperm(NUM_BLOCKS * block_size, generator=generator)[:num_tokens]
+    return torch.where(torch.rand(num_tokens, generator=generator) < 0.2, -1, slots)
+
+
+def caches(block_size: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
+    shapes = cache_shapes(NUM_BLOCKS, block_size, 3, head_dim, dtype)
+    return [torch.full(shape, 7.0, dtype=kernel_dtype(dtype)) for shape in shapes]
+
+
+def plain_caches(block_size: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.full((NUM_BLOCKS, block_size, 3, head_dim), 7.0, dtype=dtype) for _ in range(2)]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [8, 16, 128])
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 60])
+def test_tokens_land_in_their_slots_and_nowhere_else(
+    num_tokens: int, block_size: int, dtype: torch.dtype, num_threads: int
+) -> None:
+    _, key, value = fused_heads(num_tokens, 24, dtype)
+    slots = slots_for(num_tokens, block_size)
+    ours, plain = caches(block_size, 24, dtype), plain_caches(block_size, 24, dtype)
+    write_kv(key, value, *ours, slots)
+    kv_cache_write.reference(key, value, *plain, slots)
+    assert all(map(torch.equal, ours, pack(*plain)))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (64, 64), (80, 24), (128, 128)])
+def test_keys_and_queries_are_turned_to_the_bit_as_the_rotary_op_turns_them(
+    head_dim: int, rotary_dim: int, dtype: torch.dtype, num_threads: int, isa: str
+) -> None:
+    query, key, value = fused_heads(50, head_dim, dtype)
+    positions, slots = torch.randperm(300)[:50], slots_for(50, 16)
+    table = rotary_table(10000.0 ** (-torch.arange(0, rotary_dim, 2).float() / rotary_dim), 300)
+    expected_query, expected_key = apply_rotary(query, key, positions, table)
+    ours, plain = caches(16, head_dim, dtype), plain_caches(16, head_dim, dtype)
+    turned = rotate_and_write_kv(query, key.clone(), value.clone(), positions, table, *ours, slots)
+    kv_cache_write.reference(expected_key, value, *plain, slots)
+    assert torch.equal(turned, expected_query)
+    assert all(map(torch.equal, ours, pack(*plain)))
+
+
+def test_float16_is_turned_in_float32_and_kept_so_in_the_cache() -> None:
+    query, key, value = fused_heads(20, 32, torch.float16)
+    positions, slots = torch.arange(20), torch.arange(20)
+    table = rotary_table(10000.0 ** (-torch.arange(0, 32, 2).float() / 32), 20)
+    keys, values = caches(16, 32, torch.float16)
+    turned = rotate_and_write_kv(query, key, value, positions, table, keys, values, slots)
+    expected_query, expected_key = apply_rotary(query.float(), key.float(), positions, table)
+    assert torch.equal(turned, expected_query.half())
+    assert torch.equal(unpack(keys, values)[0].flatten(0, 1)[:20], expected_key)
