@@ -28,39 +28,47 @@ template <typename T>
 using Products = ByVectors<T>;
 #endif
 
-// Results of rows over some of their context: sums [rows], weighted values [rows][padded].
+// Results of rows over some of their context, each [rows]: highest score, sum of weights, weighted values [padded].
 struct Results {
-    RowSums* sums;
-    float* weighted;
+    float *highest, *weight, *weighted;
     long padded;
 
-    static long floats(long rows, long padded) { return rounded_up(2 * rows, LANES) + rows * padded; }
+    static long floats(long rows, long padded) { return rounded_up(rows, LANES) * (2 + padded); }
     Results(float* memory, long rows, long width)
-        : sums(reinterpret_cast<RowSums*>(memory)), weighted(memory + rounded_up(2 * rows, LANES)), padded(width) {}
+        : highest(memory), weight(memory + rounded_up(rows, LANES)), weighted(memory + 2 * rounded_up(rows, LANES)),
+          padded(width) {}
 
-    Results from(long row) const {
+    Results from(long row) const {  // a multiple of LANES
         Results rest = *this;
-        rest.sums += row;
+        rest.highest += row;
+        rest.weight += row;
         rest.weighted += row * padded;
         return rest;
     }
 };
 
-void clear(Results running, long rows) {
-    std::fill(running.sums, running.sums + rows, RowSums{LOWEST, 0.0f});
-    std::memset(running.weighted, 0, rows * running.padded * sizeof(float));
+void clear(Results results, long rows) {
+    std::fill(results.highest, results.highest + rounded_up(rows, LANES), LOWEST);
+    std::fill(results.weight, results.weight + rounded_up(rows, LANES), 0.0f);
+    std::memset(results.weighted, 0, rows * results.padded * sizeof(float));
 }
 
 // Fold a later partition into what came before; one that a row does not see leaves the row as it is, bit for bit.
-void fold(Results running, Results later, long rows) {
-    for (long row = 0; row < rows; row++) {
-        RowSums &to = running.sums[row], from = later.sums[row];
-        const float highest = std::max(to.highest, from.highest);
-        const float keep = exp2(to.highest - highest), take = exp2(from.highest - highest);
-        to = {highest, to.weight * keep + from.weight * take};
-        float *values = running.weighted + row * running.padded, *others = later.weighted + row * later.padded;
-        for (long i = 0; i < running.padded; i += LANES)
-            store(values + i, multiply_add(load(values + i), splat(keep), load(others + i) * splat(take)));
+void fold(Results running, Results later, long rows, Floats scale) {
+    for (long first = 0; first < rows; first += LANES) {
+        const Floats before = load(running.highest + first), after = load(later.highest + first);
+        const Floats highest = maximum(before, after);
+        const Floats keep = power<Precision::fine>(before - highest, scale);
+        const Floats take = power<Precision::fine>(after - highest, scale);
+        store(running.highest + first, highest);
+        store(running.weight + first,
+              multiply_add(load(running.weight + first), keep, load(later.weight + first) * take));
+        for (long row = first; row < std::min(rows, first + LANES); row++) {
+            const Floats kept = splat(keep[row - first]), taken = splat(take[row - first]);
+            float *values = running.weighted + row * running.padded, *others = later.weighted + row * later.padded;
+            for (long i = 0; i < running.padded; i += LANES)
+                store(values + i, multiply_add(load(values + i), kept, load(others + i) * taken));
+        }
     }
 }
 
@@ -76,6 +84,7 @@ struct Scratch {
     Aligned<typename Products<T>::Query> query;
     Aligned<T> gathered;
     Aligned<float> scores, running, partition;
+    Aligned<long> positions;
 };
 
 // One query tile in the hands of one thread.
@@ -85,7 +94,7 @@ public:
     TileWork(const Attention<T>& op, const QueryTile& tile, Scratch<T>& scratch)
         : op_(op), tile_(tile), scratch_(scratch), group_(op.num_heads / op.num_kv_heads), rows_(tile.num_tokens * group_),
           padded_(rounded_up(op.head_dim, GROUP)), key_rows_(rounded_up(op.head_dim / PAIR<T>, P::KEY_ROWS)),
-          query_stride_(key_rows_ * PAIR<T>),
+          query_stride_(key_rows_ * PAIR<T>), scale_(op.scale * 1.44269504f), positions_(scratch.positions.at_least(rows_)),
           view_(op, tile.kv_head, P::KEY_ROWS, scratch.gathered.at_least(PartitionView<T>::scratch_elements(op.head_dim))) {
         scratch.scores.at_least(BLOCK_ROWS * SCORE_STRIDE);
         scratch.partition.at_least(Results::floats(BLOCK_ROWS, padded_));
@@ -100,7 +109,7 @@ public:
         for (long i = tile_.first_partition; i < tile_.end_partition; i++)
             each_block(i, [&](long row, long rows) {
                 compute(i, row, rows, block);
-                fold(running.from(row), block, rows);
+                fold(running.from(row), block, rows, splat(scale_));
             });
         finish(running);
     }
@@ -116,7 +125,7 @@ public:
     void merge(const KeptResults& results) {
         Results running(scratch_.running.at_least(Results::floats(rows_, padded_)), rows_, padded_);
         clear(running, rows_);
-        for (long i = tile_.first_partition; i < tile_.end_partition; i++) fold(running, result(results, i), rows_);
+        for (long i = tile_.first_partition; i < tile_.end_partition; i++) fold(running, result(results, i), rows_, splat(scale_));
         finish(running);
     }
 
@@ -126,6 +135,8 @@ private:
     const QueryTile& tile_;
     Scratch<T>& scratch_;
     long group_, rows_, padded_, key_rows_, query_stride_;
+    float scale_;
+    long* positions_;  // of the rows' tokens
     PartitionView<T> view_;
 
     Results result(const KeptResults& results, long partition) const {
@@ -138,6 +149,7 @@ private:
         std::memset(out, 0, rounded_up(rows_, BLOCK_ROWS) * query_stride_ * sizeof *out);
         for (long row = 0; row < rows_; row++) {
             const long token = tile_.first_token + row / group_, head = tile_.kv_head * group_ + row % group_;
+            positions_[row] = tile_.first_position + row / group_;
             const T* query = op_.query + token * op_.query_stride + head * op_.head_dim;
             for (long i = 0; i < op_.head_dim; i += LANES)
                 store_some(out + row * query_stride_ + i, load_some(query + i, std::min<long>(LANES, op_.head_dim - i)),
@@ -147,10 +159,9 @@ private:
 
     // What rows [row, end) see of a partition, together.
     Columns seen(long partition, long row, long end) const {
-        const long first = tile_.first_position + row / group_, last = tile_.first_position + (end - 1) / group_;
-        const long begin = (op_.window ? std::max(0L, first - op_.window + 1) : 0) - partition * PARTITION;
-        const long stop = last + 1 - partition * PARTITION;
-        return {std::clamp(begin, 0L, PARTITION), std::clamp(stop, 0L, PARTITION)};
+        const long start = partition * PARTITION;
+        const long begin = op_.window ? positions_[row] - op_.window + 1 - start : 0;
+        return {std::clamp(begin, 0L, PARTITION), std::clamp(positions_[end - 1] + 1 - start, 0L, PARTITION)};
     }
 
     template <typename Compute>
@@ -165,20 +176,24 @@ private:
         const Columns computed = seen(partition, row, row + rows);
         if (computed.begin >= computed.end) return clear(out, rows);
         float* scores = scratch_.scores.data();
-        const auto* query = scratch_.query.data() + row * query_stride_;
-        const float scale = op_.scale * 1.44269504f;
-        P::scores(query, query_stride_, rows, view_, key_rows_, computed, scores);
-        for (long i = 0; i < rows; i++)
-            out.sums[i] = weigh_row<typename P::Weight>(scores + i * SCORE_STRIDE, seen(partition, row + i, row + i + 1),
-                                                        computed, scale);
-        P::weigh(reinterpret_cast<typename P::Weight*>(scores), rows, view_, padded_, computed, out.weighted);
+        P::scores(scratch_.query.data() + row * query_stride_, query_stride_, rows, view_, key_rows_, computed, scores);
+        for (long i = 0; i < rows; i++) {  // two loops: the next row need not wait for this one's maximum
+            hide(scores + i * SCORE_STRIDE, seen(partition, row + i, row + i + 1), computed);
+            out.highest[i] = highest_score(scores + i * SCORE_STRIDE, computed);
+        }
+        using Weight = typename P::Weight;
+        for (long i = 0; i < rows; i++) {
+            float* row_scores = scores + i * SCORE_STRIDE;
+            out.weight[i] = weigh_scores(row_scores, computed, splat(out.highest[i]), splat(scale_), reinterpret_cast<Weight*>(row_scores));
+        }
+        P::weigh(reinterpret_cast<Weight*>(scores), rows, view_, padded_, computed, out.weighted);
     }
 
     void finish(Results running) {
         for (long row = 0; row < rows_; row++) {
             const long token = tile_.first_token + row / group_, head = tile_.kv_head * group_ + row % group_;
             T* out = op_.out + token * op_.out_stride + head * op_.head_dim;
-            const Floats inverse = splat(1.0f / running.sums[row].weight);
+            const Floats inverse = splat(1.0f / running.weight[row]);
             for (long i = 0; i < op_.head_dim; i += LANES)
                 store_some(out + i, load(running.weighted + row * padded_ + i) * inverse,
                            std::min<long>(LANES, op_.head_dim - i));

@@ -1,7 +1,7 @@
 // A block of query rows over one partition: the buffers in between the two products, and the softmax.
 //
 // Scores of a whole partition are known before its softmax weighs them, so that nothing is rescaled within it. A row's
-// weights are then 2^(score * scale * log2(e) - highest); what a row does not see weighs exactly 0.
+// weights are then 2^((score - highest) * scale * log2(e)); what a row does not see weighs exactly 0.
 #pragma once
 
 #include "attention_view.hpp"
@@ -21,64 +21,56 @@ struct Columns {
     long last() const { return end > begin ? rounded_up(end, BLOCK_ROWS) : first(); }    // groups: what is computed
 };
 
-struct RowSums {
-    float highest, weight;
-};
-
 // Hide the scores outside of `seen`.
 inline void hide(float* scores, Columns seen, Columns computed) {
-    constexpr Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    typedef std::int32_t Integers16 __attribute__((vector_size(64)));
+    if (seen.begin <= computed.first() && seen.end >= computed.last()) return;
+    typedef std::int32_t Integers __attribute__((vector_size(64)));
+    constexpr Integers lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Words hidden = (Words)splat(-__builtin_inff());
     for (long i = computed.first(); i < computed.last(); i += LANES) {
         if (i >= seen.begin && i + LANES <= seen.end) continue;
-        const Integers16 column = (Integers16)lanes + static_cast<std::int32_t>(i);
+        const Integers column = lanes + static_cast<std::int32_t>(i);
         const Words is_seen = (Words)((column >= (std::int32_t)seen.begin) & (column < (std::int32_t)seen.end));
-        const Words hidden = (Words)splat(-__builtin_inff());
         store(scores + i, as_floats((is_seen & (Words)load(scores + i)) | (~is_seen & hidden)));
     }
 }
 
+// LOWEST where nothing is seen.
 inline float highest_score(const float* scores, Columns computed) {
-    Floats highest = splat(-__builtin_inff());
-    for (long i = computed.first(); i < computed.last(); i += LANES) highest = maximum(load(scores + i), highest);
-    return largest_lane(highest);
+    Floats even = splat(LOWEST), odd = even;
+    for (long i = computed.first(); i < computed.last(); i += 2 * LANES) {
+        even = maximum(load(scores + i), even);
+        odd = maximum(load(scores + i + LANES), odd);
+    }
+    return largest_lane(maximum(even, odd));
 }
 
-// Scores become weights, where they stand: floats, or bfloat16 in the first half of the row. The sum is of the weights
-// as they are multiplied: rounded ones where they are rounded, whose common error then cancels in the mean.
-inline Floats weigh_scores(float* scores, Columns computed, Floats scale, Floats highest, float*) {
+// Scores become weights, where they stand: floats, or bfloat16 in the first half of the row. Returns the sum of the
+// weights as they will be multiplied: of rounded ones where they are rounded, for what the rounding has in common then
+// cancels in the mean.
+inline float weigh_scores(float* scores, Columns computed, Floats highest, Floats scale, float*) {
     Floats sum = {};
     for (long i = computed.first(); i < computed.last(); i += LANES) {
-        const Floats weights = exp2(multiply_add(load(scores + i), scale, -highest));
+        const Floats weights = power<Precision::fine>(load(scores + i) - highest, scale);
         store(scores + i, weights);
         sum += weights;
     }
-    return sum;
+    return sum_of_lanes(sum);
 }
 
 #ifdef __AVX512BF16__
-inline Floats weigh_scores(float* scores, Columns computed, Floats scale, Floats highest, bf16* weights) {
-    Floats sum = {};
+inline float weigh_scores(float* scores, Columns computed, Floats highest, Floats scale, bf16* weights) {
+    const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
+    __m512 sum = _mm512_setzero_ps();
     for (long i = computed.first(); i < computed.last(); i += 2 * LANES) {
-        const Floats low = exp2(multiply_add(load(scores + i), scale, -highest));
-        const Floats high = exp2(multiply_add(load(scores + i + LANES), scale, -highest));
-        const Words pairs = (Words)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-        std::memcpy(weights + i, &pairs, sizeof pairs);
-        sum += as_floats(pairs << 16);
-        sum += as_floats(pairs & 0xffff0000u);
+        const Floats low = power<Precision::coarse>(load(scores + i) - highest, scale);
+        const Floats high = power<Precision::coarse>(load(scores + i + LANES) - highest, scale);
+        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+        std::memcpy(weights + i, &both, sizeof both);
+        sum = _mm512_dpbf16_ps(sum, both, ones);
     }
-    return sum;
+    return sum_of_lanes((Floats)sum);
 }
 #endif
-
-// The softmax of one row over a partition. `scale` includes log2(e).
-template <typename Weight>
-RowSums weigh_row(float* scores, Columns seen, Columns computed, float scale) {
-    hide(scores, seen, computed);
-    const float highest = highest_score(scores, computed) * scale;
-    const float bounded = highest < LOWEST ? LOWEST : highest;
-    const Floats sums = weigh_scores(scores, computed, splat(scale), splat(bounded), reinterpret_cast<Weight*>(scores));
-    return {bounded, sum_of_lanes(sums)};
-}
 
 }  // namespace quire::ISA

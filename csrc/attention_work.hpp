@@ -11,7 +11,10 @@
 
 namespace quire {
 
-constexpr long PARTITION = 256;  // tokens
+#ifndef PART
+#define PART 256
+#endif
+constexpr long PARTITION = PART;  // tokens
 
 struct QueryTile {
     long sequence, kv_head;

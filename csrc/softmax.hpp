@@ -5,28 +5,36 @@
 
 namespace quire::ISA {
 
-// 2^x for x <= 1, with a relative error below 2e-7; exactly 1 for 0, exactly 0 below -125, NaN for NaN.
+// 2^(x * scale) for x <= 0 and scale > 0: exactly 1 for x = 0, exactly 0 below 2^-125, NaN for NaN. Relative error below
+// 2e-7 with the fine polynomial, below 1.1e-4 with the coarse one, which is for weights that will be rounded to bfloat16.
 //
-// x = n + f with n whole and |f| <= 1/2. Adding 1.5 * 2^23 rounds x to n and leaves n in the low bits of the sum, from
-// where a shift takes it to the exponent. 2^f is a polynomial, of least relative error among those that are 1 at 0.
-inline Floats exp2(Floats x) {
-    const Floats shifted = x + 12582912.0f;
-    const Floats f = x - (shifted - 12582912.0f);
-    Floats power = multiply_add(splat(0x1.5bba14p-10f), f, splat(0x1.3cea88p-7f));
-    power = multiply_add(power, f, splat(0x1.c6b752p-5f));
-    power = multiply_add(power, f, splat(0x1.ebf9bcp-3f));
-    power = multiply_add(power, f, splat(0x1.62e42ap-1f));
-    power = multiply_add(power, f, splat(1.0f));
-    const Words scaled = (Words)power + ((Words)shifted << 23);
+// x * scale = n + f with n whole and |f| <= 1/2. Adding 1.5 * 2^23 rounds to n and leaves n in the low bits of the sum,
+// from where a shift takes it to the exponent. 2^f is a polynomial, of least relative error among those that are 1 at 0.
+enum class Precision { fine, coarse };
+
+template <Precision precision>
+inline Floats power(Floats x, Floats scale) {
+    const Floats middle = splat(12582912.0f), shifted = multiply_add(x, scale, middle);
+    const Floats f = multiply_add(x, scale, middle - shifted);
+    Floats result;
+    if constexpr (precision == Precision::fine) {
+        result = multiply_add(splat(0x1.5bba14p-10f), f, splat(0x1.3cea88p-7f));
+        result = multiply_add(result, f, splat(0x1.c6b752p-5f));
+        result = multiply_add(result, f, splat(0x1.ebf9bcp-3f));
+        result = multiply_add(result, f, splat(0x1.62e42ap-1f));
+    } else {
+        result = multiply_add(splat(0x1.c2a218p-5f), f, splat(0x1.f00c4cp-3f));
+        result = multiply_add(result, f, splat(0x1.62f5fap-1f));
+    }
+    result = multiply_add(result, f, splat(1.0f));
+    const Floats lowest = splat(12582912.0f - 125.0f);
 #ifdef __AVX512F__
-    return (Floats)_mm512_maskz_mov_epi32(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ),
-                                          (__m512i)scaled);
+    const __mmask16 is_kept = _mm512_cmp_ps_mask((__m512)shifted, (__m512)lowest, _CMP_NLT_UQ);
+    return (Floats)_mm512_maskz_add_epi32(is_kept, (__m512i)result, _mm512_slli_epi32((__m512i)shifted, 23));
 #else
-    return as_floats(scaled & ~(Words)(x < splat(-125.0f)));
+    return as_floats(((Words)result + ((Words)shifted << 23)) & ~(Words)(shifted < lowest));
 #endif
 }
-
-inline float exp2(float x) { return exp2(splat(x))[0]; }
 
 inline Floats maximum(Floats a, Floats b) {
 #ifdef __AVX512F__

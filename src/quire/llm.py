@@ -51,6 +51,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         seed: int = 0,
         max_logprobs: int = 20,
+        cpu_isa: str = "auto",
     ) -> None:
         options = EngineOptions(
             model=None if model is None else str(model),
@@ -69,6 +70,7 @@ class LLM:
             tensor_parallel_size=tensor_parallel_size,
             seed=seed,
             max_logprobs=max_logprobs,
+            cpu_isa=cpu_isa,
         )
         self._assembled: AssembledEngine | None = assemble(options)
         self._outputs = OutputProcessor(self._assembled.tokenizer)

@@ -1,23 +1,57 @@
 """The one choice of implementations."""
 
 import dataclasses
+import logging
 
 import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.kernels.back_end import choose_back_end
+from quire.kernels import back_end
+from quire.kernels.back_end import TORCH, choose_back_end
+from quire.kernels.cpp.back_end import usable_isas
 
 CPU = torch.device("cpu")
+needs_extension = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 
 
-def test_auto_is_the_fast_one_for_the_device() -> None:
-    assert choose_back_end(CPU).name == "torch"
-    assert choose_back_end(CPU, "auto") is choose_back_end(CPU, "torch")
+@needs_extension
+def test_auto_is_the_extension_with_the_best_instruction_set() -> None:
+    assert choose_back_end(CPU).name == "cpp"
+    assert choose_back_end(CPU) == choose_back_end(CPU, "cpp", isa=usable_isas()[0])
+
+
+@needs_extension
+@pytest.mark.parametrize("isa", usable_isas())
+def test_each_usable_instruction_set_can_be_forced(isa: str) -> None:
+    assert choose_back_end(CPU, isa=isa).name == "cpp"
+    choose_back_end(CPU)
+
+
+def test_without_the_extension_the_stand_in_serves_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(back_end, "usable_isas", lambda: ())
+    with caplog.at_level(logging.WARNING):
+        assert choose_back_end(CPU) is TORCH
+    assert "C++ kernels were not built" in caplog.text
+    with pytest.raises(ConfigError, match="cpu_isa avx512"):
+        choose_back_end(CPU, isa="avx512")
+
+
+@needs_extension
+def test_instruction_set_that_the_cpu_lacks_is_refused_with_those_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(back_end, "usable_isas", lambda: ("portable",))
+    with pytest.raises(ConfigError, match="cpu_isa must be auto, portable on this CPU, got 'amx'"):
+        choose_back_end(CPU, isa="amx")
+
+
+def test_odd_head_sizes_are_served_by_the_stand_in() -> None:
+    assert choose_back_end(CPU, head_dim=12) is TORCH
 
 
 def test_reference_can_be_asked_for_and_differs_where_there_is_a_faster_op() -> None:
-    fast, plain = choose_back_end(CPU), choose_back_end(CPU, "reference")
+    fast, plain = choose_back_end(CPU, "torch"), choose_back_end(CPU, "reference")
     ops = [field.name for field in dataclasses.fields(fast) if field.name != "name"]
     assert {op for op in ops if getattr(fast, op) is not getattr(plain, op)} == {
         "linear",
@@ -28,7 +62,7 @@ def test_reference_can_be_asked_for_and_differs_where_there_is_a_faster_op() -> 
 
 
 def test_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"torch or reference, got 'triton'"):
+    with pytest.raises(ConfigError, match=r"cpp or torch or reference, got 'triton'"):
         choose_back_end(CPU, "triton")
 
 

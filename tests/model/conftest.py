@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.kernels.back_end import BackEnd, choose_back_end
+from quire.kernels.cpp.back_end import usable_isas
 from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
@@ -36,7 +37,7 @@ class PagedRunner:
 
     def __init__(self, decoder: Decoder, *, block_size: int = 8, num_blocks: int = 96) -> None:
         self.decoder = decoder
-        self.cache = KVCache.allocate(decoder.spec, num_blocks, block_size, decoder.dtype, decoder.device)
+        self.cache = KVCache.allocate(decoder.spec, num_blocks, block_size, decoder.dtype, decoder.back_end)
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
@@ -90,9 +91,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="session")
-def back_end() -> BackEnd:
-    return choose_back_end(torch.device("cpu"))
+@pytest.fixture(scope="session", params=["torch", "cpp"])
+def back_end(request: pytest.FixtureRequest) -> BackEnd:
+    if request.param == "cpp" and not usable_isas():
+        pytest.skip("the C++ kernels were not built")
+    return choose_back_end(torch.device("cpu"), request.param)
 
 
 @pytest.fixture(scope="session")

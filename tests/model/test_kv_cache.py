@@ -5,6 +5,7 @@ import resource
 import pytest
 import torch
 
+from quire.kernels.back_end import TORCH
 from quire.model.config import spec_from_config
 from quire.model.kv_cache import ALIGNMENT, KVCache, kv_bytes_per_token
 
@@ -19,7 +20,7 @@ SPEC = spec_from_config(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_cache_is_one_zeroed_aligned_tensor_per_layer_for_keys_and_for_values(dtype: torch.dtype) -> None:
-    cache = KVCache.allocate(SPEC, 5, 16, dtype, "cpu")
+    cache = KVCache.allocate(SPEC, 5, 16, dtype, TORCH)
     assert len(cache.keys) == len(cache.values) == 3
     for tensor in (*cache.keys, *cache.values):
         assert tensor.shape == (5, 16, 2, 8)
@@ -32,7 +33,7 @@ def test_cache_is_one_zeroed_aligned_tensor_per_layer_for_keys_and_for_values(dt
 
 def test_empty_cache_takes_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    cache = KVCache.allocate(SPEC, 1 << 18, 16, torch.float32, "cpu")
+    cache = KVCache.allocate(SPEC, 1 << 18, 16, torch.float32, TORCH)
     nominal_kib = sum(t.nbytes for t in (*cache.keys, *cache.values)) // 1024
     assert nominal_kib > 1 << 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < nominal_kib // 20

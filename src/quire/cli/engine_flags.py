@@ -16,6 +16,7 @@ from quire.cli.flag_groups import flag
 from quire.engine.options import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
+    CpuIsa,
     Device,
     Dtype,
     PreemptionMode,
@@ -61,6 +62,7 @@ class EngineFlags:
     max_num_seqs: Annotated[int, _flag("sequences in one step")] = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: Annotated[int, _flag("tokens in one step")] = DEFAULT_MAX_NUM_BATCHED_TOKENS
     preemption_mode: Annotated[PreemptionMode, _flag("how a preempted request comes back")] = "auto"
+    cpu_isa: Annotated[CpuIsa, _flag("instruction set of the CPU's kernels; auto is the best there is")] = "auto"
     seed: Annotated[int, _flag("of requests that bring none")] = 0
     max_logprobs: Annotated[int, _flag("highest logprobs and prompt_logprobs of a request")] = 20
 

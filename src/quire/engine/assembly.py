@@ -13,7 +13,8 @@ from quire.execution.batch import PersistentBatch
 from quire.execution.executor import LocalExecutor
 from quire.execution.worker import Worker
 from quire.kernels.back_end import choose_back_end
-from quire.model.config import read_config
+from quire.model.config import read_config, spec_from_config
+from quire.model.config_reader import CONFIG_FILE
 from quire.model.decoder import Decoder
 from quire.model.generation_config import eos_token_ids
 from quire.model.kv_cache import KVCache, kv_bytes_per_token
@@ -40,19 +41,21 @@ def assemble(options: EngineOptions) -> AssembledEngine:
     folder = resolve_model(options.model)
     config = read_config(folder)
     tokenizer = Tokenizer.from_folder_if_any(folder)
-    back_end = choose_back_end(torch.device("cpu"))
+    head_dim = spec_from_config(config, str(folder / CONFIG_FILE)).head_dim
+    back_end = choose_back_end(torch.device("cpu"), isa=options.cpu_isa, head_dim=head_dim)
     model = load_model(
         folder, dtype=options.dtype, device="cpu", back_end=back_end, max_positions=options.max_model_len
     )
     spec = model.spec
-    limits = ModelLimits(spec.max_position_embeddings, kv_bytes_per_token(spec, model.dtype), spec.sliding_window)
+    token_bytes = kv_bytes_per_token(spec, back_end.cache_layout.dtype(model.dtype))
+    limits = ModelLimits(spec.max_position_embeddings, token_bytes, spec.sliding_window)
     cache_config, scheduler_config = size_engine(options, limits, free_memory_bytes())
     scheduler = Scheduler(scheduler_config, KVCacheManager(cache_config))
     batch = PersistentBatch(
         scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size, spec.vocab_size
     )
-    cache = KVCache.allocate(spec, cache_config.num_blocks, cache_config.block_size, model.dtype, model.device)
-    executor = LocalExecutor(Worker(model, cache, batch, back_end).execute)
+    cache = KVCache.allocate(spec, cache_config.num_blocks, cache_config.block_size, model.dtype, back_end)
+    executor = LocalExecutor(Worker(model, cache, batch).execute)
     ends = eos_token_ids(folder, config)
     inputs = InputProcessor(
         tokenizer,

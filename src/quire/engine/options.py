@@ -10,6 +10,7 @@ from quire.core.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu"]
+CpuIsa = Literal["auto", "amx", "avx512", "portable"]
 PreemptionMode = Literal["auto", "recompute"]
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
@@ -52,11 +53,13 @@ class EngineOptions:
     tensor_parallel_size: int = 1
     seed: int = 0
     max_logprobs: int = 20
+    cpu_isa: str = "auto"
 
     def __post_init__(self) -> None:
         """Check names, types and ranges; what depends on the model is checked when it is known."""
         self._check_choice("dtype", get_args(Dtype))
         self._check_choice("device", get_args(Device))
+        self._check_choice("cpu_isa", get_args(CpuIsa))
         self._check_choice("preemption_mode", get_args(PreemptionMode))
         for name in ("max_model_len", "num_kv_blocks", "max_num_batched_tokens"):
             self._check_count(name, 1)

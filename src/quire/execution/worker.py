@@ -6,7 +6,6 @@ from torch import Tensor
 from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
 from quire.decoding.sampler import prompt_logprobs, sample
 from quire.execution.batch import PersistentBatch, StepInputs
-from quire.kernels.back_end import BackEnd
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 
@@ -16,11 +15,10 @@ PROMPT_LOGITS_ROWS = 256  # rows of logits held at once for prompt logprobs: 256
 class Worker:
     """Turns a plan into tensors, runs the forward pass, samples."""
 
-    def __init__(self, model: Decoder, cache: KVCache, batch: PersistentBatch, back_end: BackEnd) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, batch: PersistentBatch) -> None:
         self._model = model
         self._cache = cache
         self._batch = batch
-        self._back_end = back_end
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -28,7 +26,7 @@ class Worker:
         self._batch.apply(plan)
         if plan.copies:
             src, dst = torch.tensor(plan.copies).unbind(dim=1)
-            self._back_end.copy_blocks([*self._cache.keys, *self._cache.values], src, dst)
+            self._model.back_end.copy_blocks([*self._cache.keys, *self._cache.values], src, dst)
         inputs = self._batch.inputs(plan)
         hidden = self._model.forward(inputs.forward, self._cache)                  # [T, hidden]
         logits = self._model.logits(hidden[torch.from_numpy(inputs.logit_rows)])   # [N, vocab]

@@ -1,9 +1,11 @@
 """The one place that decides which implementation of each op runs: chosen once, when a worker starts.
 
-`torch` is the stand-in for the CPU: batched PyTorch, exact to the bit (docs/decisions/0002). `reference` is what tests
-hold it against: the plainest form of each op. A further back end is one more `BackEnd` here.
+`cpp` is the CPU's: C++ kernels for AMX, AVX-512 and anything else (csrc/). `torch` stands in where they were not built:
+batched PyTorch, exact to the bit too (docs/decisions/0002). `reference` is what tests hold both against: the plainest
+form of each op. A further back end is one more `BackEnd` here.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -11,25 +13,31 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels import activation, block_copy, kv_cache_write, linear, norm, paged_attention, rotary
+from quire.kernels import activation, block_copy, cache_layout, kv_cache_write, linear, norm, paged_attention
+from quire.kernels.cpp.back_end import cpp_ops, usable_isas
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class BackEnd:
     """One implementation of every op; each field has the signature of the function of its name in the op's module.
 
-    `linear` makes a layer from a weight, as `linear.PackedLinear` does.
+    `linear` makes a layer from a weight, as `linear.PackedLinear` does. `rows_per_portion`: rows that the feed-forward
+    takes at a time.
     """
 
     name: str
     linear: Callable[..., linear.Linear]
+    rows_per_portion: int
+    cache_layout: cache_layout.CacheLayout
     prepare_attention: Callable[..., paged_attention.AttentionPlan]
     paged_attention: Callable[..., Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    rotate_and_write_kv: Callable[..., Tensor]
     copy_blocks: Callable[[list[Tensor], Tensor, Tensor], None]
     rms_norm: Callable[..., tuple[Tensor, Tensor]]
     layer_norm: Callable[..., tuple[Tensor, Tensor]]
-    apply_rotary: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
     gelu_tanh: Callable[[Tensor], Tensor]
     gelu: Callable[[Tensor], Tensor]
@@ -39,13 +47,15 @@ class BackEnd:
 TORCH = BackEnd(
     name="torch",
     linear=linear.PackedLinear,
+    rows_per_portion=linear.MAX_ROWS,
+    cache_layout=cache_layout.PLAIN,
     prepare_attention=paged_attention.prepare,
     paged_attention=paged_attention.paged_attention,
     write_kv=kv_cache_write.write_kv,
+    rotate_and_write_kv=kv_cache_write.rotate_and_write_kv,
     copy_blocks=block_copy.copy_blocks,
     rms_norm=norm.rms_norm,
     layer_norm=norm.layer_norm,
-    apply_rotary=rotary.apply_rotary,
     silu_and_mul=activation.silu_and_mul,
     gelu_tanh=activation.gelu_tanh,
     gelu=activation.gelu,
@@ -59,18 +69,32 @@ REFERENCE = replace(
     write_kv=kv_cache_write.reference,
     copy_blocks=block_copy.reference,
 )
-BACK_ENDS = {back_end.name: back_end for back_end in (TORCH, REFERENCE)}
+NAMES = ("cpp", "torch", "reference")
 
 
-def choose_back_end(device: torch.device, name: str = "auto") -> BackEnd:
+def choose_back_end(device: torch.device, name: str = "auto", isa: str = "auto", head_dim: int = 8) -> BackEnd:
     """Return the back end for `device`: the fastest one there is for it, or the one named.
 
-    Raises ConfigError for a device that is not supported yet and for a name that is not known.
+    `isa` is the instruction set of the C++ kernels; auto is the best that the CPU has. Where they were not built, or
+    cannot serve heads of `head_dim`, auto is the PyTorch stand-in. Raises ConfigError for what is not there.
     """
     if device.type != "cpu":
         raise ConfigError(f"device {device.type} is not supported yet, use cpu")
-    if name == "auto":
+    if name not in ("auto", *NAMES):
+        raise ConfigError(f"the back end must be auto, {' or '.join(NAMES)}, got {name!r}")
+    if name in ("torch", "reference"):
+        return TORCH if name == "torch" else REFERENCE
+    if not usable_isas():
+        if name == "cpp" or isa != "auto":
+            raise ConfigError(f"cpu_isa {isa}: the C++ kernels were not built; install with a C++ compiler or use auto")
+        log.warning("the C++ kernels were not built, PyTorch's serve: several times slower; a C++ compiler is missing")
         return TORCH
-    if name not in BACK_ENDS:
-        raise ConfigError(f"the back end must be auto, {' or '.join(BACK_ENDS)}, got {name!r}")
-    return BACK_ENDS[name]
+    if isa not in ("auto", *usable_isas()):
+        raise ConfigError(f"cpu_isa must be auto, {' or '.join(usable_isas())} on this CPU, got {isa!r}")
+    if head_dim % 8 and name == "auto" and isa == "auto":
+        log.warning("heads of %d are no multiple of 8: PyTorch's kernels serve", head_dim)
+        return TORCH
+    return replace(TORCH, name="cpp", **cpp_ops(usable_isas()[0] if isa == "auto" else isa))
+
+
+

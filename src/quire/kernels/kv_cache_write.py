@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from quire.kernels.rotary import apply_rotary
+
 
 def reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store token t's key and value in slot `slot_mapping[t]`; -1 writes nothing.
@@ -22,3 +24,22 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     for new, cache in ((key, key_cache), (value, value_cache)):
         rows = new.index_select(0, written).flatten(1).to(cache.dtype)
         cache.view(-1, rows.shape[1]).index_copy_(0, slots, rows)
+
+
+def rotate_and_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Turn query and key by their positions, store key and value, return the query; arguments as in both ops.
+
+    One op, so that a back end may do it in one pass. It may turn the query where it stands.
+    """
+    query, key = apply_rotary(query, key, positions, cos_sin)
+    write_kv(key, value, key_cache, value_cache, slot_mapping)
+    return query

@@ -8,6 +8,7 @@ zero-padded: 64, and those smaller ones that a probe has found to give the same 
 
 from collections.abc import Callable
 from functools import cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,14 @@ FEWER_ROWS = (1, 4, 8, 16, 32)
 PROBED_OUTPUTS = 1 << 16  # per row count, where that is more than two products
 DISTINCT_OUTPUTS = 256    # rows of the probe's weight before they repeat: a vocabulary of random rows takes seconds
 
-Linear = Callable[[Tensor], Tensor]  # [num_rows, in_features] to [num_rows, out_features]
+
+class Linear(Protocol):
+    """A layer; `num_bytes` is what its packed weight takes."""
+
+    num_bytes: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [num_rows, out_features] for x [num_rows, in_features]."""
 
 
 class PackedLinear:
@@ -33,6 +41,7 @@ class PackedLinear:
         self._dtype = _product_dtype(self._out_dtype)
         self._row_counts = equal_row_counts(*weight.shape, self._dtype, bias is not None, torch.get_num_threads())
         self._product = _product(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
+        self.num_bytes = weight.numel() * self._dtype.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply in portions of at most MAX_ROWS rows."""
@@ -55,6 +64,7 @@ class PlainLinear:
         self._dtype = dtype or weight.dtype
         self._weight = weight.to(self._dtype)
         self._bias = None if bias is None else bias.to(self._dtype)
+        self.num_bytes = self._weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply all rows at once."""

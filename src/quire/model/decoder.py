@@ -17,14 +17,13 @@ class Decoder:
     """A model that is ready to run. Knows token ids, positions and cache tensors; no request and no sequence."""
 
     def __init__(self, spec: DecoderSpec, weights: WeightReader, max_positions: int) -> None:
-        self.spec, self.dtype, self.device = spec, weights.dtype, weights.device
+        self.spec, self.dtype, self.device, self.back_end = spec, weights.dtype, weights.device, weights.back_end
         self._embedding = Embedding(spec, weights)
         cos_sin = _rotary_table(spec, max_positions, weights.device)
         self._layers = [_make_layer(spec, weights.layer(i), i, cos_sin) for i in range(spec.num_layers)]
         final_norm = weights.names.final_norm if spec.has_final_norm else None
         self._final_norm = None if final_norm is None else Norm(spec, weights, final_norm, spec.hidden_size)
         self._head = Head(spec, weights, self._embedding.tokens)
-        self._prepare_attention = weights.back_end.prepare_attention
         self.num_parameters, self.weight_bytes = weights.tally.num_parameters, weights.tally.weight_bytes
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
@@ -32,7 +31,9 @@ class Decoder:
 
         The hidden states are normed, ready for `logits`. They are in the model's dtype.
         """
-        plan = self._prepare_attention(batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size)
+        plan = self.back_end.prepare_attention(
+            batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size
+        )
         step = Step(batch.positions, batch.slot_mapping, plan)
         x, residual = self._embedding(batch.token_ids, batch.positions), None
         for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.back_end import BackEnd
 from quire.model.spec import DecoderSpec
 
 ALIGNMENT = 64  # bytes: a cache line, and a vector register
@@ -14,25 +15,21 @@ ALIGNMENT = 64  # bytes: a cache line, and a vector register
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values of all layers, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """Keys and values of all layers, each [num_blocks, ...]: what stands in a block is the back end's layout."""
 
     keys: list[Tensor]
     values: list[Tensor]
+    block_size: int           # tokens per block
 
     @classmethod
     def allocate(
-        cls, spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+        cls, spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, back_end: BackEnd
     ) -> "KVCache":
-        """Return a cache of zeros. Zeros, because a tile may reach past a context, and 0 x NaN is NaN."""
-        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        keys = [_zeros(shape, dtype).to(device) for _ in range(spec.num_layers)]
-        values = [_zeros(shape, dtype).to(device) for _ in range(spec.num_layers)]
-        return cls(keys, values)
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return self.keys[0].shape[1]
+        """Return a cache for a model of `dtype`. Of zeros: a tile may reach past a context, and 0 x NaN is NaN."""
+        layout = back_end.cache_layout
+        shapes = layout.shapes(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype)
+        keys, values = ([_zeros(shape, layout.dtype(dtype)) for _ in range(spec.num_layers)] for shape in shapes)
+        return cls(keys, values, block_size)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -47,5 +44,5 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def kv_bytes_per_token(spec: DecoderSpec, dtype: torch.dtype) -> int:
-    """Return the bytes that one token's keys and values take, over all layers."""
+    """Return the bytes that one token's keys and values take in a cache of `dtype`, over all layers."""
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.linear import MAX_ROWS
 from quire.kernels.paged_attention import AttentionPlan
 from quire.model.spec import DecoderSpec
 from quire.model.weights import WeightReader
@@ -60,20 +59,24 @@ class Attention:
         """Return what attention adds to x [num_tokens, hidden_size]; the tokens' keys and values go to the cache."""
         heads = self._qkv(x).view(len(x), -1, self._head_dim)  # [num_tokens, all heads, head_dim]
         query, key, value = torch.split(heads, self._heads, dim=1)
-        query, key = self._place(query, key, step.positions)
-        self._ops.write_kv(key, value, key_cache, value_cache, step.slot_mapping)
+        query = self._place(query, key, value, step, key_cache, value_cache)
         attended = self._ops.paged_attention(
             query, key_cache, value_cache, step.attention, self._scale, self._window
         )
         return self._out(attended.flatten(1))
 
-    def _place(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalize query and key per head and turn them by their positions, where the family does so."""
+    def _place(
+        self, query: Tensor, key: Tensor, value: Tensor, step: Step, key_cache: Tensor, value_cache: Tensor
+    ) -> Tensor:
+        """Normalize per head and turn by position, where the family does so; write keys, values; return the query."""
         if self._query_norm is not None and self._key_norm is not None:
             query, key = self._query_norm(query)[0], self._key_norm(key)[0]
         if self._cos_sin is None:
-            return query, key
-        return self._ops.apply_rotary(query, key, positions, self._cos_sin)
+            self._ops.write_kv(key, value, key_cache, value_cache, step.slot_mapping)
+            return query
+        return self._ops.rotate_and_write_kv(
+            query, key, value, step.positions, self._cos_sin, key_cache, value_cache, step.slot_mapping
+        )
 
 
 def _head_norm(spec: DecoderSpec, weights: WeightReader, module: str | None) -> Norm | None:
@@ -92,6 +95,7 @@ class FeedForward:
         self._down = weights.linear(
             [names.feed_forward_out], [spec.hidden_size], spec.intermediate_size, has_bias=has_bias
         )
+        self._rows_per_portion = weights.back_end.rows_per_portion
         self._activate: Callable[[Tensor], Tensor] = getattr(weights.back_end, spec.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -99,7 +103,7 @@ class FeedForward:
 
         A few rows at a time, so that the wide activations in between stay in the CPU's cache.
         """
-        portions = [self._down(self._activate(self._up(rows))) for rows in torch.split(x, MAX_ROWS)]
+        portions = [self._down(self._activate(self._up(rows))) for rows in torch.split(x, self._rows_per_portion)]
         return portions[0] if len(portions) == 1 else torch.cat(portions)
 
 

@@ -71,7 +71,9 @@ class WeightReader:
             is_transposed=self.names.is_transposed,
         )
         bias = self._read([f"{stem}.bias" for stem in stems], [(count,) for count in num_rows]) if has_bias else None
-        return self.back_end.linear(weight, bias)
+        layer = self.back_end.linear(weight, bias)
+        self.tally.weight_bytes += layer.num_bytes - weight.nbytes  # only the packed form is kept
+        return layer
 
     def head(self, embedding: Tensor, *, is_tied: bool) -> Linear:
         """Return the layer from hidden states to logits, in float32; the embedding table itself when tied.
@@ -82,8 +84,9 @@ class WeightReader:
         if not is_tied or name in self._checkpoint:
             table = self._read([name], [tuple(embedding.shape)])
             self.tally.weight_bytes -= table.nbytes  # not kept: packed below
-        self.tally.weight_bytes += table.numel() * torch.float32.itemsize
-        return self.back_end.linear(table, dtype=torch.float32)
+        layer = self.back_end.linear(table, dtype=torch.float32)
+        self.tally.weight_bytes += layer.num_bytes
+        return layer
 
     def warn_of_unread(self) -> None:
         """Log the tensors that nobody asked for, apart from those known to be harmless."""

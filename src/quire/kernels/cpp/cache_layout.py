@@ -53,8 +53,8 @@ def pack(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     shapes = cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, keys.dtype)
     keys, values = (x.to(kernel_dtype(x.dtype)).transpose(1, 2) for x in (keys, values))  # [.., heads, tokens, dims]
     if keys.dtype == torch.bfloat16:
-        keys = keys.unflatten(3, (-1, 2)).transpose(2, 3)      # [.., heads, pairs of dims, tokens, 2]
-        values = values.unflatten(2, (-1, 2)).transpose(3, 4)  # [.., heads, pairs of tokens, dims, 2]
+        keys = torch.unflatten(keys, 3, (-1, 2)).transpose(2, 3)      # [.., heads, pairs of dims, tokens, 2]
+        values = torch.unflatten(values, 2, (-1, 2)).transpose(3, 4)  # [.., heads, pairs of tokens, dims, 2]
     else:
         keys = keys.transpose(2, 3)
     assert (keys.shape, values.shape) == shapes

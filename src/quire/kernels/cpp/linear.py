@@ -9,6 +9,7 @@ from quire import _kernels
 
 HUGE_PAGE_BYTES = 2 << 20
 READ_AHEAD_BYTES = 32 << 10  # prefetches reach behind the last weight
+ROWS_PER_PORTION = 512       # of the feed-forward: enough to be bound by the matrix units, few enough for the cache
 
 
 class CppLinear:
@@ -30,6 +31,7 @@ class CppLinear:
         getattr(_kernels, f"pack_{kind}")(
             rows.data_ptr(), rows.stride(0), self._out_features, self._in_features, self._packed.data_ptr()
         )
+        self.num_bytes = self._packed.nbytes
         self._bias = None if bias is None else bias.float().contiguous()
         self._bias_address = 0 if self._bias is None else self._bias.data_ptr()
         self._packed_address = self._packed.data_ptr()

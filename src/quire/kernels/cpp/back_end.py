@@ -1,0 +1,45 @@
+"""What the C++ extension offers on this machine."""
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+
+@cache
+def usable_isas() -> tuple[str, ...]:
+    """Return the instruction sets that were built and that this CPU has, the best first; none without the extension."""
+    if importlib.util.find_spec("quire._kernels") is None:
+        return ()
+    from quire import _kernels  # noqa: PLC0415 (the extension is optional)
+
+    return tuple(_kernels.usable_isas())
+
+
+def cpp_ops(isa: str) -> dict[str, Any]:
+    """Return the ops of a back end by field, in C++ for one instruction set: from now on the whole process's."""
+    from quire import _kernels  # noqa: PLC0415 (as above, and for all that need it)
+    from quire.kernels.cache_layout import CacheLayout  # noqa: PLC0415
+    from quire.kernels.cpp import (  # noqa: PLC0415
+        activation,
+        attention,
+        block_copy,
+        cache_layout,
+        dtypes,
+        kv_cache_write,
+        linear,
+        norm,
+    )
+
+    _kernels.use_isa(isa)
+    return {
+        "linear": linear.CppLinear,
+        "rows_per_portion": linear.ROWS_PER_PORTION,
+        "cache_layout": CacheLayout(cache_layout.cache_shapes, dtypes.kernel_dtype),
+        "prepare_attention": attention.prepare,
+        "paged_attention": attention.paged_attention,
+        "write_kv": kv_cache_write.write_kv,
+        "rotate_and_write_kv": kv_cache_write.rotate_and_write_kv,
+        "copy_blocks": block_copy.copy_blocks,
+        "rms_norm": norm.rms_norm,
+        "silu_and_mul": activation.silu_and_mul,
+    }
