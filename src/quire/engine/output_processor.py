@@ -44,6 +44,7 @@ class ProcessedStep(NamedTuple):
     `ready`: requests whose `output` has something new; a "final" one only at its end.
     `finish`: (request_id, index) of branches that a stop string ended and that the engine still runs.
     `begun`: requests that gave their first token. `gaps_s`: seconds between two tokens of a branch, for each pair.
+    `num_output_tokens`: given to users in this step, so without those behind a stop string.
     """
 
     ready: list[int]
@@ -51,6 +52,7 @@ class ProcessedStep(NamedTuple):
     begun: list[tuple[RequestMetrics, int]]      # with the number of prompt tokens
     gaps_s: list[float]
     ended: list[EndedRequest]
+    num_output_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -128,11 +130,12 @@ class OutputProcessor:
         """Take what a step added. Deltas of branches and requests that have ended are ignored."""
         step = ProcessedStep([], [], [], [], [])
         touched: dict[int, _OpenRequest] = {}
+        num_output_tokens = 0
         for delta in deltas:
             request = self._requests.get(delta.request_id)
             if request is None or request.branches[delta.index].finish_reason is not None:
                 continue
-            _extend(request, delta, now_s, step)
+            num_output_tokens += _extend(request, delta, now_s, step)
             if request.branches[delta.index].finish_reason is not None:
                 if delta.finish_reason is None:
                     step.finish.append((delta.request_id, delta.index))
@@ -142,7 +145,7 @@ class OutputProcessor:
             if request.kind != "final" or not request.num_unfinished:
                 touched[delta.request_id] = request
         step.ready.extend(touched)
-        return step
+        return step._replace(num_output_tokens=num_output_tokens)
 
     def abort(self, request_id: int, now_s: float) -> EndedRequest | None:
         """End a request; its unfinished branches end with "abort". None if it has ended; KeyError if it is not here."""
@@ -181,8 +184,8 @@ class OutputProcessor:
         self._requests.pop(request_id, None)
 
 
-def _extend(request: _OpenRequest, delta: SequenceDelta, now_s: float, step: ProcessedStep) -> None:
-    """Add a delta to its branch, and what rides on the first one to the request."""
+def _extend(request: _OpenRequest, delta: SequenceDelta, now_s: float, step: ProcessedStep) -> int:
+    """Add a delta to its branch, and what rides on the first one to the request. Return how many tokens were taken."""
     if request.metrics.first_token_s is None:
         request.metrics.first_token_s = now_s
         step.begun.append((request.metrics, len(request.prompt_token_ids)))
@@ -192,7 +195,10 @@ def _extend(request: _OpenRequest, delta: SequenceDelta, now_s: float, step: Pro
     if last_s is not None:
         step.gaps_s.append(now_s - last_s)
     request.touched.add(delta.index)
-    request.branches[delta.index].extend(delta)
+    branch = request.branches[delta.index]
+    num_before = branch.num_tokens
+    branch.extend(delta)
+    return branch.num_tokens - num_before
 
 
 def _end(request: _OpenRequest, now_s: float) -> EndedRequest:
