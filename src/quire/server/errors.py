@@ -2,6 +2,7 @@
 
 from typing import Any, NoReturn
 
+from quire.core.checks import shown
 from quire.core.errors import InvalidRequestError
 from quire.engine.wire import EngineDeadError
 
@@ -39,7 +40,7 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
 
 def unsupported(param: str, value: object) -> NoReturn:
     """Refuse a known parameter that does nothing here yet."""
-    raise ApiError(400, f"{param} {value!r} is not supported yet", param=param, code="unsupported_parameter")
+    raise ApiError(400, f"{param} {shown(value)} is not supported yet", param=param, code="unsupported_parameter")
 
 
 def engine_unhealthy(message: str) -> ApiError:
