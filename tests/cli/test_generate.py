@@ -207,7 +207,7 @@ def test_version(run: Run) -> None:
 
 
 def test_help_shows_what_is_there_and_nothing_else(run: Run) -> None:
-    assert re.findall(r"^│ ([a-z]\S*) ", run("--help").out, re.MULTILINE) == ["generate", "bench"]
+    assert re.findall(r"^│ ([a-z]\S*) ", run("--help").out, re.MULTILINE) == ["generate", "chat", "bench"]
     flags = run("generate", "--help").out
     assert "--kv-cache-memory" in flags
     assert not any(name in flags for name in ("--swap", "prefix-caching", "tensor-parallel", "cuda", "--host"))
