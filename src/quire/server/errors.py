@@ -66,6 +66,12 @@ def overloaded(num_queued: int, limit: int, retry_after_s: int) -> ApiError:
     )
 
 
+def too_many_connections(limit: int) -> ApiError:
+    """There is no room for one more client, whatever it wants."""
+    message = f"{limit} connections are open already, the most that this server holds"
+    return ApiError(429, message, type="rate_limit_error", code="server_overloaded", headers=_retry(1))
+
+
 def as_api_error(error: Exception) -> ApiError:
     """Return what a client is told of any error that a request ran into."""
     match error:
