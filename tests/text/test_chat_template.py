@@ -87,6 +87,11 @@ def test_variables_reach_the_template() -> None:
     assert render("{{ add_generation_prompt }}", add_generation_prompt=False) == "False"
 
 
+def test_no_name_of_a_variable_is_in_the_way() -> None:
+    names = {"self": 1, "context": 2, "messages": 3}
+    assert ChatTemplate("{{ context }}{{ messages[0].content }}").render(HELLO, **names) == "2hi"
+
+
 def test_text_parts_become_one_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
