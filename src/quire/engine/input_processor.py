@@ -64,12 +64,18 @@ class InputProcessor:
             return TokenizedPrompt(prompt, self._check_token_ids(self._tokenizer.encode(prompt)))
         return TokenizedPrompt(None, self._check_token_ids(prompt))
 
-    def tokenize_chat(self, conversation: Sequence[Message], *, add_generation_prompt: bool) -> TokenizedPrompt:
+    def tokenize_chat(
+        self, conversation: Sequence[Message], *, add_generation_prompt: bool, continue_final_message: bool
+    ) -> TokenizedPrompt:
         """Return a conversation as the chat template writes it, and its tokens. InvalidRequestError as `tokenize`."""
         if self._tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
         return self.tokenize_rendered(
-            self._tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt)
+            self._tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
         )
 
     def tokenize_rendered(self, text: str) -> TokenizedPrompt:
