@@ -8,6 +8,7 @@ from quire.core.version import __version__
 from quire.server import system_routes
 from quire.server.error_responses import handle_errors
 from quire.server.gate import Gate
+from quire.server.openai import routes
 from quire.server.request_log import RequestLog
 from quire.server.service import Service
 
@@ -30,6 +31,7 @@ def create_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.include_router(system_routes.router)
+    app.include_router(routes.router)
     handle_errors(app)
     app.add_middleware(Gate, service=service)
     app.add_middleware(RequestLog)  # added last: outermost
