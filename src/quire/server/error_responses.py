@@ -37,16 +37,12 @@ async def _answer(request: Request, error: Exception) -> Response:
 def _of_validation(error: RequestValidationError) -> ApiError:
     """Return what FastAPI's first finding comes to."""
     first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
-    param = ".".join(str(part) for part in first["loc"] if part != "body") or None
-    return ApiError(400, f"{param or 'the body'}: {first['msg']}", param=param)
+    param = ".".join(str(part) for part in first["loc"][1:]) or None  # the first part says where: query, body
+    return ApiError(400, f"{param or 'the request'}: {first['msg']}", param=param)
 
 
 def _of_framework(request: Request, error: HTTPException) -> ApiError:
-    """Return what the router's and FastAPI's own errors come to."""
-    if isinstance(error.__cause__, ApiError):  # FastAPI has wrapped what reading the body raised
-        return error.__cause__
+    """Return what the router's own errors come to."""
     path = request.scope["path"][:MAX_QUOTED_CHARS]
     match error.status_code:
         case 404:

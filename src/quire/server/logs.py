@@ -18,10 +18,11 @@ requests_log = logging.getLogger("quire.requests")   # its lines are JSON alread
 
 
 class StderrHandler(logging.Handler):
-    """Hands lines to the thread that writes them."""
+    """Hands lines to the thread that writes them. `number` is the file's."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = _STDERR) -> None:
         super().__init__()
+        self._number = number
         self._lines: queue.Queue[str] = queue.Queue(MAX_WAITING_LINES)
         threading.Thread(target=self._write_lines, name="stderr", daemon=True).start()
 
@@ -40,7 +41,7 @@ class StderrHandler(logging.Handler):
             line = self._lines.get().encode(errors="backslashreplace")
             with contextlib.suppress(OSError):
                 while line:
-                    line = line[os.write(_STDERR, line):]
+                    line = line[os.write(self._number, line):]
             self._lines.task_done()
 
 

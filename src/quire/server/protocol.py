@@ -106,8 +106,8 @@ class Protocol(HttpToolsProtocol):
         """Begin to answer, or queue the request behind others of the connection."""
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop(ApiError(400, f"more than {MAX_PIPELINED} requests wait on this connection"))
+        super().on_headers_complete()  # raises if the URL is none
         self._is_in_head, self._is_in_body = False, True
-        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the body."""

@@ -13,7 +13,7 @@ def print_table(name: str, ready: Ready) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in _rows(name, ready):
         table.add_row(*row)
-    Console(highlight=False, markup=False).print(table)
+    Console(highlight=False, markup=False, emoji=False).print(table)
 
 
 def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
