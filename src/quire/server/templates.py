@@ -141,7 +141,7 @@ class _TemplateProcess:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                [sys.executable, "-m", "quire.text.template_worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "quire.text.template_worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
