@@ -85,7 +85,9 @@ async def _connect(child: EngineChild, engine: EngineOptions, options: ServerOpt
     names = options.served_model_name or (engine.model or DEMO_NAME,)
     metrics = Metrics(names[0])
     client = await EngineClient.connect(child, engine, metrics)
-    return Service(client, options, names, metrics, TemplateRenderer(client.tokenizer))
+    templates = TemplateRenderer(client.tokenizer, max_waiting=options.max_queued_requests)
+    templates.warm_up()
+    return Service(client, options, names, metrics, templates)
 
 
 async def _serve(service: Service, http: HttpServer, signals: StopSignals) -> int:
