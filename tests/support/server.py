@@ -25,14 +25,14 @@ READY_LINE = re.compile(r"^Quire is serving (?P<name>.+) on (?P<url>http://\S+)$
 
 
 class ServerProcess:
-    """`quire serve` and what it has printed. `url` is known once it is ready."""
+    """`quire serve` and what it has printed. `url` is known once it is ready. `command`: what runs it."""
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None, command: tuple[str, ...] = ()) -> None:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close; a pipe that nobody reads would fill up)
         self.out = ""
         self.url = self.name = ""
         self.process = subprocess.Popen(
-            [sys.executable, "-c", ENTRY, "serve", *arguments],
+            [*command, sys.executable, "-c", ENTRY, "serve", *arguments],
             env=_environment() | (env or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -108,9 +108,11 @@ class ServerProcess:
 
 
 @contextmanager
-def running_server(*arguments: str, env: dict[str, str] | None = None) -> Iterator[ServerProcess]:
+def running_server(
+    *arguments: str, env: dict[str, str] | None = None, command: tuple[str, ...] = ()
+) -> Iterator[ServerProcess]:
     """Start `quire serve --port 0` with more arguments, wait until it is ready, and end it afterwards."""
-    server = ServerProcess("--port", "0", *arguments, env=env)
+    server = ServerProcess("--port", "0", *arguments, env=env, command=command)
     try:
         server.wait_ready()
         yield server
