@@ -157,11 +157,6 @@ def failed_start(*arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--model-is-positional",), ["No such option"]),
-        (("--host", "0.0.0.0"), ["0.0.0.0", "api_key", "127.0.0.1"]),
-        (("--port", "70000"), ["port", "65535", "70000"]),
-        (("--max-body-bytes", "many"), ["max_body_bytes", "4GiB", "many"]),
-        (("--block-size", "7"), ["block_size", "7"]),
         (("/no/such/model", "--port", "0"), ["/no/such/model"]),
         (("--max-model-len", "100000", "--port", "0"), ["max_model_len", "100000", "2048"]),
         (("--kv-cache-memory", "1", "--port", "0"), ["kv_cache_memory", "49152"]),
@@ -169,11 +164,8 @@ def failed_start(*arguments: str) -> tuple[int, str]:
 )
 def test_what_cannot_work_is_told_in_one_line(arguments: tuple[str, ...], words: list[str]) -> None:
     status, log = failed_start(*arguments)
-    assert status == (2 if "No such option" in words else 1)
+    assert (status, log.count("\n")) == (1, 1)
     assert [word for word in words if word not in log] == []
-    assert "Traceback" not in log
-    if status == 1:
-        assert len(log.splitlines()) == 1
 
 
 def test_taken_port_is_told_before_anything_is_loaded() -> None:
