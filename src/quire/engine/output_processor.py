@@ -7,7 +7,7 @@ Readers pull: a step says which requests have something new, and `output` hands 
 slow reader has left lying is joined to what comes later, so nothing piles up but the answer itself.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -45,6 +45,7 @@ class ProcessedStep(NamedTuple):
     `finish`: (request_id, index) of branches that a stop string ended and that the engine still runs.
     `begun`: requests that gave their first token. `gaps_s`: seconds between two tokens of a branch, for each pair.
     `num_output_tokens`: given to users in this step, so without those behind a stop string.
+    `failed`: requests whose tokens could not be taken, and why; they are forgotten, and the engine still runs them.
     """
 
     ready: list[int]
@@ -53,6 +54,7 @@ class ProcessedStep(NamedTuple):
     gaps_s: list[float]
     ended: list[EndedRequest]
     num_output_tokens: int = 0
+    failed: Sequence[tuple[int, Exception]] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -127,15 +129,24 @@ class OutputProcessor:
                     opened.metrics.first_scheduled_s = now_s
 
     def process(self, deltas: Iterable[SequenceDelta], now_s: float) -> ProcessedStep:
-        """Take what a step added. Deltas of branches and requests that have ended are ignored."""
+        """Take what a step added. Deltas of branches and requests that have ended are ignored.
+
+        A fault in one request fails that request.
+        """
         step = ProcessedStep([], [], [], [], [])
         touched: dict[int, _OpenRequest] = {}
-        num_output_tokens = 0
+        num_output_tokens, failed = 0, list[tuple[int, Exception]]()
         for delta in deltas:
             request = self._requests.get(delta.request_id)
             if request is None or request.branches[delta.index].finish_reason is not None:
                 continue
-            num_output_tokens += _extend(request, delta, now_s, step)
+            try:
+                num_output_tokens += _extend(request, delta, now_s, step)
+            except Exception as error:
+                failed.append((delta.request_id, error))
+                touched.pop(delta.request_id, None)
+                self.drop(delta.request_id)
+                continue
             if request.branches[delta.index].finish_reason is not None:
                 if delta.finish_reason is None:
                     step.finish.append((delta.request_id, delta.index))
@@ -145,7 +156,7 @@ class OutputProcessor:
             if request.kind != "final" or not request.num_unfinished:
                 touched[delta.request_id] = request
         step.ready.extend(touched)
-        return step._replace(num_output_tokens=num_output_tokens)
+        return step._replace(num_output_tokens=num_output_tokens, failed=failed)
 
     def abort(self, request_id: int, now_s: float) -> EndedRequest | None:
         """End a request; its unfinished branches end with "abort". None if it has ended; KeyError if it is not here."""
