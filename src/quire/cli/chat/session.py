@@ -96,8 +96,8 @@ class ChatSession:
             answer.is_whole = True
         except ContextLengthError as error:
             raise ChatError(
-                f"the conversation no longer fits: {error}. Nothing is lost: /save FILE keeps it, /reset makes room, "
-                "and then /retry asks this question again"
+                f"the conversation no longer fits: {str(error).rstrip('.')}. Nothing is lost: /save FILE keeps it, "
+                "/reset makes room, and then /retry asks this question again"
             ) from error
         except KeyboardInterrupt:
             if not self._screen.is_interactive:
