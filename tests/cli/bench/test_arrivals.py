@@ -11,8 +11,13 @@ from quire.core.errors import ConfigError
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_gaps_have_the_mean_and_the_variation_asked_for(burstiness: float) -> None:
     gaps = np.diff(poisson_arrivals(20_001, rate=8.0, burstiness=burstiness, seed=1))
-    assert gaps.mean() == pytest.approx(1 / 8, rel=0.05)
+    assert gaps.mean() == pytest.approx(1 / 8)
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
+
+
+def test_few_requests_have_the_rate_asked_for_too() -> None:
+    assert [poisson_arrivals(10, 3.0, 1.0, seed)[-1] for seed in range(5)] == [pytest.approx(9 / 3.0)] * 5
+    assert poisson_arrivals(1, 3.0, 1.0, seed=0) == [0.0]
 
 
 def test_first_request_is_due_at_once_and_none_before_the_last() -> None:

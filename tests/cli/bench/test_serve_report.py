@@ -107,6 +107,12 @@ def test_diagnosis_looks_at_the_prompts_of_late_requests() -> None:
     assert "too long" in sentence(load(prompt, late_prompt), {}, Limits(ttft_s=1.0, e2e_s=0.5))
 
 
+def test_diagnosis_looks_at_longest_gaps_where_the_limit_does() -> None:
+    halting = load(request(0.0, [0.1, *(0.2 + index / 100 for index in range(99))]))  # one gap of 100 ms, 98 of 10
+    assert "Fine" in sentence(halting, {}, Limits())
+    assert "Decode pressure" in sentence(halting, {}, Limits(itl_s=0.05))
+
+
 def test_diagnosis_counts_tokens_where_the_limit_does() -> None:
     chunked = load(request(0.0, [0.1, 0.2], num_tokens=11))  # gaps of 100 ms, 10 ms a token
     assert "Decode pressure" in sentence(chunked, {}, Limits())

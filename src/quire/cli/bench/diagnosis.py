@@ -17,6 +17,7 @@ TTFT_LIMIT_S = 0.5   # where a run has no limits of its own: what a reader takes
 ITL_LIMIT_S = 0.05   # and for a fluent one
 _LONG_PROMPT = 1024  # tokens
 _FULL = 0.95         # of the KV blocks
+_HALF_FULL = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,11 @@ class Observation:
         return self.num_preemptions > 0 or (self.peak_kv_usage or 0.0) >= _FULL
 
     @property
+    def has_spare_blocks(self) -> bool:
+        """Whether the server told that the KV cache was never half full."""
+        return self.peak_kv_usage is not None and self.peak_kv_usage < _HALF_FULL
+
+    @property
     def has_queued(self) -> bool:
         """Whether the wait for the first token was mostly a wait for a seat."""
         if self.queue_s is not None:
@@ -72,7 +78,8 @@ def _advice(seen: Observation) -> str:
     if seen.is_out_of_blocks:
         return "KV cache full: look at the KV budget, or let fewer sequences run together"
     if not seen.is_late:
-        return "Decode pressure: look at the KV budget, and at how many sequences share a step"
+        kv_budget = "" if seen.has_spare_blocks else "the KV budget, and at "
+        return f"Decode pressure: look at {kv_budget}how many sequences share a step"
     if seen.has_queued:
         return "Queueing: more comes in than is served; look at the rate, and at how many sequences may run together"
     if seen.num_prompt_tokens >= _LONG_PROMPT:

@@ -9,7 +9,7 @@ from quire.cli.bench.diagnosis import ITL_LIMIT_S, TTFT_LIMIT_S, Observation, di
 from quire.cli.bench.goodput import Limits
 from quire.cli.bench.http_load import LoadRun, SentRequest
 from quire.cli.bench.report import Record
-from quire.cli.bench.statistics import latencies
+from quire.cli.bench.statistics import distribution, latencies
 
 _KV_NAMES = (
     *("mean_kv_usage", "peak_kv_usage", "mean_tail_waste", "peak_tail_waste"),
@@ -34,19 +34,17 @@ def serve_record(run: LoadRun, use: Record, limits: Limits) -> Record:
 
 
 def sentence(run: LoadRun, use: Record, limits: Limits) -> str:
-    """Return the diagnosis: on the 95th percentiles, and on the prompts of requests that were late, if some were."""
+    """Return the diagnosis, on 95th percentiles of what the limits are on, and on the prompts of late requests."""
     if not run.finished:
         return f"Nothing was answered; {len(run.failures)} requests failed."
     found = latencies(run.timelines)
     ttft_limit_s = limits.ttft_s or TTFT_LIMIT_S
     late = [request for request in run.finished if request.timeline.ttft_s > ttft_limit_s] or run.finished
-    counts_tokens = limits.itl_s is None and limits.tpot_s is not None
-    gaps = found.get("tpot_s" if counts_tokens else "itl_s")
     return diagnose(
         Observation(
             num_prompt_tokens=float(np.median([len(request.item.prompt_token_ids) for request in late])),
             ttft_s=found["ttft_s"].p95,
-            itl_s=gaps.p95 if gaps else 0.0,
+            itl_s=_limited_gap_s(run, limits),
             ttft_limit_s=ttft_limit_s,
             itl_limit_s=limits.itl_s or limits.tpot_s or ITL_LIMIT_S,
             queue_s=use.get("mean_queue_s"),
@@ -57,6 +55,17 @@ def sentence(run: LoadRun, use: Record, limits: Limits) -> str:
             is_too_long=limits.e2e_s is not None and found["e2e_s"].p95 > limits.e2e_s,
         )
     )
+
+
+def _limited_gap_s(run: LoadRun, limits: Limits) -> float:
+    """Return the 95th percentile of the gaps as the limits count them; without limits, of all gaps."""
+    if limits.itl_s is not None:
+        sample = [max(timeline.itl_s, default=0.0) for timeline in run.timelines]
+    elif limits.tpot_s is not None:
+        sample = [timeline.tpot_s or 0.0 for timeline in run.timelines]
+    else:
+        sample = [gap for timeline in run.timelines for gap in timeline.itl_s]
+    return distribution(sample).p95 if sample else 0.0
 
 
 def request_records(requests: Sequence[SentRequest]) -> list[Record]:
