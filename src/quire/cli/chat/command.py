@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 import typer
@@ -62,6 +62,8 @@ def _back_end(
     params = sampling.params()  # a value out of range is found before anything is loaded
     if server.url is None:
         _refuse_typed(context, (field.name for field in fields(ServerFlags)), "needs --url")
+        if _source(context, "max_num_seqs") == "DEFAULT":
+            engine = replace(engine, max_num_seqs=1)  # which also keeps the KV cache to one conversation
         with engine.load() as llm:
             yield LocalBackEnd(llm, params, engine.model)
         return
