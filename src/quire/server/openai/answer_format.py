@@ -5,6 +5,7 @@ once, and a chunk is its two halves around the one thing that is new.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -86,8 +87,7 @@ class AnswerFormat(ABC):
             self._prompt_logprobs[prompt_index] = output.prompt_logprobs
         parts: list[bytes] = []
         for piece in output.outputs:
-            choice = self._chunk_choice(prompt_index, piece)
-            if choice is not None:
+            for choice in self._chunk_choices(prompt_index, piece):
                 head, tail = self._halves if self._has_begun else self._first_halves()
                 parts += (head, encode(choice), tail)
         return b"".join(parts)
@@ -101,8 +101,8 @@ class AnswerFormat(ABC):
         """Return a choice from all of its output."""
 
     @abstractmethod
-    def _chunk_choice(self, prompt_index: int, piece: CompletionOutput) -> msgspec.Struct | None:
-        """Return a choice from what is new of it, or None if there is nothing to show."""
+    def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Sequence[msgspec.Struct]:
+        """Return a choice from what is new of it, after those that have to come before; none if none is to be shown."""
 
     def _about_prompt(self, envelope: Envelope) -> Envelope:
         """Return the envelope with what the format says there of the prompt."""

@@ -1,5 +1,7 @@
 """Answers of /v1/chat/completions."""
 
+from collections.abc import Iterator, Sequence
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -49,7 +51,11 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class ChatFormat(AnswerFormat):
-    """One conversation, n messages. The role comes with the first words: a chunk of its own would feign a token."""
+    """One conversation, n messages. The role comes with the first words: a chunk of its own would feign a token.
+
+    Messages begin in order, because openai's helper that gathers a stream counts on it. So one whose first characters
+    are not complete yet begins without words where a later one has some.
+    """
 
     OBJECT = "chat.completion"
     CHUNK_OBJECT = "chat.completion.chunk"
@@ -57,7 +63,7 @@ class ChatFormat(AnswerFormat):
     def __init__(self, call: Call, tokenizer: Tokenizer | None) -> None:
         super().__init__(call)
         self._names = TokenNames(tokenizer)
-        self._begun: set[int] = set()            # messages whose role has been told
+        self._num_begun = 0                      # messages whose role has been told
 
     def _choice(self, prompt_index: int, output: CompletionOutput) -> ChatChoice:
         choice = ChatChoice(
@@ -67,21 +73,23 @@ class ChatFormat(AnswerFormat):
             choice.token_ids = output.token_ids
         return choice
 
-    def _chunk_choice(self, prompt_index: int, piece: CompletionOutput) -> ChatChunkChoice | None:
+    def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Sequence[ChatChunkChoice]:
         if not self._is_worth_a_chunk(piece):
-            return None
-        choice = ChatChunkChoice(piece.index, self._delta(piece), self._logprobs(piece), piece.finish_reason)
+            return ()
+        is_first = piece.index >= self._num_begun
+        delta = _delta(piece, is_first=is_first)
+        choice = ChatChunkChoice(piece.index, delta, self._logprobs(piece), piece.finish_reason)
         if piece.finish_reason is not None:
             choice.stop_reason = piece.stop_reason
         if self.call.return_token_ids:
             choice.token_ids = piece.token_ids
-        return choice
+        return (*self._begin_up_to(piece.index), choice) if is_first else (choice,)
 
-    def _delta(self, piece: CompletionOutput) -> Delta:
-        if piece.index in self._begun:
-            return Delta(content=piece.text) if piece.text else Delta()
-        self._begun.add(piece.index)
-        return Delta(ROLE, piece.text)
+    def _begin_up_to(self, index: int) -> Iterator[ChatChunkChoice]:
+        """Yield an empty piece of each message before one that begins now."""
+        for earlier in range(self._num_begun, index):
+            yield ChatChunkChoice(earlier, Delta(ROLE, ""), None, None)
+        self._num_begun = index + 1
 
     def _logprobs(self, piece: CompletionOutput) -> ChatLogprobs | None:
         if piece.logprobs is None:
@@ -94,3 +102,9 @@ class ChatFormat(AnswerFormat):
         if self.call.return_prompt_logprobs:
             envelope.prompt_logprobs = self._prompt_logprobs[0]
         return envelope
+
+
+def _delta(piece: CompletionOutput, *, is_first: bool) -> Delta:
+    if is_first:
+        return Delta(ROLE, piece.text)
+    return Delta(content=piece.text) if piece.text else Delta()

@@ -1,5 +1,7 @@
 """Answers of /v1/completions."""
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -50,9 +52,9 @@ class CompletionFormat(AnswerFormat):
             self._add_prompt(choice, prompt_index)
         return choice
 
-    def _chunk_choice(self, prompt_index: int, piece: CompletionOutput) -> CompletionChoice | None:
+    def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Sequence[CompletionChoice]:
         is_echo = self._echoes is not None and self._index(prompt_index, piece) not in self._begun
-        return self._choice(prompt_index, piece) if is_echo or self._is_worth_a_chunk(piece) else None
+        return (self._choice(prompt_index, piece),) if is_echo or self._is_worth_a_chunk(piece) else ()
 
     def _add_prompt(self, choice: CompletionChoice, prompt_index: int) -> None:
         """Put what was asked of the prompt into the first piece of a choice."""
