@@ -37,6 +37,7 @@ def test_other_hosts_need_a_key_or_a_decision(host: str) -> None:
         {"api_key": ("good", "with space")},
         {"api_key": ("line\n",)},
         {"served_model_name": ("",)},
+        {"served_model_name": ("two\nlines",)},
     ],
 )
 def test_value_that_cannot_work_is_named(values: dict[str, Any]) -> None:

@@ -48,7 +48,10 @@ class HttpServer(uvicorn.Server):
         """Begin to answer. ConfigError if the port has been taken since it was bound."""
         listen(listener, host)
         self._serving = asyncio.create_task(self.serve(sockets=[listener]))
-        await self._is_listening.wait()
+        listening = asyncio.create_task(self._is_listening.wait())
+        await asyncio.wait((self._serving, listening), return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            self._serving.result()  # it has failed
 
     async def wait_until_answered(self, timeout_s: float) -> bool:
         """Wait for all open requests, also those that come meanwhile; return whether that was within the time."""

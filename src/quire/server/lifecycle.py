@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 from typing import NoReturn
 
 import uvloop
@@ -17,6 +16,7 @@ from quire.engine.child import EngineChild
 from quire.engine.client import EngineClient
 from quire.engine.options import EngineOptions
 from quire.server import logs
+from quire.server.announcement import announce
 from quire.server.app import create_app
 from quire.server.errors import shutting_down
 from quire.server.http_server import HttpServer
@@ -24,7 +24,6 @@ from quire.server.listener import url_of
 from quire.server.metrics import Metrics
 from quire.server.options import ServerOptions
 from quire.server.service import Service
-from quire.server.startup_table import print_table
 from quire.server.stop_signals import StopSignals
 from quire.server.templates import TemplateRenderer
 
@@ -45,7 +44,6 @@ def run(child: EngineChild, engine: EngineOptions, options: ServerOptions, liste
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_run(child, engine, options, listener))
         logs.flush()
-        sys.stdout.flush()
         os._exit(status)
 
 
@@ -57,8 +55,7 @@ async def _run(child: EngineChild, engine: EngineOptions, options: ServerOptions
     http = HttpServer(create_app(service))
     try:
         await http.start(listener, options.host)
-        print_table(service.names[0], service.client.ready)
-        print(f"Quire is serving {service.names[0]} on {url_of(listener, options.host)}", flush=True)  # noqa: T201
+        announce(service.names[0], url_of(listener, options.host), service.client.ready)
         status = await _serve(service, http, signals)
         await http.end()
         return status

@@ -38,8 +38,8 @@ class ServerOptions:
             )
         if any(len(key.split()) != 1 or key != key.strip() for key in self.api_key):  # no client could send it
             raise ConfigError("api_key must not be empty or have spaces")
-        if any(not name for name in self.served_model_name):
-            raise ConfigError("served_model_name must not be empty")
+        if not all(name and name.isprintable() for name in self.served_model_name):
+            raise ConfigError("served_model_name must not be empty or have control characters")
         if not (self.api_key or self.allow_unauthenticated or _is_loopback(self.host)):
             raise ConfigError(
                 f"host {self.host} can be reached by others: set api_key, or allow_unauthenticated to serve everyone, "

@@ -153,6 +153,8 @@ class Protocol(HttpToolsProtocol):
         """Answer a request that has not become one, and end the connection."""
         self._refusal = error
         self._cancel_arrival()
+        if self.transport.is_closing():
+            return
         if not self._may_answer:
             self.transport.close()
             return
@@ -186,6 +188,8 @@ class Protocol(HttpToolsProtocol):
 def max_connections() -> int:
     """Return how many connections may be open at once."""
     most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most_files == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
     return max(1, min(MAX_CONNECTIONS, most_files - RESERVED_FILES))
 
 

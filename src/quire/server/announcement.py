@@ -1,4 +1,8 @@
-"""What a server shows when it has started: what it serves, and how much of it fits."""
+"""What a server says on stdout when it answers: what it serves, how much of it fits, and where."""
+
+import contextlib
+import io
+import sys
 
 from rich.console import Console
 from rich.table import Table
@@ -8,12 +12,22 @@ from quire.engine.wire import Ready
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
-def print_table(name: str, ready: Ready) -> None:
-    """Print the table to stdout."""
+def announce(name: str, url: str, ready: Ready) -> None:
+    """Print the table and the ready line. Who does not want to read them is served all the same."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a name may have characters that the terminal has not
+    console = Console(highlight=False, markup=False, emoji=False)
+    with console.capture() as table:
+        console.print(_table(name, ready))
+    with contextlib.suppress(OSError):
+        print(f"{table.get()}Quire is serving {name} on {url}", flush=True)  # noqa: T201
+
+
+def _table(name: str, ready: Ready) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in _rows(name, ready):
         table.add_row(*row)
-    Console(highlight=False, markup=False, emoji=False).print(table)
+    return table
 
 
 def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
