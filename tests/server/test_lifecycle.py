@@ -61,7 +61,7 @@ def test_server_says_what_it_has_and_ends_when_told() -> None:
 
 def test_open_requests_end_before_a_server_that_drains() -> None:
     with running_server(*SMALL) as server:
-        with open_stream(server, max_tokens=300) as events:
+        with open_stream(server), open_stream(server, max_tokens=100) as events:  # the first keeps the server
             server.signal(signal.SIGTERM)
             wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
             refused = httpx.post(f"{server.url}/v1/completions", json=SHORT)

@@ -1,7 +1,8 @@
 """uvicorn's HTTP/1.1 protocol with limits: what is too long, too slow or not HTTP is answered as the contract says.
 
-The parser hands over a header when it is complete, so what it holds back is counted too. A connection that is refused
-here reads on for a moment: closing at once would take the answer from under a client that is still sending.
+The parser hands over a header when it is complete, so what it holds back is counted too, to within one read. A
+connection that is refused here reads on for a moment: closing at once would take the answer from under a client that is
+still sending.
 """
 
 import asyncio
