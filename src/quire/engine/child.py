@@ -37,7 +37,7 @@ class EngineChild:
             raise ConfigError(f"a setting is an integer of more than 64 bits or no valid Unicode: {error}") from error
         ours, theirs = socket.socketpair()
         try:
-            with theirs, _our_signals_blocked():
+            with theirs, our_signals_blocked():
                 process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
                     [sys.executable, "-P", "-m", "quire.engine.process", str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
@@ -61,7 +61,7 @@ class EngineChild:
 
 
 @contextmanager
-def _our_signals_blocked() -> Iterator[None]:
+def our_signals_blocked() -> Iterator[None]:
     """Block, in this thread, the signals that are for us to handle.
 
     A terminal and a service manager send them to all processes of a group. A child inherits what is blocked from its

@@ -16,6 +16,7 @@ import msgspec
 
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import LENGTH_BYTES, frame
+from quire.engine.child import our_signals_blocked
 from quire.server.errors import overloaded, shutting_down
 from quire.text.chat_template import MAX_RENDERED_CHARS, Message
 from quire.text.template_worker import (
@@ -139,7 +140,7 @@ class _TemplateProcess:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
-        with theirs:
+        with theirs, our_signals_blocked():
             self._process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
                 [sys.executable, "-P", "-m", "quire.text.template_worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
