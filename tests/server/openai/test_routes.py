@@ -1,5 +1,7 @@
 """Answers as clients see them: their shape, their numbers, and the errors of both routes."""
 
+import json
+import logging
 from typing import Any
 
 import pytest
@@ -152,6 +154,19 @@ def test_errors_come_as_statuses_also_where_a_stream_was_asked_for(
             got, error = server.refusal(path, **body | wrong | {"stream": stream})
             assert (got, error["type"], error["code"]) == (status, "invalid_request_error", code)
             assert error["param"] == param or param is None
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_log_tells_what_a_call_has_cost(server: OpenAIServer, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+    with caplog.at_level(logging.INFO, "quire.requests"):
+        response = server.http.post(COMPLETIONS, json={"prompt": ["x", "y"], "n": 2, "stream": stream, **GREEDY})
+        server.wait_until(lambda: bool(caplog.messages))
+    line = json.loads(caplog.messages[0])
+    assert line["request_id"] == response.headers["x-request-id"] in response.text
+    told = {name: line[name] for name in ("model", "stream", "num_prompts", "prompt_tokens", "output_tokens")}
+    assert told == {"model": NAME, "stream": stream, "num_prompts": 2, "prompt_tokens": 4, "output_tokens": 24}
+    assert line["finish_reasons"] == ["length"] * 4
+    assert 0 <= line["queue_s"] <= line["ttft_s"] <= line["duration_s"]
 
 
 def test_names_are_those_of_the_server(server: OpenAIServer) -> None:

@@ -25,12 +25,12 @@ def test_pieces_add_up_and_prompts_count_once() -> None:
     assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (7, 10, 5)
 
 
-def test_record_tells_the_longest_wait_and_the_earliest_token() -> None:
+def test_record_tells_when_the_first_prompt_began_and_answered() -> None:
     tally, record = Tally([1, 1], n=1), RequestRecord()
     tally.add(0, output(RequestMetrics(10.0, 11.0, 14.0, num_preemptions=1), (0, 1, None)))
     tally.add(1, output(RequestMetrics(10.0, 13.0, 13.5, num_preemptions=2), (0, 1, None)))
     tally.fill(record)
-    assert (record.queue_s, record.ttft_s, record.preemptions) == (3.0, 3.5, 3)
+    assert (record.queue_s, record.ttft_s, record.preemptions) == (1.0, 3.5, 3)
 
 
 def test_what_did_not_end_was_aborted() -> None:

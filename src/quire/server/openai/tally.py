@@ -51,12 +51,12 @@ class Tally:
         )
 
     def fill(self, record: RequestRecord) -> None:
-        """Write down the tokens, the longest time in the queue, the earliest first token, all preemptions."""
+        """Write down tokens and preemptions of all prompts, and when the first of them began to run and to answer."""
         record.prompt_tokens, record.output_tokens = self._num_prompt_tokens, self._num_output_tokens
         record.cached_tokens = sum(self._num_cached)
         record.finish_reasons = [reason or "abort" for reason in self._finish_reasons]
         metrics = [one for one in self._metrics if one is not None]
         queued = [one.queue_s for one in metrics if one.queue_s is not None]
         first = [one.first_token_s - one.arrival_s for one in metrics if one.first_token_s is not None]
-        record.queue_s, record.ttft_s = max(queued, default=None), min(first, default=None)
+        record.queue_s, record.ttft_s = min(queued, default=None), min(first, default=None)
         record.preemptions = sum(one.num_preemptions for one in metrics)
