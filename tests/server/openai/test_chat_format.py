@@ -39,6 +39,19 @@ def test_role_comes_once_for_each_choice() -> None:
     ]
 
 
+def test_messages_begin_in_order_even_if_a_later_one_has_words_first() -> None:
+    chunks = chunks_of(
+        call_of(n=3),
+        [CompletionOutput(0, "", [1]), CompletionOutput(1, "", [1]), CompletionOutput(2, "c", [1])],
+        [CompletionOutput(0, "a", [1]), CompletionOutput(1, "b", [1])],
+    )
+    begun = [(chunk["choices"][0]["index"], chunk["choices"][0]["delta"]) for chunk in chunks]
+    empty = {"role": "assistant", "content": ""}
+    assert begun == [
+        (0, empty), (1, empty), (2, empty | {"content": "c"}), (0, {"content": "a"}), (1, {"content": "b"}),
+    ]
+
+
 def test_end_without_words_is_an_empty_delta() -> None:
     chunks = chunks_of(
         call_of(), [CompletionOutput(0, "a", [1])], [CompletionOutput(0, "", [2], finish_reason="stop", stop_reason=7)]
