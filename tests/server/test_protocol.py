@@ -7,7 +7,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from quire.server import protocol
+from quire.server import connection_limit, protocol
 from support.http_app import RawResponse, connect, exchange, make_app, parse, read_all, serving
 from support.server import wait_until
 
@@ -197,7 +197,7 @@ def test_requests_that_wait_on_one_connection_are_few(port: int) -> None:
 
 
 def test_connections_that_are_too_many_are_turned_away(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS", 1)
     with connect(port) as first:
         first.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
         assert first.recv(65536).startswith(b"HTTP/1.1 200 ")

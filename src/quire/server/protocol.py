@@ -6,13 +6,13 @@ still sending.
 """
 
 import asyncio
-import resource
 from typing import Any, NoReturn
 
 import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from quire.server.connection_limit import max_connections
 from quire.server.errors import ApiError, too_many_connections
 
 MAX_URL_BYTES = 8 << 10
@@ -21,8 +21,6 @@ MAX_HEADERS = 100
 MAX_PIPELINED = 16               # requests that wait on one connection for the answers before theirs
 ARRIVAL_LIMIT_S = 30.0           # from the first byte of a request to its last
 LINGER_S = 2.0                   # between a refusal and the end of its connection
-MAX_CONNECTIONS = 16384
-RESERVED_FILES = 64              # of the process's limit, for all that is no connection
 
 
 class RefusedError(Exception):
@@ -184,14 +182,6 @@ class Protocol(HttpToolsProtocol):
             self._refuse(ApiError(408, f"the headers took more than {ARRIVAL_LIMIT_S:g} s", code="request_timeout"))
         else:
             self.transport.close()
-
-
-def max_connections() -> int:
-    """Return how many connections may be open at once."""
-    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most_files == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    return max(1, min(MAX_CONNECTIONS, most_files - RESERVED_FILES))
 
 
 def _too_large(message: str) -> ApiError:

@@ -4,14 +4,13 @@ The engine's process loads torch and the weights while this one loads the HTTP s
 here at the top.
 """
 
-import contextlib
 import os
-import resource
 import signal
 from typing import NoReturn
 
 from quire.engine.child import EngineChild
 from quire.engine.options import EngineOptions
+from quire.server.connection_limit import allow_connections
 from quire.server.listener import bind
 from quire.server.options import ServerOptions
 from quire.server.stop_signals import STOP_SIGNALS, StoppedError, stop_at_once
@@ -23,7 +22,7 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
     ConfigError, ModelError or EngineDeadError say why it cannot start; then nothing is left behind.
     """
     _open_standard_streams()
-    _allow_many_files()
+    allow_connections()
     with bind(options.host, options.port) as listener:
         for number in STOP_SIGNALS:
             signal.signal(number, stop_at_once)
@@ -46,10 +45,3 @@ def _open_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
-
-
-def _allow_many_files() -> None:
-    """Ask for as many open connections as the system grants."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
