@@ -27,7 +27,6 @@ from quire.engine.output_processor import EndedRequest, OutputKind, OutputProces
 from quire.engine.wire import (
     Abort,
     Add,
-    Command,
     EngineDeadError,
     EngineState,
     Failed,
@@ -149,7 +148,7 @@ class EngineClient:
         )
         stream = self._streams[request.request_id] = RequestStream(self, request.request_id)
         self._queued.add(request.request_id)
-        self._writer.write(message)
+        self._send(message)
         try:
             await self._writer.drain()
         except ConnectionError:
@@ -173,7 +172,7 @@ class EngineClient:
         self._forget(request_id)
         if ended is None:
             return
-        self._send(Abort(request_id))
+        self._send(frame(Abort(request_id)))
         if self._observer is not None:
             self._observer.aborted(ended)
 
@@ -204,9 +203,9 @@ class EngineClient:
         if self._death.done():
             raise EngineDeadError(self._death.result())
 
-    def _send(self, command: Command) -> None:
-        if self.is_alive:
-            self._writer.write(frame(command))
+    def _send(self, message: bytes) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(message)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Take reports until the engine ends, in whatever way."""
@@ -215,12 +214,14 @@ class EngineClient:
                 self._take(await _receive(reader))
         except (EOFError, ConnectionError):
             self._die(f"the engine process ended ({_told(await self._end_child())})")
+        except EngineDeadError as error:
+            self._die(str(error))
         except Exception as error:
             log.exception("a report of the engine could not be taken")
             self._die(f"a report of the engine could not be taken: {error}")
         finally:
             self._die("nobody reads the engine's reports any more")  # whatever has happened, no stream waits in vain
-            self._writer.transport.abort()
+            await self._end_child()
 
     def _take(self, report: Report) -> None:
         match report:
@@ -231,7 +232,7 @@ class EngineClient:
                 if self._observer is not None:
                     self._observer.idled(state)
             case Failed(_, message):
-                self._die(f"the engine has failed: {message}")
+                raise EngineDeadError(f"the engine has failed: {message}")
             case _:
                 raise AssertionError(f"not expected while running: {report}")
 
@@ -241,10 +242,10 @@ class EngineClient:
         self._outputs.note_admitted(step.admissions, step.started_s)
         processed = self._outputs.process(step.deltas, time.monotonic())
         for request_id, index in processed.finish:
-            self._send(Finish(request_id, index))
+            self._send(frame(Finish(request_id, index)))
         for request_id, error in processed.failed:
             log.error("request %d has failed", request_id, exc_info=error)
-            self._send(Abort(request_id))
+            self._send(frame(Abort(request_id)))
             message = f"the request's output could not be made: {error}"
             self._streams[request_id].fail(RequestFailedError(message), keeps_output=False)
         for request_id in processed.ready:

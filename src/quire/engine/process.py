@@ -52,6 +52,7 @@ class Connection:
     """Frames over a blocking socket. The end of the stream ends the process, whatever its threads are doing."""
 
     def __init__(self, connection: socket.socket) -> None:
+        self.exit_status = 0  # of the process, when the stream has ended
         self._socket = connection
         self._input = connection.makefile("rb")
 
@@ -61,7 +62,7 @@ class Connection:
         try:
             self._socket.sendall(message)
         except OSError:
-            _end(0)
+            self._end()
 
     def read_into(self, commands: SimpleQueue[bytes]) -> NoReturn:
         """Queue commands as they come; for a thread of its own."""
@@ -72,8 +73,12 @@ class Connection:
             pass  # the server died with reports unread
         except Exception:
             log.exception("commands cannot be read")
-            _end(1)
-        _end(0)
+            self.exit_status = 1
+        self._end()
+
+    def _end(self) -> NoReturn:
+        """End the process without tidying up: the other thread may be in the middle of anything."""
+        os._exit(self.exit_status)
 
 
 class EngineLoop:
@@ -132,19 +137,21 @@ class EngineLoop:
         )
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Serve the socket whose number is the only argument."""
     logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
     connection, commands = Connection(socket.socket(fileno=int(sys.argv[1]))), SimpleQueue[bytes]()
-    threading.Thread(target=connection.read_into, args=(commands,), name="commands", daemon=True).start()
+    listener = threading.Thread(target=connection.read_into, args=(commands,), name="commands", daemon=True)
+    listener.start()
     try:
         serve(connection, commands)
     except Exception as error:  # the server has to know why: its users are waiting
         message = failed(error)
         if message.kind == FAULT:
             log.exception("the engine ends")
+        connection.exit_status = 1
         connection.send(message)
-        _end(1)
+        listener.join()  # until the server has read all of it: what it still sends would otherwise break its stream
 
 
 def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
@@ -173,11 +180,6 @@ def _ready(assembled: "AssembledEngine") -> Ready:
         weights_bytes=model.weight_bytes,
         kv_bytes_per_token=assembled.kv_bytes_per_token,
     )
-
-
-def _end(status: int) -> NoReturn:
-    """End the process without tidying up: the other thread may be in the middle of anything."""
-    os._exit(status)
 
 
 if __name__ == "__main__":
