@@ -18,7 +18,8 @@ generate: export QUIRE_PROMPT := $(value PROMPT)
 generate: export QUIRE_TEMPERATURE ?= 0.7
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test fuzz matrix lint generate bench-throughput bench-latency bench-control-plane bench-peers clean
+.PHONY: help set-up test fuzz matrix lint serve generate \
+        bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +48,9 @@ lint: $(STAMP) ## check style, types and the floors
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+serve: $(STAMP) ## serve the demo model at http://127.0.0.1:8000, or MODEL=...; ARGS="--port 8001"
+	@$(BIN)/quire serve $(MODEL) $(ARGS)
 
 generate: $(STAMP) ## complete PROMPT='...' with the demo model, or with MODEL=...; ARGS="--max-tokens 64"
 	@$(BIN)/quire generate $(MODEL) $(ARGS)

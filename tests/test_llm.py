@@ -183,6 +183,17 @@ def test_chat_answers_each_conversation(llm: LLM) -> None:
     assert "Write a function" in single[0].prompt
 
 
+def test_chat_goes_on_with_the_last_message(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "Write a function"}, {"role": "assistant", "content": "def add("}]
+    output = llm.chat(
+        conversation, GREEDY, add_generation_prompt=False, continue_final_message=True, use_tqdm=False
+    )[0]
+    assert output.prompt is not None
+    assert output.prompt.endswith("def add(")
+    with pytest.raises(InvalidRequestError, match="add_generation_prompt"):
+        llm.chat(conversation, GREEDY, continue_final_message=True, use_tqdm=False)
+
+
 BAD_MESSAGES: list[Any] = [
     None, [], "hi", {"role": "user", "content": "hi"}, [1], [[]], [[1]], [{"role": "user", "content": "hi"}, []],
     [{"content": "hi"}], iter([]), [{"role": "user", "content": "\ud800"}],

@@ -9,11 +9,10 @@ from quire.core.beam_search_params import BeamSearchParams
 from quire.core.outputs import CompletionOutput, KVStats, Logprob, RequestMetrics, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import branch_seed
+from quire.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from quire.llm import LLM
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

@@ -141,12 +141,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, rendered with the model's chat template."""
+        """Answer one conversation, or each of several, rendered with the model's chat template.
+
+        With `continue_final_message`, instead of `add_generation_prompt`, the last message is what the answer goes on.
+        """
         inputs = self._engine.inputs
         tokenized = [
-            inputs.tokenize_chat(conversation, add_generation_prompt=add_generation_prompt)
+            inputs.tokenize_chat(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
             for conversation in _conversations(messages)
         ]
         return self._finish_all(self._make_requests(tokenized, sampling_params), use_tqdm)
@@ -225,6 +233,8 @@ class LLM:
         try:
             self._outputs.note_admitted(engine.admissions, started_s)
             processed = self._outputs.process(deltas, time.monotonic())
+            for _, error in processed.failed:
+                raise error
             outputs = [self._outputs.output(request_id) for request_id in processed.ready]
         except BaseException:
             self._abort({str(delta.request_id) for delta in deltas})  # their new tokens are lost

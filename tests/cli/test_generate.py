@@ -187,7 +187,7 @@ def test_line_that_the_model_refuses_is_named_and_nothing_runs(
         (("generate", "--prompt", "a", "--swap-space", "1GiB"), 2, "No such option"),
         (("generate", "--input", "no-such-file.jsonl"), 1, "no-such-file.jsonl"),
         (("bench", "throughput", "--repeats", "0"), 2, "--repeats"),
-        (("serve",), 2, "No such command"),
+        (("plan",), 2, "No such command"),
     ],
 )
 def test_what_cannot_work_ends_with_a_code_and_a_reason(
@@ -207,7 +207,7 @@ def test_version(run: Run) -> None:
 
 
 def test_help_shows_what_is_there_and_nothing_else(run: Run) -> None:
-    assert re.findall(r"^│ ([a-z]\S*) ", run("--help").out, re.MULTILINE) == ["generate", "bench"]
+    assert re.findall(r"^│ ([a-z]\S*) ", run("--help").out, re.MULTILINE) == ["serve", "generate", "chat", "bench"]
     flags = run("generate", "--help").out
     assert "--kv-cache-memory" in flags
     assert not any(name in flags for name in ("--swap", "prefix-caching", "tensor-parallel", "cuda", "--host"))

@@ -461,6 +461,16 @@ def test_step_tells_first_tokens_gaps_and_ends(tokenizer: Tokenizer) -> None:
     assert ended.metrics.finished_s == 101.5
 
 
+def test_step_counts_the_tokens_that_users_get(tokenizer: Tokenizer) -> None:
+    processor = start(tokenizer, stop=["jumps"])
+    tokens = tokens_of(tokenizer, "fox jumps over")
+    step = processor.process([SequenceDelta(7, 0, tokens)], 101.0)
+    late = processor.process([SequenceDelta(7, 0, tokens)], 102.0)
+    (output,) = outputs_of(processor, step)
+    assert 0 < step.num_output_tokens == len(output.outputs[0].token_ids) < len(tokens)
+    assert late.num_output_tokens == 0
+
+
 def test_module_loads_no_torch() -> None:
     source = Path(__file__).parents[2] / "src"
     check = "import sys, quire.engine.output_processor; sys.exit('torch' in sys.modules)"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.core.errors import InvalidRequestError
-from quire.text.chat_template import MAX_RENDERED_CHARS, ChatTemplate
+from quire.text.chat_template import CONTINUE_MARK, MAX_ERROR_CHARS, MAX_RENDERED_CHARS, ChatTemplate
 
 DATA = Path(__file__).parents[2] / "../shared/data/chat_templates"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -87,6 +87,11 @@ def test_variables_reach_the_template() -> None:
     assert render("{{ add_generation_prompt }}", add_generation_prompt=False) == "False"
 
 
+def test_no_name_of_a_variable_is_in_the_way() -> None:
+    names = {"self": 1, "context": 2, "messages": 3}
+    assert ChatTemplate("{{ context }}{{ messages[0].content }}").render(HELLO, **names) == "2hi"
+
+
 def test_text_parts_become_one_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
@@ -95,6 +100,106 @@ def test_text_parts_become_one_text() -> None:
 def test_content_may_be_null_or_stand_back_for_tool_calls() -> None:
     assert render("{{ messages[0].content is none }}", [{"role": "assistant", "content": None}]) == "True"
     assert render("{{ messages[0].content is defined }}", [{"role": "assistant", "tool_calls": []}]) == "False"
+
+
+# --- a last message that goes on --------------------------------------------------------------------------------------
+
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}"
+TRIMMED = CHATML.replace("m.content", "m.content | trim")
+BEGUN = ("Sure, ", " well", "one\ntwo\n", "tab \t", "", "hi", "<think>so</think> yes", 'a "b" \\')
+
+
+def continued(source: str, messages: list[dict[str, Any]], **variables: object) -> str:
+    return render(source, messages, add_generation_prompt=False, continue_final_message=True, **variables)
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "end"),
+    [(CHATML, "Sure, ", "<bot>Sure, "), (TRIMMED, " Sure, ", "<bot>Sure,"), (CHATML, "", "<bot>")],
+    ids=["as it is", "trimmed by the template", "empty"],
+)
+def test_text_ends_with_the_message_that_is_continued(source: str, content: str, end: str) -> None:
+    assert continued(source, [*HELLO, {"role": "bot", "content": content}]) == "<user>hi</>\n" + end
+
+
+def test_only_the_last_of_equal_messages_is_continued() -> None:
+    assert continued(CHATML, HELLO * 2) == "<user>hi</>\n<user>hi"
+
+
+def test_continued_parts_end_with_the_last_one() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b "}]
+    assert continued(CHATML, [{"role": "bot", "content": parts}]) == "<bot>a\nb "
+
+
+def test_continuing_leaves_the_messages_as_they_were() -> None:
+    messages = [*HELLO, {"role": "bot", "content": "Sure, "}]
+    continued(CHATML, messages)
+    assert messages == [*HELLO, {"role": "bot", "content": "Sure, "}]
+
+
+def test_a_message_is_not_both_continued_and_begun() -> None:
+    with pytest.raises(InvalidRequestError, match="add_generation_prompt") as caught:
+        render(CHATML, continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "reason"),
+    [
+        ("{{ messages[0].role }}", {"role": "bot", "content": "Sure"}, "does not write the last message"),
+        ("{{ messages[0].content | upper }}", {"role": "bot", "content": "Sure"}, "does not write the last message"),
+        ("{{ messages | tojson }}", {"role": "bot", "content": 'a "b"'}, "does not write the last message"),
+        (CHATML, {"role": "bot", "content": None}, "a last message with a content"),
+        (CHATML, {"role": "bot", "tool_calls": []}, "a last message with a content"),
+    ],
+)
+def test_a_message_that_cannot_be_continued_is_refused(source: str, message: dict[str, Any], reason: str) -> None:
+    assert reason in refusal(source, [message], add_generation_prompt=False, continue_final_message=True)
+
+
+def in_transformers(source: str, messages: list[dict[str, Any]]) -> str | None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    try:
+        texts, _ = utils.render_jinja_template([messages], chat_template=source, continue_final_message=True, **tokens)
+    except Exception:  # of many types
+        return None
+    assert CONTINUE_MARK.strip() not in texts[0]
+    return str(texts[0])
+
+
+def or_none(source: str, messages: list[dict[str, Any]]) -> str | None:
+    try:
+        return continued(source, messages, bos_token="<s>", eos_token="</s>")
+    except InvalidRequestError:
+        return None
+
+
+@pytest.mark.parametrize(
+    "source", [CHATML, TRIMMED, "{{ messages | tojson }}{# content #}", "{{ messages[0].content }}"]
+)
+@pytest.mark.parametrize("content", BEGUN)
+def test_small_templates_continue_as_in_transformers(source: str, content: str) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": content}]
+    assert or_none(source, messages) == in_transformers(source, messages)
+
+
+def test_real_templates_continue_as_in_transformers() -> None:
+    if not DATA.is_dir():
+        pytest.skip("../shared/data is not here")
+    data = json.loads((DATA / "expected.json").read_text(encoding="utf-8"))
+    begun = [[*HELLO, {"role": "assistant", "content": content}] for content in BEGUN]
+    begun += [data["conversations"]["user"], data["conversations"]["multi"]]
+    num_texts = 0
+    for name in data["expected"]:
+        source = (DATA / name).read_text(encoding="utf-8")
+        if "strftime_now" in source:
+            continue  # two clocks
+        for messages in begun:
+            text = or_none(source, messages)
+            assert text == in_transformers(source, messages), f"{name}, {messages[-1]}"
+            num_texts += text is not None
+    assert num_texts > 300
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -156,6 +261,11 @@ def test_sandbox_holds(source: str) -> None:
 def test_long_output_is_cut_short() -> None:
     source = "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}"
     assert f"longer than {MAX_RENDERED_CHARS}" in refusal(source, [{"role": "user", "content": "x" * 1000}])
+
+
+def test_long_errors_are_cut_short() -> None:
+    assert "a" * MAX_ERROR_CHARS in (text := refusal("{{ raise_exception('a' * 10000) }}"))
+    assert len(text) < MAX_ERROR_CHARS + 100
 
 
 def test_messages_nested_without_end_are_refused() -> None:

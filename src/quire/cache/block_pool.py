@@ -17,13 +17,14 @@ class OutOfBlocksError(EngineError):
 class BlockPool:
     """Blocks 0..num_blocks - 1, each free or with one owner or more."""
 
-    __slots__ = ("_freed", "_next_unused", "_ref_counts", "num_blocks")
+    __slots__ = ("_freed", "_next_unused", "_num_by_owners", "_ref_counts", "num_blocks")
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
+        self._num_by_owners = Counter({0: num_blocks})
         self._freed: list[int] = []  # a stack: the block freed last is on top
         self._next_unused = 0        # this block and all above it have never been handed out
 
@@ -38,8 +39,8 @@ class BlockPool:
         return self._ref_counts[block]
 
     def count_blocks_by_owners(self) -> Counter[int]:
-        """Return how many blocks have how many owners; key 0 counts the free ones. Walks the whole pool."""
-        return Counter(self._ref_counts)
+        """Return how many blocks have how many owners; key 0 counts the free ones."""
+        return +self._num_by_owners
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks with one owner each, or raise OutOfBlocksError and change nothing.
@@ -55,19 +56,28 @@ class BlockPool:
         blocks.extend(range(first_unused, self._next_unused))
         for block in blocks:
             self._ref_counts[block] = 1
+        self._num_by_owners[0] -= count
+        self._num_by_owners[1] += count
         return blocks
 
     def share(self, block: int) -> None:
         """Add one owner to a block in use."""
-        assert self.ref_count(block) > 0, f"block {block} is free and cannot be shared"
-        self._ref_counts[block] += 1
+        owners = self.ref_count(block)
+        assert owners > 0, f"block {block} is free and cannot be shared"
+        self._set_owners(block, owners, owners + 1)
 
     def release(self, block: int) -> None:
         """Drop one owner; the last one gives the block back."""
-        assert self.ref_count(block) > 0, f"block {block} freed twice"
-        self._ref_counts[block] -= 1
-        if self._ref_counts[block] == 0:
+        owners = self.ref_count(block)
+        assert owners > 0, f"block {block} freed twice"
+        self._set_owners(block, owners, owners - 1)
+        if owners == 1:
             self._freed.append(block)
+
+    def _set_owners(self, block: int, before: int, after: int) -> None:
+        self._ref_counts[block] = after
+        self._num_by_owners[before] -= 1
+        self._num_by_owners[after] += 1
 
     def check(self) -> None:
         """Assert that the free blocks are exactly those without an owner, each listed once."""
@@ -75,3 +85,5 @@ class BlockPool:
         ownerless = [block for block, owners in enumerate(self._ref_counts) if owners == 0]
         assert free == ownerless, f"free list {free}, blocks without an owner {ownerless}"
         assert min(self._ref_counts) >= 0, f"negative reference count in {self._ref_counts}"
+        counted, walked = self.count_blocks_by_owners(), Counter(self._ref_counts)
+        assert counted == walked, f"blocks by owners are {walked}, but {counted} were counted"

@@ -79,7 +79,7 @@ class KVCacheManager:
         return self._tables[seq_id].num_tokens
 
     def stats(self) -> KVStats:
-        """Return the state of the cache now, every token with a slot counted as computed. Walks the whole pool."""
+        """Return the state of the cache now, every token with a slot counted as computed. Linear in the sequences."""
         num_blocks_by_owners = self._pool.count_blocks_by_owners()
         num_free = num_blocks_by_owners.pop(0, 0)
         return KVStats(

@@ -6,7 +6,7 @@ Choices and checks are those of `EngineOptions`, so that Python and the command 
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from quire.engine.options import (
     CpuIsa,
     Device,
     Dtype,
+    EngineOptions,
     PreemptionMode,
 )
 
@@ -42,7 +43,7 @@ _CONFIG = _flag(
 
 @dataclass(frozen=True, slots=True)
 class EngineFlags:
-    """What `LLM` is built from."""
+    """What `LLM` and the server's engine are built from."""
 
     model: Annotated[str | None, _MODEL] = None
     config: Annotated[Path | None, _CONFIG] = None
@@ -66,6 +67,13 @@ class EngineFlags:
     seed: Annotated[int, _flag("of requests that bring none")] = 0
     max_logprobs: Annotated[int, _flag("highest logprobs and prompt_logprobs of a request")] = 20
 
+    def options(self) -> EngineOptions:
+        """Return the options; nothing is loaded. ConfigError for a value that cannot work."""
+        return EngineOptions(**self._values())
+
     def load(self) -> "LLM":
         """Load the model, and torch with it, which is not imported before."""
-        return quire.LLM(**{field.name: getattr(self, field.name) for field in fields(self) if field.name != "config"})
+        return quire.LLM(**self._values())
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "config"}

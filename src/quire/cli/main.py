@@ -12,8 +12,10 @@ import typer
 
 import quire
 from quire.cli.bench.commands import bench
+from quire.cli.chat.command import chat
 from quire.cli.flag_groups import COMMAND_SETTINGS, GROUP_SETTINGS
 from quire.cli.generate import generate
+from quire.cli.serve import serve
 from quire.core.errors import EngineError
 
 app = typer.Typer(
@@ -24,7 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=GROUP_SETTINGS,
 )
+app.command(context_settings=COMMAND_SETTINGS)(serve)
 app.command(context_settings=COMMAND_SETTINGS)(generate)
+app.command(context_settings=COMMAND_SETTINGS)(chat)
 app.add_typer(bench)
 
 

@@ -11,12 +11,10 @@ _flag = partial(flag, panel="Sampling")
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingFlags:
-    """What a request's `SamplingParams` are built from."""
+class AnswerFlags:
+    """How the tokens of one answer are chosen, and where it may stop."""
 
-    max_tokens: Annotated[int, _flag("most tokens of an answer")] = 128
     min_tokens: Annotated[int, _flag("fewest tokens of an answer")] = 0
-    n: Annotated[int, _flag("answers per prompt")] = 1
     temperature: Annotated[float, _flag("0 is greedy")] = 1.0
     top_p: Annotated[float, _flag("keep the likeliest tokens that make up this share")] = 1.0
     top_k: Annotated[int, _flag("keep this many of the likeliest tokens; 0 keeps all")] = 0
@@ -31,9 +29,17 @@ class SamplingFlags:
         default_factory=list
     )
     ignore_eos: Annotated[bool, _flag("go on after the end-of-sequence token", "--ignore-eos")] = False
-    logprobs: Annotated[int | None, _flag("likeliest tokens to report at each position, in JSONL")] = None
 
     def params(self) -> SamplingParams:
         """Return the parameters. Raises InvalidRequestError for a value out of range."""
         values = asdict(self)
         return SamplingParams(seed=values.pop("sampling_seed"), stop=values.pop("stop") or None, **values)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingFlags(AnswerFlags):
+    """What the `SamplingParams` of requests are built from."""
+
+    max_tokens: Annotated[int, _flag("most tokens of an answer")] = 128
+    n: Annotated[int, _flag("answers per prompt")] = 1
+    logprobs: Annotated[int | None, _flag("likeliest tokens to report at each position, in JSONL")] = None

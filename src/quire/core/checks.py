@@ -15,7 +15,7 @@ _MAX_SHOWN_CHARS = 80
 _MAX_SHOWN_BITS = 128
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Return `value` for an error text, short whatever a client sent."""
     if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"  # repr() of a very long one raises
@@ -27,7 +27,7 @@ def _shown(value: object) -> str:
 
 def refuse(field: str, value: object, expected: str) -> NoReturn:
     """Raise the error for a value of `field` that is not `expected`."""
-    raise InvalidRequestError(f"{field} must be {expected}, got {_shown(value)}", param=field)
+    raise InvalidRequestError(f"{field} must be {expected}, got {shown(value)}", param=field)
 
 
 def check_int(field: str, value: object, low: int, high: int = MAX_INT) -> int:

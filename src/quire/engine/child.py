@@ -4,15 +4,21 @@ The child holds one end of a socket pair and nothing else of ours: no port, no f
 because we die, it ends by itself.
 """
 
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from quire.core.errors import ConfigError
+from quire.core.frames import frame
 from quire.engine.options import EngineOptions
-from quire.engine.wire import Start, frame
+from quire.engine.wire import Start
 
 END_TIMEOUT_S = 3.0  # after its socket was closed; it takes milliseconds
+OUR_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +30,24 @@ class EngineChild:
 
     @classmethod
     def spawn(cls, options: EngineOptions) -> "EngineChild":
-        """Start the engine process; it begins to load at once."""
+        """Start the engine process; it begins to load at once. ConfigError if a setting cannot be sent to it."""
+        try:
+            start = frame(Start(options))
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise ConfigError(f"a setting is an integer of more than 64 bits or no valid Unicode: {error}") from error
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                [sys.executable, "-m", "quire.engine.process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
-        ours.sendall(frame(Start(options)))
+        try:
+            with theirs, our_signals_blocked():
+                process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+                    [sys.executable, "-P", "-m", "quire.engine.process", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        with suppress(ConnectionError):  # it has died already: whoever waits for its answer finds out
+            ours.sendall(start)
         return cls(process, ours)
 
     def end(self) -> int:
@@ -43,3 +58,17 @@ class EngineChild:
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
+
+
+@contextmanager
+def our_signals_blocked() -> Iterator[None]:
+    """Block, in this thread, the signals that are for us to handle.
+
+    A terminal and a service manager send them to all processes of a group. A child inherits what is blocked from its
+    first instruction on, long before Python in it could ignore a signal; we get ours a moment later.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OUR_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

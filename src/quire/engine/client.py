@@ -8,13 +8,15 @@ When the engine dies, every stream ends with EngineDeadError, and so does every 
 import asyncio
 import itertools
 import logging
+import signal
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, TypeVar
 
-import msgspec
-
+from quire.core.errors import EngineError
+from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
@@ -23,10 +25,8 @@ from quire.engine.input_processor import InputProcessor, TokenizedPrompt
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import EndedRequest, OutputKind, OutputProcessor, ProcessedStep
 from quire.engine.wire import (
-    LENGTH_BYTES,
     Abort,
     Add,
-    Command,
     EngineDeadError,
     EngineState,
     Failed,
@@ -35,14 +35,16 @@ from quire.engine.wire import (
     Located,
     Ready,
     Report,
+    RequestFailedError,
     Stepped,
     as_error,
     decode_report,
-    frame,
 )
 from quire.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+ReportT = TypeVar("ReportT", Located, Ready)
 
 
 class Observer(Protocol):
@@ -87,8 +89,9 @@ class EngineClient:
         self._streams: dict[int, RequestStream] = {}      # whose last output has not been taken
         self._queued: set[int] = set()                    # sent, and never yet let into a step
         self._request_ids = itertools.count()
-        self._death: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._listener: asyncio.Task[None] | None = None
+        self._ending = ThreadPoolExecutor(1, "engine end")  # of our own: nobody's work may hold up bad news
 
     @classmethod
     async def connect(cls, child: EngineChild, options: EngineOptions, observer: Observer | None = None) -> Self:
@@ -96,22 +99,16 @@ class EngineClient:
 
         ConfigError or ModelError: it cannot run so. EngineDeadError: it died. In each case nothing is left behind.
         """
+        reader, writer = await asyncio.open_unix_connection(sock=child.connection)
         try:
-            reader, writer = await asyncio.open_unix_connection(sock=child.connection)
-            located = await _receive(reader)
-            if isinstance(located, Failed):
-                raise as_error(located)
-            assert isinstance(located, Located), f"expected the model's folder, got {located}"
+            located = await _expect(reader, Located)
             tokenizer = await asyncio.to_thread(Tokenizer.from_folder_if_any, Path(located.folder))
-            ready = await _receive(reader)
-            if isinstance(ready, Failed):
-                raise as_error(ready)
-            assert isinstance(ready, Ready), f"expected readiness, got {ready}"
-        except (asyncio.IncompleteReadError, OSError) as error:
+            ready = await _expect(reader, Ready)
+        except BaseException as error:
+            writer.transport.abort()
             status = await asyncio.to_thread(child.end)
-            raise EngineDeadError(f"the engine process ended while it loaded ({_told(status)})") from error
-        except BaseException:
-            await asyncio.to_thread(child.end)
+            if isinstance(error, (EOFError, ConnectionError)):
+                raise EngineDeadError(f"the engine process ended while it loaded ({_told(status)})") from error
             raise
         client = cls(child, writer, ready, tokenizer, options, observer)
         client._listener = asyncio.create_task(client._listen(reader), name="engine reports")
@@ -139,6 +136,7 @@ class EngineClient:
         """Queue a request, once. EngineDeadError if there is no engine any more."""
         self._raise_if_dead()
         request = prepared.request
+        message = frame(Add(request))                     # before anything is taken down
         self._outputs.add(
             request.request_id,
             external_id=external_id,
@@ -150,10 +148,10 @@ class EngineClient:
         )
         stream = self._streams[request.request_id] = RequestStream(self, request.request_id)
         self._queued.add(request.request_id)
-        self._send(Add(request))
+        self._send(message)
         try:
             await self._writer.drain()
-        except OSError:
+        except ConnectionError:
             pass  # the engine is gone: the listener finds out, and the stream tells
         except BaseException:
             stream.abort()
@@ -168,16 +166,20 @@ class EngineClient:
 
     def _abort(self, request_id: int) -> None:
         """End a request whose outputs nobody wants any more."""
-        if self._streams.pop(request_id, None) is None:
+        if request_id not in self._streams:
             return
-        self._queued.discard(request_id)
-        ended = self._outputs.abort(request_id, time.monotonic())
-        self._outputs.drop(request_id)
+        ended = self._outputs.abort(request_id, time.monotonic()) if request_id in self._outputs else None
+        self._forget(request_id)
         if ended is None:
             return
-        self._send(Abort(request_id))
+        self._send(frame(Abort(request_id)))
         if self._observer is not None:
             self._observer.aborted(ended)
+
+    def _forget(self, request_id: int) -> None:
+        del self._streams[request_id]
+        self._queued.discard(request_id)
+        self._outputs.drop(request_id)
 
     # --- the engine -----------------------------------------------------------------------------------------------
 
@@ -188,70 +190,81 @@ class EngineClient:
 
     async def death(self) -> EngineDeadError:
         """Wait until the engine has died or the client was closed; return why."""
-        return await asyncio.shield(self._death)
+        return EngineDeadError(await asyncio.shield(self._death))
 
     async def close(self) -> None:
         """End the engine process, and with it all requests. Returns when it is gone. Twice is fine."""
-        self._die(EngineDeadError("the engine was closed"))
+        self._die("the engine was closed")
+        await self._end_child()
         if self._listener is not None:
-            self._listener.cancel()
-        self._writer.close()
-        await asyncio.to_thread(self._child.end)
+            await asyncio.wait([self._listener])
 
     def _raise_if_dead(self) -> None:
         if self._death.done():
-            raise self._death.result()
+            raise EngineDeadError(self._death.result())
 
-    def _send(self, command: Command) -> None:
-        if self.is_alive:
-            self._writer.write(frame(command))
+    def _send(self, message: bytes) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(message)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Take reports until the engine ends, in whatever way."""
         try:
             while True:
                 self._take(await _receive(reader))
-        except (asyncio.IncompleteReadError, OSError):
-            status = await asyncio.to_thread(self._child.end)
-            self._die(EngineDeadError(f"the engine process ended ({_told(status)})"))
+        except (EOFError, ConnectionError):
+            self._die(f"the engine process ended ({_told(await self._end_child())})")
+        except EngineDeadError as error:
+            self._die(str(error))
         except Exception as error:
             log.exception("a report of the engine could not be taken")
-            self._die(EngineDeadError(f"a report of the engine could not be taken: {error}"))
+            self._die(f"a report of the engine could not be taken: {error}")
+        finally:
+            self._die("nobody reads the engine's reports any more")  # whatever has happened, no stream waits in vain
+            await self._end_child()
 
     def _take(self, report: Report) -> None:
         match report:
             case Stepped():
                 self._take_step(report)
             case Idle(state):
-                self._note_state(state)
+                self.state = state
                 if self._observer is not None:
                     self._observer.idled(state)
             case Failed(_, message):
-                self._die(EngineDeadError(f"the engine has failed: {message}"))
+                raise EngineDeadError(f"the engine has failed: {message}")
             case _:
                 raise AssertionError(f"not expected while running: {report}")
 
     def _take_step(self, step: Stepped) -> None:
-        self._note_state(step.state)
+        self.state = step.state
         self._queued.difference_update(request_id for request_id, _ in step.admissions)
         self._outputs.note_admitted(step.admissions, step.started_s)
         processed = self._outputs.process(step.deltas, time.monotonic())
         for request_id, index in processed.finish:
-            self._send(Finish(request_id, index))
+            self._send(frame(Finish(request_id, index)))
+        for request_id, error in processed.failed:
+            log.error("request %d has failed", request_id, exc_info=error)
+            self._send(frame(Abort(request_id)))
+            message = f"the request's output could not be made: {error}"
+            self._streams[request_id].fail(RequestFailedError(message), keeps_output=False)
         for request_id in processed.ready:
             self._streams[request_id].wake()
         if self._observer is not None:
             self._observer.stepped(step, processed)
 
-    def _note_state(self, state: EngineState) -> None:
-        """Keep the newest figures; those of the cache come now and then."""
-        self.state = state if state.kv is not None else msgspec.structs.replace(state, kv=self.state.kv)
+    def _die(self, reason: str) -> None:
+        if self._death.done():
+            return
+        self._death.set_result(reason)
+        self._queued.clear()
+        for stream in self._streams.values():
+            stream.fail(EngineDeadError(reason), keeps_output=True)
 
-    def _die(self, error: EngineDeadError) -> None:
-        if not self._death.done():
-            self._death.set_result(error)
-            for stream in list(self._streams.values()):
-                stream.fail(error)
+    async def _end_child(self) -> int:
+        """End the engine process, if it is still there, and return its exit status."""
+        self._writer.transport.abort()
+        return await asyncio.get_running_loop().run_in_executor(self._ending, self._child.end)
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
@@ -259,47 +272,60 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     def __init__(self, client: EngineClient, request_id: int) -> None:
         self._client, self._request_id = client, request_id
-        self._woken = asyncio.Event()
-        self._has_output = False
-        self._error: EngineDeadError | None = None
-        self._is_over = False
+        self._changed = asyncio.Event()                   # since the reader has looked
+        self._has_output = self._is_over = False
+        self._error: EngineError | None = None            # comes after the output that is there
 
     async def __anext__(self) -> RequestOutput:
-        """Wait for the next output. EngineDeadError if none can come any more."""
+        """Wait for the next output. EngineDeadError or RequestFailedError if none can come any more."""
+        if not (self._has_output or self._is_over or self._error):
+            self._changed.clear()
+            await self._changed.wait()
         if self._is_over:
             raise StopAsyncIteration
-        await self._woken.wait()
-        if self._error is not None and not self._has_output:
-            self._is_over = True
-            raise self._error
-        if self._error is None:
-            self._woken.clear()
-        self._has_output = False
-        output = self._client._output(self._request_id)
-        self._is_over = output.finished
-        return output
+        if self._has_output:
+            self._has_output = False
+            output = self._client._output(self._request_id)
+            self._is_over = output.finished
+            return output
+        assert self._error is not None, "woken for nothing"
+        self._is_over = True
+        self._client._forget(self._request_id)
+        raise self._error
 
     def abort(self) -> None:
-        """End the request if it runs, and forget it. Twice, or after the end, is fine."""
+        """End the request if it runs, and forget it; who waits for it is told that it is over. Twice is fine."""
         self._is_over = True
+        self._changed.set()
         self._client._abort(self._request_id)
 
     def wake(self) -> None:
         """Tell the reader that there is something new."""
         self._has_output = True
-        self._woken.set()
+        self._changed.set()
 
-    def fail(self, error: EngineDeadError) -> None:
-        """Tell the reader that nothing comes any more."""
+    def fail(self, error: EngineError, *, keeps_output: bool) -> None:
+        """Tell the reader that nothing more comes."""
         self._error = error
-        self._woken.set()
+        self._has_output &= keeps_output
+        self._changed.set()
+
+
+async def _expect(reader: asyncio.StreamReader, kind: type[ReportT]) -> ReportT:
+    """Wait for a report of this kind. Raises what a `Failed` stands for."""
+    report = await _receive(reader)
+    if isinstance(report, Failed):
+        raise as_error(report)
+    assert isinstance(report, kind), f"expected {kind.__name__}, got {report}"
+    return report
 
 
 async def _receive(reader: asyncio.StreamReader) -> Report:
+    """Wait for the next report. EOFError or ConnectionError when the engine is gone."""
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
     return decode_report(await reader.readexactly(length))
 
 
 def _told(status: int) -> str:
     """Say how a process ended."""
-    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+    return f"exit status {status}" if status >= 0 else f"killed by signal {-status}, {signal.strsignal(-status)}"

@@ -64,12 +64,18 @@ class InputProcessor:
             return TokenizedPrompt(prompt, self._check_token_ids(self._tokenizer.encode(prompt)))
         return TokenizedPrompt(None, self._check_token_ids(prompt))
 
-    def tokenize_chat(self, conversation: Sequence[Message], *, add_generation_prompt: bool) -> TokenizedPrompt:
+    def tokenize_chat(
+        self, conversation: Sequence[Message], *, add_generation_prompt: bool, continue_final_message: bool
+    ) -> TokenizedPrompt:
         """Return a conversation as the chat template writes it, and its tokens. InvalidRequestError as `tokenize`."""
         if self._tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
         return self.tokenize_rendered(
-            self._tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt)
+            self._tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
         )
 
     def tokenize_rendered(self, text: str) -> TokenizedPrompt:
@@ -104,16 +110,22 @@ class InputProcessor:
                 )
         return list(token_ids)
 
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise InvalidRequestError for parameters that no prompt can have. Quick: no text is tokenized."""
+        params.check_vocabulary(self._vocab_size)
+        self._check_logprobs(params)
+        if self._tokenizer is None and params.stop:
+            raise InvalidRequestError("the model has no tokenizer: use stop_token_ids instead of stop", param="stop")
+        if self._tokenizer is None and params.bad_words:
+            raise InvalidRequestError("the model has no tokenizer: bad_words cannot be used", param="bad_words")
+
     def make_request(self, request_id: int, prompt: TokenizedPrompt, params: SamplingParams) -> Request:
         """Return a request that the scheduler will take, or raise InvalidRequestError. Nothing is queued."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}", param="sampling_params"
             )
-        params.check_vocabulary(self._vocab_size)
-        self._check_logprobs(params)
-        if self._tokenizer is None and params.stop:
-            raise InvalidRequestError("the model has no tokenizer: use stop_token_ids instead of stop", param="stop")
+        self.check_params(params)
         return Request(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
@@ -145,8 +157,7 @@ class InputProcessor:
         """Return the token ids of each bad word, as it stands at the beginning of a text and after a space."""
         if not params.bad_words:
             return ()
-        if self._tokenizer is None:
-            raise InvalidRequestError("the model has no tokenizer: bad_words cannot be used", param="bad_words")
+        assert self._tokenizer is not None, "check_params refuses bad words without a tokenizer"
         spellings = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())]
         encoded = (tuple(self._tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
         return tuple(dict.fromkeys(ids for ids in encoded if ids))

@@ -7,7 +7,7 @@ Readers pull: a step says which requests have something new, and `output` hands 
 slow reader has left lying is joined to what comes later, so nothing piles up but the answer itself.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -44,6 +44,8 @@ class ProcessedStep(NamedTuple):
     `ready`: requests whose `output` has something new; a "final" one only at its end.
     `finish`: (request_id, index) of branches that a stop string ended and that the engine still runs.
     `begun`: requests that gave their first token. `gaps_s`: seconds between two tokens of a branch, for each pair.
+    `num_output_tokens`: given to users in this step, so without those behind a stop string.
+    `failed`: requests whose tokens could not be taken, and why; they are forgotten, and the engine still runs them.
     """
 
     ready: list[int]
@@ -51,6 +53,8 @@ class ProcessedStep(NamedTuple):
     begun: list[tuple[RequestMetrics, int]]      # with the number of prompt tokens
     gaps_s: list[float]
     ended: list[EndedRequest]
+    num_output_tokens: int = 0
+    failed: Sequence[tuple[int, Exception]] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -125,14 +129,24 @@ class OutputProcessor:
                     opened.metrics.first_scheduled_s = now_s
 
     def process(self, deltas: Iterable[SequenceDelta], now_s: float) -> ProcessedStep:
-        """Take what a step added. Deltas of branches and requests that have ended are ignored."""
+        """Take what a step added. Deltas of branches and requests that have ended are ignored.
+
+        A fault in one request fails that request.
+        """
         step = ProcessedStep([], [], [], [], [])
         touched: dict[int, _OpenRequest] = {}
+        num_output_tokens, failed = 0, list[tuple[int, Exception]]()
         for delta in deltas:
             request = self._requests.get(delta.request_id)
             if request is None or request.branches[delta.index].finish_reason is not None:
                 continue
-            _extend(request, delta, now_s, step)
+            try:
+                num_output_tokens += _extend(request, delta, now_s, step)
+            except Exception as error:
+                failed.append((delta.request_id, error))
+                touched.pop(delta.request_id, None)
+                self.drop(delta.request_id)
+                continue
             if request.branches[delta.index].finish_reason is not None:
                 if delta.finish_reason is None:
                     step.finish.append((delta.request_id, delta.index))
@@ -142,7 +156,7 @@ class OutputProcessor:
             if request.kind != "final" or not request.num_unfinished:
                 touched[delta.request_id] = request
         step.ready.extend(touched)
-        return step
+        return step._replace(num_output_tokens=num_output_tokens, failed=failed)
 
     def abort(self, request_id: int, now_s: float) -> EndedRequest | None:
         """End a request; its unfinished branches end with "abort". None if it has ended; KeyError if it is not here."""
@@ -181,8 +195,8 @@ class OutputProcessor:
         self._requests.pop(request_id, None)
 
 
-def _extend(request: _OpenRequest, delta: SequenceDelta, now_s: float, step: ProcessedStep) -> None:
-    """Add a delta to its branch, and what rides on the first one to the request."""
+def _extend(request: _OpenRequest, delta: SequenceDelta, now_s: float, step: ProcessedStep) -> int:
+    """Add a delta to its branch, and what rides on the first one to the request. Return how many tokens were taken."""
     if request.metrics.first_token_s is None:
         request.metrics.first_token_s = now_s
         step.begun.append((request.metrics, len(request.prompt_token_ids)))
@@ -192,7 +206,10 @@ def _extend(request: _OpenRequest, delta: SequenceDelta, now_s: float, step: Pro
     if last_s is not None:
         step.gaps_s.append(now_s - last_s)
     request.touched.add(delta.index)
-    request.branches[delta.index].extend(delta)
+    branch = request.branches[delta.index]
+    num_before = branch.num_tokens
+    branch.extend(delta)
+    return branch.num_tokens - num_before
 
 
 def _end(request: _OpenRequest, now_s: float) -> EndedRequest:

@@ -1,30 +1,32 @@
 """The engine process: `python -m quire.engine.process FD`, started by `quire.engine.child` and by nobody else.
 
 One thread reads commands from the inherited socket, the other steps. While anything waits or runs, commands are taken
-between steps; otherwise the process sleeps until one comes. Reports go out after each step; where the other side does
-not read them, sending waits, and so does the engine.
+between steps; otherwise the process sleeps until one comes. A report goes out after each step; where the other side
+does not read them, sending waits, and so does the engine. Commands are always read, so the two never wait for each
+other.
 
-The end of the stream means that the server is gone. There is nothing to save, so the process ends at once, also in the
-middle of a step. Signals of the terminal and of service managers are the server's business: it drains, then closes.
+The end of the stream means that the server is gone. There is nothing to save, so the process ends at once, also while
+it loads and in the middle of a step. Signals of the terminal and of service managers are the server's business: it
+drains, then closes. Here they are blocked from the start (`quire.engine.child`).
 """
 
 import logging
 import os
-import queue
-import signal
 import socket
 import sys
 import threading
 import time
-from typing import NoReturn
+from collections.abc import Callable
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, NoReturn
 
-from quire.engine.options import EngineOptions
+from quire.core.frames import frame, read_frame
+from quire.engine.engine import Engine
 from quire.engine.wire import (
     FAULT,
-    LENGTH_BYTES,
     Abort,
     Add,
-    Command,
     EngineState,
     Finish,
     Idle,
@@ -35,92 +37,68 @@ from quire.engine.wire import (
     Stepped,
     decode_command,
     failed,
-    frame,
 )
 from quire.model.resolve import resolve_model
 
+if TYPE_CHECKING:
+    from quire.engine.assembly import AssembledEngine
+
 log = logging.getLogger(__name__)
 
-KV_STATS_INTERVAL_S = 0.5   # they walk the whole pool: half a millisecond per 10,000 blocks
-CHECK_INTERVAL_S = 60.0     # of an idle engine looking for lost blocks
+QUIET_S = 10.0  # without work, until the engine looks for lost blocks: 0.2 seconds for 500,000, so not between requests
 
 
 class Connection:
-    """Frames over a blocking socket. The end of the stream ends the process."""
+    """Frames over a blocking socket. The end of the stream ends the process, whatever its threads are doing."""
 
     def __init__(self, connection: socket.socket) -> None:
+        self.exit_status = 0  # of the process, when the stream has ended
         self._socket = connection
         self._input = connection.makefile("rb")
 
     def send(self, report: Report) -> None:
         """Send a report; wait while the other side does not read."""
+        message = frame(report)
         try:
-            self._socket.sendall(frame(report))
+            self._socket.sendall(message)
         except OSError:
-            _end()
+            self._end()
 
-    def receive(self) -> Command:
-        """Wait for the next command."""
+    def read_into(self, commands: SimpleQueue[bytes]) -> NoReturn:
+        """Queue commands as they come; for a thread of its own."""
         try:
-            length = int.from_bytes(self._read(LENGTH_BYTES), "big")
-            return decode_command(self._read(length))
-        except OSError:
-            _end()
+            while (command := read_frame(self._input)) is not None:
+                commands.put(command)
+        except ConnectionError:
+            pass  # the server died with reports unread
+        except Exception:
+            log.exception("commands cannot be read")
+            self.exit_status = 1
+        self._end()
 
-    def _read(self, num_bytes: int) -> bytes:
-        read = self._input.read(num_bytes)
-        if len(read) < num_bytes:
-            _end()
-        return read
+    def _end(self) -> NoReturn:
+        """End the process without tidying up: the other thread may be in the middle of anything."""
+        os._exit(self.exit_status)
 
 
 class EngineLoop:
-    """Commands in, steps, reports out."""
+    """Commands in, steps, reports out. Every change of what waits or runs is followed by a report."""
 
-    def __init__(self, connection: Connection, options: EngineOptions) -> None:
-        from quire.engine.assembly import assemble  # noqa: PLC0415 (loads torch: the folder is reported before)
+    def __init__(self, engine: Engine, commands: SimpleQueue[bytes], send: Callable[[Report], None]) -> None:
+        self._engine, self._commands, self._send = engine, commands, send
 
-        assembled = assemble(options)
-        self._connection = connection
-        self._engine = assembled.engine
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._kv_due_s = self._check_due_s = 0.0
-        scheduler, model = self._engine.scheduler, assembled.model
-        self.ready = Ready(
-            limits=scheduler.limits,
-            max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
-            vocab_size=model.spec.vocab_size,
-            eos_token_ids=assembled.eos_token_ids,
-            dtype=str(model.dtype).removeprefix("torch."),
-            device=str(model.device),
-            num_parameters=model.num_parameters,
-            weights_bytes=model.weight_bytes,
-            kv_bytes_per_token=assembled.kv_bytes_per_token,
-        )
-
-    def listen(self) -> None:
-        """Queue commands as they come; runs in a thread of its own."""
-        while True:
-            self._commands.put(self._connection.receive())
-
-    def run(self) -> None:
+    def run(self) -> NoReturn:
         """Step for as long as the process lives."""
         while True:
-            self._take_commands()
-            self._step()
-
-    def _take_commands(self) -> None:
-        """Take what has come; with nothing else to do, say so and wait for more."""
-        while not self._commands.empty():
-            self._obey(self._commands.get())
-        if not self._engine.scheduler.has_requests:
-            self._check_now_and_then()
-            self._connection.send(Idle(self._state(with_kv=True)))
-            while not self._engine.scheduler.has_requests:
+            while not self._commands.empty():
                 self._obey(self._commands.get())
+            if self._engine.scheduler.has_requests:
+                self._step()
+            else:
+                self._rest()
 
-    def _obey(self, command: Command) -> None:
-        match command:
+    def _obey(self, message: bytes) -> None:
+        match decode_command(message):
             case Add(request):
                 self._engine.add(request)
             case Abort(request_id):
@@ -133,55 +111,75 @@ class EngineLoop:
     def _step(self) -> None:
         engine, started_s = self._engine, time.monotonic()
         deltas = engine.step()
-        with_kv = started_s >= self._kv_due_s
-        if with_kv:
-            self._kv_due_s = started_s + KV_STATS_INTERVAL_S
-        self._connection.send(
-            Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, self._state(with_kv=with_kv))
-        )
+        self._send(Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, self._state()))
 
-    def _state(self, *, with_kv: bool) -> EngineState:
+    def _rest(self) -> None:
+        """Say that all is done, and sleep until the next command.
+
+        When the quiet lasts, look once for lost blocks and rows: a leak shall be found by us, not by users.
+        """
+        self._send(Idle(self._state()))
+        try:
+            command = self._commands.get(timeout=QUIET_S)
+        except Empty:
+            self._engine.scheduler.check()
+            command = self._commands.get()
+        self._obey(command)
+
+    def _state(self) -> EngineState:
         scheduler = self._engine.scheduler
         return EngineState(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_preemptions=scheduler.num_preemptions,
             num_recomputed_tokens=scheduler.num_recomputed_tokens,
-            kv=self._engine.kv_stats() if with_kv else None,
+            kv=self._engine.kv_stats(),
         )
-
-    def _check_now_and_then(self) -> None:
-        """Look for lost blocks and rows while there is time: a leak shall be found by us, not by users."""
-        if time.monotonic() >= self._check_due_s:
-            self._check_due_s = time.monotonic() + CHECK_INTERVAL_S
-            self._engine.scheduler.check()
 
 
 def main() -> None:
     """Serve the socket whose number is the only argument."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
-    connection = Connection(socket.socket(fileno=int(sys.argv[1])))
-    start = connection.receive()
-    assert isinstance(start, Start), f"the first command must be Start, got {start}"
+    connection, commands = Connection(socket.socket(fileno=int(sys.argv[1]))), SimpleQueue[bytes]()
+    listener = threading.Thread(target=connection.read_into, args=(commands,), name="commands", daemon=True)
+    listener.start()
     try:
-        connection.send(Located(str(resolve_model(start.options.model))))
-        loop = EngineLoop(connection, start.options)
-        threading.Thread(target=loop.listen, name="commands", daemon=True).start()
-        connection.send(loop.ready)
-        loop.run()
+        serve(connection, commands)
     except Exception as error:  # the server has to know why: its users are waiting
         message = failed(error)
         if message.kind == FAULT:
             log.exception("the engine ends")
+        connection.exit_status = 1
         connection.send(message)
-        sys.exit(1)
+        listener.join()  # until the server has read all of it: what it still sends would otherwise break its stream
 
 
-def _end() -> NoReturn:
-    """End the process, whatever its threads are doing."""
-    os._exit(0)
+def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
+    """Load what the first command says, then obey."""
+    start = decode_command(commands.get())
+    assert isinstance(start, Start), f"the first command must be Start, got {start}"
+    folder = str(resolve_model(start.options.model))
+    connection.send(Located(folder))
+    from quire.engine.assembly import assemble  # noqa: PLC0415 (loads torch; the server reads its tokenizer meanwhile)
+
+    assembled = assemble(replace(start.options, model=folder))
+    connection.send(_ready(assembled))
+    EngineLoop(assembled.engine, commands, connection.send).run()
+
+
+def _ready(assembled: "AssembledEngine") -> Ready:
+    scheduler, model = assembled.engine.scheduler, assembled.model
+    return Ready(
+        limits=scheduler.limits,
+        max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
+        vocab_size=model.spec.vocab_size,
+        eos_token_ids=assembled.eos_token_ids,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        num_parameters=model.num_parameters,
+        weights_bytes=model.weight_bytes,
+        kv_bytes_per_token=assembled.kv_bytes_per_token,
+    )
 
 
 if __name__ == "__main__":

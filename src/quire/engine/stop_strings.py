@@ -6,10 +6,12 @@ look at each character and stop string, however long the string is.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 
-def border_lengths(text: str) -> list[int]:
+@lru_cache(maxsize=1024)  # every branch of every request of a call has the same stop strings
+def border_lengths(text: str) -> tuple[int, ...]:
     """Return, for each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
     lengths, length = [0], 0
     for char in text[1:]:
@@ -17,7 +19,7 @@ def border_lengths(text: str) -> list[int]:
             length = lengths[length - 1]
         length += char == text[length]
         lengths.append(length)
-    return lengths
+    return tuple(lengths)
 
 
 class StopMatch(NamedTuple):

@@ -1,8 +1,7 @@
-"""The messages that cross the process boundary, and the frames that carry them.
+"""The messages that cross the process boundary, each in a frame (`quire.core.frames`).
 
-A frame is a length, four bytes with the highest first, and that many bytes of msgpack. Both ends are ours, started
-together and joined by one socket pair, so there are no versions and nothing is negotiated. The end of the stream means
-that the other side is dead.
+Both ends are ours, started together and joined by one socket pair, so there are no versions and nothing is negotiated.
+The end of the stream means that the other side is dead.
 """
 
 from collections.abc import Callable
@@ -15,8 +14,8 @@ from quire.core.sequence import Request
 from quire.engine.options import EngineOptions
 from quire.scheduling.limits import AdmissionLimits
 
-LENGTH_BYTES = 4
-FAULT = "fault"  # the kind of a Failed that is nobody's mistake but ours
+FAULT = "fault"           # the kind of a Failed that is nobody's mistake but ours
+MAX_FAILURE_CHARS = 2000  # of its message: assertions may show whole tables, and clients get to read it
 
 
 # --- to the engine ----------------------------------------------------------------------------------------------------
@@ -81,7 +80,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
 
 class EngineState(msgspec.Struct, array_like=True, frozen=True):
-    """Counters and gauges after a step. `kv` only now and then, since it walks the pool; always when all is done."""
+    """Counters and gauges after a step. `kv` is None only before the first."""
 
     num_running: int
     num_waiting: int
@@ -109,19 +108,8 @@ class Idle(msgspec.Struct, tag="idle", array_like=True, frozen=True):
 Report = Located | Ready | Failed | Stepped | Idle
 
 
-# --- frames -----------------------------------------------------------------------------------------------------------
-
-_encoder = msgspec.msgpack.Encoder()
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
 decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decode
-
-
-def frame(message: Command | Report) -> bytes:
-    """Return a message ready to be sent."""
-    body = bytearray(LENGTH_BYTES)
-    _encoder.encode_into(message, body, LENGTH_BYTES)
-    body[:LENGTH_BYTES] = (len(body) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "big")
-    return bytes(body)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -133,10 +121,15 @@ class EngineDeadError(EngineError):
     """The engine process has ended, or could not start, for no fault of the request."""
 
 
-def failed(error: BaseException) -> Failed:
+class RequestFailedError(EngineError):
+    """What a request gave could not be made into output. Nothing else is disturbed."""
+
+
+def failed(error: Exception) -> Failed:
     """Return the message for an error: a user's mistake by its name, everything else as a fault."""
     kind = next((name for name, mendable in _MENDABLE.items() if isinstance(error, mendable)), FAULT)
-    return Failed(kind, str(error) if kind != FAULT else f"{type(error).__name__}: {error}")
+    text = str(error) if kind != FAULT else f"{type(error).__name__}: {error}"
+    return Failed(kind, text[:MAX_FAILURE_CHARS].encode(errors="replace").decode())  # file names may be no Unicode
 
 
 def as_error(message: Failed) -> EngineError:

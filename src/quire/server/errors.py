@@ -2,6 +2,7 @@
 
 from typing import Any, NoReturn
 
+from quire.core.checks import shown
 from quire.core.errors import InvalidRequestError
 from quire.engine.wire import EngineDeadError
 
@@ -39,7 +40,7 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
 
 def unsupported(param: str, value: object) -> NoReturn:
     """Refuse a known parameter that does nothing here yet."""
-    raise ApiError(400, f"{param} {value!r} is not supported yet", param=param, code="unsupported_parameter")
+    raise ApiError(400, f"{param} {shown(value)} is not supported yet", param=param, code="unsupported_parameter")
 
 
 def engine_unhealthy(message: str) -> ApiError:
@@ -63,6 +64,12 @@ def overloaded(num_queued: int, limit: int, retry_after_s: int) -> ApiError:
         code="server_overloaded",
         headers=_retry(retry_after_s),
     )
+
+
+def too_many_connections(limit: int) -> ApiError:
+    """There is no room for one more client, whatever it wants."""
+    message = f"{limit} connections are open already, the most that this server holds"
+    return ApiError(429, message, type="rate_limit_error", code="server_overloaded", headers=_retry(1))
 
 
 def as_api_error(error: Exception) -> ApiError:

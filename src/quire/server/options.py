@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from quire.core.errors import ConfigError
 
 _HIGHEST_PORT = 65535
+_LONGEST_SHUTDOWN_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +25,21 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         """Check ranges, and that a server which others can reach has a key or was meant to have none."""
+        if not self.host:
+            raise ConfigError("host must not be empty; 0.0.0.0 is every address of this machine")
         if not 0 <= self.port <= _HIGHEST_PORT:
             raise ConfigError(f"port must be from 0 to {_HIGHEST_PORT}, got {self.port}")
         for name in ("max_queued_requests", "max_n", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.shutdown_timeout >= 0:
-            raise ConfigError(f"shutdown_timeout must be at least 0 seconds, got {self.shutdown_timeout}")
-        if any(not key for key in self.api_key):
-            raise ConfigError("api_key must not be empty")
-        if any(not name for name in self.served_model_name):
-            raise ConfigError("served_model_name must not be empty")
+        if not 0 <= self.shutdown_timeout <= _LONGEST_SHUTDOWN_S:
+            raise ConfigError(
+                f"shutdown_timeout must be from 0 to {_LONGEST_SHUTDOWN_S:g} seconds, got {self.shutdown_timeout}"
+            )
+        if any(len(key.split()) != 1 or key != key.strip() for key in self.api_key):  # no client could send it
+            raise ConfigError("api_key must not be empty or have spaces")
+        if not all(name and name.isprintable() for name in self.served_model_name):
+            raise ConfigError("served_model_name must not be empty or have control characters")
         if not (self.api_key or self.allow_unauthenticated or _is_loopback(self.host)):
             raise ConfigError(
                 f"host {self.host} can be reached by others: set api_key, or allow_unauthenticated to serve everyone, "

@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from quire.core.checks import shown
 from quire.engine.client import EngineClient
 from quire.server.errors import ApiError, invalid, overloaded, shutting_down
 from quire.server.metrics import Metrics
+from quire.server.open_answers import OpenAnswers
 from quire.server.options import ServerOptions
 from quire.server.templates import TemplateRenderer
 
@@ -29,6 +32,11 @@ class RequestRecord:
     preemptions: int | None = None
 
 
+def _preparing_threads() -> ThreadPoolExecutor:
+    """Return the threads that turn prompts into tokens. Two: a long prompt must not hold up all others."""
+    return ThreadPoolExecutor(2, thread_name_prefix="prepare")
+
+
 @dataclass(slots=True)
 class Service:
     """One engine behind HTTP. Lives on the event loop; only `names` and `options` may be read from elsewhere."""
@@ -38,6 +46,8 @@ class Service:
     names: tuple[str, ...]                    # of the model, the first is the one that answers carry
     metrics: Metrics
     templates: TemplateRenderer
+    answers: OpenAnswers = field(default_factory=OpenAnswers)
+    threads: ThreadPoolExecutor = field(default_factory=_preparing_threads)
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
     num_preparing: int = 0                    # requests let in and not yet sent to the engine
@@ -47,7 +57,7 @@ class Service:
         if name is None:
             return self.names[0]
         if name not in self.names:
-            message = f"the model {name!r} does not exist; this server has {', '.join(self.names)}"
+            message = f"the model {shown(name)} does not exist; this server has {', '.join(self.names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
 

@@ -22,6 +22,8 @@ from jinja2.utils import Namespace
 from quire.core.errors import InvalidRequestError
 
 MAX_RENDERED_CHARS = 16 * 1024 * 1024  # more than the tokens of any context length
+MAX_ERROR_CHARS = 1000                 # of what a template tells that it refuses
+CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own: a template shall treat it alike
 
 Message = Mapping[str, Any]
 
@@ -36,16 +38,34 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: Any,  # noqa: ANN401 (whatever the template knows)
     ) -> str:
         """Return the text of a conversation.
 
         A message has a `role` and a `content`: a string, a list of text parts (joined by newlines), or null. Anything
-        that the messages or the template get wrong is an InvalidRequestError for the field `messages`.
+        that the messages or the template get wrong is an InvalidRequestError for the field `messages`. With
+        `continue_final_message`, instead of a generation prompt, the text ends where the last message's content does.
         """
         conversation = [_checked(index, message) for index, message in enumerate(_as_list(messages))]
+        if not continue_final_message:
+            return self._render(conversation, add_generation_prompt, variables)
+        if add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message cannot be used together with add_generation_prompt: "
+                "a message is either continued or begun",
+                param="continue_final_message",
+            )
+        content = _final_content(conversation)
+        marked = [*conversation[:-1], conversation[-1] | {"content": content + CONTINUE_MARK}]
+        return _cut_after(content, self._render(marked, add_generation_prompt, variables))
+
+    def _render(
+        self, conversation: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]
+    ) -> str:
         context = {"tools": None, "documents": None} | variables | {"messages": conversation}
         try:
             plain = _plain(context)
@@ -54,7 +74,8 @@ class ChatTemplate:
         except InvalidRequestError:
             raise
         except Exception as error:  # a template is a program: it can fail in every way that a program can
-            _refuse(f"the model's chat template cannot render the messages: {error or type(error).__name__}", error)
+            reason = (str(error) or type(error).__name__)[:MAX_ERROR_CHARS]
+            _refuse(f"the model's chat template cannot render the messages: {reason}", error)
 
     @cached_property
     def _compiled(self) -> Template:
@@ -132,6 +153,23 @@ def _join_bounded(pieces: Any) -> str:  # noqa: ANN401 (an iterator of strings)
             _refuse(f"the rendered chat template is longer than {MAX_RENDERED_CHARS} characters")
         written.append(piece)
     return "".join(written)
+
+
+def _final_content(conversation: list[dict[str, Any]]) -> str:
+    content = conversation[-1].get("content")
+    if not isinstance(content, str):
+        _refuse("continue_final_message needs a last message with a content")
+    return content
+
+
+def _cut_after(content: str, text: str) -> str:
+    """Return a rendered text up to the end of the last message, which was marked."""
+    mark = CONTINUE_MARK.strip()  # templates may strip what they are given
+    place = text.rfind(mark)
+    if place < 0 or content.strip() not in text:
+        _refuse("continue_final_message: the model's chat template does not write the last message as it is")
+    kept = text[:place]
+    return kept if text.startswith(CONTINUE_MARK, place) else kept.rstrip()
 
 
 def _as_list(messages: object) -> list[object]:

@@ -147,6 +147,11 @@ class Tokenizer:
     # --- chat -----------------------------------------------------------------------------------------------------
 
     @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """Texts of the special tokens that have a name (`bos_token`, ...): chat templates know them by it."""
+        return self._named_tokens
+
+    @property
     def chat_template(self) -> str | None:
         """Source of the model's chat template, if it has one."""
         return None if self._chat_template is None else self._chat_template.source

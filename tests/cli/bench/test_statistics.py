@@ -18,6 +18,13 @@ def test_single_token_has_no_time_per_further_token() -> None:
     assert (timeline.ttft_s, timeline.e2e_s, timeline.tpot_s, timeline.itl_s) == (2.0, 2.0, None, [])
 
 
+def test_tokens_that_come_together_count_each_in_tpot_and_once_in_itl() -> None:
+    timeline = Timeline(sent_s=0.0, token_times_s=[1.0, 2.0, 3.0], num_tokens=9)
+    assert timeline.tpot_s == 2.0 / 8
+    assert timeline.itl_s == [1.0, 1.0]
+    assert Timeline(0.0, [1.0], num_tokens=0).tpot_s is None
+
+
 def test_distribution_is_linear_between_neighbours() -> None:
     assert distribution([float(i) for i in range(101)]) == Distribution(50.0, 50.0, 95.0, 99.0)
     assert distribution([0.0, 1.0]) == pytest.approx((0.5, 0.5, 0.95, 0.99))

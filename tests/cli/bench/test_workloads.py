@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.bench.workloads import WorkItem, length_workload, random_workload, token_id_workload
+from quire.cli.bench.workloads import WorkItem, length_workload, random_workload, renewed, token_id_workload
 from quire.core.errors import ConfigError
 
 SHARED = Path(__file__).parents[3] / "../shared"
@@ -52,6 +52,14 @@ def test_random_workload_has_the_lengths_and_ids_asked_for() -> None:
 def test_random_workload_follows_its_seed() -> None:
     assert random_workload(2, 8, 1, 1000, seed=1) == random_workload(2, 8, 1, 1000, seed=1)
     assert random_workload(2, 8, 1, 1000, seed=1) != random_workload(2, 8, 1, 1000, seed=2)
+
+
+def test_renewed_requests_repeat_the_shapes_with_other_tokens() -> None:
+    items = [WorkItem([0, 1, 2], 5, arrival_s=0.5), WorkItem([0, 1, 9], 6)]
+    found = renewed(items, count=5, first_round=0)
+    assert lengths(found) == [(3, 5), (3, 6), (3, 5), (3, 6), (3, 5)]
+    assert [item.prompt_token_ids for item in found] == [[0, 1, 2], [0, 1, 9], [1, 2, 3], [1, 2, 0], [2, 3, 4]]
+    assert renewed(items, count=1, first_round=2) == found[4:]
 
 
 @pytest.mark.parametrize("name", ["lengths.csv", "lengths.csv.gz"])

@@ -1,6 +1,7 @@
-"""`quire bench throughput`, `latency` and `control-plane`."""
+"""`quire bench throughput`, `latency`, `serve` and `control-plane`."""
 
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,6 +10,7 @@ from quire.cli.bench import report
 from quire.cli.bench.flags import RunFlags, WorkloadFlags
 from quire.cli.bench.machine import machine_facts
 from quire.cli.bench.passes import latency_pass, throughput_pass, watched_pass
+from quire.cli.bench.serve_flags import ArrivalFlags, LimitFlags, PromptFlags, SearchFlags, ServerFlags
 from quire.cli.bench.workloads import WorkItem
 from quire.cli.engine_flags import EngineFlags
 from quire.cli.flag_groups import COMMAND_SETTINGS, flag, with_flag_groups
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(
     name="bench",
-    help="Measure throughput, latency and the control plane.",
+    help="Measure throughput, latency, a server and the control plane.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -52,6 +54,22 @@ def latency(
     record = report.latency_record(passes)
     report.print_tables("latency, seconds", report.DISTRIBUTION_COLUMNS, record["figures"], facts)
     report.write_json(run.json, {"benchmark": "latency", "concurrency": concurrency} | record | facts)
+
+
+@with_flag_groups
+def serve(
+    server: ServerFlags,
+    workload: WorkloadFlags,
+    prompts: PromptFlags,
+    arrivals: ArrivalFlags,
+    limits: LimitFlags,
+    search: SearchFlags,
+    json: Annotated[Path | None, flag("write everything there as well", metavar="FILE")] = None,
+) -> None:
+    """Measure any OpenAI-compatible server as its clients see it, or search the rate that it can take."""
+    from quire.cli.bench.serve_command import ServeCommand  # noqa: PLC0415 (--help loads no HTTP client)
+
+    ServeCommand(server, workload, prompts, arrivals, limits, search, json).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,4 +112,5 @@ def _warm_up(llm: "LLM", items: list[WorkItem], engine: EngineFlags, workload: W
 
 bench.command(context_settings=COMMAND_SETTINGS)(throughput)
 bench.command(context_settings=COMMAND_SETTINGS)(latency)
+bench.command(context_settings=COMMAND_SETTINGS)(serve)
 bench.command(context_settings=COMMAND_SETTINGS)(control_plane)

@@ -1,10 +1,11 @@
-"""The flags that `bench throughput` and `bench latency` share."""
+"""The flags that the benchmarks of models and of servers share."""
 
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from quire.cli.bench.traces import TraceSlice, is_trace, trace_workload
 from quire.cli.bench.workloads import WorkItem, length_workload, random_workload, token_id_workload
 from quire.cli.flag_groups import flag
 from quire.core.errors import ConfigError
@@ -20,7 +21,7 @@ class WorkloadFlags:
     """Which requests are run; all of them greedy, with a fixed number of output tokens."""
 
     workload: Annotated[
-        str, _flag("random, a JSON file of token ids, or a CSV file of lengths", metavar="random|FILE")
+        str, _flag("random, a JSON file of token ids, a CSV file of lengths, or a trace", metavar="random|FILE")
     ] = "random"
     name: Annotated[str | None, _flag("which workload of a JSON file that holds several")] = None
     num_prompts: Annotated[
@@ -28,7 +29,7 @@ class WorkloadFlags:
     ] = None
     input_len: Annotated[int, _flag("prompt tokens of a random request", min=1)] = 128
     output_len: Annotated[int, _flag("output tokens of a random request", min=1)] = 128
-    max_total_len: Annotated[int, _flag("leave out rows of a CSV file with more tokens in all", min=2)] = 2048
+    max_total_len: Annotated[int, _flag("leave out rows of a CSV file or trace with more tokens in all", min=2)] = 2048
 
     def build(self, vocab_size: int, seed: int) -> list[WorkItem]:
         """Return the requests. Raises ConfigError when the file or its name does not fit."""
@@ -40,7 +41,11 @@ class WorkloadFlags:
             return token_id_workload(path, self.name, self.num_prompts)
         if path.name.endswith((".csv", ".csv.gz")):
             return length_workload(path, self.num_prompts, self.max_total_len, vocab_size, seed)
-        raise ConfigError(f"workload must be random, or a .json, .csv or .csv.gz file, got {self.workload!r}")
+        if is_trace(path):
+            return trace_workload(path, TraceSlice(self.num_prompts, self.max_total_len), vocab_size, seed)
+        raise ConfigError(
+            f"workload must be random, or a .json, .csv, .csv.gz, .jsonl or .jsonl.gz file, got {self.workload!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,22 @@ import quire
 
 
 def machine_facts() -> dict[str, str | int]:
-    """Return the CPU, the threads and the versions that a figure depends on."""
+    """Return the CPU, the threads and the versions that a figure of this process depends on."""
     import torch  # noqa: PLC0415 (--help loads no torch)
 
+    return client_facts() | {
+        "num_threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+    }
+
+
+def client_facts() -> dict[str, str | int]:
+    """Return what is known of this machine without torch: all that matters to a client of a server elsewhere."""
     return {
         "cpu": _cpu_model(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "num_threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
         "quire": quire.__version__,
     }
 

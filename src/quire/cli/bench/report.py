@@ -70,14 +70,17 @@ def write_json(path: Path | None, record: Record) -> None:
 
 def print_tables(title: str, columns: Sequence[str], figures: Mapping[str, Mapping[str, float]], facts: Record) -> None:
     """Print the figures, one row each, and the facts below them."""
-    console = Console()
     table = Table("", *columns, title=title, title_justify="left")
     for name, values in figures.items():
         table.add_row(name, *(f"{values[column]:.4g}" for column in columns))
-    console.print(table)
+    Console().print(table)
     for name, values in facts.items():
-        text = ", ".join(f"{key} {_short(value)}" for key, value in values.items())
-        console.print(f"{name}: {text}", highlight=False, markup=False)
+        print_line(f"{name}: " + ", ".join(f"{key} {_short(value)}" for key, value in values.items()))
+
+
+def print_line(text: str) -> None:
+    """Print a line as it stands."""
+    Console().print(text, highlight=False, markup=False)
 
 
 def _short(value: object) -> str:

@@ -27,10 +27,15 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When one request was sent and when each of its output tokens came, on one clock."""
+    """When one request was sent and when each of its output tokens came, on one clock.
+
+    A stream may bring several tokens in one chunk: then `token_times_s` has the chunk's time once, and `num_tokens` is
+    how many came in all. ITL is over the gaps that a client sees, between chunks; TPOT is over tokens.
+    """
 
     sent_s: float
     token_times_s: list[float]
+    num_tokens: int | None = None  # None: as many as there are times
 
     @property
     def ttft_s(self) -> float:
@@ -45,8 +50,8 @@ class Timeline:
     @property
     def tpot_s(self) -> float | None:
         """Mean time per token after the first; None where there is only one."""
-        num_gaps = len(self.token_times_s) - 1
-        return (self.e2e_s - self.ttft_s) / num_gaps if num_gaps else None
+        num_gaps = (len(self.token_times_s) if self.num_tokens is None else self.num_tokens) - 1
+        return (self.e2e_s - self.ttft_s) / num_gaps if num_gaps > 0 else None
 
     @property
     def itl_s(self) -> list[float]:

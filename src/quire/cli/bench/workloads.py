@@ -8,7 +8,8 @@ import csv
 import gzip
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -24,10 +25,11 @@ Lengths = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class WorkItem:
-    """One request: what is asked, and how many tokens it is answered with."""
+    """One request: what is asked, how many tokens it is answered with, and in a trace when it comes."""
 
     prompt_token_ids: list[int]
     output_len: int
+    arrival_s: float | None = None
 
 
 def random_workload(num_prompts: int, input_len: int, output_len: int, vocab_size: int, seed: int) -> list[WorkItem]:
@@ -69,6 +71,27 @@ def length_workload(
     return _with_random_prompts(lengths, vocab_size, seed)
 
 
+def renewed(items: list[WorkItem], count: int, first_round: int) -> list[WorkItem]:
+    """Return `count` requests like `items`, over and over, with other tokens in every round.
+
+    Round r moves every id up by r, around among the ids that there are. So no request finds an earlier one's prompt in
+    a prefix cache, and those of one round that share a prefix still do.
+    """
+    num_ids = 1 + max(max(item.prompt_token_ids) for item in items)
+    return [
+        replace(item, prompt_token_ids=[(token + first_round + i // len(items)) % num_ids
+                                        for token in item.prompt_token_ids])
+        for i, item in zip(range(count), cycle(items), strict=False)
+    ]
+
+
+def open_text(path: Path) -> TextIO:
+    """Open a text file, plain or .gz."""
+    if path.suffix == ".gz":
+        return cast(TextIO, gzip.open(path, "rt", encoding="utf-8"))
+    return path.open(encoding="utf-8")
+
+
 def _with_random_prompts(lengths: list[Lengths], vocab_size: int, seed: int) -> list[WorkItem]:
     generator = np.random.default_rng(seed)
     return [
@@ -99,7 +122,7 @@ def _work_item(path: Path, record: Any) -> WorkItem:  # noqa: ANN401 (JSON)
 def _read_lengths(path: Path) -> list[Lengths]:
     """Return all (prompt, output) lengths of a CSV file. Raises ConfigError for other columns or for no numbers."""
     try:
-        with _open_text(path) as lines:
+        with open_text(path) as lines:
             rows = csv.DictReader(lines)
             columns = set(rows.fieldnames or ())
             if columns >= _LENGTH_COLUMNS:
@@ -114,12 +137,6 @@ def _read_lengths(path: Path) -> list[Lengths]:
         f"{path} needs the columns prompt_tokens,output_tokens or conversation,turn,role,tokens, "
         f"has {','.join(sorted(columns)) or 'none'}"
     )
-
-
-def _open_text(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return cast(TextIO, gzip.open(path, "rt", encoding="utf-8"))
-    return path.open(encoding="utf-8")
 
 
 def _first_turns(rows: Iterable[dict[str, str]]) -> Iterator[Lengths]:

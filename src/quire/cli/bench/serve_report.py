@@ -1,0 +1,152 @@
+"""What a run against a server comes to: every figure of the report, from recorded times alone."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.cli.bench.diagnosis import ITL_LIMIT_S, TTFT_LIMIT_S, Observation, diagnose
+from quire.cli.bench.goodput import Limits
+from quire.cli.bench.http_load import LoadRun, SentRequest
+from quire.cli.bench.report import Record
+from quire.cli.bench.statistics import distribution, latencies
+
+_KV_NAMES = (
+    *("mean_kv_usage", "peak_kv_usage", "mean_tail_waste", "peak_tail_waste"),
+    *("prefix_hit_rate", "num_preemptions"),
+)
+
+
+def serve_record(run: LoadRun, use: Record, limits: Limits) -> Record:
+    """Return the figures of a run; `use` is what the server said of itself, empty where it says nothing."""
+    figures = {name: values._asdict() for name, values in latencies(run.timelines).items()}
+    facts = {
+        "rates": _rates(run, limits),
+        "requests": _request_counts(run),
+        "limits": _attainment(run, limits),
+        "batch": _batch(run, use),
+        "kv_cache": {name: use[name] for name in _KV_NAMES if name in use},
+        "errors": dict(Counter(failure.label for failure in run.failures)),
+        "error_messages": {failure.label: failure.message for failure in run.failures},
+        "client": _client(run),
+    }
+    return {"figures": figures, **{name: values for name, values in facts.items() if values}}
+
+
+def sentence(run: LoadRun, use: Record, limits: Limits) -> str:
+    """Return the diagnosis, on 95th percentiles of what the limits are on, and on the prompts of late requests."""
+    if not run.finished:
+        return f"Nothing was answered; {len(run.failures)} requests failed."
+    found = latencies(run.timelines)
+    ttft_limit_s = limits.ttft_s or TTFT_LIMIT_S
+    late = [request for request in run.finished if request.timeline.ttft_s > ttft_limit_s] or run.finished
+    return diagnose(
+        Observation(
+            num_prompt_tokens=float(np.median([len(request.item.prompt_token_ids) for request in late])),
+            ttft_s=found["ttft_s"].p95,
+            itl_s=_limited_gap_s(run, limits),
+            ttft_limit_s=ttft_limit_s,
+            itl_limit_s=limits.itl_s or limits.tpot_s or ITL_LIMIT_S,
+            queue_s=use.get("mean_queue_s"),
+            mean_waiting=use.get("mean_waiting"),
+            num_preemptions=use.get("num_preemptions", 0),
+            peak_kv_usage=use.get("peak_kv_usage"),
+            num_failed=len(run.failures),
+            is_too_long=limits.e2e_s is not None and found["e2e_s"].p95 > limits.e2e_s,
+        )
+    )
+
+
+def _limited_gap_s(run: LoadRun, limits: Limits) -> float:
+    """Return the 95th percentile of the gaps as the limits count them; without limits, of all gaps."""
+    if limits.itl_s is not None:
+        sample = [max(timeline.itl_s, default=0.0) for timeline in run.timelines]
+    elif limits.tpot_s is not None:
+        sample = [timeline.tpot_s or 0.0 for timeline in run.timelines]
+    else:
+        sample = [gap for timeline in run.timelines for gap in timeline.itl_s]
+    return distribution(sample).p95 if sample else 0.0
+
+
+def request_records(requests: Sequence[SentRequest]) -> list[Record]:
+    """Return a record of every request that was sent, for the JSON."""
+    return [
+        {
+            "due_s": request.due_s,
+            "sent_s": request.sent_s,
+            "num_prompt_tokens": len(request.item.prompt_token_ids),
+            "num_cached_tokens": request.answer.num_cached_tokens,
+            "num_output_tokens": request.num_output_tokens,
+            "ttft_s": request.timeline.ttft_s if request.answer.token_times_s else None,
+            "e2e_s": request.timeline.e2e_s if request.is_finished else None,
+            "error": request.failure.label if request.failure else None,
+        }
+        for request in requests
+    ]
+
+
+def _rates(run: LoadRun, limits: Limits) -> Record:
+    """Return what was asked and done per second, over the whole run, its end included."""
+    num_output_tokens = sum(request.num_output_tokens for request in run.requests)
+    num_prompt_tokens = sum(len(request.item.prompt_token_ids) for request in run.finished)
+    offered_rps = run.schedule.offered_rps
+    rates = {} if offered_rps is None else {"offered_rps": offered_rps}
+    rates |= {
+        "requests_per_s": len(run.finished) / run.duration_s,
+        "tokens_per_s": num_output_tokens / run.duration_s,
+        "total_tokens_per_s": (num_prompt_tokens + num_output_tokens) / run.duration_s,
+    }
+    if limits.given:
+        rates["goodput_rps"] = limits.num_met(run.timelines) / run.duration_s
+    return rates
+
+
+def _request_counts(run: LoadRun) -> Record:
+    """Return what became of the requests, and how many tokens came."""
+    return {
+        "num_requests": run.num_due,
+        "num_finished": len(run.finished),
+        "num_failed": len(run.failures),
+        "num_cut": run.num_due - len(run.finished) - len(run.failures),
+        "num_output_tokens": sum(request.num_output_tokens for request in run.requests),
+        "num_asked_tokens": sum(request.item.output_len for request in run.requests),
+        "duration_s": run.duration_s,
+    }
+
+
+def _attainment(run: LoadRun, limits: Limits) -> Record:
+    """Return the limits, and the share of all requests, failed ones too, that met them."""
+    if not limits.given:
+        return {}
+    return limits.given | {"attained": limits.num_met(run.timelines) / run.num_due}
+
+
+def _batch(run: LoadRun, use: Record) -> Record:
+    """Return how many requests ran together: by the server's word, else by Little's law over what was open here."""
+    waiting = {name: use[name] for name in ("mean_waiting", "peak_waiting", "mean_queue_s") if name in use}
+    if "mean_running" in use:
+        return {"mean_size": use["mean_running"], "source": f"/metrics, {use['num_samples']} samples"} | waiting
+    open_s = sum(_open_s(request, run.duration_s) for request in run.requests)
+    return {"mean_size": open_s / run.duration_s, "source": "requests open at the client (Little's law)"} | waiting
+
+
+def _open_s(request: SentRequest, end_s: float) -> float:
+    """Return how long the server had the request; a failed one counts as never there."""
+    if request.failure is not None:
+        return 0.0
+    return (request.answer.token_times_s[-1] if request.is_finished else end_s) - request.sent_s
+
+
+def _client(run: LoadRun) -> Record:
+    """Return what this client cost, and how late it was: figures of a busy client are not the server's."""
+    num_chunks = sum(request.answer.num_chunks for request in run.requests)
+    num_arrivals = sum(len(request.answer.token_times_s) for request in run.requests)
+    num_tokens = sum(request.num_output_tokens for request in run.requests)
+    record = {
+        "cpu_share": run.client_cpu_s / run.duration_s,
+        "max_late_s": max((request.sent_s - request.due_s for request in run.requests), default=0.0),
+    }
+    if num_arrivals:
+        record["cpu_us_per_chunk"] = run.client_cpu_s / num_chunks * 1e6
+        record["tokens_per_chunk"] = num_tokens / num_arrivals
+    return record

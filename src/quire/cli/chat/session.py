@@ -1,0 +1,153 @@
+"""The loop of a chat: a line is a command or a question, and a question is asked of the back end.
+
+What fails changes nothing but what it is about: a person is told and goes on, a pipe ends with the error.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from quire.cli.chat.answer import Answer
+from quire.cli.chat.back_end import BackEnd, ChatError, Update
+from quire.cli.chat.conversation import Conversation, Exchange
+from quire.cli.chat.screen import Screen
+from quire.core.errors import ContextLengthError, EngineError
+
+HELP = """\
+/help          this list
+/reset         forget what was said; the system message stays
+/system TEXT   set the system message; without TEXT, remove it
+/retry         ask the last question again
+/save FILE     write the messages, one JSON object per line
+/stats         tokens and times of the last answer
+/exit          leave; so does Ctrl-D
+A line that ends with a backslash goes on in the next one; // begins a message that starts with /.
+Ctrl-C stops an answer, which keeps what it has, or clears the line; twice leaves."""
+
+
+class ChatSession:
+    """One conversation, from the first line to the last."""
+
+    def __init__(self, back_end: BackEnd, screen: Screen, conversation: Conversation) -> None:
+        self.conversation = conversation
+        self._back_end = back_end
+        self._screen = screen
+        self._last_answer: Answer | None = None
+        self._is_over = False
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: self._screen.show(HELP),
+            "/reset": self._reset,
+            "/system": self._set_system,
+            "/retry": self._retry,
+            "/save": self._save,
+            "/stats": self._show_stats,
+            "/exit": self._leave,
+        }
+
+    def run(self) -> None:
+        """Talk until the input ends or the user leaves."""
+        self._screen.show(self._back_end.greeting, "faint")
+        self._screen.show("/help lists commands, Ctrl-D leaves.", "faint")
+        was_interrupted = False
+        while not self._is_over:
+            try:
+                self._take(self._screen.read())
+                was_interrupted = False
+            except EOFError:
+                return
+            except KeyboardInterrupt:  # also one that was meant for an answer that ended just then
+                if not self._screen.is_interactive:
+                    raise
+                if was_interrupted:
+                    return
+                was_interrupted = True
+                self._screen.show("\nCtrl-C again, or Ctrl-D, leaves.", "faint")
+
+    def _take(self, line: str) -> None:
+        try:
+            if line.startswith("/") and not line.startswith("//"):
+                self._command(line)
+            elif line.strip():
+                self._ask(line.removeprefix("/") if line.startswith("//") else line)
+        except (EngineError, OSError) as error:
+            if not self._screen.is_interactive or isinstance(error, BrokenPipeError):
+                raise
+            self._screen.show(str(error), "error")
+
+    def _command(self, line: str) -> None:
+        name, _, argument = line.partition(" ")
+        command = self._commands.get(name.strip())
+        if command is None:
+            raise ChatError(f"there is no command {name}; /help lists them, // begins a message that starts with /")
+        command(argument.strip())
+
+    # --- questions ------------------------------------------------------------------------------------------------
+
+    def _ask(self, question: str, *, instead_of_last: bool = False) -> None:
+        """Ask, show the answer as it comes, and keep what came of it."""
+        answer = self._last_answer = Answer(time.monotonic())
+
+        def take(update: Update) -> None:
+            answer.take(update, time.monotonic())
+            self._screen.write(update.text)
+
+        try:
+            self._back_end.answer(self.conversation.with_question(question, instead_of_last=instead_of_last), take)
+            answer.is_whole = True
+        except ContextLengthError as error:
+            raise ChatError(
+                f"the conversation no longer fits: {str(error).rstrip('.')}. Nothing is lost: /save FILE keeps it, "
+                "/reset makes room, and then /retry asks this question again"
+            ) from error
+        except KeyboardInterrupt:
+            if not self._screen.is_interactive:
+                raise
+        finally:
+            self._keep(question, answer, instead_of_last)
+        self._tell_how_it_ended(answer)
+
+    def _keep(self, question: str, answer: Answer, instead_of_last: bool) -> None:
+        """Add what there is of an answer to the conversation; without any, let the question wait for /retry."""
+        if answer.text or answer.is_whole:
+            self._screen.write("\n")
+            self.conversation.keep(Exchange(question, answer.text), instead_of_last=instead_of_last)
+        elif not instead_of_last:
+            self.conversation.unanswered = question
+
+    def _tell_how_it_ended(self, answer: Answer) -> None:
+        if not answer.is_whole:
+            self._screen.show("(stopped)", "faint")
+        elif answer.finish_reason == "length":
+            self._screen.show("(cut off: no more tokens were allowed, or no more fit)", "faint")
+
+    # --- commands -------------------------------------------------------------------------------------------------
+
+    def _reset(self, _: str) -> None:
+        self.conversation.reset()
+        self._screen.show("The conversation is empty.", "faint")
+
+    def _set_system(self, text: str) -> None:
+        self.conversation.system = text or None
+        self._screen.show("The system message is set." if text else "There is no system message.", "faint")
+
+    def _retry(self, _: str) -> None:
+        if self.conversation.unanswered is not None:
+            self._ask(self.conversation.unanswered)
+        elif self.conversation.exchanges:
+            self._ask(self.conversation.exchanges[-1].question, instead_of_last=True)
+        else:
+            raise ChatError("/retry needs a question that was asked before")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise ChatError("/save needs the name of a file")
+        count = self.conversation.save(Path(name).expanduser())
+        self._screen.show(f"{count} messages are in {name}.", "faint")
+
+    def _show_stats(self, _: str) -> None:
+        if self._last_answer is None:
+            raise ChatError("/stats needs an answer")
+        self._screen.show(self._last_answer.summary())
+
+    def _leave(self, _: str) -> None:
+        self._is_over = True

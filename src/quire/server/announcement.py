@@ -1,0 +1,56 @@
+"""What a server says on stdout when it answers: what it serves, how much of it fits, and where."""
+
+import contextlib
+import io
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from quire.engine.wire import Ready
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def announce(name: str, url: str, ready: Ready) -> None:
+    """Print the table and the ready line. Who does not want to read them is served all the same."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a name may have characters that the terminal has not
+    console = Console(highlight=False, markup=False, emoji=False)
+    with console.capture() as table:
+        console.print(_table(name, ready))
+    with contextlib.suppress(OSError):
+        print(f"{table.get()}Quire is serving {name} on {url}", flush=True)  # noqa: T201
+
+
+def _table(name: str, ready: Ready) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for row in _rows(name, ready):
+        table.add_row(*row)
+    return table
+
+
+def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
+    limits = ready.limits
+    num_tokens = limits.num_blocks * limits.block_size
+    blocks_each = -(-limits.max_model_len // limits.block_size)
+    num_fitting = min(limits.num_blocks // blocks_each, limits.max_num_seqs)
+    cache_bytes = _in_units(num_tokens * ready.kv_bytes_per_token)
+    return [
+        ("model", name),
+        ("weights", f"{_in_units(ready.weights_bytes)}, {ready.num_parameters:,} parameters of {ready.dtype}"),
+        ("device", ready.device),
+        ("KV cache", f"{limits.num_blocks:,} blocks of {limits.block_size}: {num_tokens:,} tokens, {cache_bytes}"),
+        ("swap", "none"),
+        ("longest request", f"{limits.max_model_len:,} tokens"),
+        ("of that length", f"{num_fitting:,} at once"),
+    ]
+
+
+def _in_units(num_bytes: float) -> str:
+    """Return a number of bytes in the unit that suits it."""
+    exponent = 0
+    while num_bytes >= 1024 and exponent < len(_UNITS) - 1:
+        num_bytes /= 1024
+        exponent += 1
+    return f"{num_bytes:.{0 if exponent == 0 else 1}f} {_UNITS[exponent]}"

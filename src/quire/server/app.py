@@ -1,0 +1,38 @@
+"""The application: every route, in the layers that all of them share."""
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from quire.core.version import __version__
+from quire.server import system_routes
+from quire.server.error_responses import handle_errors
+from quire.server.gate import Gate
+from quire.server.openai import routes
+from quire.server.request_log import RequestLog
+from quire.server.service import Service
+
+# Tells /openapi.json about our errors; without it FastAPI announces its own 422, which nobody ever gets.
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "the request was refused"},
+    "5XX": {"description": "the request failed"},
+}
+
+
+def create_app(service: Service) -> FastAPI:
+    """Return the application over a service, which the routes find as `request.app.state.service`."""
+    app = FastAPI(
+        title="Quire",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=_ERRORS,
+    )
+    app.state.service = service
+    app.include_router(system_routes.router)
+    app.include_router(routes.router)
+    handle_errors(app)
+    app.add_middleware(Gate, service=service)
+    app.add_middleware(RequestLog)  # added last: outermost
+    return app

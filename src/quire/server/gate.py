@@ -1,0 +1,107 @@
+"""Who is let in, and what may be sent: the API key, the drain, and the length, kind and speed of a body."""
+
+import asyncio
+import hashlib
+import hmac
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.error_responses import error_response
+from quire.server.errors import ApiError, shutting_down
+from quire.server.service import Service
+
+BODY_LIMIT_S = 30.0
+_NO_KEY_NEEDED = frozenset({b"/health"})
+_ALWAYS_ANSWERED = frozenset({b"/health", b"/ready", b"/metrics", b"/version"})  # also while the server drains
+
+
+class Gate:
+    """ASGI middleware. Looks at the path as it was sent, so that no spelling of another path passes for an open one."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+        self._key_digests = [_digest(key.encode()) for key in service.options.api_key]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with an error. A route that is asked for the head alone sees GET."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(scope)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # uvicorn knows, and leaves the body out
+        if scope["method"] == "POST":
+            receive = _BodyReader(scope, receive, self._service.options.max_body_bytes)
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        path = scope["raw_path"]
+        if self._key_digests and path not in _NO_KEY_NEEDED and not self._has_key(scope):
+            message = "this server needs one of its keys, as a header 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if self._service.is_draining and path not in _ALWAYS_ANSWERED:
+            self._service.metrics.refused("shutting_down")
+            raise shutting_down()
+
+    def _has_key(self, scope: Scope) -> bool:
+        """Whether the request carries one of the keys. Takes the same time whichever it is, or nearly is."""
+        sent = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, key = (sent[0] if len(sent) == 1 else b"").partition(b" ")
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self._key_digests]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+class _BodyReader:
+    """Stands in for `receive`: the body comes whole, or as an ApiError to the route that reads it."""
+
+    def __init__(self, scope: Scope, receive: Receive, max_bytes: int) -> None:
+        self._headers = dict(scope["headers"])
+        self._receive, self._max_bytes = receive, max_bytes
+        self._is_read = False
+
+    async def __call__(self) -> Message:
+        if self._is_read:
+            return await self._receive()
+        self._is_read = True
+        self._check_headers()
+        try:
+            async with asyncio.timeout(BODY_LIMIT_S):
+                return await self._read()
+        except TimeoutError:
+            message = f"the body took more than {BODY_LIMIT_S:g} s"
+            raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
+
+    def _check_headers(self) -> None:
+        """Refuse by what is announced. A body without a content type is taken for JSON, as OpenAI's API does."""
+        content_type = self._headers.get(b"content-type", b"application/json").decode("latin-1")
+        if content_type.partition(";")[0].strip().lower() != "application/json":
+            message = f"the body must be application/json, not {content_type[:100]!r}"
+            raise ApiError(415, message, code="unsupported_media_type")
+        length = self._headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_bytes:
+            raise self._too_large()
+
+    async def _read(self) -> Message:
+        body = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                return message
+            body += message.get("body", b"")
+            if len(body) > self._max_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is longer than {self._max_bytes} bytes (max_body_bytes)"
+        return ApiError(413, message, code="request_too_large")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,110 @@
+"""From an engine that loads to the last answer: connect, serve, and end in one of three ways.
+
+A first signal drains: /ready and new requests are answered with 503, open ones go on until the shutdown timeout, then
+they are ended. A second signal ends the process at once. A dead engine ends it soon: probes get a moment to see it.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from typing import NoReturn
+
+import uvloop
+
+from quire.engine.child import EngineChild
+from quire.engine.client import EngineClient
+from quire.engine.options import EngineOptions
+from quire.server import logs
+from quire.server.announcement import announce
+from quire.server.app import create_app
+from quire.server.errors import shutting_down
+from quire.server.http_server import HttpServer
+from quire.server.listener import url_of
+from quire.server.metrics import Metrics
+from quire.server.options import ServerOptions
+from quire.server.service import Service
+from quire.server.stop_signals import StopSignals
+from quire.server.templates import TemplateRenderer
+
+log = logging.getLogger(__name__)
+
+DEMO_NAME = "quire-demo"
+UNHEALTHY_S = 2.0      # a server without an engine shows /health as 503 for this long, then ends
+LAST_WORDS_S = 1.0     # for answers that were ended to reach their clients
+
+
+def run(child: EngineChild, engine: EngineOptions, options: ServerOptions, listener: socket.socket) -> NoReturn:
+    """Serve with an engine that has just been spawned, and end the process. Raises what keeps the engine from starting.
+
+    The process ends without the interpreter's consent, who would wait for threads that make tokens of a long prompt
+    for a client that is gone.
+    """
+    logs.set_up()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        status = runner.run(_run(child, engine, options, listener))
+        logs.flush()
+        os._exit(status)
+
+
+async def _run(child: EngineChild, engine: EngineOptions, options: ServerOptions, listener: socket.socket) -> int:
+    signals = StopSignals(child)
+    service = await _connect_unless_stopped(child, engine, options, signals)
+    if service is None:
+        return signals.status
+    http = HttpServer(create_app(service))
+    try:
+        await http.start(listener, options.host)
+        announce(service.names[0], url_of(listener, options.host), service.client.ready)
+        status = await _serve(service, http, signals)
+        await http.end()
+        return status
+    finally:
+        await service.templates.close()
+        await service.client.close()
+
+
+async def _connect_unless_stopped(
+    child: EngineChild, engine: EngineOptions, options: ServerOptions, signals: StopSignals
+) -> Service | None:
+    connecting = asyncio.create_task(_connect(child, engine, options))
+    await signals.wait_or(connecting)
+    if connecting.done():
+        return connecting.result()
+    child.process.kill()  # it may be in the middle of a long load, and has nothing to lose
+    connecting.cancel()
+    await asyncio.wait((connecting,))
+    return None
+
+
+async def _connect(child: EngineChild, engine: EngineOptions, options: ServerOptions) -> Service:
+    """Wait until the engine is ready. ConfigError, ModelError or EngineDeadError if it will not be."""
+    names = options.served_model_name or (engine.model or DEMO_NAME,)
+    metrics = Metrics(names[0])
+    client = await EngineClient.connect(child, engine, metrics)
+    templates = TemplateRenderer(client.tokenizer, max_waiting=options.max_queued_requests)
+    templates.warm_up()
+    return Service(client, options, names, metrics, templates)
+
+
+async def _serve(service: Service, http: HttpServer, signals: StopSignals) -> int:
+    """Serve until a signal has drained everything or the engine is dead; return the exit status."""
+    death = asyncio.create_task(service.client.death())
+    await signals.wait_or(death)
+    if signals.came:
+        await _drain(service, http)
+    else:
+        log.error("%s; the server ends", death.result())
+        await signals.wait_or(asyncio.create_task(asyncio.sleep(UNHEALTHY_S)))
+    return 1 if death.done() else 0
+
+
+async def _drain(service: Service, http: HttpServer) -> None:
+    """Take nothing new, and wait for what is open until the time is over; then end it."""
+    service.is_draining = True
+    timeout_s = service.options.shutdown_timeout
+    log.info("shutting down: %d open requests have %g seconds to end", http.num_open, timeout_s)
+    if not await http.wait_until_answered(timeout_s):
+        log.warning("ending %d requests that took longer", http.num_open)
+        service.answers.end_all(shutting_down())
+        await http.wait_until_answered(LAST_WORDS_S)

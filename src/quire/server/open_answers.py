@@ -1,0 +1,64 @@
+"""The answers that are being made, so that each can be ended from outside: its client has gone, or the server ends."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TypeVar
+
+from starlette.types import Receive
+
+from quire.server.errors import ApiError
+
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection; nobody waits for the answer any more."""
+
+
+class OpenAnswers:
+    """Every answer in the making. Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self._ends: set[asyncio.Future[Exception]] = set()
+
+    def __len__(self) -> int:
+        """Count the answers in the making."""
+        return len(self._ends)
+
+    def end_all(self, error: ApiError) -> None:
+        """End every answer with an error: a status where nothing was sent yet, else the last frame of the stream."""
+        for end in self._ends:
+            _end(end, error)
+
+    async def run(self, work: Coroutine[None, None, T], receive: Receive) -> T:
+        """Return what `work` returns. Cancel it when its client goes, with ClientGoneError, or at `end_all`.
+
+        `receive` is that of the request, whose body has been read.
+        """
+        end: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._ends.add(end)
+        working = asyncio.create_task(work)
+        watching = asyncio.create_task(_watch(receive, end))
+        try:
+            await asyncio.wait((working, end), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise end.result()
+        finally:
+            self._ends.discard(end)
+            working.cancel()
+            watching.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _watch(receive: Receive, end: asyncio.Future[Exception]) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    _end(end, ClientGoneError())
+
+
+def _end(end: asyncio.Future[Exception], error: Exception) -> None:
+    """End an answer; the first reason is the one that counts."""
+    if not end.done():
+        end.set_result(error)

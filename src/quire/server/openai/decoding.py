@@ -1,0 +1,62 @@
+"""From the bytes of a body to its fields, by one function for all routes."""
+
+from typing import NoReturn, TypeVar
+
+import msgspec
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from quire.core.checks import refuse
+from quire.server.errors import invalid
+from quire.server.openai.bodies import Body
+from quire.server.openai.parameters import check_names
+
+B = TypeVar("B", bound=Body)
+
+_EXPECTED = "Input should be "  # how pydantic's messages begin
+_WORDS = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+
+
+async def read_body(request: Request, body_type: type[B]) -> B:
+    """Return the body of a request. ApiError, or InvalidRequestError, names the first field that is wrong."""
+    return decode_body(await request.body(), body_type)
+
+
+def decode_body(raw: bytes, body_type: type[B]) -> B:
+    """Return the fields of a body, or raise as `read_body`."""
+    try:
+        given = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        invalid(f"the body is not valid JSON: {error}", code="invalid_json")
+    if not isinstance(given, dict):
+        invalid(f"the body must be a JSON object, got {type(given).__name__}")
+    check_names(given, body_type.model_fields)
+    try:
+        return body_type.model_validate(given)
+    except ValidationError as error:
+        _refuse_first(error)
+
+
+def _refuse_first(error: ValidationError) -> NoReturn:
+    """Raise what is wrong with the first field that is wrong, in our words."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = _param(first["loc"])
+    if first["type"] == "missing":
+        invalid(f"{param} is missing", param=param)
+    if first["msg"].startswith(_EXPECTED):
+        refuse(param, first["input"], _WORDS.get(first["type"], first["msg"].removeprefix(_EXPECTED)))
+    invalid(f"{param}: {first['msg']}", param=param)
+
+
+def _param(location: tuple[int | str, ...]) -> str:
+    """Write where a field stands, as in `messages[0].content`."""
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
+    return path.removeprefix(".")

@@ -1,0 +1,73 @@
+"""Parameters that clients know and that do nothing here: which are refused, and which are let pass.
+
+A parameter that would change the answer is refused unless its value is the default; one that changes nothing about it
+is let pass; a name that nobody knows is ignored, with a warning in the log.
+"""
+
+import logging
+from collections.abc import Collection, Mapping
+
+from quire.core.checks import shown
+from quire.server.errors import unsupported
+
+log = logging.getLogger(__name__)
+
+# Not supported yet, with the values besides null that change nothing. A route may still have one as a field of its own.
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    # OpenAI's
+    "audio": (),
+    "echo": (False,),
+    "function_call": ("none", "auto"),         # without functions
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True,),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),           # without tools
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # of the contract, to come
+    "cache_salt": (),
+    "length_penalty": (1, 1.0),
+    "priority": (0,),
+    "use_beam_search": (False,),
+    # vLLM's
+    "chat_template": (),
+    "documents": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "logits_processors": ([],),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+}
+
+# They tell the server who asks, and what it may keep. They change no answer.
+WITHOUT_EFFECT = frozenset((
+    "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user",
+))
+
+_MAX_NAMES_LOGGED = 8
+
+
+def check_names(given: Mapping[str, object], fields: Collection[str]) -> None:
+    """Look at the names that are no fields of a body: ApiError 400 for one that is not supported, with its value."""
+    others = [name for name in given if name not in fields]
+    for name in others:
+        if name in UNSUPPORTED and not _changes_nothing(given[name], UNSUPPORTED[name]):
+            unsupported(name, given[name])
+    unknown = [name for name in others if name not in UNSUPPORTED and name not in WITHOUT_EFFECT]
+    if unknown:
+        names = ", ".join(shown(name) for name in unknown[:_MAX_NAMES_LOGGED])
+        log.warning("%d unknown fields of a request are ignored: %s", len(unknown), names)
+
+
+def _changes_nothing(value: object, defaults: tuple[object, ...]) -> bool:
+    return value is None or any(type(value) is type(default) and value == default for default in defaults)

@@ -1,0 +1,101 @@
+"""From prompts to requests that the engine takes, off the event loop. Nothing is queued before all are ready."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.core.checks import refuse
+from quire.core.sampling_params import SamplingParams
+from quire.engine.client import PreparedRequest
+from quire.engine.input_processor import TokenizedPrompt
+from quire.server.errors import invalid
+from quire.server.openai.bodies import ChatBody, ChatMessage, TemplateOptions
+from quire.server.service import Service
+from quire.text.chat_template import Message
+
+MAX_CHOICES = 2048              # of one call: prompts times n
+MAX_PROMPT_TOKENS = 1 << 20     # of one call
+MAX_PROMPT_LOGPROBS = 1 << 18   # candidates at all positions of all choices; a microsecond and 150 bytes each
+
+Prompt = str | list[int]
+_TEMPLATE_ARGUMENTS = frozenset(("messages", "add_generation_prompt", "continue_final_message"))
+
+
+def as_prompts(prompt: Any) -> list[Prompt]:  # noqa: ANN401 (JSON)
+    """Tell one prompt from a list of them. InvalidRequestError for anything that is neither text nor a list."""
+    if isinstance(prompt, str):
+        return [prompt]
+    is_list = isinstance(prompt, list) and bool(prompt)
+    is_token_ids = is_list and type(prompt[0]) is int
+    if not is_list or not (is_token_ids or all(isinstance(one, str | list) for one in prompt)):
+        refuse("prompt", prompt, "text, a list of token ids, or a list of such prompts that is not empty")
+    return [prompt] if is_token_ids else prompt
+
+
+def check_num_choices(num_prompts: int, n: int) -> None:
+    """Raise ApiError 400 for more choices than one call may have."""
+    if num_prompts * n > MAX_CHOICES:
+        invalid(f"{num_prompts} prompts with n {n}: a call may have at most {MAX_CHOICES} choices", param="n")
+
+
+async def prepare_prompts(service: Service, prompts: list[Prompt], params: SamplingParams) -> list[PreparedRequest]:
+    """Return a request for each prompt. InvalidRequestError for the first that cannot be served."""
+    return await _in_thread(service, service.client.inputs.tokenize, prompts, params)
+
+
+async def prepare_chat(service: Service, body: ChatBody, params: SamplingParams) -> list[PreparedRequest]:
+    """Return the request for a conversation, as a list of one."""
+    text = await render(service, body.messages, body)
+    return await _in_thread(service, service.client.inputs.tokenize_rendered, [text], params)
+
+
+async def render(service: Service, messages: list[ChatMessage], options: TemplateOptions) -> str:
+    """Return a conversation as the chat template writes it. InvalidRequestError if it cannot."""
+    continues = bool(options.continue_final_message)
+    begins = options.add_generation_prompt
+    variables = options.chat_template_kwargs or {}
+    for name in _TEMPLATE_ARGUMENTS.intersection(variables):
+        refuse("chat_template_kwargs", name, "variables that are no fields of the body")
+    return await service.templates.render(
+        [_as_message(message) for message in messages],
+        add_generation_prompt=not continues if begins is None else begins,
+        continue_final_message=continues,
+        variables=variables,
+    )
+
+
+def _as_message(message: ChatMessage) -> Message:
+    """Return a message as it came: a template may ask whether a key is there."""
+    named = {name: getattr(message, name) for name in ("role", "content") if name in message.model_fields_set}
+    return named | (message.model_extra or {})
+
+
+async def _in_thread(
+    service: Service, tokenize: Callable[[Any], TokenizedPrompt], prompts: Sequence[Any], params: SamplingParams
+) -> list[PreparedRequest]:
+    """Tokenize all prompts, check what they come to, and only then number them."""
+
+    def prepare() -> list[PreparedRequest]:
+        tokenized: list[TokenizedPrompt] = []
+        num_tokens = 0
+        for prompt in prompts:
+            tokenized.append(tokenize(prompt))
+            num_tokens += len(tokenized[-1].token_ids)
+            _check_total(num_tokens, params)
+        return [service.client.prepare(prompt, params) for prompt in tokenized]
+
+    return await asyncio.get_running_loop().run_in_executor(service.threads, prepare)
+
+
+def _check_total(num_tokens: int, params: SamplingParams) -> None:
+    if num_tokens > MAX_PROMPT_TOKENS:
+        invalid(f"the prompts of one call may have at most {MAX_PROMPT_TOKENS} tokens together", param="prompt")
+    if params.prompt_logprobs is None:
+        return
+    num_logprobs = num_tokens * (params.prompt_logprobs + 1) * params.n
+    if num_logprobs > MAX_PROMPT_LOGPROBS:
+        invalid(
+            f"{num_tokens} prompt tokens with prompt_logprobs {params.prompt_logprobs} and n {params.n} come to "
+            f"{num_logprobs} logprobs: one call may have at most {MAX_PROMPT_LOGPROBS}",
+            param="prompt_logprobs",
+        )

@@ -1,0 +1,158 @@
+"""OpenAI's routes: a body is decoded and checked, its prompts become requests, and an answer is made of what they give.
+
+The order is that of cost: fields first, then the queue's limit, then tokens. Nothing is queued before all is checked.
+"""
+
+import time
+import uuid
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from quire.core.sampling_params import SamplingParams
+from quire.engine.client import PreparedRequest
+from quire.server.errors import invalid
+from quire.server.openai.answer_format import Call, encode
+from quire.server.openai.answering import EventStream, json_response, whole_answer
+from quire.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, schema_of
+from quire.server.openai.chat_format import ChatFormat
+from quire.server.openai.completion_format import CompletionFormat
+from quire.server.openai.decoding import read_body
+from quire.server.openai.generation import Generation
+from quire.server.openai.preparation import as_prompts, check_num_choices, prepare_chat, prepare_prompts
+from quire.server.openai.sampling import field_names, sampling_params
+from quire.server.openai.tokenization import detokenized, tokenized
+from quire.server.request_log import RECORD
+from quire.server.service import RequestRecord, Service
+
+router = APIRouter()
+
+
+def _takes(body_type: type[BaseModel]) -> dict[str, Any]:
+    """Describe a body that the route decodes by itself."""
+    content = {"application/json": {"schema": schema_of(body_type)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+@router.post("/v1/completions", openapi_extra=_takes(CompletionBody))
+async def create_completion(request: Request) -> Response:
+    """Continue one prompt or several."""
+    arrival_s, service = time.monotonic(), _service(request)
+    body = await read_body(request, CompletionBody)
+    call_id, model = f"cmpl-{uuid.uuid4().hex}", service.check_model(body.model)
+    record = _begun_record(request, call_id, model, body)
+    params = sampling_params(body, service)
+    prompts = as_prompts(body.prompt)
+    check_num_choices(len(prompts), params.n)
+    if body.echo and service.client.tokenizer is None:
+        invalid("the model has no tokenizer: there is no text to echo", param="echo")
+    record.num_prompts = len(prompts)
+    with service.let_in(len(prompts)):
+        requests = await prepare_prompts(service, prompts, params)
+        call = _call(call_id, model, body, params, requests, hides_output=body.max_tokens == 0)
+        answer_format = CompletionFormat(call, service.client.tokenizer, echo=bool(body.echo))
+        generation = await Generation.begin(service, call, record, arrival_s)
+    if call.stream:
+        return EventStream(service.answers, generation, answer_format)
+    return await whole_answer(request, service, generation, answer_format)
+
+
+@router.post("/v1/chat/completions", openapi_extra=_takes(ChatBody))
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
+    arrival_s, service = time.monotonic(), _service(request)
+    body = await read_body(request, ChatBody)
+    call_id, model = f"chatcmpl-{uuid.uuid4().hex}", service.check_model(body.model)
+    record = _begun_record(request, call_id, model, body)
+    params = sampling_params(body, service)
+    check_num_choices(1, params.n)
+    record.num_prompts = 1
+    with service.let_in(1, param="messages"):
+        with field_names(body):
+            requests = await prepare_chat(service, body, params)
+        call = _call(call_id, model, body, params, requests)
+        answer_format = ChatFormat(call, service.client.tokenizer)
+        generation = await Generation.begin(service, call, record, arrival_s)
+    if call.stream:
+        return EventStream(service.answers, generation, answer_format)
+    return await whole_answer(request, service, generation, answer_format)
+
+
+@router.post("/tokenize", openapi_extra=_takes(TokenizeBody))
+async def tokenize(request: Request) -> Response:
+    """Turn a prompt or a conversation into token ids."""
+    service = _service(request)
+    body = await read_body(request, TokenizeBody)
+    service.check_model(body.model)
+    with service.let_in(1):
+        return json_response(await tokenized(service, body))
+
+
+@router.post("/detokenize", openapi_extra=_takes(DetokenizeBody))
+async def detokenize(request: Request) -> Response:
+    """Turn token ids into text."""
+    service = _service(request)
+    body = await read_body(request, DetokenizeBody)
+    service.check_model(body.model)
+    with service.let_in(1, param="tokens"):
+        return json_response(await detokenized(service, body))
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """List the names of the model that is served."""
+    service = _service(request)
+    return json_response(encode({"object": "list", "data": [_model(service, name) for name in service.names]}))
+
+
+@router.get("/v1/models/{model_id:path}")
+async def retrieve_model(request: Request, model_id: str) -> Response:
+    """Describe a model."""
+    service = _service(request)
+    return json_response(encode(_model(service, service.check_model(model_id))))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "quire",
+        "max_model_len": service.client.ready.limits.max_model_len,
+    }
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _begun_record(request: Request, call_id: str, model: str, body: GenerationBody) -> RequestRecord:
+    """Return the record for the log line of a request, or one that nobody reads."""
+    record: RequestRecord = request.scope.setdefault(RECORD, RequestRecord())
+    record.request_id, record.model, record.stream = call_id, model, bool(body.stream)
+    return record
+
+
+def _call(
+    call_id: str,
+    model: str,
+    body: GenerationBody,
+    params: SamplingParams,
+    requests: list[PreparedRequest],
+    *,
+    hides_output: bool = False,
+) -> Call:
+    return Call(
+        id=call_id,
+        model=model,
+        created=int(time.time()),
+        params=params,
+        requests=requests,
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        return_token_ids=bool(body.return_token_ids),
+        return_prompt_logprobs=body.prompt_logprobs is not None,
+        hides_output=hides_output,
+    )

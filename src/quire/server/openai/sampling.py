@@ -1,0 +1,109 @@
+"""From the fields of a body to `SamplingParams`: one way for all routes, before anything is tokenized.
+
+The bounds here are on what a request makes the server hold or do again and again; what a value means, and its range,
+is checked by `SamplingParams`, and against the model by the input processor.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from quire.core.checks import check_int, check_optional_int, refuse
+from quire.core.errors import InvalidRequestError
+from quire.core.sampling_params import SamplingParams
+from quire.server.errors import ApiError, invalid, unsupported
+from quire.server.openai.bodies import ChatBody, CompletionBody, GenerationBody
+from quire.server.service import Service
+
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_TEXT_CHARS = 1024           # of one stop string or bad word
+MAX_ELEMENTS = {"stop": 64, "bad_words": 64, "stop_token_ids": 1024, "allowed_token_ids": 4096, "logit_bias": 4096}
+
+_SAME_NAMES = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "logit_bias", "allowed_token_ids",
+    "bad_words", "include_stop_str_in_output", "skip_special_tokens",
+)
+
+
+def sampling_params(body: CompletionBody | ChatBody, service: Service) -> SamplingParams:
+    """Return the parameters of a call, checked against everything but its prompts.
+
+    InvalidRequestError or ApiError 400 names the field that is wrong.
+    """
+    given = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
+    for field, limit in MAX_ELEMENTS.items():
+        if isinstance(given.get(field), list | dict) and len(given[field]) > limit:
+            refuse(field, given[field], f"at most {limit} of them")
+    check_int("n", given.get("n", 1), 1, service.options.max_n)
+    if body.stream_options is not None and not body.stream:
+        invalid("stream_options is only allowed when stream is true", param="stream_options")
+    params = _completion_params(body, given) if isinstance(body, CompletionBody) else _chat_params(body, given)
+    _check_lengths(params)
+    with field_names(body):
+        service.client.inputs.check_params(params)
+    return params
+
+
+@contextmanager
+def field_names(body: GenerationBody) -> Iterator[None]:
+    """Let errors about what a body became name the fields that the client used."""
+    names = _names_asked(body)
+    try:
+        yield
+    except InvalidRequestError as error:
+        asked = names.get(error.param or "")
+        if asked is None:
+            raise
+        message = str(error)
+        if message.startswith(f"{error.param} "):
+            message = asked + message.removeprefix(error.param or "")
+        raise ApiError(400, message, param=asked, code=error.code) from error
+
+
+def _names_asked(body: GenerationBody) -> Mapping[str, str]:
+    if not isinstance(body, ChatBody):
+        return {}
+    names = {"prompt": "messages", "logprobs": "top_logprobs"}
+    return names if body.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
+
+
+def _completion_params(body: CompletionBody, given: dict[str, object]) -> SamplingParams:
+    """Return the parameters of a completion, of 16 tokens unless it says otherwise.
+
+    `echo` brings the prompt's logprobs with the output's. With `echo`, `max_tokens` may be 0: the prompt alone is
+    wanted, and the one token that the engine cannot do without is dropped from the answer.
+    """
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.best_of not in (None, 1, body.n):
+        unsupported("best_of", body.best_of)
+    if max_tokens == 0 and body.echo:
+        max_tokens = 1
+    elif max_tokens == 0:
+        invalid("max_tokens must be at least 1 unless echo is true, got 0", param="max_tokens")
+    if body.echo and body.logprobs is not None:
+        given = {"prompt_logprobs": body.logprobs} | given
+    return SamplingParams(**given, max_tokens=max_tokens, logprobs=body.logprobs)  # type: ignore[arg-type]
+
+
+def _chat_params(body: ChatBody, given: dict[str, object]) -> SamplingParams:
+    """Return the parameters of an answer in a chat, as long as fits unless it says otherwise."""
+    max_tokens = check_optional_int("max_tokens", body.max_tokens, 1)
+    max_completion_tokens = check_optional_int("max_completion_tokens", body.max_completion_tokens, 1)
+    if max_completion_tokens is not None and max_tokens not in (None, max_completion_tokens):
+        message = f"max_tokens is {max_tokens} and max_completion_tokens is {max_completion_tokens}: give one of them"
+        invalid(message, param="max_tokens")
+    top_logprobs = check_optional_int("top_logprobs", body.top_logprobs, 0)
+    if top_logprobs and not body.logprobs:
+        invalid("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
+    return SamplingParams(
+        **given,  # type: ignore[arg-type]
+        max_tokens=max_completion_tokens or max_tokens,
+        logprobs=(top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def _check_lengths(params: SamplingParams) -> None:
+    for field in ("stop", "bad_words"):
+        for text in getattr(params, field) or ():
+            if len(text) > MAX_TEXT_CHARS:
+                refuse(field, text, f"texts of at most {MAX_TEXT_CHARS} characters")

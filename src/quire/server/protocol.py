@@ -1,0 +1,198 @@
+"""uvicorn's HTTP/1.1 protocol with limits: what is too long, too slow or not HTTP is answered as the contract says.
+
+The parser hands over a header when it is complete, so what it holds back is counted too, to within one read. A
+connection that is refused here reads on for a moment: closing at once would take the answer from under a client that is
+still sending.
+"""
+
+import asyncio
+from typing import Any, NoReturn
+
+import httptools
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from quire.server.connection_limit import max_connections
+from quire.server.errors import ApiError, too_many_connections
+
+MAX_URL_BYTES = 8 << 10
+MAX_HEADER_BYTES = 32 << 10      # names and values of all headers together
+MAX_HEADERS = 100
+MAX_PIPELINED = 16               # requests that wait on one connection for the answers before theirs
+ARRIVAL_LIMIT_S = 30.0           # from the first byte of a request to its last
+LINGER_S = 2.0                   # between a refusal and the end of its connection
+
+
+class RefusedError(Exception):
+    """Stops the parser; the reason is kept beside it."""
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 (uvicorn's)
+        super().__init__(*args, **kwargs)
+        self._is_in_head = self._is_in_body = False   # of a request that has begun and is not complete
+        self._num_headers = self._num_header_bytes = 0
+        self._num_held_bytes = 0                      # given to the parser, and not yet handed over by it
+        self._refusal: ApiError | None = None
+        self._arrival: asyncio.TimerHandle | None = None
+
+    # --- the connection -------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first request, if there is room for one more client."""
+        super().connection_made(transport)
+        self._expect_arrival()
+        limit = max_connections()
+        if len(self.connections) > limit:
+            self._refuse(too_many_connections(limit))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
+        self._cancel_arrival()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Close the connection; what has not been answered by now will not be."""
+        if self._is_answering:
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has come, or end the connection."""
+        if self._refusal is not None:
+            return
+        self._unset_keepalive_if_required()
+        self._num_held_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+            self._check_header_bytes(self._num_held_bytes)
+        except httptools.HttpParserUpgrade:
+            pass  # answered as if nothing else had been asked for
+        except (httptools.HttpParserError, RefusedError):
+            self._refuse(self._refusal or ApiError(400, "this is not a valid HTTP/1.1 request"))
+
+    # --- the parser's calls ---------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """Take down that a request has begun to arrive."""
+        self._is_in_head = True
+        self._num_headers = self._num_header_bytes = 0
+        self._expect_arrival()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Take a piece of the URL."""
+        super().on_url(url)
+        self._num_held_bytes -= len(url)
+        if len(self.url) > MAX_URL_BYTES:
+            self._stop(_too_large(f"the URL is longer than {MAX_URL_BYTES} bytes"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, or count a trailer and drop it."""
+        self._num_held_bytes -= len(name) + len(value)
+        self._num_header_bytes += len(name) + len(value)
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            self._stop(_too_large(f"the request has more than {MAX_HEADERS} headers"))
+        self._check_header_bytes(self._num_header_bytes)
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begin to answer, or queue the request behind others of the connection."""
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop(ApiError(400, f"more than {MAX_PIPELINED} requests wait on this connection"))
+        super().on_headers_complete()  # raises if the URL is none
+        self._is_in_head, self._is_in_body = False, True
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the body."""
+        self._num_held_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Take down that the request has arrived."""
+        self._is_in_body = False
+        self._num_held_bytes = 0
+        self._cancel_arrival()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request, unless nobody can tell whether the body of this one is still to come."""
+        is_body_uncertain = self._is_in_body and self.expect_100_continue and not self.pipeline
+        super().on_response_complete()
+        if is_body_uncertain:
+            self.transport.close()
+
+    # --- limits ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _may_answer(self) -> bool:
+        """Whether an answer that is written now is taken for that to the request which is arriving."""
+        if self._is_in_body:
+            return not self.pipeline and not self.cycle.response_started
+        return not self._is_answering
+
+    def _check_header_bytes(self, num_bytes: int) -> None:
+        if num_bytes > MAX_HEADER_BYTES:
+            self._stop(_too_large(f"the headers take more than {MAX_HEADER_BYTES} bytes"))
+
+    def _stop(self, error: ApiError) -> NoReturn:
+        self._refusal = error
+        raise RefusedError
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer a request that has not become one, and end the connection."""
+        self._refusal = error
+        self._cancel_arrival()
+        if self.transport.is_closing():
+            return
+        if not self._may_answer:
+            self.transport.close()
+            return
+        if self._is_in_body:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write(_response(error))
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _expect_arrival(self) -> None:
+        if self._arrival is None:
+            self._arrival = self.loop.call_later(ARRIVAL_LIMIT_S, self._note_late_arrival)
+
+    def _cancel_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _note_late_arrival(self) -> None:
+        """End a connection whose request takes too long, but no answer on it: who reads the body minds that."""
+        self._arrival = None
+        if self._is_answering:
+            self._expect_arrival()
+        elif self._is_in_head:
+            self._refuse(ApiError(408, f"the headers took more than {ARRIVAL_LIMIT_S:g} s", code="request_timeout"))
+        else:
+            self.transport.close()
+
+
+def _too_large(message: str) -> ApiError:
+    return ApiError(431, message, code="headers_too_large")
+
+
+def _response(error: ApiError) -> bytes:
+    """Return a whole response, after which the connection ends."""
+    body = msgspec.json.encode(error.body)
+    headers = error.headers | {
+        "Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return STATUS_LINE[error.status] + lines.encode("ascii") + b"\r\n" + body

@@ -1,0 +1,47 @@
+"""The start of a server, in the order that costs least: check, take the port, start the engine, then load ourselves.
+
+The engine's process loads torch and the weights while this one loads the HTTP server, so nothing heavy may be imported
+here at the top.
+"""
+
+import os
+import signal
+from typing import NoReturn
+
+from quire.engine.child import EngineChild
+from quire.engine.options import EngineOptions
+from quire.server.connection_limit import allow_connections
+from quire.server.listener import bind
+from quire.server.options import ServerOptions
+from quire.server.stop_signals import STOP_SIGNALS, StoppedError, stop_at_once
+
+
+def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
+    """Serve until told to stop; ends the process, with status 0 after a drain.
+
+    ConfigError, ModelError or EngineDeadError say why it cannot start; then nothing is left behind.
+    """
+    _open_standard_streams()
+    allow_connections()
+    with bind(options.host, options.port) as listener:
+        for number in STOP_SIGNALS:
+            signal.signal(number, stop_at_once)
+        child = EngineChild.spawn(engine)
+        try:
+            from quire.server.lifecycle import run  # noqa: PLC0415 (while the engine loads)
+
+            run(child, engine, options, listener)
+        except StoppedError:
+            child.process.kill()  # it may be in the middle of a long load, and has nothing to lose
+            raise
+        finally:
+            child.end()
+
+
+def _open_standard_streams() -> None:
+    """Put /dev/null where a standard stream is closed: else our sockets get its number, and what is printed with it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one

@@ -1,0 +1,58 @@
+"""SIGTERM and SIGINT: the first asks for an end, the second takes it."""
+
+import asyncio
+import os
+import signal
+from typing import Any, NoReturn
+
+from quire.engine.child import EngineChild
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StoppedError(SystemExit):
+    """A signal came before there was an event loop to wait for it. The exit status is a shell's for that signal."""
+
+
+def stop_at_once(number: int, _frame: object) -> NoReturn:
+    """End whatever is being done (a handler for `signal.signal`)."""
+    raise StoppedError(_status(number))
+
+
+class StopSignals:
+    """Waits on the running event loop. A second signal kills the engine and ends the process."""
+
+    def __init__(self, child: EngineChild) -> None:
+        self.number: int | None = None
+        self._child = child
+        self._came = asyncio.Event()
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._take, number)
+
+    @property
+    def came(self) -> bool:
+        """Whether there was a first signal."""
+        return self.number is not None
+
+    @property
+    def status(self) -> int:
+        """The exit status of a server that was stopped before it served."""
+        return _status(self.number or 0)
+
+    async def wait_or(self, other: asyncio.Task[Any]) -> None:
+        """Wait for the first signal or for the end of a task, which is left as it is."""
+        waiting = asyncio.create_task(self._came.wait())
+        await asyncio.wait((waiting, other), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+
+    def _take(self, number: int) -> None:
+        if not self.came:
+            self.number = number
+            self._came.set()
+            return
+        self._child.process.kill()
+        os._exit(_status(number))
+
+
+def _status(number: int) -> int:
+    return 128 + number

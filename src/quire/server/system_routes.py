@@ -1,0 +1,46 @@
+"""Routes about the server itself: is it well, does it take requests, what is it, what has it done."""
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from quire.core.version import __version__
+from quire.server.errors import engine_unhealthy, shutting_down
+from quire.server.service import Service
+
+router = APIRouter(tags=["system"])
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """Answer 200 while the engine lives, 503 when it is dead."""
+    _check_engine(request.app.state.service)
+    return JSONResponse({})
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Answer 200 while new requests are taken."""
+    service: Service = request.app.state.service
+    _check_engine(service)
+    if service.is_draining:
+        raise shutting_down()
+    return JSONResponse({})
+
+
+@router.get("/version")
+async def version() -> Response:
+    """Tell which version of Quire this is."""
+    return JSONResponse({"version": __version__})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Show counters, gauges and histograms in Prometheus' format."""
+    service: Service = request.app.state.service
+    page, content_type = service.metrics.exposition(service.client.num_queued)
+    return Response(page, headers={"Content-Type": content_type})
+
+
+def _check_engine(service: Service) -> None:
+    if not service.client.is_alive:
+        raise engine_unhealthy("the engine process has ended; the server ends too")

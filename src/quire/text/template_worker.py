@@ -1,0 +1,141 @@
+"""The template process: `python -m quire.text.template_worker FD`, started by `quire.server.templates`.
+
+A chat template is a program that came with the model, and what it works on came with a request. The sandbox keeps it
+from doing harm, but not from running forever or asking for all memory; the limits of a process do. This one renders
+one conversation after the other. The kernel ends it when a render takes too long, whatever it is doing, also when the
+server is long gone; when it asks for too much memory, it ends itself. Between renders it ends with its stream.
+"""
+
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import msgspec
+
+from quire.core.errors import InvalidRequestError
+from quire.core.frames import frame, read_frame
+from quire.text.chat_template import ChatTemplate
+
+RENDER_LIMIT_S = 2.0        # a page of chat takes a tenth of a millisecond, 4 MiB of messages some hundred
+MEMORY_LIMIT_BYTES = 1024**3
+OUT_OF_MEMORY = 3           # exit status
+
+
+class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
+    """The first message: the template's source, and the variables that it always sees."""
+
+    source: str
+    variables: dict[str, str]
+
+
+class Render(msgspec.Struct, tag="render", array_like=True, frozen=True):
+    """A conversation; nothing about it has been checked."""
+
+    messages: Any
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: dict[str, Any]
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
+    """The answer to `Start`."""
+
+
+class Rendered(msgspec.Struct, tag="rendered", array_like=True, frozen=True):
+    """The text of a conversation."""
+
+    text: str
+
+
+class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+    """An InvalidRequestError."""
+
+    message: str
+    param: str | None
+    code: str | None
+
+
+Command = Start | Render
+Reply = Ready | Rendered | Refused
+
+decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
+decode_reply: Callable[[bytes], Reply] = msgspec.msgpack.Decoder(Reply).decode
+
+
+def main() -> None:
+    """Serve the socket whose number is the only argument."""
+    _set_limits()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    stream = connection.makefile("rb")
+    worker: Worker | None = None
+    while (body := read_frame(stream)) is not None:
+        signal.setitimer(signal.ITIMER_REAL, RENDER_LIMIT_S)
+        command = decode_command(body)
+        if isinstance(command, Start):
+            worker, reply = Worker(command), frame(Ready())
+        else:
+            assert worker is not None, "the first command must be Start"
+            reply = worker.answer(command)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        try:
+            connection.sendall(reply)
+        except OSError:
+            return  # nobody is left to read it
+
+
+class Worker:
+    """One template. Its first render compiles it, within the limits as well."""
+
+    def __init__(self, start: Start) -> None:
+        self._template = ChatTemplate(start.source)
+        self._variables = start.variables
+
+    def answer(self, command: Render) -> bytes:
+        """Return the frame of a reply. Ends the process when memory runs out."""
+        try:
+            return frame(Rendered(self._render(command)))
+        except InvalidRequestError as error:
+            if isinstance(error.__cause__, MemoryError):
+                _end_out_of_memory()
+            return _refusal(str(error), error.param, error.code)
+        except UnicodeEncodeError:
+            return _refusal("the chat template has rendered half a surrogate pair", "messages", None)
+        except MemoryError:
+            _end_out_of_memory()
+
+    def _render(self, command: Render) -> str:
+        return self._template.render(
+            command.messages,
+            add_generation_prompt=command.add_generation_prompt,
+            continue_final_message=command.continue_final_message,
+            **self._variables | command.variables,
+        )
+
+
+def _refusal(message: str, param: str | None, code: str | None) -> bytes:
+    """Return a frame for a text that a template may have written."""
+    return frame(Refused(message.encode(errors="replace").decode(), param, code))
+
+
+def _set_limits() -> None:
+    """Leave signals to the server, and the end of a render that takes too long or too much to the kernel."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MEMORY_LIMIT_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_LIMIT_BYTES, most)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _end_out_of_memory() -> NoReturn:
+    """End without cleaning up, which would need memory."""
+    os._exit(OUT_OF_MEMORY)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The sentence on where to look first."""
+
+from dataclasses import replace
+
+import pytest
+
+from quire.cli.bench.diagnosis import Observation, diagnose
+
+LATE = Observation(num_prompt_tokens=200, ttft_s=0.9, itl_s=0.02)
+HALTING = Observation(num_prompt_tokens=200, ttft_s=0.05, itl_s=0.08)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "ttft_ms", "itl_ms", "words"),
+    [
+        (8000, 780, 22, ["prefill admission", "chunking"]),
+        (200, 48, 23, ["Fine"]),
+        (220, 51, 61, ["Decode pressure", "KV budget"]),
+    ],
+)
+def test_worked_examples_with_limits_500_and_50(
+    num_prompt_tokens: int, ttft_ms: float, itl_ms: float, words: list[str]
+) -> None:
+    sentence = diagnose(Observation(num_prompt_tokens, ttft_ms / 1e3, itl_ms / 1e3, ttft_limit_s=0.5, itl_limit_s=0.05))
+    assert all(word in sentence for word in words)
+    assert f"TTFT {ttft_ms} ms of 500, ITL {itl_ms} ms of 50" in sentence
+
+
+@pytest.mark.parametrize(
+    ("seen", "word"),
+    [
+        (replace(LATE, queue_s=0.6), "Queueing"),
+        (replace(LATE, queue_s=0.2), "Short prompts start late"),
+        (replace(LATE, mean_waiting=3.0), "Queueing"),
+        (replace(LATE, queue_s=0.2, mean_waiting=3.0), "Short prompts start late"),  # queue times say more
+        (replace(LATE, num_prompt_tokens=8000, mean_waiting=3.0), "prefill admission"),
+        (replace(LATE, num_prompt_tokens=8000, queue_s=0.8), "Queueing"),
+        (LATE, "Short prompts start late"),
+        (replace(LATE, itl_s=0.09, queue_s=0.6), "Queueing"),
+        (replace(HALTING, num_preemptions=4), "KV cache full"),
+        (replace(LATE, peak_kv_usage=0.99), "KV cache full"),
+        (replace(HALTING, peak_kv_usage=0.5), "Decode pressure: look at the KV budget"),
+        (replace(HALTING, peak_kv_usage=0.4), "Decode pressure: look at how many sequences"),
+        (replace(HALTING, itl_s=0.01, num_preemptions=4), "Fine"),
+        (replace(HALTING, itl_s=0.01, is_too_long=True), "too long"),
+        (replace(HALTING, itl_limit_s=0.1), "Fine"),
+        (replace(LATE, num_failed=3), "3 requests failed"),
+    ],
+)
+def test_first_rule_that_fits_speaks(seen: Observation, word: str) -> None:
+    assert word in diagnose(seen)
+
+
+def test_sentence_tells_what_the_server_told() -> None:
+    sentence = diagnose(replace(HALTING, num_preemptions=4, peak_kv_usage=0.97))
+    assert "4 preemptions" in sentence
+    assert "97%" in sentence

@@ -1,0 +1,398 @@
+"""The engine process: how it starts, how it ends, and what it says when it does."""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+import uvloop
+
+from quire import LLM, SamplingParams
+from quire.core.errors import ConfigError, ModelError
+from quire.core.frames import LENGTH_BYTES, frame
+from quire.core.outputs import KVStats
+from quire.engine import process
+from quire.engine.child import EngineChild
+from quire.engine.client import EngineClient, RequestStream
+from quire.engine.engine import Engine
+from quire.engine.options import EngineOptions
+from quire.engine.process import EngineLoop
+from quire.engine.wire import (
+    Abort,
+    Add,
+    Command,
+    EngineDeadError,
+    EngineState,
+    Finish,
+    Idle,
+    Located,
+    Ready,
+    Report,
+    Stepped,
+)
+from quire.model.resolve import DEMO_MODEL
+from quire.scheduling.limits import AdmissionLimits
+from support.engine_process import (
+    TIMEOUT_S,
+    Recorder,
+    add,
+    connect,
+    holds_nothing,
+    is_running,
+    read,
+    until,
+)
+from support.fake_executor import expected_tokens
+from support.scheduling import Harness, make_request
+from support.scripted_engine import FAULT, spawn_scripted
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
+LOOPS = pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+
+
+# --- engines that cannot start ----------------------------------------------------------------------------------------
+
+
+def no_model(tmp_path: Path) -> EngineOptions:
+    return EngineOptions(str(tmp_path))
+
+
+def broken_tokenizer(tmp_path: Path) -> EngineOptions:
+    shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    return EngineOptions(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options_in", "error"),
+    [
+        (no_model, ModelError),
+        (broken_tokenizer, ModelError),
+        (lambda _: EngineOptions("no/such/model"), ModelError),
+        (lambda _: EngineOptions(max_model_len=9999), ConfigError),
+        (lambda _: EngineOptions(num_kv_blocks=10**12), ConfigError),
+    ],
+    ids=["no model", "broken tokenizer", "no such folder", "too long", "too much memory"],
+)
+def test_engine_that_cannot_start_says_why_as_llm_does(
+    tmp_path: Path, options_in: Callable[[Path], EngineOptions], error: type[Exception]
+) -> None:
+    options = options_in(tmp_path)
+    child = EngineChild.spawn(options)
+    with pytest.raises(error) as told:
+        asyncio.run(EngineClient.connect(child, options))
+    assert child.process.returncode is not None
+    with pytest.raises(error) as expected:
+        LLM(options.model, max_model_len=options.max_model_len, num_kv_blocks=options.num_kv_blocks)
+    start = str(expected.value).split(", but")[0]  # the free memory that follows changes all the time
+    assert str(told.value).startswith(start)
+
+
+def test_engine_that_dies_while_it_loads_is_dead() -> None:
+    options = EngineOptions()
+    child = EngineChild.spawn(options)
+    child.process.kill()
+    with pytest.raises(EngineDeadError, match=r"ended while it loaded \(killed by signal 9, Killed\)"):
+        asyncio.run(EngineClient.connect(child, options))
+    assert child.process.returncode == -signal.SIGKILL
+
+
+@LOOPS
+def test_engine_that_nobody_waits_for_is_ended(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    options = EngineOptions()
+    child = EngineChild.spawn(options)
+
+    async def run() -> None:
+        async with asyncio.timeout(0.05):
+            await EngineClient.connect(child, options)
+
+    with asyncio.Runner(loop_factory=factory) as runner, pytest.raises(TimeoutError):
+        runner.run(run())
+    assert child.process.returncode is not None
+
+
+def test_engine_whose_server_dies_while_it_loads_ends_by_itself() -> None:
+    child = EngineChild.spawn(EngineOptions())
+    child.connection.recv(1)  # of `Located`: torch and the weights come next
+    child.connection.close()
+    assert child.process.wait(TIMEOUT_S) == 0
+
+
+def test_engine_ends_with_a_stream_that_ends_within_a_command() -> None:
+    child = spawn_scripted()
+    child.connection.sendall(frame(Abort(1))[:-1])
+    child.connection.shutdown(socket.SHUT_WR)
+    assert child.process.wait(TIMEOUT_S) == 0
+    child.end()
+
+
+def test_command_that_nobody_understands_is_a_fault() -> None:
+    async def run() -> None:
+        child = spawn_scripted()
+        client = await EngineClient.connect(child, EngineOptions())
+        client._writer.write(b"\0\0\0\1\xc1")
+        assert "the engine has failed: DecodeError" in str(await client.death())
+        await client.close()
+        assert child.process.returncode == 1
+
+    asyncio.run(run())
+
+
+# --- engines that die -------------------------------------------------------------------------------------------------
+
+
+@LOOPS
+def test_death_of_the_engine_ends_every_stream_and_loses_no_finished_output(
+    demo_model: Path, factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    recorder = Recorder()
+
+    async def run() -> None:
+        client = await connect(EngineOptions(str(demo_model), max_num_seqs=8), recorder)
+        finished = await add(client, "x", GREEDY)
+        unread = await add(client, "x", LONG, "delta")
+        await until(lambda: bool(recorder.processed) and any(step.ended for step in recorder.processed))
+        streams = [await add(client, f"{i} = ", LONG, "delta") for i in range(32)]
+        readers = [asyncio.create_task(read_to_the_end(stream)) for stream in streams]
+        await until(lambda: client.state.num_running == 8 and client.num_queued >= 20)
+
+        death = asyncio.create_task(client.death())
+        os.kill(client._child.process.pid, signal.SIGKILL)
+        async with asyncio.timeout(TIMEOUT_S):
+            errors = await asyncio.gather(*readers)
+            told = str(await death)
+
+        assert told == "the engine process ended (killed by signal 9, Killed)"
+        assert {str(error) for error in errors} == {told}
+        assert len(set(map(id, errors))) == 32, "a shared one would collect tracebacks"
+        assert not client.is_alive
+        assert not is_running(client._child.process.pid)
+        assert [output.finished for output in await read(finished)] == [True]
+        assert len((await anext(unread)).outputs[0].token_ids) > 0
+        with pytest.raises(EngineDeadError, match="killed by signal 9"):
+            await anext(unread)
+        with pytest.raises(EngineDeadError, match="killed by signal 9"):
+            await add(client, "x", GREEDY)
+        assert holds_nothing(client)
+        assert recorder.aborted_requests == []
+        await client.close()
+        await client.close()
+
+    async def read_to_the_end(stream: RequestStream) -> EngineDeadError:
+        with pytest.raises(EngineDeadError) as told:
+            await read(stream)
+        assert await read(stream) == [], "the error comes once"
+        return told.value
+
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(run())
+
+
+def test_closing_ends_what_runs_and_the_process(demo_model: Path) -> None:
+    async def run() -> None:
+        client = await connect(EngineOptions(str(demo_model)))
+        stream = await add(client, "x", LONG)
+        reader = asyncio.create_task(anext(stream))
+        await until(lambda: client.state.num_running == 1)
+        await asyncio.gather(client.close(), client.close())
+        with pytest.raises(EngineDeadError, match="the engine was closed"):
+            await reader
+        with pytest.raises(EngineDeadError, match="the engine was closed"):
+            await add(client, "x", GREEDY)
+        assert str(await client.death()) == "the engine was closed"
+        assert client._child.process.returncode == 0
+        assert client._child.connection.fileno() == -1
+        assert holds_nothing(client)
+
+    asyncio.run(run())
+
+
+# --- an engine without a model ----------------------------------------------------------------------------------------
+
+
+async def connect_scripted(failing_step: int | None = None) -> EngineClient:
+    return await EngineClient.connect(spawn_scripted(failing_step), EngineOptions())
+
+
+def test_fault_of_the_engine_ends_it_and_tells_every_stream_what_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also where requests are still being sent: that must not break the stream that the fault is told on."""
+
+    async def run() -> None:
+        client = await connect_scripted(failing_step=7)
+
+        async def told() -> str:
+            with pytest.raises(EngineDeadError) as error:
+                await read(await add(client, [1] * 20, LONG))
+            return str(error.value)
+
+        told_each = set()
+        while client.is_alive:
+            told_each |= set(await asyncio.gather(*(told() for _ in range(100))))
+        assert told_each == {f"the engine has failed: RuntimeError: {FAULT}"}
+        await client.close()
+        assert client._child.process.returncode == 1
+
+    asyncio.run(run())
+    told = capfd.readouterr().err
+    assert "the engine ends" in told
+    assert "in collect" in told, "with the place"
+
+
+@LOOPS
+def test_large_frames_in_both_directions_never_stop_each_other(
+    factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """Each prompt is a frame of 100,000 ids, far beyond a socket's buffer, and sent while answers come in."""
+    prompt_len, max_tokens = 100_000, 4
+
+    async def run() -> None:
+        client = await connect_scripted()
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        prompts = [[i] * prompt_len for i in range(5)]
+        streams = await asyncio.gather(*(add(client, prompt, replace(params, seed=3)) for prompt in prompts))
+        for prompt, stream in zip(prompts, streams, strict=True):
+            expected = expected_tokens(prompt, params, 3, max_tokens, frozenset())
+            assert [branch.token_ids for branch in (await read(stream))[-1].outputs] == expected
+        await client.close()
+
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize(
+    "last_bytes",
+    [frame(Idle(EngineState(0, 0, 0, 0)))[:2], frame(Idle(EngineState(0, 0, 0, 0)))[:7], b""],
+    ids=["part of a length", "part of a report", "nothing"],
+)
+def test_engine_that_dies_within_a_report_is_dead(last_bytes: bytes) -> None:
+    async def run() -> None:
+        child = stand_in_engine(last_bytes)
+        client = await EngineClient.connect(child, EngineOptions())
+        stream = await add(client, [1], GREEDY)
+        with pytest.raises(EngineDeadError, match=r"the engine process ended \(exit status 7\)"):
+            await read(stream)
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_report_that_nobody_understands_ends_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        client = await EngineClient.connect(stand_in_engine(b"\0\0\0\1\xc1"), EngineOptions())
+        told = str(await client.death())
+        assert "could not be taken" in told
+        with pytest.raises(EngineDeadError, match="could not be taken"):
+            await add(client, [1], GREEDY)
+        await client.close()
+        assert client._child.process.returncode is not None
+
+    asyncio.run(run())
+    assert "a report of the engine could not be taken" in caplog.text
+
+
+def stand_in_engine(last_bytes: bytes) -> EngineChild:
+    """Return a process that says it is ready and what comes last, waits for a word, and ends with status 7."""
+    limits = AdmissionLimits(10, 16, 10, 160)
+    ready = Ready(limits, 100, 100, frozenset(), "none", "none", 0, 0, 0)
+    said = frame(Located("/nowhere")) + frame(ready) + last_bytes
+    code = f"import socket; s = socket.socket(fileno=0); s.sendall({said!r}); s.recv(1); raise SystemExit(7)"
+    ours, theirs = socket.socketpair()
+    with theirs:
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=theirs)
+    return EngineChild(child, ours)
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+class Script:
+    """Drives an `EngineLoop` over a real scheduler: each report is answered with the next commands, or with none."""
+
+    class OverError(Exception):
+        """The engine has come to rest, and nothing more is asked of it."""
+
+    def __init__(self, *answers: list[Command]) -> None:
+        self.harness = Harness(num_blocks=64)
+        self.reports: list[Report] = []
+        self._commands = SimpleQueue[bytes]()
+        self._answers = iter(answers)
+
+    def run(self) -> list[Report]:
+        loop = EngineLoop(Engine(self.harness.scheduler, self.harness.executor), self._commands, self._take)
+        with pytest.raises(Script.OverError):
+            loop.run()
+        return self.reports
+
+    def _take(self, report: Report) -> None:
+        self.reports.append(report)
+        commands = next(self._answers, [])
+        if isinstance(report, Idle) and not commands:
+            raise Script.OverError
+        for command in commands:
+            self._commands.put(frame(command)[LENGTH_BYTES:])
+
+
+def request(request_id: int, prompt_len: int = 10, **params: object) -> Add:
+    own = SamplingParams(max_tokens=30, ignore_eos=True, **params)  # type: ignore[arg-type]
+    return Add(make_request(request_id, [request_id] * prompt_len, own))
+
+
+def kv_of(report: Report) -> KVStats:
+    assert isinstance(report, Stepped | Idle)
+    assert report.state.kv is not None
+    return report.state.kv
+
+
+def test_abort_frees_its_blocks_before_the_next_step() -> None:
+    first, second, third, last = Script([request(1), request(2)], [], [Abort(1), Abort(2)]).run()
+    assert isinstance(first, Idle)
+    assert isinstance(second, Stepped)
+    assert isinstance(third, Stepped)
+    assert kv_of(third).used_blocks > 0
+    assert isinstance(last, Idle)
+    assert kv_of(last).used_blocks == 0
+    assert last.state.num_running == last.state.num_waiting == 0
+
+
+def test_requests_that_come_together_run_together() -> None:
+    _, step, *_ = Script([request(i, prompt_len=3) for i in range(5)]).run()
+    assert isinstance(step, Stepped)
+    assert [request_id for request_id, _ in step.admissions] == [0, 1, 2, 3, 4]
+    assert step.num_computed_tokens == 15
+
+
+def test_finish_ends_one_branch_and_leaves_the_others() -> None:
+    reports = Script([request(1, n=3)], [], [Finish(1, 1), Finish(1, 7), Finish(9, 0)]).run()
+    indices = [[delta.index for delta in report.deltas] for report in reports if isinstance(report, Stepped)]
+    assert indices[:2] == [[0, 1, 2]] * 2
+    assert indices[2:] == [[0, 2]] * 28
+
+
+def test_request_that_comes_and_goes_at_once_is_followed_by_a_report() -> None:
+    assert [type(report) for report in Script([request(1), Abort(1)]).run()] == [Idle, Idle]
+
+
+def test_state_follows_every_step() -> None:
+    reports = Script([request(i, prompt_len=9) for i in range(3)]).run()  # the budget of a step is 16
+    steps = [report for report in reports if isinstance(report, Stepped)]
+    assert [(step.state.num_running, step.state.num_waiting) for step in steps[:2]] == [(2, 1), (3, 0)]
+    assert [kv_of(step).num_sequences for step in steps[:2]] == [2, 3]
+    assert steps[-1].state.num_running == kv_of(steps[-1]).used_blocks == 0
+
+
+def test_lost_block_is_found_when_the_quiet_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "QUIET_S", 0.0)
+    harness = Harness(num_blocks=64)
+    harness.cache._pool.allocate(1)
+    loop = EngineLoop(Engine(harness.scheduler, harness.executor), SimpleQueue(), lambda report: None)
+    with pytest.raises(AssertionError, match="but held"):
+        loop.run()

@@ -1,0 +1,208 @@
+"""What is sent is what arrives, for every message."""
+
+import io
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.checks import MAX_INT
+from quire.core.errors import ConfigError, EngineError, ModelError
+from quire.core.frames import LENGTH_BYTES, frame, read_frame
+from quire.core.outputs import Admission, KVStats, SequenceDelta, TokenLogprobs
+from quire.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
+from quire.core.sequence import Request
+from quire.engine.options import EngineOptions
+from quire.engine.wire import (
+    FAULT,
+    MAX_FAILURE_CHARS,
+    Abort,
+    Add,
+    Command,
+    EngineDeadError,
+    EngineState,
+    Failed,
+    Finish,
+    Idle,
+    Located,
+    Ready,
+    Report,
+    Start,
+    Stepped,
+    as_error,
+    decode_command,
+    decode_report,
+    failed,
+)
+from quire.scheduling.limits import AdmissionLimits
+
+counts = st.integers(0, 2**63 - 1)
+token_ids = st.lists(st.integers(0, MAX_INT), max_size=5)
+seconds = st.floats(0, 1e9)
+texts = st.text(max_size=20)
+strings = st.lists(st.text(min_size=1, max_size=20), max_size=3)
+optional_counts = st.none() | st.integers(0, 20)
+
+options = st.builds(
+    EngineOptions,
+    model=st.none() | texts,
+    kv_cache_memory=st.none() | st.integers(1, 2**63 - 1) | st.just("1.5GiB"),
+    num_kv_blocks=st.none() | st.integers(1, 2**31),
+    enable_prefix_caching=st.booleans(),
+    seed=st.integers(MIN_SEED, MAX_SEED),
+)
+params = st.builds(
+    SamplingParams,
+    n=st.integers(1, 64),
+    temperature=st.integers(0, 100) | st.floats(0, 100),
+    top_p=st.floats(1e-6, 1),
+    top_k=st.integers(-1, 1000),
+    presence_penalty=st.floats(-2, 2),
+    seed=st.none() | st.integers(MIN_SEED, MAX_SEED),
+    stop=st.none() | st.text(min_size=1) | strings,
+    stop_token_ids=st.none() | token_ids,
+    max_tokens=st.none() | st.integers(20, MAX_INT),
+    min_tokens=st.integers(0, 20),
+    logprobs=optional_counts,
+    prompt_logprobs=optional_counts,
+    logit_bias=st.none() | st.dictionaries(st.integers(0, MAX_INT), st.floats(-100, 100), max_size=3),
+    allowed_token_ids=st.none() | st.lists(st.integers(0, MAX_INT), min_size=1, max_size=3),
+    bad_words=st.none() | strings,
+    skip_special_tokens=st.booleans(),
+)
+requests = st.builds(
+    Request,
+    request_id=counts,
+    prompt_token_ids=token_ids,
+    params=params,
+    seed=st.integers(MIN_SEED, MAX_SEED),
+    max_tokens=counts,
+    eos_token_ids=st.frozensets(st.integers(0, MAX_INT), max_size=3),
+    stop_token_ids=st.frozensets(st.integers(0, MAX_INT), max_size=3),
+    bad_words_token_ids=st.lists(token_ids.map(tuple), max_size=3).map(tuple),
+)
+commands = st.one_of(
+    st.builds(Start, options), st.builds(Add, requests), st.builds(Abort, counts), st.builds(Finish, counts, counts)
+)
+
+logprobs = st.builds(
+    TokenLogprobs,
+    token_ids,
+    st.lists(st.floats(max_value=0, allow_nan=False), max_size=5),
+    st.lists(st.integers(1, MAX_INT), max_size=5),
+)
+deltas = st.builds(
+    SequenceDelta,
+    request_id=counts,
+    index=counts,
+    token_ids=token_ids,
+    logprobs=st.none() | st.lists(logprobs, max_size=2),
+    prompt_logprobs=st.none() | st.lists(logprobs, max_size=2),
+    finish_reason=st.sampled_from([None, "stop", "length", "abort"]),
+    stop_reason=st.none() | counts,
+)
+kv_stats = st.builds(KVStats, *[counts] * 8, ref_counts=st.dictionaries(texts, counts, max_size=3))
+states = st.builds(EngineState, counts, counts, counts, counts, st.none() | kv_stats)
+reports = st.one_of(
+    st.builds(Located, texts),
+    st.builds(
+        Ready,
+        limits=st.builds(AdmissionLimits, counts, counts, counts, counts),
+        max_num_batched_tokens=counts,
+        vocab_size=counts,
+        eos_token_ids=st.frozensets(counts, max_size=3),
+        dtype=texts,
+        device=texts,
+        num_parameters=counts,
+        weights_bytes=counts,
+        kv_bytes_per_token=counts,
+    ),
+    st.builds(Failed, texts, texts),
+    st.builds(
+        Stepped,
+        seconds,
+        counts,
+        st.lists(st.builds(Admission, counts, counts), max_size=3),
+        st.lists(deltas, max_size=3),
+        states,
+    ),
+    st.builds(Idle, states),
+)
+
+
+def plain(command: Command) -> object:
+    """Return a command as something that can be compared: requests are only equal to themselves."""
+    if isinstance(command, Add):
+        return [getattr(command.request, name) for name in Request.__slots__]
+    return command
+
+
+def body_of(message: Command | Report) -> bytes:
+    stream = io.BytesIO(frame(message))
+    body = read_frame(stream)
+    assert body is not None
+    assert stream.read() == b""
+    return body
+
+
+@given(commands)
+def test_commands_arrive_as_they_were_sent(command: Command) -> None:
+    assert plain(decode_command(body_of(command))) == plain(command)
+
+
+@given(reports)
+def test_reports_arrive_as_they_were_sent(report: Report) -> None:
+    assert decode_report(body_of(report)) == report
+
+
+@given(params)
+def test_parameters_keep_their_types(own: SamplingParams) -> None:
+    """What is hashed, shared or compared with `is` inside the engine must not become a list or an integer."""
+    request = Request(1, [2], own, 3, 4)
+    arrived = decode_command(body_of(Add(request)))
+    assert isinstance(arrived, Add)
+    for name in SamplingParams.__slots__:
+        assert type(getattr(arrived.request.params, name)) is type(getattr(own, name)), name
+
+
+@pytest.mark.parametrize("value", [-math.inf, -0.0, 5e-324, -1.0000000000000002])
+def test_logprobs_arrive_bit_for_bit(value: float) -> None:
+    delta = SequenceDelta(1, 0, [2], [TokenLogprobs([2], [value], [1])])
+    report = decode_report(body_of(Stepped(0.0, 1, [], [delta], EngineState(1, 0, 0, 0))))
+    assert isinstance(report, Stepped)
+    assert report.deltas[0].logprobs is not None
+    assert report.deltas[0].logprobs[0].logprobs[0].hex() == value.hex()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, LENGTH_BYTES, LENGTH_BYTES + 1, -1])
+def test_part_of_a_frame_is_the_end_of_the_stream(num_bytes: int) -> None:
+    assert read_frame(io.BytesIO(frame(Abort(1))[:num_bytes])) is None
+
+
+@pytest.mark.parametrize("kind", [ConfigError, ModelError])
+def test_what_a_user_can_mend_keeps_its_type_and_text(kind: type[EngineError]) -> None:
+    error = as_error(failed(kind("block_size must be 16")))
+    assert type(error) is kind
+    assert str(error) == "block_size must be 16"
+
+
+def test_kinds_of_what_a_user_can_mend_count_as_it() -> None:
+    class NoWeightsError(ModelError):
+        """A ModelError in particular."""
+
+    assert type(as_error(failed(NoWeightsError("no weights")))) is ModelError
+
+
+def test_every_other_error_is_a_fault_of_the_engine() -> None:
+    message = failed(KeyError("row"))
+    assert message == Failed(FAULT, "KeyError: 'row'")
+    assert type(as_error(message)) is EngineDeadError
+
+
+@pytest.mark.parametrize("text", ["x" * 1_000_000, "/models/caf\udce9"], ids=["long", "a file's name"])
+def test_any_error_can_be_sent(text: str) -> None:
+    arrived = decode_report(body_of(failed(ModelError(text))))
+    assert isinstance(arrived, Failed)
+    assert arrived.message.startswith(text[:10])
+    assert len(arrived.message) <= MAX_FAILURE_CHARS

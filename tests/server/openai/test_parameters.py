@@ -1,0 +1,84 @@
+"""Parameters that are no fields: each that OpenAI's client can send is refused or let pass, never overlooked."""
+
+import logging
+from typing import Any
+
+import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
+
+from quire.server.errors import ApiError
+from quire.server.openai.bodies import ChatBody, CompletionBody
+from quire.server.openai.parameters import UNSUPPORTED, WITHOUT_EFFECT, check_names
+
+
+def test_every_parameter_of_openai_is_known() -> None:
+    for params, body_type in ((CompletionParams, CompletionBody), (ChatParams, ChatBody)):
+        unknown = set(params.__annotations__) - body_type.model_fields.keys() - UNSUPPORTED.keys() - WITHOUT_EFFECT
+        assert not unknown
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("suffix", "end"),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("functions", [{}]),
+        ("function_call", {"name": "f"}),
+        ("response_format", {"type": "json_object"}),
+        ("modalities", ["text", "audio"]),
+        ("audio", {}),
+        ("prediction", {}),
+        ("reasoning_effort", "low"),
+        ("verbosity", "high"),
+        ("web_search_options", {}),
+        ("service_tier", "flex"),
+        ("store", True),
+        ("parallel_tool_calls", False),
+        ("use_beam_search", True),
+        ("length_penalty", 1.2),
+        ("cache_salt", "x"),
+        ("priority", 1),
+        ("structured_outputs", {"json": {}}),
+        ("tools", "x" * 1_000_000),
+    ],
+)
+def test_what_is_not_supported_yet_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ApiError) as refused:
+        check_names({name: value}, ())
+    error = refused.value
+    assert (error.status, error.code, error.param) == (400, "unsupported_parameter", name)
+    assert len(error.message) < 200
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {name: value} for name, values in UNSUPPORTED.items() for value in (None, *values)
+    ],
+    ids=str,
+)
+def test_values_that_change_nothing_pass(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    check_names(given, ())
+    assert not caplog.records
+
+
+def test_defaults_of_another_type_do_not_pass() -> None:
+    for name, value in (("store", 0), ("parallel_tool_calls", 1), ("priority", False), ("length_penalty", True)):
+        with pytest.raises(ApiError):
+            check_names({name: value}, ())
+
+
+def test_names_without_effect_pass_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    check_names({"user": "me", "metadata": {"a": "b"}, "safety_identifier": 5, "prompt_cache_key": "k"}, ())
+    assert not caplog.records
+
+
+def test_unknown_names_are_logged_once_and_shortened(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"temprature": 0, "prompt": "x"} | {f"{i}" + "x" * 10_000: i for i in range(10_000)}
+    with caplog.at_level(logging.WARNING):
+        check_names(given, {"prompt"})
+    (record,) = caplog.records
+    assert record.getMessage().startswith("10001 unknown fields of a request are ignored: 'temprature', ")
+    assert len(record.getMessage()) < 1500

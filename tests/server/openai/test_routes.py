@@ -1,0 +1,175 @@
+"""Answers as clients see them: their shape, their numbers, and the errors of both routes."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from support.openai_server import NAME, OpenAIServer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+
+
+def test_completion_has_the_shape_of_openai(server: OpenAIServer) -> None:
+    answer = server.ask(COMPLETIONS, prompt="def f(", **GREEDY)
+    (choice,) = answer.pop("choices")
+    assert choice.pop("text")
+    assert choice == {"index": 0, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    assert answer.pop("id").startswith("cmpl-")
+    assert answer.pop("created") > 0
+    assert answer.pop("system_fingerprint").startswith("quire-")
+    usage = {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
+    usage |= {"prompt_tokens_details": {"cached_tokens": 0}}  # type: ignore[dict-item]
+    assert answer == {"object": "text_completion", "model": NAME, "usage": usage}
+
+
+def test_chat_has_the_shape_of_openai(server: OpenAIServer) -> None:
+    answer = server.ask(CHAT, messages=MESSAGES, **GREEDY)
+    assert (answer["object"], answer["model"]) == ("chat.completion", NAME)
+    assert answer["id"].startswith("chatcmpl-")
+    (choice,) = answer["choices"]
+    message = choice.pop("message")
+    assert message.pop("content")
+    assert message == {"role": "assistant", "refusal": None}
+    assert choice == {"index": 0, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    usage = answer["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 6
+
+
+def test_choices_are_numbered_prompt_by_prompt(server: OpenAIServer) -> None:
+    asked: dict[str, Any] = {"n": 2, "seed": 5, "max_tokens": 8, "ignore_eos": True}
+    together = server.ask(COMPLETIONS, prompt=["def f(", "import "], **asked)
+    alone = [server.ask(COMPLETIONS, prompt=prompt, **asked) for prompt in ("def f(", "import ")]
+    assert [choice["index"] for choice in together["choices"]] == [0, 1, 2, 3]
+    texts = [choice["text"] for answer in alone for choice in answer["choices"]]
+    assert [choice["text"] for choice in together["choices"]] == texts
+    assert len(set(texts)) == 4
+    assert together["usage"]["prompt_tokens"] == sum(answer["usage"]["prompt_tokens"] for answer in alone)
+    assert together["usage"]["completion_tokens"] == 4 * 8
+
+
+def test_prompts_of_every_form_are_the_same(server: OpenAIServer) -> None:
+    text = "def f("
+    ids = server.ask("/tokenize", prompt=text)["tokens"]
+    forms: list[Any] = [text, [text], ids, [ids]]
+    assert len({server.ask(COMPLETIONS, prompt=form, **GREEDY)["choices"][0]["text"] for form in forms}) == 1
+
+
+def test_stop_is_told_with_its_reason(server: OpenAIServer) -> None:
+    free = server.ask(COMPLETIONS, prompt="def f(", temperature=0, max_tokens=20, return_token_ids=True)["choices"][0]
+    stop = free["text"][4:7]
+    cut = server.ask(COMPLETIONS, prompt="def f(", temperature=0, max_tokens=20, stop=["@@@", stop])["choices"][0]
+    assert cut["text"] == free["text"][: free["text"].index(stop)]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+    token = free["token_ids"][3]
+    cut = server.ask(COMPLETIONS, prompt="def f(", temperature=0, max_tokens=20, stop_token_ids=[token])["choices"][0]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", token)
+
+
+def test_token_ids_are_told_if_asked_for(server: OpenAIServer) -> None:
+    completion = server.ask(COMPLETIONS, prompt=[0, 315], return_token_ids=True, **GREEDY)["choices"][0]
+    assert completion["prompt_token_ids"] == [0, 315]
+    assert server.ask("/detokenize", tokens=completion["token_ids"])["prompt"] == completion["text"]
+    chat = server.ask(CHAT, messages=MESSAGES, return_token_ids=True, **GREEDY)
+    text = chat["choices"][0]["message"]["content"]
+    assert server.ask("/detokenize", tokens=chat["choices"][0]["token_ids"])["prompt"] == text
+    assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"]
+
+
+def test_logprobs_of_both_routes_are_of_the_same_tokens(server: OpenAIServer) -> None:
+    ids = server.ask("/tokenize", messages=MESSAGES)["tokens"]
+    completion = server.ask(COMPLETIONS, prompt=ids, logprobs=2, **GREEDY)["choices"][0]
+    chat = server.ask(CHAT, messages=MESSAGES, logprobs=True, top_logprobs=2, **GREEDY)["choices"][0]
+    lists, objects = completion["logprobs"], chat["logprobs"]["content"]
+    assert lists["tokens"] == [entry["token"] for entry in objects]
+    assert lists["token_logprobs"] == [entry["logprob"] for entry in objects]
+    assert lists["top_logprobs"] == [
+        {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in objects
+    ]
+    assert "".join(lists["tokens"]) == completion["text"] == chat["message"]["content"]
+    ends = [*lists["text_offset"][1:], len(completion["text"])]
+    slices = [completion["text"][start:end] for start, end in zip(lists["text_offset"], ends, strict=True)]
+    assert slices == lists["tokens"]
+    assert bytes(byte for entry in objects for byte in entry["bytes"]).decode() == completion["text"]
+
+
+def test_echo_shows_the_prompt(server: OpenAIServer) -> None:
+    prompt = "def f("
+    plain = server.ask(COMPLETIONS, prompt=prompt, **GREEDY)["choices"][0]["text"]
+    for form in (prompt, server.ask("/tokenize", prompt=prompt)["tokens"]):
+        assert server.ask(COMPLETIONS, prompt=form, echo=True, **GREEDY)["choices"][0]["text"] == prompt + plain
+
+
+def test_echo_without_output_scores_a_prompt(server: OpenAIServer) -> None:
+    answer = server.ask(COMPLETIONS, prompt="def f(", echo=True, logprobs=1, max_tokens=0)
+    longer = server.ask(COMPLETIONS, prompt="def f(", echo=True, logprobs=1, max_tokens=1, temperature=0)
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("def f(", "length")
+    assert answer["usage"]["completion_tokens"] == 0
+    assert choice["logprobs"]["token_logprobs"] == longer["choices"][0]["logprobs"]["token_logprobs"][:-1]
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"]
+    (chunk,) = server.stream(COMPLETIONS, prompt="def f(", echo=True, logprobs=1, max_tokens=0)
+    assert chunk["choices"] == answer["choices"]
+
+
+def test_logprobs_of_prompts(server: OpenAIServer) -> None:
+    ids = server.ask("/tokenize", messages=MESSAGES)["tokens"]
+    completion = server.ask(COMPLETIONS, prompt=ids, prompt_logprobs=1, **GREEDY)["choices"][0]["prompt_logprobs"]
+    chat = server.ask(CHAT, messages=MESSAGES, prompt_logprobs=1, **GREEDY)["prompt_logprobs"]
+    assert completion == chat
+    assert completion[0] is None
+    for token, position in zip(ids[1:], completion[1:], strict=True):
+        assert set(position[str(token)]) == {"logprob", "rank", "decoded_token"}
+        assert min(entry["rank"] for entry in position.values()) == 1
+
+
+def test_models(server: OpenAIServer) -> None:
+    listed = server.http.get("/v1/models").json()
+    assert listed["object"] == "list"
+    (model,) = listed["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == (NAME, "model", 1024)
+    assert server.http.get(f"/v1/models/{NAME}").json() == model
+    for other in ("other", "org/other"):
+        response = server.http.get(f"/v1/models/{other}")
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": MESSAGES})], ids=["completions", "chat"]
+)
+def test_errors_come_as_statuses_also_where_a_stream_was_asked_for(
+    server: OpenAIServer, path: str, body: dict[str, Any]
+) -> None:
+    for stream in (False, True):
+        for wrong, status, code, param in (
+            ({"model": "other"}, 404, "model_not_found", "model"),
+            ({"n": 0}, 400, None, "n"),
+            ({"store": True}, 400, "unsupported_parameter", "store"),
+            ({"max_tokens": 2000}, 400, "context_length_exceeded", None),
+        ):
+            got, error = server.refusal(path, **body | wrong | {"stream": stream})
+            assert (got, error["type"], error["code"]) == (status, "invalid_request_error", code)
+            assert error["param"] == param or param is None
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_log_tells_what_a_call_has_cost(server: OpenAIServer, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+    with caplog.at_level(logging.INFO, "quire.requests"):
+        response = server.http.post(COMPLETIONS, json={"prompt": ["x", "y"], "n": 2, "stream": stream, **GREEDY})
+        server.wait_until(lambda: bool(caplog.messages))
+    line = json.loads(caplog.messages[0])
+    assert line["request_id"] == response.headers["x-request-id"] in response.text
+    told = {name: line[name] for name in ("model", "stream", "num_prompts", "prompt_tokens", "output_tokens")}
+    assert told == {"model": NAME, "stream": stream, "num_prompts": 2, "prompt_tokens": 4, "output_tokens": 24}
+    assert line["finish_reasons"] == ["length"] * 4
+    assert 0 <= line["queue_s"] <= line["ttft_s"] <= line["duration_s"]
+
+
+def test_names_are_those_of_the_server(server: OpenAIServer) -> None:
+    answer = server.ask(COMPLETIONS, prompt="x", model=NAME, max_tokens=1)
+    assert answer["model"] == NAME
+    assert server.stream(COMPLETIONS, prompt="x", max_tokens=1)[0]["model"] == NAME

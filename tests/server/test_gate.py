@@ -1,0 +1,169 @@
+"""Who is let in, and what may be sent."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from quire.server import gate
+from support.http_app import ask, make_app
+
+KEYS = ("first-key", "sécond-key")
+URLS = ["/ready", "/version", "/metrics", "/openapi.json", "/echo", "/no/such/url", "/health/", "/%68ealth", "//health"]
+
+
+def code_of(response: httpx.Response) -> str | None:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error["code"]  # type: ignore[no-any-return]
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_without_keys_everyone_is_let_in() -> None:
+    assert ask(make_app(), "GET", "/version").status_code == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "DELETE"])
+@pytest.mark.parametrize("url", URLS)
+def test_every_url_but_health_needs_a_key(url: str, method: str) -> None:
+    response = ask(make_app(api_key=KEYS), method, url)
+    assert (response.status_code, code_of(response)) == (401, "invalid_api_key")
+    assert response.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_health_needs_no_key() -> None:
+    assert ask(make_app(api_key=KEYS), "GET", "/health").status_code == 200
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_opens(key: str, scheme: str) -> None:
+    header = f"{scheme} {key}".encode()
+    assert ask(make_app(api_key=KEYS), "GET", "/version", headers={"Authorization": header}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "Bearer", "Bearer ", "first-key", "Basic first-key", "Bearer first-ke", "Bearer first-key2",
+     "Bearer FIRST-KEY", "Bearer first-key, sécond-key", "Token Bearer first-key"],
+)
+def test_anything_else_does_not(header: str) -> None:
+    response = ask(make_app(api_key=KEYS), "GET", "/version", headers={"Authorization": header.encode()})
+    assert response.status_code == 401
+    assert "first-key" not in response.text
+
+
+def test_two_authorizations_are_none() -> None:
+    headers = [("Authorization", "Bearer first-key"), ("Authorization", "Bearer wrong")]
+    assert ask(make_app(api_key=KEYS), "GET", "/version", headers=headers).status_code == 401
+
+
+# --- draining ---------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_new_is_taken_while_the_server_drains() -> None:
+    app = make_app()
+    app.state.service.is_draining = True
+    response = ask(app, "POST", "/echo", json={})
+    assert (response.status_code, code_of(response)) == (503, "shutting_down")
+    assert int(response.headers["Retry-After"]) >= 1
+    page = ask(app, "GET", "/metrics").text
+    assert re.search(r'^quire:requests_refused_total\{.*reason="shutting_down".*\} 1.0$', page, re.MULTILINE)
+
+
+def test_probes_are_answered_while_the_server_drains() -> None:
+    app = make_app()
+    app.state.service.is_draining = True
+    statuses = {url: ask(app, "GET", url).status_code for url in ("/health", "/ready", "/metrics", "/version")}
+    assert statuses == {"/health": 200, "/ready": 503, "/metrics": 200, "/version": 200}
+
+
+# --- methods ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["/health", "/ready", "/version", "/metrics", "/openapi.json"])
+def test_head_is_answered_like_get(url: str) -> None:
+    app = make_app()
+    got, head = ask(app, "GET", url), ask(app, "HEAD", url)
+    assert head.status_code == got.status_code == 200
+    assert head.headers["content-type"] == got.headers["content-type"]
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON ;x=y"])
+def test_json_is_taken(kind: str) -> None:
+    response = ask(make_app(), "POST", "/echo", content=b"{}", headers={"Content-Type": kind})
+    assert (response.status_code, response.text) == (200, "{}")
+
+
+def test_body_without_a_type_is_taken_for_json() -> None:
+    assert ask(make_app(), "POST", "/echo", content=b"{}").text == "{}"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "application/jsonp"],
+)
+def test_other_types_are_refused(kind: str) -> None:
+    response = ask(make_app(max_body_bytes=100), "POST", "/echo", content=b"{}", headers={"Content-Type": kind})
+    assert (response.status_code, code_of(response)) == (415, "unsupported_media_type")
+
+
+def test_body_that_announces_too_much_is_refused_unread() -> None:
+    num_sent = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        num_sent += 1
+        yield b" " * 101
+
+    headers = {"Content-Length": "101", "Content-Type": "application/json"}
+    response = ask(make_app(max_body_bytes=100), "POST", "/echo", content=pieces(), headers=headers)
+    assert (response.status_code, code_of(response)) == (413, "request_too_large")
+    assert num_sent == 0
+
+
+def test_body_in_pieces_is_counted_and_not_read_to_its_end() -> None:
+    num_sent = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        for num_sent in range(1, 1000):  # noqa: B007 (counted outside)
+            yield b" " * 10
+
+    headers = {"Content-Type": "application/json"}
+    response = ask(make_app(max_body_bytes=100), "POST", "/echo", content=pieces(), headers=headers)
+    assert (response.status_code, code_of(response)) == (413, "request_too_large")
+    assert num_sent <= 12
+
+
+def test_body_of_exactly_the_limit_is_taken() -> None:
+    content = b'"' + b"x" * 98 + b'"'
+    assert ask(make_app(max_body_bytes=100), "POST", "/echo", content=content).content == content
+
+
+def test_body_that_does_not_come_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "BODY_LIMIT_S", 0.02)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    headers = {"Content-Type": "application/json"}
+    response = ask(make_app(max_body_bytes=100), "POST", "/echo", content=pieces(), headers=headers)
+    assert (response.status_code, code_of(response)) == (408, "request_timeout")
+    assert response.headers["Connection"] == "close"
+
+
+@pytest.mark.parametrize(("method", "url", "status"), [("POST", "/nowhere", 404), ("POST", "/health", 405)])
+def test_body_that_nobody_reads_is_not_looked_at(method: str, url: str, status: int) -> None:
+    response = ask(
+        make_app(max_body_bytes=1), method, url, content=b"much too long", headers={"Content-Type": "text/plain"}
+    )
+    assert response.status_code == status

@@ -1,0 +1,278 @@
+"""What is too long, too slow or not HTTP, on real sockets."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+
+from quire.server import connection_limit, protocol
+from support.http_app import RawResponse, connect, exchange, make_app, parse, read_all, serving
+from support.server import wait_until
+
+MAX_BODY_BYTES = 1000
+HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+LAST = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+def slow_app() -> FastAPI:
+    """Return an application with /slow, which answers in two parts; the second comes when /go was asked."""
+    app, go = make_app(max_body_bytes=MAX_BODY_BYTES), asyncio.Event()
+
+    @app.get("/slow")
+    async def slow() -> StreamingResponse:
+        async def parts() -> object:
+            yield b"first"
+            await go.wait()
+            yield b"second"
+
+        return StreamingResponse(parts())
+
+    @app.get("/go")
+    async def release() -> None:
+        go.set()
+
+    return app
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with serving(slow_app()) as port:
+        yield port
+
+
+def asked(port: int, *pieces: bytes) -> RawResponse:
+    return parse(exchange(port, *pieces))
+
+
+def assert_refused(response: RawResponse, status: int, code: str | None) -> None:
+    assert (response.status, response.error["code"]) == (status, code)
+    assert response.error["type"] == "invalid_request_error"
+    assert response.headers["connection"] == "close"
+    assert response.headers["content-type"] == "application/json"
+
+
+# --- malformed --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET /version HTTP/7.3\r\n\r\n",
+        b"BREW /version HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET http:// HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET \xff HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nname : value\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nname: a\x00b\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /echo HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+)
+def test_what_is_not_http_is_told_so(request_bytes: bytes, port: int) -> None:
+    assert_refused(asked(port, request_bytes), 400, None)
+
+
+def test_bad_piece_of_a_body_is_answered_once(port: int) -> None:
+    response = asked(port, HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n", b"zz\r\n")
+    assert_refused(response, 400, None)
+
+
+def test_garbage_behind_a_request_does_not_spoil_its_answer(port: int) -> None:
+    with connect(port) as connection:
+        connection.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        received = b""
+        while b"first" not in received:
+            received += connection.recv(65536)
+        connection.sendall(b"\x00\x00\x00\r\n\r\n")
+        received += read_all(connection)
+    assert received.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 400" not in received
+
+
+# --- too large --------------------------------------------------------------------------------------------------------
+
+
+def header(num_bytes: int, name: bytes = b"X-Filler") -> bytes:
+    return name + b": " + b"x" * num_bytes + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b"x" * protocol.MAX_URL_BYTES + b" HTTP/1.1\r\n\r\n",
+        b"GET /version HTTP/1.1\r\n" + header(protocol.MAX_HEADER_BYTES) + b"\r\n",
+        b"GET /version HTTP/1.1\r\n" + header(protocol.MAX_HEADER_BYTES // 3) * 3 + b"\r\n",
+        b"GET /version HTTP/1.1\r\n" + header(1) * (protocol.MAX_HEADERS + 1) + b"\r\n",
+        b"GET /version HTTP/1.1\r\n" + header(1 << 20) + b"\r\n",
+    ],
+    ids=["url", "one header", "all headers", "count", "a megabyte"],
+)
+def test_head_that_is_too_large_is_refused(head: bytes, port: int) -> None:
+    assert_refused(asked(port, head), 431, "headers_too_large")
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        b"GET /",
+        b"GET /version HTTP/1.1\r\nX-Filler: ",
+        b"GET /version HTTP/1.1\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;extension=",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX-Trailer: ",
+    ],
+    ids=["url", "value", "name", "chunk extension", "trailer"],
+)
+def test_endless_head_is_refused_before_it_ends(beginning: bytes, port: int) -> None:
+    with connect(port) as connection:
+        connection.sendall(beginning)
+        connection.sendall(b"x" * (1 << 20))  # more than one read takes
+        assert_refused(parse(read_all(connection)), 431, "headers_too_large")
+
+
+def test_largest_head_is_taken(port: int) -> None:
+    filler = header(protocol.MAX_HEADER_BYTES // 2)
+    small = header(1) * (protocol.MAX_HEADERS - 3)
+    request = LAST.removesuffix(b"\r\n") + filler + small + b"\r\n"
+    assert asked(port, request).status == 200
+
+
+def test_large_body_after_a_small_head_is_no_large_head(port: int) -> None:
+    body = b'"' + b"x" * (MAX_BODY_BYTES - 2) + b'"'
+    pieces = b"".join(b"1\r\n" + bytes([byte]) + b"\r\n" for byte in body)
+    response = asked(port, HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + pieces + b"0\r\n\r\n")
+    assert (response.status, response.body) == (200, body)
+
+
+def test_trailer_is_no_header(port: int) -> None:
+    trailer = b"Authorization: Bearer x\r\n"
+    chunks = b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n" + trailer + b"\r\n"
+    assert asked(port, HEAD + chunks).body == b"{}"
+
+
+def test_connection_goes_on_after_a_body_that_was_too_long(port: int) -> None:
+    body = b" " * (1 << 20)
+    with connect(port) as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body + LAST)
+        received = read_all(connection)
+    assert received.startswith(b"HTTP/1.1 413 ")
+    assert received.count(b"HTTP/1.1 200 ") == 1
+
+
+def test_too_long_body_is_refused_before_it_is_sent(port: int) -> None:
+    with connect(port) as connection:
+        connection.sendall(HEAD + b"Content-Length: 999999999\r\n\r\n")
+        received = b""
+        while b"request_too_large" not in received:
+            received += connection.recv(65536)
+    assert received.startswith(b"HTTP/1.1 413 ")
+
+
+def test_client_that_asks_before_it_sends_is_told_in_time(port: int) -> None:
+    received = exchange(port, HEAD + b"Content-Length: 999999\r\nExpect: 100-continue\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 413 ")
+
+
+def test_client_that_asks_before_it_sends_may_go_on(port: int) -> None:
+    with connect(port) as connection:
+        connection.sendall(HEAD + b"Connection: close\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        received = b""
+        while b"\r\n\r\n" not in received:
+            received += connection.recv(65536)
+        assert received == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(b"{}")
+        assert parse(read_all(connection)).body == b"{}"
+
+
+def test_requests_that_wait_on_one_connection_are_few(port: int) -> None:
+    one = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    assert exchange(port, one * protocol.MAX_PIPELINED + LAST).count(b"HTTP/1.1 200 ") == protocol.MAX_PIPELINED + 1
+    assert exchange(port, one * (protocol.MAX_PIPELINED * 2) + LAST).count(b"HTTP/1.1 200 ") <= protocol.MAX_PIPELINED
+
+
+def test_connections_that_are_too_many_are_turned_away(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS", 1)
+    with connect(port) as first:
+        first.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert first.recv(65536).startswith(b"HTTP/1.1 200 ")
+        response = parse(exchange(port))
+        assert (response.status, response.error["code"]) == (429, "server_overloaded")
+        assert int(response.headers["retry-after"]) >= 1
+        first.sendall(LAST)
+        assert read_all(first).startswith(b"HTTP/1.1 200 ")
+
+
+# --- too slow ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "ARRIVAL_LIMIT_S", 0.05)
+
+
+@pytest.mark.usefixtures("_short_limit")
+@pytest.mark.parametrize("head", [b"G", b"GET /version HTTP/1.1\r\n", b"GET /version HTTP/1.1\r\nHost: "])
+def test_head_that_does_not_come_is_a_timeout(head: bytes, port: int) -> None:
+    assert_refused(asked(port, head), 408, "request_timeout")
+
+
+@pytest.mark.usefixtures("_short_limit")
+def test_second_head_that_does_not_come_is_a_timeout_too(port: int) -> None:
+    received = exchange(port, b"GET /version HTTP/1.1\r\nHost: x\r\n\r\nGET /ver")
+    assert received.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 408 " in received
+
+
+@pytest.mark.usefixtures("_short_limit")
+def test_connection_on_which_nothing_is_said_is_closed(port: int) -> None:
+    assert exchange(port) == b""
+
+
+@pytest.mark.usefixtures("_short_limit")
+def test_rest_of_a_refused_body_is_not_waited_for_forever(port: int) -> None:
+    received = exchange(port, HEAD + b"Content-Length: 999999\r\n\r\n{")
+    assert received.startswith(b"HTTP/1.1 413 ")
+    assert received.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.usefixtures("_short_limit")
+def test_answer_in_the_making_is_not_cut_by_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    note_late_arrival, num_noted = protocol.Protocol._note_late_arrival, 0
+
+    def counting(connection: protocol.Protocol) -> None:
+        nonlocal num_noted
+        num_noted += 1
+        note_late_arrival(connection)
+
+    monkeypatch.setattr(protocol.Protocol, "_note_late_arrival", counting)
+    with serving(slow_app()) as port, connect(port) as connection:
+        connection.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 1\r\n\r\n")
+        wait_until(lambda: num_noted >= 2)
+        assert exchange(port, b"GET /go HTTP/1.1\r\nConnection: close\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+        assert b"second" in read_all(connection)
+
+
+def test_idle_connection_is_kept(port: int) -> None:
+    with connect(port) as connection:
+        for _ in range(3):
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_upgrade_that_nobody_offers_is_passed_over(port: int) -> None:
+    with connect(port) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_head_has_no_body(port: int) -> None:
+    received = exchange(port, b"HEAD /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert body == b""

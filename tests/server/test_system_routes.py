@@ -1,0 +1,40 @@
+"""Routes about the server itself."""
+
+import quire
+from support.http_app import ask, make_app
+
+
+def test_healthy_server_is_ready() -> None:
+    app = make_app()
+    for url in ("/health", "/ready"):
+        response = ask(app, "GET", url)
+        assert (response.status_code, response.json()) == (200, {})
+
+
+def test_server_without_an_engine_is_neither() -> None:
+    app = make_app()
+    app.state.service.client.is_alive = False
+    for url in ("/health", "/ready"):
+        response = ask(app, "GET", url)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unhealthy")
+        assert int(response.headers["Retry-After"]) >= 1
+
+
+def test_draining_server_is_healthy_and_not_ready() -> None:
+    app = make_app()
+    app.state.service.is_draining = True
+    assert ask(app, "GET", "/health").status_code == 200
+    response = ask(app, "GET", "/ready")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
+
+
+def test_version_is_the_packages() -> None:
+    assert ask(make_app(), "GET", "/version").json() == {"version": quire.__version__}
+
+
+def test_metrics_are_prometheus_text() -> None:
+    app = make_app()
+    app.state.service.client.num_queued = 3
+    response = ask(app, "GET", "/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "vllm:num_requests_waiting" in response.text

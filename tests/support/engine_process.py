@@ -1,0 +1,117 @@
+"""Engines in processes of their own: waiting for what they do, and looking at what they hold."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from quire.core.outputs import RequestOutput
+from quire.core.sampling_params import SamplingParams
+from quire.engine.child import EngineChild
+from quire.engine.client import EngineClient, Observer, RequestStream
+from quire.engine.input_processor import Prompt
+from quire.engine.options import EngineOptions
+from quire.engine.output_processor import EndedRequest, OutputKind, ProcessedStep
+from quire.engine.wire import EngineState, Stepped
+
+TIMEOUT_S = 60.0  # nothing here takes long, but the machine may be busy
+QUIET_S = 0.3
+
+
+class Recorder:
+    """An observer that keeps everything."""
+
+    def __init__(self) -> None:
+        self.steps: list[Stepped] = []
+        self.processed: list[ProcessedStep] = []
+        self.aborted_requests: list[EndedRequest] = []
+        self.num_rests = 0
+
+    def stepped(self, step: Stepped, processed: ProcessedStep) -> None:
+        self.steps.append(step)
+        self.processed.append(processed)
+
+    def idled(self, state: EngineState) -> None:
+        self.num_rests += 1
+
+    def aborted(self, ended: EndedRequest) -> None:
+        self.aborted_requests.append(ended)
+
+
+async def connect(options: EngineOptions, observer: Observer | None = None) -> EngineClient:
+    """Return a client of a new engine process."""
+    return await EngineClient.connect(EngineChild.spawn(options), options, observer)
+
+
+async def add(
+    client: EngineClient, prompt: Prompt, params: SamplingParams, kind: OutputKind = "final", name: str = "mine"
+) -> RequestStream:
+    """Queue a request that arrives now."""
+    prepared = client.prepare(client.inputs.tokenize(prompt), params)
+    return await client.add(prepared, external_id=name, arrival_s=time.monotonic(), kind=kind)
+
+
+async def read(stream: RequestStream) -> list[RequestOutput]:
+    """Return all outputs of a stream."""
+    return [output async for output in stream]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition on the event loop."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition without an event loop."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.002)
+
+
+def is_at_rest(client: EngineClient) -> bool:
+    """Whether the engine says that nothing waits, nothing runs and no block is in use."""
+    state = client.state
+    return state.num_running == state.num_waiting == 0 and state.kv is not None and state.kv.used_blocks == 0
+
+
+def holds_nothing(client: EngineClient) -> bool:
+    """Whether the client has forgotten all requests."""
+    return client.num_open == client.num_queued == len(client._outputs) == 0
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, apart from a corpse that nobody has buried."""
+    return _status(pid) not in ("", "Z", "X")
+
+
+def is_quiet(pid: int) -> bool:
+    """Whether a process uses no processor for a while."""
+    before = _cpu_ticks(pid)
+    time.sleep(QUIET_S)
+    return _cpu_ticks(pid) == before
+
+
+def open_files(pid: int) -> list[str]:
+    """Return what a process holds open besides its standard streams, sockets as "socket:[number]"."""
+    folder = Path(f"/proc/{pid}/fd")
+    return sorted(os.readlink(entry) for entry in folder.iterdir() if int(entry.name) > 2)
+
+
+def _status(pid: int) -> str:
+    return next(iter(_stat(pid)), "")
+
+
+def _cpu_ticks(pid: int) -> int:
+    return sum(map(int, _stat(pid)[11:13]))  # in user mode and in the kernel
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what /proc tells of a process, from its status on; nothing if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []

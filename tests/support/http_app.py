@@ -1,0 +1,124 @@
+"""The server's application over a stand-in for the engine, asked without a network or through real sockets."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import httpx
+import uvloop
+from fastapi import FastAPI, Request, Response
+from starlette.types import ASGIApp
+
+from quire.server.app import create_app
+from quire.server.http_server import HttpServer
+from quire.server.listener import bind, port_of
+from quire.server.metrics import Metrics
+from quire.server.options import ServerOptions
+from quire.server.service import Service
+from quire.server.templates import TemplateRenderer
+
+HOST = "127.0.0.1"
+SOCKET_LIMIT_S = 30.0
+
+
+class StandInEngine:
+    """What the shell of the server looks at; no request reaches it."""
+
+    def __init__(self) -> None:
+        self.is_alive = True
+        self.num_queued = 0
+        self.tokenizer = None
+
+
+def make_app(**options: Any) -> FastAPI:  # noqa: ANN401 (those of ServerOptions)
+    """Return the server's application with one route more: /echo answers with the body that it got."""
+    engine: Any = StandInEngine()
+    app = create_app(Service(engine, ServerOptions(**options), ("tiny",), Metrics("tiny"), TemplateRenderer(None)))
+
+    @app.post("/echo")
+    async def echo(request: Request) -> Response:
+        return Response(await request.body(), media_type="application/json")
+
+    return app
+
+
+def ask(app: ASGIApp, method: str, path: str, **settings: Any) -> httpx.Response:  # noqa: ANN401 (httpx's)
+    """Ask an application without a network."""
+
+    async def request() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.request(method, path, **settings)
+
+    return asyncio.run(request())
+
+
+@contextmanager
+def serving(app: ASGIApp) -> Iterator[int]:
+    """Serve an application on real sockets, from a thread; yield the port."""
+    is_ready, is_over, loop = threading.Event(), asyncio.Event(), uvloop.new_event_loop()
+
+    async def serve() -> None:
+        server = HttpServer(app)
+        await server.start(listener, HOST)
+        is_ready.set()
+        await is_over.wait()
+        await server.end()
+
+    with bind(HOST, 0) as listener:
+        port = port_of(listener)
+        thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+        thread.start()
+        try:
+            assert is_ready.wait(SOCKET_LIMIT_S)
+            yield port
+        finally:
+            loop.call_soon_threadsafe(is_over.set)
+            thread.join(SOCKET_LIMIT_S)
+            loop.close()
+
+
+def connect(port: int) -> socket.socket:
+    """Return a connection on which nothing was said yet."""
+    return socket.create_connection((HOST, port), timeout=SOCKET_LIMIT_S)
+
+
+def exchange(port: int, *pieces: bytes) -> bytes:
+    """Send bytes on one connection; return everything that comes until the server closes it."""
+    with connect(port) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+        return read_all(connection)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Read until the other side closes the connection."""
+    received = b""
+    while chunk := connection.recv(65536):
+        received += chunk
+    return received
+
+
+class RawResponse(NamedTuple):
+    """One response as it came over a socket."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error that the body carries."""
+        return json.loads(self.body)["error"]  # type: ignore[no-any-return]
+
+
+def parse(response: bytes) -> RawResponse:
+    """Take a single response with a plain body apart."""
+    head, _, body = response.partition(b"\r\n\r\n")
+    status_line, *lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    assert headers.get("content-length", str(len(body))) == str(len(body))
+    return RawResponse(int(status_line.split()[1]), headers, body)

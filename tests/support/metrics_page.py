@@ -1,0 +1,30 @@
+"""What /metrics of a server says."""
+
+from collections.abc import Mapping
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from support.server import wait_until
+
+
+def read_metrics(url: str) -> Mapping[str, float]:
+    """Return the samples of the page by name and labels, as in `quire:kv_blocks{state="used"}`; model_name left out."""
+    samples = {}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+        for sample in family.samples:
+            labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items() if key != "model_name")
+            samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return samples
+
+
+def is_idle(url: str) -> bool:
+    """Whether no request waits or runs, and none has left a block behind."""
+    samples = read_metrics(url)
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", 'quire:kv_blocks{state="used"}')
+    return all(samples[name] == 0 for name in names)
+
+
+def wait_until_idle(url: str, timeout_s: float = 10.0) -> None:
+    """Wait until all requests are gone."""
+    wait_until(lambda: is_idle(url), timeout_s)

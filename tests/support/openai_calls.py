@@ -1,0 +1,52 @@
+"""Calls as the routes make them, for tests of what is written in answer."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from quire.core.sampling_params import SamplingParams
+from quire.core.sequence import Request
+from quire.engine.client import PreparedRequest
+from quire.engine.input_processor import TokenizedPrompt
+from quire.server.openai.answer_format import Call
+
+
+def call_of(
+    *,
+    model: str = "tiny",
+    prompts: Sequence[list[int]] = ([5],),
+    texts: Sequence[str] | None = None,
+    include_usage: bool = False,
+    return_token_ids: bool = False,
+    return_prompt_logprobs: bool = False,
+    **params: Any,  # noqa: ANN401 (JSON)
+) -> Call:
+    """Return a call with prompts of token ids, or with `texts` that became them."""
+    sampling = SamplingParams(**params)
+    requests = [
+        PreparedRequest(
+            Request(number, token_ids, sampling, seed=0, max_tokens=1),
+            TokenizedPrompt(None if texts is None else texts[number], token_ids),
+        )
+        for number, token_ids in enumerate(prompts)
+    ]
+    return Call(
+        id="call",
+        model=model,
+        created=0,
+        params=sampling,
+        requests=requests,
+        stream=True,
+        include_usage=include_usage,
+        return_token_ids=return_token_ids,
+        return_prompt_logprobs=return_prompt_logprobs,
+        hides_output=False,
+    )
+
+
+def events_in(stream: bytes) -> list[dict[str, Any]]:
+    """Return the events of a piece of a stream."""
+    *events, rest = stream.decode().split("\n\n")
+    assert rest == ""
+    assert all(event.startswith("data: ") for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]

@@ -1,0 +1,162 @@
+"""A real server in a process of its own, as `quire serve` starts it, on a port of the system's choice.
+
+    with running_server("--max-num-seqs", "4") as server:
+        httpx.get(server.url + "/health")
+"""
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+SOURCES = Path(__file__).parents[2] / "src"
+ENTRY = "from quire.cli.main import main; main()"
+START_LIMIT_S = 120.0
+END_LIMIT_S = 60.0
+READY_LINE = re.compile(r"^Quire is serving (?P<name>.+) on (?P<url>http://\S+)$", re.MULTILINE)
+
+
+class ServerProcess:
+    """`quire serve` and what it has printed. `url` is known once it is ready. `command`: what runs it."""
+
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None, command: tuple[str, ...] = ()) -> None:
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close; a pipe that nobody reads would fill up)
+        self.out = ""
+        self.url = self.name = ""
+        self.process = subprocess.Popen(
+            [*command, sys.executable, "-c", ENTRY, "serve", *arguments],
+            env=_environment() | (env or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self.process.pid
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def log(self) -> str:
+        """Everything on stderr so far."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def child_pids(self) -> list[int]:
+        """The processes that the server has started and that are alive."""
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent(pid) == self.pid]
+
+    def engine_pid(self) -> int:
+        """The engine's process."""
+        (found,) = [pid for pid in self.child_pids() if b"quire.engine.process" in _command_line(pid)]
+        return found
+
+    def wait_ready(self) -> None:
+        """Wait for the ready line. Fails with what the server said if it ends before."""
+        deadline_s = time.monotonic() + START_LIMIT_S
+        stdout = self.process.stdout
+        assert stdout is not None
+        while not (ready := READY_LINE.search(self.out)):
+            remaining_s = deadline_s - time.monotonic()
+            assert remaining_s > 0, f"not ready in {START_LIMIT_S} s: {self.out}{self.log}"
+            if select.select([stdout], [], [], remaining_s)[0]:
+                text = os.read(stdout.fileno(), 65536).decode()
+                assert text, f"ended with {self.process.wait()} before it was ready: {self.out}{self.log}"
+                self.out += text
+        self.name, self.url = ready["name"], ready["url"]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the server."""
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = END_LIMIT_S) -> int:
+        """Wait for the end; return the exit status."""
+        status = self.process.wait(timeout_s)
+        if self.process.stdout is not None and not self.process.stdout.closed:
+            self.out += self.process.stdout.read().decode()
+            self.process.stdout.close()
+        return status
+
+    def stop(self) -> int:
+        """End the server as a service manager does; return the exit status."""
+        if self.process.poll() is None:
+            self.signal(signal.SIGTERM)
+        return self.wait()
+
+    def close(self) -> None:
+        """Make sure that nothing is left, whatever has happened."""
+        if self.process.poll() is None:
+            children = self.child_pids()
+            self.process.kill()
+            for pid in children:
+                _kill(pid)
+        self.wait()
+        self._log.close()
+
+
+@contextmanager
+def running_server(
+    *arguments: str, env: dict[str, str] | None = None, command: tuple[str, ...] = ()
+) -> Iterator[ServerProcess]:
+    """Start `quire serve --port 0` with more arguments, wait until it is ready, and end it afterwards."""
+    server = ServerProcess("--port", "0", *arguments, env=env, command=command)
+    try:
+        server.wait_ready()
+        yield server
+        if server.process.poll() is None:
+            server.stop()
+    finally:
+        server.close()
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and not only its exit status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Wait for a condition; fail when it does not come."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {timeout_s} s in vain"
+        time.sleep(0.01)
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+    return kept | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) if is_running(pid) else None
+    except OSError:
+        return None
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
