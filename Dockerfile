@@ -5,6 +5,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends make g++ && rm 
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
+COPY csrc csrc
 RUN python -m venv /opt/quire \
  && PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu /opt/quire/bin/pip install --no-cache-dir -c constraints.txt .
 
