@@ -87,15 +87,23 @@ struct Scratch {
     Aligned<long> positions;
 };
 
+// What some row of a tile sees of a partition.
+template <typename T>
+Stretch live(const Attention<T>& op, const QueryTile& tile, long partition) {
+    const long first = op.window ? tile.first_position - op.window + 1 : 0, start = partition * PARTITION;
+    return {op.block_tables + tile.sequence * op.table_stride, tile.kv_head, std::max(first, start),
+            std::min(tile.first_position + tile.num_tokens, start + PARTITION)};
+}
+
 // One query tile in the hands of one thread.
 template <typename T>
 class TileWork {
 public:
-    TileWork(const Attention<T>& op, const QueryTile& tile, Scratch<T>& scratch)
+    TileWork(const Attention<T>& op, const QueryTile& tile, Scratch<T>& scratch, Stretch next = {})
         : op_(op), tile_(tile), scratch_(scratch), group_(op.num_heads / op.num_kv_heads), rows_(tile.num_tokens * group_),
           padded_(rounded_up(op.head_dim, GROUP)), key_rows_(rounded_up(op.head_dim / PAIR<T>, P::KEY_ROWS)),
-          query_stride_(key_rows_ * PAIR<T>), scale_(op.scale * 1.44269504f), positions_(scratch.positions.at_least(rows_)),
-          view_(op, tile.kv_head, P::KEY_ROWS, scratch.gathered.at_least(PartitionView<T>::scratch_elements(op.head_dim))) {
+          query_stride_(key_rows_ * PAIR<T>), scale_(op.scale * 1.44269504f), positions_(scratch.positions.at_least(rows_)), next_(next),
+          view_(op, P::KEY_ROWS, scratch.gathered.at_least(PartitionView<T>::scratch_elements(op.head_dim))) {
         scratch.scores.at_least(BLOCK_ROWS * SCORE_STRIDE);
         scratch.partition.at_least(Results::floats(BLOCK_ROWS, padded_));
         pack_query();
@@ -107,8 +115,8 @@ public:
         clear(running, rows_);
         const Results block(scratch_.partition.data(), BLOCK_ROWS, padded_);
         for (long i = tile_.first_partition; i < tile_.end_partition; i++)
-            each_block(i, [&](long row, long rows) {
-                compute(i, row, rows, block);
+            each_block(i, tile_.end_partition, [&](long row, long rows, const Stretch& next) {
+                compute(i, row, rows, block, next);
                 fold(running.from(row), block, rows, splat(scale_));
             });
         finish(running);
@@ -118,7 +126,9 @@ public:
     void attend_part(const Piece& piece, const KeptResults& results) {
         for (long i = piece.first_partition; i < piece.end_partition; i++) {
             const Results kept = result(results, i);
-            each_block(i, [&](long row, long rows) { compute(i, row, rows, kept.from(row)); });
+            each_block(i, piece.end_partition, [&](long row, long rows, const Stretch& next) {
+                compute(i, row, rows, kept.from(row), next);
+            });
         }
     }
 
@@ -137,6 +147,8 @@ private:
     long group_, rows_, padded_, key_rows_, query_stride_;
     float scale_;
     long* positions_;  // of the rows' tokens
+    Stretch next_, live_;  // what this thread reads after this tile; what of the partition some row sees
+    bool has_values_;      // whether the view of the partition has its values
     PartitionView<T> view_;
 
     Results result(const KeptResults& results, long partition) const {
@@ -165,27 +177,34 @@ private:
     }
 
     template <typename Compute>
-    void each_block(long partition, Compute compute) {
-        const Columns live = seen(partition, 0, rows_);
-        const long start = partition * PARTITION;
-        view_.look(op_.block_tables + tile_.sequence * op_.table_stride, start, start + live.begin, start + live.end);
-        for (long row = 0; row < rows_; row += BLOCK_ROWS) compute(row, std::min(BLOCK_ROWS, rows_ - row));
+    void each_block(long partition, long end, Compute compute) {
+        const Stretch next = partition + 1 < end ? live(op_, tile_, partition + 1) : next_;
+        live_ = live(op_, tile_, partition);
+        view_.look_at_keys(live_);
+        has_values_ = false;
+        for (long row = 0; row < rows_; row += BLOCK_ROWS) compute(row, std::min(BLOCK_ROWS, rows_ - row), next);
     }
 
-    void compute(long partition, long row, long rows, Results out) {
+    // Scores, softmax, weighted values. While keys are multiplied the values are on their way from memory, while the
+    // softmax is computed the next partition's keys.
+    void compute(long partition, long row, long rows, Results out, const Stretch& next) {
         const Columns computed = seen(partition, row, row + rows);
         if (computed.begin >= computed.end) return clear(out, rows);
         float* scores = scratch_.scores.data();
-        P::scores(scratch_.query.data() + row * query_stride_, query_stride_, rows, view_, key_rows_, computed, scores);
+        P::scores(scratch_.query.data() + row * query_stride_, query_stride_, rows, view_, key_rows_, computed, scores,
+                  [&](long step, long steps) { if (!has_values_) view_.prefetch_values(live_, step, steps); });
         for (long i = 0; i < rows; i++) {  // two loops: the next row need not wait for this one's maximum
             hide(scores + i * SCORE_STRIDE, seen(partition, row + i, row + i + 1), computed);
             out.highest[i] = highest_score(scores + i * SCORE_STRIDE, computed);
         }
         using Weight = typename P::Weight;
         for (long i = 0; i < rows; i++) {
+            if (!has_values_ && next.begin < next.end) view_.prefetch_keys(next, i, rows);
             float* row_scores = scores + i * SCORE_STRIDE;
             out.weight[i] = weigh_scores(row_scores, computed, splat(out.highest[i]), splat(scale_), reinterpret_cast<Weight*>(row_scores));
         }
+        if (!has_values_) view_.look_at_values(live_);
+        has_values_ = true;
         P::weigh(reinterpret_cast<Weight*>(scores), rows, view_, padded_, computed, out.weighted);
     }
 
@@ -219,9 +238,10 @@ void attention(const Attention<T>& op) {
         static thread_local Scratch<T> scratch;
         const typename Products<T>::Session session(shared.max_rows);
         const long num_pieces = static_cast<long>(shared.pieces.size()), num_tiles = static_cast<long>(shared.tiles.size());
-        for (long i = next++; i < num_pieces; i = next++) {
-            const Piece& piece = shared.pieces[i];
-            TileWork<T> tile(op, shared.tiles[piece.tile], scratch);
+        for (long i = next++, after; i < num_pieces; i = after) {
+            after = next++;
+            const Piece &piece = shared.pieces[i], &then = shared.pieces[std::min(after, num_pieces - 1)];
+            TileWork<T> tile(op, shared.tiles[piece.tile], scratch, live(op, shared.tiles[then.tile], then.first_partition));
             if (shared.tiles[piece.tile].results < 0)
                 tile.attend();
             else

@@ -24,9 +24,11 @@ struct ByTiles {
         ~Session() { _tile_release(); }
     };
 
+    template <typename Meanwhile>
     static void scores(const bf16* query, long query_stride, long rows, const PartitionView<bf16>& view, long key_rows,
-                       Columns computed, float* scores) {
+                       Columns computed, float* scores, Meanwhile meanwhile) {
         for (long i = computed.first(); i < computed.last(); i += 2 * GROUP) {
+            meanwhile((i - computed.first()) / (2 * GROUP), (computed.last() - computed.first()) / (2 * GROUP));
             const Rows<bf16>* keys = view.keys + i / GROUP;
             if (rows > TILE_ROWS)
                 score<2>(query, query_stride, keys, key_rows, scores + i);

@@ -32,10 +32,12 @@ struct ByVectors {
         explicit Session(long) {}
     };
 
+    template <typename Meanwhile>
     static void scores(const float* query, long query_stride, long rows, const PartitionView<T>& view, long key_rows,
-                       Columns computed, float* scores) {
+                       Columns computed, float* scores, Meanwhile meanwhile) {
         for (long r = 0; r < rows; r += ROWS)
             for (long i = computed.first(); i < computed.last(); i += COLUMNS * GROUP) {
+                if (r == 0) meanwhile((i - computed.first()) / (COLUMNS * GROUP), (computed.last() - computed.first()) / (COLUMNS * GROUP));
                 const auto* keys = view.keys + i / GROUP;
                 const float* q = query + r * query_stride;
                 float* out = scores + r * SCORE_STRIDE + i;

@@ -14,6 +14,11 @@
 namespace quire::ISA {
 
 constexpr long GROUP = 16;
+constexpr long LINE = 64;  // bytes
+#ifndef HINT
+#define HINT 2
+#endif
+constexpr int PREFETCH_HINT = HINT;
 
 inline long rounded_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
 
@@ -23,6 +28,12 @@ struct Rows {
     long stride;  // elements
 
     const T* row(long index) const { return at + index * stride; }
+};
+
+// Tokens [begin, end) of a sequence, all in one partition, that some query sees.
+struct Stretch {
+    const std::int32_t* table;  // the sequence's blocks
+    long kv_head, begin, end;
 };
 
 template <typename T>
@@ -36,49 +47,67 @@ public:
     Rows<T> values[VALUE_GROUPS];  // of 16 rows, head_dim columns of PAIR elements, padded to 16; only where any is live
 
     // The rows of a key group are padded with zeros to a multiple of `key_rows`.
-    PartitionView(const Attention<T>& op, long kv_head, long key_rows, T* scratch)
-        : layout_{op.num_kv_heads, op.head_dim, op.block_size}, op_(op), kv_head_(kv_head),
+    PartitionView(const Attention<T>& op, long key_rows, T* scratch)
+        : layout_{op.num_kv_heads, op.head_dim, op.block_size}, op_(op),
           key_rows_(rounded_up(op.head_dim / PAIR<T>, key_rows)), scratch_(scratch) {}
 
     static long scratch_elements(long head_dim) { return 2 * PARTITION * rounded_up(head_dim, 2 * GROUP); }
 
-    // Look at tokens [first, last) of those from `start` on; positions in the sequence, some of them in the partition.
-    void look(const std::int32_t* table, long start, long first, long last) {
-        first = std::max(first, start);
-        last = std::min(last, start + PARTITION);
+    // Look at the keys of a partition's live tokens.
+    void look_at_keys(const Stretch& live) {
+        const long start = live.begin / PARTITION * PARTITION;
+        const long first = (live.begin - start) / GROUP, end = (live.end - 1 - start) / GROUP + 1;
         T* scratch = scratch_;
-        for (long i = 0; i < VALUE_GROUPS; i++) {
-            const long token = start + i * VALUE_TOKENS;
-            if (token < last && token + VALUE_TOKENS > first) values[i] = value_rows(table, token, first, last, scratch);
-        }
-        const long live = (first - start) / GROUP, end = (last - 1 - start) / GROUP + 1;
-        for (long i = live; i < end; i++) keys[i] = key_rows_of(table, start + i * GROUP, first, last, scratch);
-        std::fill(keys, keys + live, keys[live]);
-        std::fill(keys + end, keys + KEY_GROUPS, keys[live]);
+        for (long i = first; i < end; i++) keys[i] = key_rows_of(live, start + i * GROUP, scratch);
+        std::fill(keys, keys + first, keys[first]);
+        std::fill(keys + end, keys + KEY_GROUPS, keys[first]);
     }
+
+    // And at their values.
+    void look_at_values(const Stretch& live) {
+        const long start = live.begin / PARTITION * PARTITION;
+        T* scratch = scratch_ + scratch_elements(layout_.head_dim) / 2;
+        for (long i = (live.begin - start) / VALUE_TOKENS; i <= (live.end - 1 - start) / VALUE_TOKENS; i++)
+            values[i] = value_rows(live, start + i * VALUE_TOKENS, scratch);
+    }
+
+    // Ask for one of `steps` shares of the blocks that hold a stretch.
+    void prefetch_keys(const Stretch& live, long step, long steps) const { prefetch(op_.key_cache, live, step, steps); }
+    void prefetch_values(const Stretch& live, long step, long steps) const { prefetch(op_.value_cache, live, step, steps); }
 
 private:
     CacheLayout<T> layout_;
     const Attention<T>& op_;
-    long kv_head_, key_rows_;
+    long key_rows_;
     T* scratch_;
 
-    long place(const std::int32_t* table, long token) const {
-        return layout_.head_in_cache(table[token / layout_.block_size], kv_head_);
+    long place(const Stretch& live, long token) const {
+        return layout_.head_in_cache(live.table[token / layout_.block_size], live.kv_head);
     }
 
-    Rows<T> key_rows_of(const std::int32_t* table, long token, long first, long last, T*& scratch) {
+    void prefetch(const T* cache, const Stretch& live, long step, long steps) const {
+        const long lines = layout_.head_elements() * static_cast<long>(sizeof(T)) / LINE;  // of a block
+        const long first = live.begin / layout_.block_size, blocks = (live.end - 1) / layout_.block_size + 1 - first;
+        const long end = blocks * lines * (step + 1) / steps;
+        for (long line = blocks * lines * step / steps; line < end;) {
+            const char* run = reinterpret_cast<const char*>(cache + place(live, (first + line / lines) * layout_.block_size));
+            const long stop = std::min(end, (line / lines + 1) * lines);
+            for (const char* at = run + line % lines * LINE; line < stop; line++, at += LINE) __builtin_prefetch(at, 0, PREFETCH_HINT);
+        }
+    }
+
+    Rows<T> key_rows_of(const Stretch& live, long token, T*& scratch) {
         const long rows = layout_.head_dim / PAIR<T>, width = std::min(GROUP, layout_.block_size);
         if (width == GROUP && rows == key_rows_)
-            return {op_.key_cache + place(table, token) + layout_.key_element(token % layout_.block_size, 0),
+            return {op_.key_cache + place(live, token) + layout_.key_element(token % layout_.block_size, 0),
                     layout_.key_stride()};
         T* out = scratch;
         constexpr long stride = GROUP * PAIR<T>;
         scratch += key_rows_ * stride;
         for (long i = 0; i < GROUP; i += width) {
-            if (token + i >= last || token + i + width <= first) continue;
+            if (token + i >= live.end || token + i + width <= live.begin) continue;
             const long offset = (token + i) % layout_.block_size;
-            const T* from = op_.key_cache + place(table, token + i) + layout_.key_element(offset, 0);
+            const T* from = op_.key_cache + place(live, token + i) + layout_.key_element(offset, 0);
             for (long row = 0; row < rows; row++)
                 std::memcpy(out + row * stride + i * PAIR<T>, from + row * layout_.key_stride(), width * PAIR<T> * sizeof(T));
         }
@@ -86,23 +115,23 @@ private:
         return {out, stride};
     }
 
-    Rows<T> value_rows(const std::int32_t* table, long token, long first, long last, T*& scratch) {
-        const bool is_live = token >= first && token + VALUE_TOKENS <= last;
+    Rows<T> value_rows(const Stretch& live, long token, T*& scratch) {
+        const bool is_live = token >= live.begin && token + VALUE_TOKENS <= live.end;
         const long width = layout_.value_stride(), padded = rounded_up(layout_.head_dim, GROUP) * PAIR<T>;
         if (is_live && layout_.block_size >= VALUE_TOKENS && width == padded)
-            return {op_.value_cache + place(table, token) + layout_.value_element(token % layout_.block_size, 0), width};
+            return {op_.value_cache + place(live, token) + layout_.value_element(token % layout_.block_size, 0), width};
         T* out = scratch;
         scratch += GROUP * padded;
         for (long row = 0; row < GROUP;) {
             const long at = token + row * PAIR<T>, offset = at % layout_.block_size;
             const long rows = std::min(GROUP - row, (layout_.block_size - offset) / PAIR<T>);  // in the same block
-            if (at < last && at + rows * PAIR<T> > first) {
-                const T* from = op_.value_cache + place(table, at) + layout_.value_element(offset, 0);
+            if (at < live.end && at + rows * PAIR<T> > live.begin) {
+                const T* from = op_.value_cache + place(live, at) + layout_.value_element(offset, 0);
                 copy_values(from, rows, width, padded, out + row * padded);
             }
             row += rows;
         }
-        if (!is_live) clear_values(out, padded, first - token, last - token);
+        if (!is_live) clear_values(out, padded, live.begin - token, live.end - token);
         return {out, padded};
     }
 
