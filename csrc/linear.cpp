@@ -41,7 +41,12 @@ inline void finish(const Linear<T>& op, long row, long strip, Floats sums) {
 
 // --- vectors: rows x strips of accumulators, weights widened to float in registers ----------------------------------
 
+// Sums that fill the registers: sixteen of AVX-512's 32; elsewhere a sum is four registers, and four sums were the fastest.
+#ifdef __AVX512F__
 constexpr int ROWS = 4, STRIPS = 4;
+#else
+constexpr int ROWS = 2, STRIPS = 2;
+#endif
 
 template <int rows, int strips>
 void block(const Linear<float>& op, const float* x, long row, long strip) {
