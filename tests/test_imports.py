@@ -22,7 +22,11 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("name", ["quire", "quire.core", "quire.text", "quire.cache", "quire.scheduling", "quire.cli"])
+TORCHLESS_FLOORS = ["quire", "quire.core", "quire.text", "quire.cache", "quire.scheduling", "quire.server", "quire.cli"]
+SERVER_SIDE = ["quire.engine.client", "quire.engine.child", "quire.engine.process"]  # the last until it has to load
+
+
+@pytest.mark.parametrize("name", TORCHLESS_FLOORS)
 def test_whole_floor_loads_no_torch(name: str) -> None:
     walk = (
         "import importlib, pkgutil\n"
@@ -32,6 +36,13 @@ def test_whole_floor_loads_no_torch(name: str) -> None:
     )
     statement = "import quire" if name == "quire" else "import quire.cli.main" if name == "quire.cli" else walk
     loaded = modules_after(statement)
+    assert name in loaded
+    assert "torch" not in loaded
+
+
+@pytest.mark.parametrize("name", SERVER_SIDE)
+def test_what_the_server_needs_of_the_engine_loads_no_torch(name: str) -> None:
+    loaded = modules_after(f"import {name}")
     assert name in loaded
     assert "torch" not in loaded
 

@@ -239,7 +239,7 @@ def test_one_bad_prompt_among_good_ones_starts_nothing(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("params", "told"),
     [
-        ({"max_tokens": 1000}, r"together 1\d\d\d, more than .* 256 tokens"),
+        ({"max_tokens": 1000}, r"together 1\d\d\d, but .* 256 tokens"),
         ({"n": 17}, r"n is 17, but at most 16"),
         ({"logprobs": 21}, r"logprobs must be at most 20.*got 21"),
         ({"prompt_logprobs": 21}, r"prompt_logprobs must be at most 20"),

@@ -13,14 +13,12 @@ from openai import AsyncOpenAI, OpenAI, Stream
 from openai.types.chat import ChatCompletionChunk
 from openai.types.completion import Completion
 
+from support.clients import KEY, LIMIT_S, MODEL
 from support.metrics_page import read_metrics, wait_until_idle
 from support.reciting_model import NUM_POSITIONS, TEXT, Reciter
-from support.server import ServerProcess, wait_until
+from support.server import ServerProcess, running_server, wait_until
 from support.small_tokenizers import EOS
 
-MODEL = "reciter"
-KEY = "sesame"
-LIMIT_S = 60.0
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 SAMPLED: dict[str, Any] = {"model": MODEL, "temperature": 1.0, "seed": 5}
 LONGEST = NUM_POSITIONS - 1
@@ -29,13 +27,13 @@ LONG: dict[str, Any] = {"model": MODEL, "prompt": [5], "max_tokens": LONGEST, "e
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=LIMIT_S) as opened:
+    with OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=LIMIT_S) as opened:
         yield opened
 
 
 @asynccontextmanager
 async def async_client(server: ServerProcess) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=LIMIT_S) as opened:
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=LIMIT_S) as opened:
         yield opened
 
 
@@ -74,13 +72,12 @@ def test_completion(client: OpenAI, reciter: Reciter) -> None:
 
 
 def test_list_of_prompts(client: OpenAI, reciter: Reciter) -> None:
-    prompts = [reciter.prompt(), reciter.prompt(1), "x" * 7]
-    alone = [client.completions.create(**GREEDY, prompt=one, max_tokens=9).choices[0].text for one in prompts[:2]]
-    texts = client.completions.create(**GREEDY, prompt=[reciter.prompt(), reciter.prompt(1)], max_tokens=9).choices
-    assert [(choice.index, choice.text) for choice in texts] == list(enumerate(alone))
-    strings = client.completions.create(**GREEDY, prompt=["x" * 7, "x" * 7], max_tokens=9, n=2).choices
-    assert [choice.index for choice in strings] == [0, 1, 2, 3]
-    assert len({choice.text for choice in strings}) == 1
+    prompts = [reciter.prompt(), reciter.prompt(1)]
+    alone = [client.completions.create(**GREEDY, prompt=one, max_tokens=9).choices[0].text for one in prompts]
+    together = client.completions.create(**GREEDY, prompt=prompts, max_tokens=9, n=2)
+    assert [(choice.index, choice.text) for choice in together.choices] == list(
+        enumerate([alone[0], alone[0], alone[1], alone[1]])
+    )
 
 
 def test_stream_comes_in_pieces(client: OpenAI, reciter: Reciter) -> None:
@@ -438,8 +435,8 @@ def test_unknown_model_and_route(client: OpenAI) -> None:
     assert raised.value.code == "unknown_url"
 
 
-def test_wrong_key(strict_server: ServerProcess) -> None:
-    with OpenAI(base_url=f"{strict_server.url}/v1", api_key="wrong", max_retries=0) as client:
+def test_wrong_key(server: ServerProcess) -> None:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as client:
         for call in (client.models.list, lambda: client.completions.create(model=MODEL, prompt="x")):
             with pytest.raises(openai.AuthenticationError) as raised:
                 call()
@@ -447,16 +444,20 @@ def test_wrong_key(strict_server: ServerProcess) -> None:
             assert raised.value.response.headers["WWW-Authenticate"] == "Bearer"
 
 
-def test_full_queue(strict_server: ServerProcess) -> None:
+@pytest.mark.usefixtures("demo_model")
+def test_full_queue() -> None:
     """One request runs and one waits: the next is refused, and taken when there is room again."""
-    long = {"model": MODEL, "prompt": "def ", "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
-    with OpenAI(base_url=f"{strict_server.url}/v1", api_key=KEY, max_retries=0, timeout=LIMIT_S) as client:
+    long = {"model": "quire-demo", "prompt": "def ", "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
+    short = {"model": "quire-demo", "prompt": "def ", "max_tokens": 1}
+    with (
+        running_server("--max-num-seqs", "1", "--max-queued-requests", "1") as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=LIMIT_S) as client,
+    ):
         with client.completions.create(**long, stream=True) as running:
             next(running)
             with client.completions.create(**long, stream=True):
                 with pytest.raises(openai.RateLimitError) as raised:
-                    client.completions.create(model=MODEL, prompt="x", max_tokens=1)
+                    client.completions.create(**short)
                 assert (raised.value.code, raised.value.type) == ("server_overloaded", "rate_limit_error")
                 assert int(raised.value.response.headers["Retry-After"]) >= 1
-        patient = client.with_options(max_retries=10)
-        assert patient.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
+        assert client.with_options(max_retries=10).completions.create(**short).choices

@@ -11,6 +11,7 @@ import pytest
 
 from quire.core.outputs import Admission, FinishReason, RequestOutput, SequenceDelta, TokenLogprobs
 from quire.core.sampling_params import SamplingParams
+from quire.engine.branch_output import BranchOutput
 from quire.engine.output_processor import OutputKind, OutputProcessor, ProcessedStep
 from quire.text.tokenizer import Tokenizer
 from support.small_tokenizers import byte_fallback, byte_level, save
@@ -475,3 +476,24 @@ def test_module_loads_no_torch() -> None:
     source = Path(__file__).parents[2] / "src"
     check = "import sys, quire.engine.output_processor; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True, env={"PYTHONPATH": str(source)}, timeout=60)
+
+
+def test_fault_in_one_request_takes_nothing_from_the_others(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = start(tokenizer)
+    processor.add(8, external_id="b", prompt=None, prompt_token_ids=[5], params=SamplingParams(n=2), arrival_s=100.0)
+    fault, extend = RuntimeError("no such byte"), BranchOutput.extend
+
+    def failing(branch: BranchOutput, delta: SequenceDelta) -> None:
+        if (delta.request_id, delta.index) == (8, 1):
+            raise fault
+        extend(branch, delta)
+
+    monkeypatch.setattr(BranchOutput, "extend", failing)
+    tokens = tokens_of(tokenizer, " the")
+    deltas = [SequenceDelta(8, 0, tokens), SequenceDelta(8, 1, tokens), SequenceDelta(7, 0, tokens)]
+    step = processor.process(deltas, 101.0)
+    assert (step.failed, step.ready, step.num_output_tokens) == ([(8, fault)], [7], 2)
+    assert 8 not in processor
+    assert processor.process(deltas, 102.0).ready == [7]

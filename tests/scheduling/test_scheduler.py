@@ -268,6 +268,8 @@ def test_request_longer_than_the_model_is_refused_with_the_numbers() -> None:
     harness = Harness(num_blocks=100, max_model_len=20)
     with pytest.raises(ContextLengthError, match=r"15 tokens and max_tokens is 6: together 21.*20"):
         harness.add(15, max_tokens=6)
+    with pytest.raises(ContextLengthError, match=r"prompt is too long: it has 20 .* maximum context length is 20"):
+        harness.add(20, max_tokens=1)
     harness.add(15, max_tokens=5)
     harness.run()
 

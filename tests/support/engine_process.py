@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from quire.core.outputs import RequestOutput
@@ -97,8 +98,11 @@ def is_quiet(pid: int) -> bool:
 
 def open_files(pid: int) -> list[str]:
     """Return what a process holds open besides its standard streams, sockets as "socket:[number]"."""
-    folder = Path(f"/proc/{pid}/fd")
-    return sorted(os.readlink(entry) for entry in folder.iterdir() if int(entry.name) > 2)
+    held = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of this very listing
+            held += [os.readlink(entry)] if int(entry.name) > 2 else []
+    return sorted(held)
 
 
 def _status(pid: int) -> str:

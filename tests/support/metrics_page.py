@@ -5,13 +5,15 @@ from collections.abc import Mapping
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.clients import KEY
 from support.server import wait_until
 
 
 def read_metrics(url: str) -> Mapping[str, float]:
     """Return the samples of the page by name and labels, as in `quire:kv_blocks{state="used"}`; model_name left out."""
     samples = {}
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+    page = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+    for family in text_string_to_metric_families(page):
         for sample in family.samples:
             labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items() if key != "model_name")
             samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import msgspec
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -18,9 +20,8 @@ class TokenLogprobs(NamedTuple):
     ranks: list[int]
 
 
-@dataclass(slots=True)
-class SequenceDelta:
-    """What a step added to one sequence: the engine's message to the output processor.
+class SequenceDelta(msgspec.Struct, array_like=True):
+    """What a step added to one sequence: the engine's message to the output processor, once per sequence and step.
 
     `finish_reason` is set in a sequence's last delta. `stop_reason` is the stop token id that ended it, or None for
     an end-of-sequence token. Prompt logprobs ride on branch 0, once, when the whole prompt has been computed.

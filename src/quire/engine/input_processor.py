@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, TypedDict
 
+from quire.core.checks import shown
 from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import arrival_seed
@@ -91,7 +92,7 @@ class InputProcessor:
             return TokenizedPrompt(None, self._check_token_ids(prompt["prompt_token_ids"]))  # type: ignore[typeddict-item]
         raise InvalidRequestError(
             f'a prompt given as a dict must be {{"prompt": str}} or {{"prompt_token_ids": [int, ...]}}, '
-            f"got keys {sorted(map(str, given))}",
+            f"got keys {shown(', '.join(sorted(map(str, given))))}",
             param="prompt",
         )
 
@@ -106,7 +107,8 @@ class InputProcessor:
         for token in token_ids:
             if type(token) is not int or not 0 <= token < self._vocab_size:
                 raise InvalidRequestError(
-                    f"prompt token ids must be integers from 0 to {self._vocab_size - 1}, got {token!r}", param="prompt"
+                    f"prompt token ids must be integers from 0 to {self._vocab_size - 1}, got {shown(token)}",
+                    param="prompt",
                 )
         return list(token_ids)
 

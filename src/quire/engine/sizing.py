@@ -41,11 +41,12 @@ def size_engine(options: EngineOptions, limits: ModelLimits, free_bytes: int) ->
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     longest = options.max_model_len or limits.max_position_embeddings
     num_blocks = _num_blocks(options, limits, free_bytes, max_num_seqs, longest)
-    needed_bytes = num_blocks * options.block_size * limits.kv_bytes_per_token
-    if needed_bytes > free_bytes:
+    block_bytes = options.block_size * limits.kv_bytes_per_token
+    if num_blocks * block_bytes > free_bytes:
         raise ConfigError(
-            f"{num_blocks} KV blocks of {options.block_size} tokens take {needed_bytes} bytes, but {free_bytes} are "
-            f"free; lower num_kv_blocks or kv_cache_memory, or leave both to the engine"
+            f"{num_blocks} KV blocks of {options.block_size} tokens take {num_blocks * block_bytes} bytes, but "
+            f"{free_bytes} are free; lower num_kv_blocks to at most {free_bytes // block_bytes} or kv_cache_memory to "
+            f"at most {free_bytes}, or leave both to the engine"
         )
     capacity = num_blocks * options.block_size
     if options.max_model_len is not None and options.max_model_len > capacity:

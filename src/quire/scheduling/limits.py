@@ -31,15 +31,21 @@ class AdmissionLimits:
             raise InvalidRequestError(
                 f"n is {n}, but at most {self.max_num_seqs} sequences run at once (max_num_seqs)", param="n"
             )
-        length = num_prompt_tokens + max_tokens
-        if length > self.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: together {length}, more "
-                f"than the longest sequence of {self.max_model_len} tokens (max_model_len)"
-            )
+        self._check_length(num_prompt_tokens, max_tokens)
         need = worst_case_blocks(num_prompt_tokens, max_tokens, n, self.block_size)
         if need > self.num_blocks:
             raise ContextLengthError(
                 f"a prompt of {num_prompt_tokens} tokens with max_tokens {max_tokens} and n {n} may need {need} KV "
                 f"blocks of {self.block_size} tokens, but there are {self.num_blocks} (num_kv_blocks)"
             )
+
+    def _check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Refuse in OpenAI's words: by them litellm and langchain tell that a context is too long."""
+        length = num_prompt_tokens + max_tokens
+        if length <= self.max_model_len:
+            return
+        given = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: together {length}"
+        if num_prompt_tokens >= self.max_model_len:
+            given = f"the prompt is too long: it has {num_prompt_tokens} tokens"
+        limit = f"this model's maximum context length is {self.max_model_len} tokens (max_model_len)"
+        raise ContextLengthError(f"{given}, but {limit}")

@@ -129,3 +129,15 @@ def test_messages_keep_what_else_they_have() -> None:
     (message,) = decode_body(raw, ChatBody).messages
     assert message.model_extra == {"name": "x", "tool_call_id": {"a": [1]}}
     assert message.model_fields_set == {"role", "name", "tool_call_id"}
+
+
+def test_options_of_a_stream_are_looked_at_like_any_field(caplog: pytest.LogCaptureFixture) -> None:
+    body = {"prompt": "x", "stream_options": {"continuous_usage_stats": True}}
+    error = refusal(msgspec.json.encode(body), CompletionBody)
+    assert (error.code, error.param) == ("unsupported_parameter", "stream_options.continuous_usage_stats")
+    body = {"prompt": "x", "stream_options": {"include_usage": True, "include_obfuscation": True}}
+    decode_body(msgspec.json.encode(body), CompletionBody)
+    assert not caplog.records
+    decode_body(msgspec.json.encode({"prompt": "x", "stream_options": {"usage": True}}), CompletionBody)
+    (record,) = caplog.records
+    assert record.getMessage().endswith("'stream_options.usage'")

@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 import pytest
+from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
@@ -16,6 +17,8 @@ def test_every_parameter_of_openai_is_known() -> None:
     for params, body_type in ((CompletionParams, CompletionBody), (ChatParams, ChatBody)):
         unknown = set(params.__annotations__) - body_type.model_fields.keys() - UNSUPPORTED.keys() - WITHOUT_EFFECT
         assert not unknown
+    options = {f"stream_options.{name}" for name in ChatCompletionStreamOptionsParam.__annotations__}
+    assert options - UNSUPPORTED.keys() - WITHOUT_EFFECT == {"stream_options.include_usage"}
 
 
 @pytest.mark.parametrize(

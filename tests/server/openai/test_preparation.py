@@ -50,6 +50,15 @@ def test_too_long_a_prompt_is_told_in_numbers(server: OpenAIServer) -> None:
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
 
 
+def test_prompt_that_is_too_long_alone_is_told_as_such(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "MAX_PROMPT_TOKENS", 1500)
+    monkeypatch.setattr(preparation, "MAX_PROMPT_LOGPROBS", 1500)
+    status, error = server.refusal(COMPLETIONS, prompt=[5] * 1600, prompt_logprobs=2)
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+    status, error = server.refusal(CHAT, messages=[{"role": "user", "content": "x " * 2000}], prompt_logprobs=2)
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+
+
 def test_chat_gets_as_many_tokens_as_fit(server: OpenAIServer) -> None:
     messages = [{"role": "user", "content": " x" * 1000}]
     assert 1000 < server.ask("/tokenize", messages=messages)["count"] < 1024

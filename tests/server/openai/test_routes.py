@@ -2,6 +2,7 @@
 
 import json
 import logging
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -94,6 +95,18 @@ def test_logprobs_of_both_routes_are_of_the_same_tokens(server: OpenAIServer) ->
     slices = [completion["text"][start:end] for start, end in zip(lists["text_offset"], ends, strict=True)]
     assert slices == lists["tokens"]
     assert bytes(byte for entry in objects for byte in entry["bytes"]).decode() == completion["text"]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_offsets_of_an_echo_count_the_special_tokens_that_came_in_the_text(server: OpenAIServer, skips: bool) -> None:
+    prompt = "<|im_start|>user\nhi<|im_end|>\n"
+    asked = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1, "skip_special_tokens": skips}
+    (choice,) = server.ask(COMPLETIONS, **asked)["choices"]
+    first, *tokens, _ = choice["logprobs"]["tokens"]
+    offsets = choice["logprobs"]["text_offset"]
+    assert (first, offsets[0]) == ("<|endoftext|>", 0)      # which the tokenizer puts before every text
+    slices = [prompt[start:end] for start, end in pairwise(offsets[1:])]
+    assert slices == tokens
 
 
 def test_echo_shows_the_prompt(server: OpenAIServer) -> None:

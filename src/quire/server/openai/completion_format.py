@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.core.outputs import CompletionOutput, FinishReason
+from quire.engine.input_processor import TokenizedPrompt
 from quire.server.openai.answer_format import AnswerFormat, Call, PromptLogprobs
 from quire.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter
 from quire.text.tokenizer import Tokenizer
@@ -82,9 +83,17 @@ class CompletionFormat(AnswerFormat):
         if part is None:
             positions = self._prompt_logprobs[prompt_index]
             assert positions is not None, "logprobs with echo ask for the prompt's"
-            token_ids = self.call.requests[prompt_index].prompt.token_ids
-            part = self._echoed_logprobs[prompt_index] = self._writer([], start=0).write(token_ids, positions)
+            prompt = self.call.requests[prompt_index].prompt
+            part = self._echoed_logprobs[prompt_index] = self._echo_writer(prompt).write(prompt.token_ids, positions)
         return part
+
+    def _echo_writer(self, prompt: TokenizedPrompt) -> CompletionLogprobsWriter:
+        """Return a writer for a prompt, whose text has the special tokens that came in it, and none put before it."""
+        if prompt.text is None:
+            return self._writer([], start=0)
+        assert self._tokenizer is not None, "without a tokenizer echo is refused"
+        num_added = len(self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)) - len(prompt.text)
+        return CompletionLogprobsWriter(self._tokenizer, [], skip_special_tokens=False, start=-num_added)
 
     def _begin_logprobs(self, prompt_index: int, index: int) -> CompletionLogprobsWriter:
         start = 0 if self._echoes is None else len(self._echoes[prompt_index])

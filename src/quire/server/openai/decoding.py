@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from quire.core.checks import refuse
 from quire.server.errors import invalid
-from quire.server.openai.bodies import Body
+from quire.server.openai.bodies import Body, StreamOptions
 from quire.server.openai.parameters import check_names
 
 B = TypeVar("B", bound=Body)
@@ -39,6 +39,9 @@ def decode_body(raw: bytes, body_type: type[B]) -> B:
     if not isinstance(given, dict):
         invalid(f"the body must be a JSON object, got {type(given).__name__}")
     check_names(given, body_type.model_fields)
+    stream_options = given.get("stream_options")
+    if "stream_options" in body_type.model_fields and isinstance(stream_options, dict):
+        check_names(stream_options, StreamOptions.model_fields, "stream_options.")
     try:
         return body_type.model_validate(given)
     except ValidationError as error:

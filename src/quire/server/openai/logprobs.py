@@ -80,7 +80,10 @@ class TokenNames:
 
 
 class CompletionLogprobsWriter:
-    """Writes the logprobs of one choice as its tokens come. `start`: where its text begins, in characters."""
+    """Writes the logprobs of one choice as its tokens come.
+
+    `start`: where its text begins, in characters; below 0 if what its first tokens stand for is not shown.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, start: int
@@ -98,7 +101,7 @@ class CompletionLogprobsWriter:
         """
         written = CompletionLogprobs([], [], [], [])
         for token_id, candidates in zip(token_ids, positions, strict=True):
-            written.text_offset.append(self._end)
+            written.text_offset.append(max(0, self._end))
             if self._detokenizer is not None:
                 self._end += len(self._detokenizer.append([token_id]))
             key = self._names.key(token_id)

@@ -45,24 +45,29 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "logits_processors": ([],),
+    "stream_options.continuous_usage_stats": (False,),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
 }
 
-# They tell the server who asks, and what it may keep. They change no answer.
+# They tell the server who asks, what it may keep, and how to pad what it sends. They change no answer.
 WITHOUT_EFFECT = frozenset((
-    "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user",
+    "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
+    "stream_options.include_obfuscation", "user",
 ))
 
 _MAX_NAMES_LOGGED = 8
 
 
-def check_names(given: Mapping[str, object], fields: Collection[str]) -> None:
-    """Look at the names that are no fields of a body: ApiError 400 for one that is not supported, with its value."""
-    others = [name for name in given if name not in fields]
-    for name in others:
-        if name in UNSUPPORTED and not _changes_nothing(given[name], UNSUPPORTED[name]):
-            unsupported(name, given[name])
+def check_names(given: Mapping[str, object], fields: Collection[str], within: str = "") -> None:
+    """Look at the names that are no fields of a body: ApiError 400 for one that is not supported, with its value.
+
+    `within` is what stands before the names, of the object's own place in the body: "stream_options.".
+    """
+    others = {within + name: value for name, value in given.items() if name not in fields}
+    for name, value in others.items():
+        if name in UNSUPPORTED and not _changes_nothing(value, UNSUPPORTED[name]):
+            unsupported(name, value)
     unknown = [name for name in others if name not in UNSUPPORTED and name not in WITHOUT_EFFECT]
     if unknown:
         names = ", ".join(shown(name) for name in unknown[:_MAX_NAMES_LOGGED])

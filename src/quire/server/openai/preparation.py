@@ -73,13 +73,18 @@ def _as_message(message: ChatMessage) -> Message:
 async def _in_thread(
     service: Service, tokenize: Callable[[Any], TokenizedPrompt], prompts: Sequence[Any], params: SamplingParams
 ) -> list[PreparedRequest]:
-    """Tokenize all prompts, check what they come to, and only then number them."""
+    """Tokenize all prompts, check what they come to, and only then number them.
+
+    A prompt that does not fit is told before what all come to: clients look for that, and shorten it.
+    """
+    limits = service.client.ready.limits
 
     def prepare() -> list[PreparedRequest]:
         tokenized: list[TokenizedPrompt] = []
         num_tokens = 0
         for prompt in prompts:
             tokenized.append(tokenize(prompt))
+            limits.check_admissible(len(tokenized[-1].token_ids), params.max_tokens or 1, params.n)
             num_tokens += len(tokenized[-1].token_ids)
             _check_total(num_tokens, params)
         return [service.client.prepare(prompt, params) for prompt in tokenized]

@@ -1,0 +1,205 @@
+"""From what a user gave to a request that can run: checked once, by name, and nothing is queued."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.core.errors import ContextLengthError, InvalidRequestError
+from quire.core.sampling_params import SamplingParams
+from quire.core.seeds import arrival_seed
+from quire.engine.input_processor import InputProcessor, TokenizedPrompt
+from quire.scheduling.limits import AdmissionLimits
+from quire.text.tokenizer import Tokenizer
+from support.small_tokenizers import CHAT_TEMPLATE, byte_fallback, save
+
+VOCAB_SIZE, ENGINE_SEED, EOS_ID = 400, 11, 1
+LIMITS = AdmissionLimits(num_blocks=10, block_size=16, max_num_seqs=4, max_model_len=100)
+TEXT = "the stop"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("model")
+    return Tokenizer.from_folder(save(byte_fallback(), folder, chat_template=CHAT_TEMPLATE))
+
+
+def make_inputs(tokenizer: Tokenizer | None) -> InputProcessor:
+    return InputProcessor(
+        tokenizer,
+        LIMITS,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=frozenset({EOS_ID}),
+        engine_seed=ENGINE_SEED,
+        max_logprobs=5,
+    )
+
+
+@pytest.fixture
+def inputs(tokenizer: Tokenizer) -> InputProcessor:
+    return make_inputs(tokenizer)
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def test_text_becomes_tokens_as_the_model_was_trained_to_see_them(inputs: InputProcessor, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT)
+    assert ids[0] == tokenizer.bos_token_id
+    assert inputs.tokenize(TEXT) == inputs.tokenize({"prompt": TEXT}) == TokenizedPrompt(TEXT, ids)
+
+
+@pytest.mark.parametrize("prompt", [[5, 0, 399], (5, 0, 399), {"prompt_token_ids": [5, 0, 399]}], ids=str)
+def test_token_ids_are_taken_as_they_are(inputs: InputProcessor, prompt: Any) -> None:  # noqa: ANN401
+    assert inputs.tokenize(prompt) == TokenizedPrompt(None, [5, 0, 399])
+
+
+def test_prompt_is_a_copy_that_its_giver_cannot_change(inputs: InputProcessor) -> None:
+    given = [1, 2, 3]
+    prompt = inputs.tokenize(given)
+    given.append(400)
+    assert prompt.token_ids == [1, 2, 3]
+
+
+NO_PROMPTS: dict[str, tuple[Any, str]] = {
+    "nothing": ([], "prompt is empty"),
+    "id beyond the vocabulary": ([5, 400], "from 0 to 399, got 400"),
+    "negative id": ([-1], "from 0 to 399, got -1"),
+    "boolean": ([True], "from 0 to 399, got True"),
+    "float": ([1.0], "from 0 to 399, got 1.0"),
+    "texts": (["5"], "from 0 to 399, got '5'"),
+    "lists": ([[5]], "from 0 to 399, got a list of 1"),
+    "very long id": ([10**5000], "from 0 to 399, got an integer of 16610 bits"),
+    "very long text": (["x" * 10**6], r"from 0 to 399, got 'x{79}\.\.\."),
+    "null": (None, "must be text, a list of token ids or a dict of one of them, got NoneType"),
+    "bytes": (b"text", "must be text, a list of token ids or a dict of one of them, got bytes"),
+    "dict of a number": ({"prompt": 5}, "a prompt given as a dict .* got keys 'prompt'"),
+    "dict of both": ({"prompt": "x", "prompt_token_ids": [1]}, "got keys 'prompt, prompt_token_ids'"),
+    "dict of something else": ({"text": "x"}, "got keys 'text'"),
+    "text for ids": ({"prompt_token_ids": "abc"}, "must be text, a list of token ids"),
+    "half a pair": ("half \ud83d a pair", "valid Unicode"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "told"), NO_PROMPTS.values(), ids=NO_PROMPTS)
+def test_what_is_no_prompt_is_refused(inputs: InputProcessor, prompt: Any, told: str) -> None:  # noqa: ANN401
+    with pytest.raises(InvalidRequestError, match=told) as error:
+        inputs.tokenize(prompt)
+    assert error.value.param == "prompt"
+    assert len(str(error.value)) < 300
+
+
+def test_text_without_a_token_is_refused(tmp_path: Path) -> None:
+    plain = byte_fallback()
+    plain.post_processor = None
+    inputs = make_inputs(Tokenizer.from_folder(save(plain, tmp_path)))
+    with pytest.raises(InvalidRequestError, match="prompt is empty"):
+        inputs.tokenize("")
+
+
+def test_chat_is_what_the_template_wrote_with_no_token_added(inputs: InputProcessor, tokenizer: Tokenizer) -> None:
+    conversation = [{"role": "user", "content": "stop"}]
+    prompt = inputs.tokenize_chat(conversation, add_generation_prompt=True, continue_final_message=False)
+    assert prompt.text == "<s>user: stop\nassistant:"
+    assert prompt == inputs.tokenize_rendered(prompt.text)
+    assert prompt.token_ids.count(tokenizer.bos_token_id or 0) == 1
+
+
+# --- a model without a tokenizer --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [({"stop": "x"}, "stop"), ({"bad_words": ["x"]}, "bad_words")],
+    ids=str,
+)
+def test_without_a_tokenizer_what_needs_text_is_refused(given: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError, match="no tokenizer") as error:
+        make_inputs(None).make_request(0, TokenizedPrompt(None, [1]), SamplingParams(**given))
+    assert error.value.param == param
+
+
+def test_without_a_tokenizer_only_token_ids_are_prompts() -> None:
+    inputs = make_inputs(None)
+    assert inputs.tokenize([1, 2]).token_ids == [1, 2]
+    with pytest.raises(InvalidRequestError, match="give prompt_token_ids") as text:
+        inputs.tokenize("x")
+    with pytest.raises(InvalidRequestError, match="chat needs one") as chat:
+        inputs.tokenize_chat([], add_generation_prompt=True, continue_final_message=False)
+    assert (text.value.param, chat.value.param) == ("prompt", "messages")
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_request_holds_everything_resolved(inputs: InputProcessor, tokenizer: Tokenizer) -> None:
+    params = SamplingParams(seed=3, max_tokens=7, stop_token_ids=[9, 9, 8], bad_words=["stop", " the"])
+    request = inputs.make_request(5, inputs.tokenize(TEXT), params)
+    assert (request.request_id, request.seed, request.max_tokens) == (5, 3, 7)
+    assert request.prompt_token_ids == tokenizer.encode(TEXT)
+    assert request.params is params
+    assert request.eos_token_ids == {EOS_ID}
+    assert request.stop_token_ids == {8, 9}
+    spelled = [tuple(tokenizer.encode(word, add_special_tokens=False)) for word in ("stop", " stop", " the")]
+    assert set(spelled) == set(request.bad_words_token_ids)
+
+
+def test_end_of_sequence_can_be_ignored(inputs: InputProcessor) -> None:
+    request = inputs.make_request(0, TokenizedPrompt(None, [1]), SamplingParams(ignore_eos=True))
+    assert request.eos_token_ids == frozenset()
+
+
+def test_request_without_a_seed_gets_one_from_the_engines_and_its_number(inputs: InputProcessor) -> None:
+    prompt = TokenizedPrompt(None, [1])
+    seeds = [inputs.make_request(number, prompt, SamplingParams()).seed for number in range(3)]
+    assert seeds == [arrival_seed(ENGINE_SEED, number) for number in range(3)]
+    assert len(set(seeds)) == 3
+
+
+@pytest.mark.parametrize(("prompt_len", "n", "most"), [(1, 1, 99), (40, 4, 24), (99, 1, 1)])
+def test_without_max_tokens_a_request_gets_the_most_that_fits(
+    inputs: InputProcessor, prompt_len: int, n: int, most: int
+) -> None:
+    request = inputs.make_request(0, TokenizedPrompt(None, [1] * prompt_len), SamplingParams(n=n, max_tokens=None))
+    assert request.max_tokens == most
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "given", "told"),
+    [
+        (100, {"max_tokens": None}, "max_model_len"),
+        (90, {"max_tokens": 11}, "max_model_len"),
+        (90, {"max_tokens": None, "min_tokens": 11}, "max_model_len"),
+        (40, {"n": 4, "max_tokens": 25}, "num_kv_blocks"),
+    ],
+)
+def test_what_can_never_run_is_refused(
+    inputs: InputProcessor, prompt_len: int, given: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ContextLengthError, match=told):
+        inputs.make_request(0, TokenizedPrompt(None, [1] * prompt_len), SamplingParams(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "told", "param"),
+    [
+        ({"logprobs": 6}, r"logprobs must be at most 5 \(max_logprobs\), got 6", "logprobs"),
+        ({"prompt_logprobs": 6}, r"prompt_logprobs must be at most 5 \(max_logprobs\), got 6", "prompt_logprobs"),
+        ({"stop_token_ids": [400]}, "vocabulary size of 400", "stop_token_ids"),
+        ({"logit_bias": {400: 1}}, "vocabulary size of 400", "logit_bias"),
+        ({"allowed_token_ids": [400]}, "vocabulary size of 400", "allowed_token_ids"),
+        ({"n": 5}, "at most 4 sequences", "n"),
+    ],
+    ids=str,
+)
+def test_parameter_that_this_model_cannot_serve_is_refused_by_name(
+    inputs: InputProcessor, given: dict[str, Any], told: str, param: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=told) as error:
+        inputs.make_request(0, TokenizedPrompt(None, [1]), SamplingParams(**given))
+    assert error.value.param == param
+
+
+def test_parameters_of_another_type_are_refused(inputs: InputProcessor) -> None:
+    with pytest.raises(InvalidRequestError, match="must be SamplingParams, got dict"):
+        inputs.make_request(0, TokenizedPrompt(None, [1]), {"n": 1})  # type: ignore[arg-type]
