@@ -1,1 +1,1 @@
-"""The command line: `quire serve`, `chat`, `generate`, `bench`. A command loads torch when it needs a model, not before."""
+"""The command line: `quire serve`, `chat`, `generate`, `bench`. A command loads torch only when it needs a model."""
