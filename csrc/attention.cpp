@@ -89,9 +89,9 @@ struct Scratch {
 
 // What some row of a tile sees of a partition.
 template <typename T>
-Stretch live(const Attention<T>& op, const QueryTile& tile, long partition) {
+Stretch live(const Attention<T>& op, const QueryTile& tile, long partition, long head) {
     const long first = op.window ? tile.first_position - op.window + 1 : 0, start = partition * PARTITION;
-    return {op.block_tables + tile.sequence * op.table_stride, tile.kv_head, std::max(first, start),
+    return {op.block_tables + tile.sequence * op.table_stride, tile.kv_head + head, std::max(first, start),
             std::min(tile.first_position + tile.num_tokens, start + PARTITION)};
 }
 
@@ -100,7 +100,7 @@ template <typename T>
 class TileWork {
 public:
     TileWork(const Attention<T>& op, const QueryTile& tile, Scratch<T>& scratch, Stretch next = {})
-        : op_(op), tile_(tile), scratch_(scratch), group_(op.num_heads / op.num_kv_heads), rows_(tile.num_tokens * group_),
+        : op_(op), tile_(tile), scratch_(scratch), group_(op.num_heads / op.num_kv_heads), rows_(tile.num_tokens * group_), row_stride_(rounded_up(rows_, LANES)),
           padded_(rounded_up(op.head_dim, GROUP)), key_rows_(rounded_up(op.head_dim / PAIR<T>, P::KEY_ROWS)),
           query_stride_(key_rows_ * PAIR<T>), scale_(op.scale * 1.44269504f), positions_(scratch.positions.at_least(rows_)), next_(next),
           view_(op, P::KEY_ROWS, scratch.gathered.at_least(PartitionView<T>::scratch_elements(op.head_dim))) {
@@ -111,31 +111,28 @@ public:
 
     // All of the context.
     void attend() {
-        Results running(scratch_.running.at_least(Results::floats(rows_, padded_)), rows_, padded_);
-        clear(running, rows_);
-        const Results block(scratch_.partition.data(), BLOCK_ROWS, padded_);
+        const Results running = clear_running(), block(scratch_.partition.data(), BLOCK_ROWS, padded_);
         for (long i = tile_.first_partition; i < tile_.end_partition; i++)
-            each_block(i, tile_.end_partition, [&](long row, long rows, const Stretch& next) {
-                compute(i, row, rows, block, next);
-                fold(running.from(row), block, rows, splat(scale_));
+            each_block(i, tile_.end_partition, [&](long head, long row, long rows, const Stretch& next) {
+                compute(i, head, row, rows, block, next);
+                fold(running.from(head * row_stride_ + row), block, rows, splat(scale_));
             });
         finish(running);
     }
 
     // Some partitions, whose results are kept.
     void attend_part(const Piece& piece, const KeptResults& results) {
-        for (long i = piece.first_partition; i < piece.end_partition; i++) {
-            const Results kept = result(results, i);
-            each_block(i, piece.end_partition, [&](long row, long rows, const Stretch& next) {
-                compute(i, row, rows, kept.from(row), next);
+        for (long i = piece.first_partition; i < piece.end_partition; i++)
+            each_block(i, piece.end_partition, [&](long head, long row, long rows, const Stretch& next) {
+                compute(i, head, row, rows, result(results, i, head).from(row), next);
             });
-        }
     }
 
     void merge(const KeptResults& results) {
-        Results running(scratch_.running.at_least(Results::floats(rows_, padded_)), rows_, padded_);
-        clear(running, rows_);
-        for (long i = tile_.first_partition; i < tile_.end_partition; i++) fold(running, result(results, i), rows_, splat(scale_));
+        const Results running = clear_running();
+        for (long i = tile_.first_partition; i < tile_.end_partition; i++)
+            for (long head = 0; head < tile_.num_kv_heads; head++)
+                fold(running.from(head * row_stride_), result(results, i, head), rows_, splat(scale_));
         finish(running);
     }
 
@@ -144,29 +141,46 @@ private:
     const Attention<T>& op_;
     const QueryTile& tile_;
     Scratch<T>& scratch_;
-    long group_, rows_, padded_, key_rows_, query_stride_;
+    long group_, rows_, row_stride_, padded_, key_rows_, query_stride_;  // rows: of one KV head
     float scale_;
     long* positions_;  // of the rows' tokens
     Stretch next_, live_;  // what this thread reads after this tile; what of the partition some row sees
     bool has_values_;      // whether the view of the partition has its values
     PartitionView<T> view_;
 
-    Results result(const KeptResults& results, long partition) const {
-        return {results.memory + (tile_.results + partition - tile_.first_partition) * results.stride, rows_, padded_};
+    Results result(const KeptResults& results, long partition, long head) const {
+        const long index = tile_.results + (partition - tile_.first_partition) * tile_.num_kv_heads + head;
+        return {results.memory + index * results.stride, rows_, padded_};
+    }
+
+    Results clear_running() {
+        const long rows = tile_.num_kv_heads * row_stride_;
+        const Results running(scratch_.running.at_least(Results::floats(rows, padded_)), rows, padded_);
+        clear(running, rows);
+        return running;
+    }
+
+    // Visit a tile's rows: head, row under it, place in the flat batch.
+    template <typename Visit>
+    void each_row(Visit visit) const {
+        for (long head = 0; head < tile_.num_kv_heads; head++)
+            for (long row = 0; row < rows_; row++)
+                visit(head, row, tile_.first_token + row / group_, (tile_.kv_head + head) * group_ + row % group_);
     }
 
     // Rows end to end, in float or as they are, padded with zeros to the keys' rows and to whole blocks.
     void pack_query() {
-        auto* out = scratch_.query.at_least(rounded_up(rows_, BLOCK_ROWS) * query_stride_);
-        std::memset(out, 0, rounded_up(rows_, BLOCK_ROWS) * query_stride_ * sizeof *out);
-        for (long row = 0; row < rows_; row++) {
-            const long token = tile_.first_token + row / group_, head = tile_.kv_head * group_ + row % group_;
-            positions_[row] = tile_.first_position + row / group_;
-            const T* query = op_.query + token * op_.query_stride + head * op_.head_dim;
-            for (long i = 0; i < op_.head_dim; i += LANES)
-                store_some(out + row * query_stride_ + i, load_some(query + i, std::min<long>(LANES, op_.head_dim - i)),
-                           std::min<long>(LANES, op_.head_dim - i));
-        }
+        const long elements = tile_.num_kv_heads * row_stride_ * query_stride_;
+        auto* out = scratch_.query.at_least(elements);
+        std::memset(out, 0, elements * sizeof *out);
+        each_row([&](long head, long row, long token, long query_head) {
+            positions_[row] = tile_.first_position + token - tile_.first_token;
+            const T* query = op_.query + token * op_.query_stride + query_head * op_.head_dim;
+            for (long i = 0; i < op_.head_dim; i += LANES) {
+                const long count = std::min<long>(LANES, op_.head_dim - i);
+                store_some(out + (head * row_stride_ + row) * query_stride_ + i, load_some(query + i, count), count);
+            }
+        });
     }
 
     // What rows [row, end) see of a partition, together.
@@ -178,45 +192,53 @@ private:
 
     template <typename Compute>
     void each_block(long partition, long end, Compute compute) {
-        const Stretch next = partition + 1 < end ? live(op_, tile_, partition + 1) : next_;
-        live_ = live(op_, tile_, partition);
-        view_.look_at_keys(live_);
-        has_values_ = false;
-        for (long row = 0; row < rows_; row += BLOCK_ROWS) compute(row, std::min(BLOCK_ROWS, rows_ - row), next);
+        for (long head = 0; head < tile_.num_kv_heads; head++) {
+            const Stretch next = head + 1 < tile_.num_kv_heads ? live(op_, tile_, partition, head + 1)
+                                 : partition + 1 < end         ? live(op_, tile_, partition + 1, 0)
+                                                               : next_;
+            live_ = live(op_, tile_, partition, head);
+            view_.look_at_keys(live_);
+            has_values_ = false;
+            for (long row = 0; row < rows_; row += BLOCK_ROWS) compute(head, row, std::min(BLOCK_ROWS, rows_ - row), next);
+        }
     }
 
     // Scores, softmax, weighted values. While keys are multiplied the values are on their way from memory, while the
     // softmax is computed the next partition's keys.
-    void compute(long partition, long row, long rows, Results out, const Stretch& next) {
+    void compute(long partition, long head, long row, long rows, Results out, const Stretch& next) {
         const Columns computed = seen(partition, row, row + rows);
         if (computed.begin >= computed.end) return clear(out, rows);
         float* scores = scratch_.scores.data();
-        P::scores(scratch_.query.data() + row * query_stride_, query_stride_, rows, view_, key_rows_, computed, scores,
-                  [&](long step, long steps) { if (!has_values_) view_.prefetch_values(live_, step, steps); });
+        // Memory is kept busy for the first rows: later ones find keys and values in the second-level cache.
+        const long calls = has_values_ ? 0 : (computed.last() - computed.first()) / BLOCK_ROWS;
+        auto values = view_.prefetch_values(live_, calls);
+        auto keys = view_.prefetch_keys(next, has_values_ ? 0 : rows + calls);
+        P::scores(scratch_.query.data() + (head * row_stride_ + row) * query_stride_, query_stride_, rows, view_, key_rows_,
+                  computed, scores, values);
         for (long i = 0; i < rows; i++) {  // two loops: the next row need not wait for this one's maximum
             hide(scores + i * SCORE_STRIDE, seen(partition, row + i, row + i + 1), computed);
             out.highest[i] = highest_score(scores + i * SCORE_STRIDE, computed);
         }
         using Weight = typename P::Weight;
         for (long i = 0; i < rows; i++) {
-            if (!has_values_ && next.begin < next.end) view_.prefetch_keys(next, i, rows);
-            float* row_scores = scores + i * SCORE_STRIDE;
-            out.weight[i] = weigh_scores(row_scores, computed, splat(out.highest[i]), splat(scale_), reinterpret_cast<Weight*>(row_scores));
+            keys();
+            auto* weights = reinterpret_cast<Weight*>(scores + i * SCORE_STRIDE);
+            out.weight[i] = weigh_scores(scores + i * SCORE_STRIDE, computed, splat(out.highest[i]), splat(scale_), weights);
         }
-        if (!has_values_) view_.look_at_values(live_);
+        if (!has_values_) view_.look_at_values(live_, keys);
         has_values_ = true;
-        P::weigh(reinterpret_cast<Weight*>(scores), rows, view_, padded_, computed, out.weighted);
+        P::weigh(reinterpret_cast<Weight*>(scores), rows, view_, padded_, computed, out.weighted, keys);
     }
 
-    void finish(Results running) {
-        for (long row = 0; row < rows_; row++) {
-            const long token = tile_.first_token + row / group_, head = tile_.kv_head * group_ + row % group_;
-            T* out = op_.out + token * op_.out_stride + head * op_.head_dim;
-            const Floats inverse = splat(1.0f / running.weight[row]);
+    void finish(Results running) const {
+        each_row([&](long head, long row, long token, long query_head) {
+            const long at = head * row_stride_ + row;
+            T* out = op_.out + token * op_.out_stride + query_head * op_.head_dim;
+            const Floats inverse = splat(1.0f / running.weight[at]);
             for (long i = 0; i < op_.head_dim; i += LANES)
-                store_some(out + i, load(running.weighted + row * padded_ + i) * inverse,
+                store_some(out + i, load(running.weighted + at * padded_ + i) * inverse,
                            std::min<long>(LANES, op_.head_dim - i));
-        }
+        });
     }
 };
 
@@ -230,7 +252,7 @@ void attention(const Attention<T>& op) {
              omp_get_max_threads(), work);
     if (work.tiles.empty()) return;
     const AttentionWork& shared = work;
-    const long stride = Results::floats(rounded_up(shared.max_split_rows, GROUP), rounded_up(op.head_dim, GROUP));
+    const long stride = Results::floats(shared.max_split_rows, rounded_up(op.head_dim, GROUP));
     const KeptResults results{kept.at_least(shared.num_results * stride), stride};
     std::atomic<long> next{0}, next_merge{0};
 #pragma omp parallel
@@ -241,7 +263,7 @@ void attention(const Attention<T>& op) {
         for (long i = next++, after; i < num_pieces; i = after) {
             after = next++;
             const Piece &piece = shared.pieces[i], &then = shared.pieces[std::min(after, num_pieces - 1)];
-            TileWork<T> tile(op, shared.tiles[piece.tile], scratch, live(op, shared.tiles[then.tile], then.first_partition));
+            TileWork<T> tile(op, shared.tiles[piece.tile], scratch, live(op, shared.tiles[then.tile], then.first_partition, 0));
             if (shared.tiles[piece.tile].results < 0)
                 tile.attend();
             else

@@ -26,9 +26,9 @@ struct ByTiles {
 
     template <typename Meanwhile>
     static void scores(const bf16* query, long query_stride, long rows, const PartitionView<bf16>& view, long key_rows,
-                       Columns computed, float* scores, Meanwhile meanwhile) {
+                       Columns computed, float* scores, Meanwhile& meanwhile) {
         for (long i = computed.first(); i < computed.last(); i += 2 * GROUP) {
-            meanwhile((i - computed.first()) / (2 * GROUP), (computed.last() - computed.first()) / (2 * GROUP));
+            meanwhile();
             const Rows<bf16>* keys = view.keys + i / GROUP;
             if (rows > TILE_ROWS)
                 score<2>(query, query_stride, keys, key_rows, scores + i);
@@ -37,18 +37,20 @@ struct ByTiles {
         }
     }
 
-    static void weigh(const bf16* weights, long rows, const PartitionView<bf16>& view, long padded, Columns seen, float* out) {
+    template <typename Meanwhile>
+    static void weigh(const bf16* weights, long rows, const PartitionView<bf16>& view, long padded, Columns seen, float* out,
+                      Meanwhile& meanwhile) {
         const long step = rows > TILE_ROWS ? 2 * GROUP : 4 * GROUP;  // four tiles of sums
         for (long dim = 0; dim < padded; dim += step) {
             const long columns = std::min(step, padded - dim) / GROUP;
             if (rows > TILE_ROWS)
-                columns == 2 ? mean<2, 2>(weights, view, dim, padded, seen, out) : mean<2, 1>(weights, view, dim, padded, seen, out);
+                columns == 2 ? mean<2, 2>(weights, view, dim, padded, seen, out, meanwhile) : mean<2, 1>(weights, view, dim, padded, seen, out, meanwhile);
             else
                 switch (columns) {
-                    case 1: mean<1, 1>(weights, view, dim, padded, seen, out); break;
-                    case 2: mean<1, 2>(weights, view, dim, padded, seen, out); break;
-                    case 3: mean<1, 3>(weights, view, dim, padded, seen, out); break;
-                    default: mean<1, 4>(weights, view, dim, padded, seen, out);
+                    case 1: mean<1, 1>(weights, view, dim, padded, seen, out, meanwhile); break;
+                    case 2: mean<1, 2>(weights, view, dim, padded, seen, out, meanwhile); break;
+                    case 3: mean<1, 3>(weights, view, dim, padded, seen, out, meanwhile); break;
+                    default: mean<1, 4>(weights, view, dim, padded, seen, out, meanwhile);
                 }
         }
     }
@@ -83,10 +85,12 @@ private:
     }
 
     // 16 x row_tiles rows x 16 x columns dimensions.
-    template <int row_tiles, int columns>
-    static void mean(const bf16* weights, const PartitionView<bf16>& view, long dim, long padded, Columns seen, float* out) {
+    template <int row_tiles, int columns, typename Meanwhile>
+    static void mean(const bf16* weights, const PartitionView<bf16>& view, long dim, long padded, Columns seen, float* out,
+                     Meanwhile& meanwhile) {
         zero<row_tiles == 2 ? 4 : columns>();
         for (long i = seen.begin / TOKENS; i < (seen.end + TOKENS - 1) / TOKENS; i++) {
+            meanwhile();
             const bf16* values = view.values[i].at + dim * 2;
             const long stride = view.values[i].stride * sizeof(bf16);
             constexpr long next = 2 * GROUP;  // elements from one tile of dimensions to the next

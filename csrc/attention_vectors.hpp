@@ -34,10 +34,10 @@ struct ByVectors {
 
     template <typename Meanwhile>
     static void scores(const float* query, long query_stride, long rows, const PartitionView<T>& view, long key_rows,
-                       Columns computed, float* scores, Meanwhile meanwhile) {
+                       Columns computed, float* scores, Meanwhile& meanwhile) {
         for (long r = 0; r < rows; r += ROWS)
             for (long i = computed.first(); i < computed.last(); i += COLUMNS * GROUP) {
-                if (r == 0) meanwhile((i - computed.first()) / (COLUMNS * GROUP), (computed.last() - computed.first()) / (COLUMNS * GROUP));
+                if (r == 0) meanwhile();
                 const auto* keys = view.keys + i / GROUP;
                 const float* q = query + r * query_stride;
                 float* out = scores + r * SCORE_STRIDE + i;
@@ -50,9 +50,12 @@ struct ByVectors {
             }
     }
 
-    static void weigh(const float* weights, long rows, const PartitionView<T>& view, long padded, Columns seen, float* out) {
+    template <typename Meanwhile>
+    static void weigh(const float* weights, long rows, const PartitionView<T>& view, long padded, Columns seen, float* out,
+                      Meanwhile& meanwhile) {
         for (long r = 0; r < rows; r += ROWS)
             for (long i = 0; i < padded; i += GROUP) {
+                if (r == 0) meanwhile();
                 const float* w = weights + r * SCORE_STRIDE;
                 float* to = out + r * padded + i;
                 switch (std::min<long>(rows - r, ROWS)) {

@@ -14,7 +14,10 @@
 namespace quire::ISA {
 
 constexpr long GROUP = 16;
-constexpr long LINE = 64;  // bytes
+#ifndef LN
+#define LN 64
+#endif
+constexpr long LINE = LN;
 #ifndef HINT
 #define HINT 2
 #endif
@@ -63,17 +66,37 @@ public:
         std::fill(keys + end, keys + KEY_GROUPS, keys[first]);
     }
 
-    // And at their values.
-    void look_at_values(const Stretch& live) {
+    // And at their values; `meanwhile` is called for each group.
+    template <typename Meanwhile>
+    void look_at_values(const Stretch& live, Meanwhile& meanwhile) {
         const long start = live.begin / PARTITION * PARTITION;
         T* scratch = scratch_ + scratch_elements(layout_.head_dim) / 2;
-        for (long i = (live.begin - start) / VALUE_TOKENS; i <= (live.end - 1 - start) / VALUE_TOKENS; i++)
+        for (long i = (live.begin - start) / VALUE_TOKENS; i <= (live.end - 1 - start) / VALUE_TOKENS; i++) {
             values[i] = value_rows(live, start + i * VALUE_TOKENS, scratch);
+            meanwhile();
+        }
     }
 
-    // Ask for one of `steps` shares of the blocks that hold a stretch.
-    void prefetch_keys(const Stretch& live, long step, long steps) const { prefetch(op_.key_cache, live, step, steps); }
-    void prefetch_values(const Stretch& live, long step, long steps) const { prefetch(op_.value_cache, live, step, steps); }
+    // Ask for the blocks that hold a stretch, a share at each call, so that memory is never idle and never in the way.
+    class Prefetch {
+    public:
+        Prefetch(const PartitionView& view, const T* cache, const Stretch& live, long calls)
+            : view_(view), cache_(cache), live_(live), calls_(live.begin < live.end ? calls : 0) {}
+
+        void operator()() {
+            if (call_ < calls_) view_.prefetch(cache_, live_, call_, calls_);
+            call_++;
+        }
+
+    private:
+        const PartitionView& view_;
+        const T* cache_;
+        const Stretch& live_;
+        long calls_, call_ = 0;
+    };
+
+    Prefetch prefetch_keys(const Stretch& live, long calls) const { return {*this, op_.key_cache, live, calls}; }
+    Prefetch prefetch_values(const Stretch& live, long calls) const { return {*this, op_.value_cache, live, calls}; }
 
 private:
     CacheLayout<T> layout_;
@@ -92,7 +115,10 @@ private:
         for (long line = blocks * lines * step / steps; line < end;) {
             const char* run = reinterpret_cast<const char*>(cache + place(live, (first + line / lines) * layout_.block_size));
             const long stop = std::min(end, (line / lines + 1) * lines);
-            for (const char* at = run + line % lines * LINE; line < stop; line++, at += LINE) __builtin_prefetch(at, 0, PREFETCH_HINT);
+            for (const char* at = run + line % lines * LINE; line < stop; line++, at += LINE) {
+                __builtin_prefetch(at, 0, PREFETCH_HINT);
+                __asm__ volatile("");  // gcc drops calls of a function that does nothing but prefetch
+            }
         }
     }
 

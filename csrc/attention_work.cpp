@@ -9,24 +9,24 @@ namespace {
 #define MAXR 256
 #endif
 constexpr long MAX_ROWS = MAXR;       // of a query tile: its running results stay in the second-level cache
-constexpr long ROWS_TO_SPLIT = 32;   // tiles up to this many rows are bound by reading and may be split by partitions
+constexpr long FEW_ROWS = 32;        // tiles up to this many rows are bound by reading
 constexpr long PIECES_PER_THREAD = 8;
 constexpr long READING = 2;          // a partition's keys and values cost as much as this many row tiles' arithmetic
 
 long tokens_per_tile(const AttentionShape& shape, long group, long num_threads) {
     long tokens = std::max(1L, MAX_ROWS / group);
     const long num_tokens = shape.query_starts[shape.num_seqs] - shape.query_starts[0];
-    while (tokens * group > ROWS_TO_SPLIT && num_tokens * shape.num_kv_heads < tokens * num_threads * PIECES_PER_THREAD)
+    while (tokens * group > FEW_ROWS && num_tokens * shape.num_kv_heads < tokens * num_threads * PIECES_PER_THREAD)
         tokens = (tokens + 1) / 2;
     return tokens;
 }
 
 long cost(const QueryTile& tile, long group) {
     const long row_tiles = (tile.num_tokens * group + 15) / 16;
-    return (tile.end_partition - tile.first_partition) * (READING + row_tiles);
+    return (tile.end_partition - tile.first_partition) * tile.num_kv_heads * (READING + row_tiles);
 }
 
-void cut_sequence(const AttentionShape& shape, long sequence, long tokens, AttentionWork& work) {
+void cut_sequence(const AttentionShape& shape, long sequence, long tokens, long group, AttentionWork& work) {
     const long begin = shape.query_starts[sequence], end = shape.query_starts[sequence + 1];
     const long start = shape.context_lens[sequence] - (end - begin);  // position of the first token
     for (long token = begin; token < end; token += tokens) {
@@ -37,7 +37,8 @@ void cut_sequence(const AttentionShape& shape, long sequence, long tokens, Atten
         tile.first_position = start + token - begin;
         tile.first_partition = shape.window ? std::max(0L, tile.first_position - shape.window + 1) / PARTITION : 0;
         tile.end_partition = (tile.first_position + tile.num_tokens - 1) / PARTITION + 1;
-        for (tile.kv_head = 0; tile.kv_head < shape.num_kv_heads; tile.kv_head++) work.tiles.push_back(tile);
+        tile.num_kv_heads = tile.num_tokens * group <= FEW_ROWS ? shape.num_kv_heads : 1;
+        for (tile.kv_head = 0; tile.kv_head < shape.num_kv_heads; tile.kv_head += tile.num_kv_heads) work.tiles.push_back(tile);
     }
 }
 
@@ -46,7 +47,7 @@ void cut_tile(QueryTile& tile, long index, long rows, long num_pieces, Attention
     num_pieces = std::min(num_pieces, partitions);
     if (num_pieces > 1) {
         tile.results = work.num_results;
-        work.num_results += partitions;
+        work.num_results += partitions * tile.num_kv_heads;
         work.max_split_rows = std::max(work.max_split_rows, rows);
     }
     for (long i = 0; i < num_pieces; i++)
@@ -61,7 +62,7 @@ void cut_work(const AttentionShape& shape, long num_threads, AttentionWork& work
     work.tiles.clear();
     work.pieces.clear();
     work.max_rows = work.num_results = work.max_split_rows = 0;
-    for (long sequence = 0; sequence < shape.num_seqs; sequence++) cut_sequence(shape, sequence, tokens, work);
+    for (long sequence = 0; sequence < shape.num_seqs; sequence++) cut_sequence(shape, sequence, tokens, group, work);
     long total = 0;
     for (const QueryTile& tile : work.tiles) total += cost(tile, group);
     const long enough = std::max(1L, total / (num_threads * PIECES_PER_THREAD));
@@ -69,15 +70,14 @@ void cut_work(const AttentionShape& shape, long num_threads, AttentionWork& work
         QueryTile& tile = work.tiles[i];
         const long rows = tile.num_tokens * group;
         work.max_rows = std::max(work.max_rows, rows);
-        const bool may_split = num_threads > 1 && rows <= ROWS_TO_SPLIT;
+        const bool may_split = num_threads > 1 && (rows <= FEW_ROWS || tile.num_tokens == 1);
         cut_tile(tile, static_cast<long>(i), rows, may_split ? (cost(tile, group) + enough - 1) / enough : 1, work);
     }
-    const auto is_longer = [&](const Piece& a, const Piece& b) {
-        const auto length = [&](const Piece& piece) {
-            return (piece.end_partition - piece.first_partition) * (work.tiles[piece.tile].num_tokens * group + 16 * READING);
-        };
-        return length(a) > length(b);
+    const auto length = [&](const Piece& piece) {
+        const QueryTile& tile = work.tiles[piece.tile];
+        return cost(tile, group) / (tile.end_partition - tile.first_partition) * (piece.end_partition - piece.first_partition);
     };
+    const auto is_longer = [&](const Piece& a, const Piece& b) { return length(a) > length(b); };
     std::stable_sort(work.pieces.begin(), work.pieces.end(), is_longer);
 }
 

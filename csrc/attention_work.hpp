@@ -1,7 +1,8 @@
 // Who computes what of a step's attention. The same for every instruction set; nothing here changes a bit of a result.
 //
-// A query tile is some consecutive tokens of one sequence under one KV head, each with all its query heads. It reads its
-// context in partitions, PARTITION tokens at fixed absolute positions. A piece is what one thread computes without a
+// A query tile is some consecutive tokens of one sequence with some KV heads and all their query heads: all KV heads where
+// the tile is bound by reading, since the heads of a block lie side by side in memory; else one. It reads its context in
+// partitions, PARTITION tokens at fixed absolute positions. A piece is what one thread computes without a
 // break: a query tile over some of its partitions; over all of them, unless the tile is one of a few and large.
 #pragma once
 
@@ -17,7 +18,7 @@ namespace quire {
 constexpr long PARTITION = PART;  // tokens
 
 struct QueryTile {
-    long sequence, kv_head;
+    long sequence, kv_head, num_kv_heads;
     long first_token, num_tokens;           // in the flat batch
     long first_position;                    // of the first token, in its sequence
     long first_partition, end_partition;
@@ -31,8 +32,8 @@ struct Piece {
 struct AttentionWork {
     std::vector<QueryTile> tiles;
     std::vector<Piece> pieces;   // the longest first
-    long max_rows = 0;                         // token x head, of the highest tile
-    long num_results = 0, max_split_rows = 0;  // results of partitions to keep; rows of the highest of their tiles
+    long max_rows = 0;                         // token x query head under one KV head, of the highest tile
+    long num_results = 0, max_split_rows = 0;  // results to keep, per partition and KV head; rows of their highest tile
 };
 
 struct AttentionShape {
