@@ -78,6 +78,8 @@ struct KeptResults {
     long stride;
 };
 
+constexpr float LOG2_E = 1.44269504f;
+
 // A thread's scratch; none of it grows with the context.
 template <typename T>
 struct Scratch {
@@ -100,9 +102,10 @@ template <typename T>
 class TileWork {
 public:
     TileWork(const Attention<T>& op, const QueryTile& tile, Scratch<T>& scratch, Stretch next = {})
-        : op_(op), tile_(tile), scratch_(scratch), group_(op.num_heads / op.num_kv_heads), rows_(tile.num_tokens * group_), row_stride_(rounded_up(rows_, LANES)),
-          padded_(rounded_up(op.head_dim, GROUP)), key_rows_(rounded_up(op.head_dim / PAIR<T>, P::KEY_ROWS)),
-          query_stride_(key_rows_ * PAIR<T>), scale_(op.scale * 1.44269504f), positions_(scratch.positions.at_least(rows_)), next_(next),
+        : op_(op), tile_(tile), scratch_(scratch), group_(op.num_heads / op.num_kv_heads),
+          rows_(tile.num_tokens * group_), row_stride_(rounded_up(rows_, LANES)), padded_(rounded_up(op.head_dim, GROUP)),
+          key_rows_(rounded_up(op.head_dim / PAIR<T>, P::KEY_ROWS)), query_stride_(key_rows_ * PAIR<T>),
+          scale_(op.scale * LOG2_E), positions_(scratch.positions.at_least(rows_)), next_(next),
           view_(op, P::KEY_ROWS, scratch.gathered.at_least(PartitionView<T>::scratch_elements(op.head_dim))) {
         scratch.scores.at_least(BLOCK_ROWS * SCORE_STRIDE);
         scratch.partition.at_least(Results::floats(BLOCK_ROWS, padded_));

@@ -44,7 +44,10 @@ struct ByTiles {
         for (long dim = 0; dim < padded; dim += step) {
             const long columns = std::min(step, padded - dim) / GROUP;
             if (rows > TILE_ROWS)
-                columns == 2 ? mean<2, 2>(weights, view, dim, padded, seen, out, meanwhile) : mean<2, 1>(weights, view, dim, padded, seen, out, meanwhile);
+                switch (columns) {
+                    case 1: mean<2, 1>(weights, view, dim, padded, seen, out, meanwhile); break;
+                    default: mean<2, 2>(weights, view, dim, padded, seen, out, meanwhile);
+                }
             else
                 switch (columns) {
                     case 1: mean<1, 1>(weights, view, dim, padded, seen, out, meanwhile); break;

@@ -14,14 +14,8 @@
 namespace quire::ISA {
 
 constexpr long GROUP = 16;
-#ifndef LN
-#define LN 64
-#endif
-constexpr long LINE = LN;
-#ifndef HINT
-#define HINT 2
-#endif
-constexpr int PREFETCH_HINT = HINT;
+constexpr long LINE = 64;  // bytes
+constexpr int INTO_L2 = 2;  // 32 KiB ahead: the first-level cache holds the scores
 
 inline long rounded_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
 
@@ -116,7 +110,7 @@ private:
             const char* run = reinterpret_cast<const char*>(cache + place(live, (first + line / lines) * layout_.block_size));
             const long stop = std::min(end, (line / lines + 1) * lines);
             for (const char* at = run + line % lines * LINE; line < stop; line++, at += LINE) {
-                __builtin_prefetch(at, 0, PREFETCH_HINT);
+                __builtin_prefetch(at, 0, INTO_L2);
                 __asm__ volatile("");  // gcc drops calls of a function that does nothing but prefetch
             }
         }

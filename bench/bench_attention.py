@@ -1,0 +1,118 @@
+"""The C++ attention kernel alone: decoding against the memory, a prompt's chunk against the matrix unit.
+
+    python bench/bench_attention.py [--isa amx] [--dtype bfloat16] [--block-size 16] [--repeats 30]
+
+Decoding: bytes of keys and values over time, as a share of what a plain parallel read of as many bytes reaches in the
+same run; kernel and read take turns, because the speed of a shared machine drifts. The caches of many layers are read
+in turn, so that nothing comes from the processor's own caches. A chunk: arithmetic over time, beside tiles multiplied
+without a pause. Medians, and in brackets the quartiles.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor
+
+from quire import _kernels
+from quire.kernels.cpp.attention import CppAttentionPlan, paged_attention, prepare
+from quire.kernels.cpp.cache_layout import cache_shapes
+from quire.kernels.cpp.linear import huge_pages
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 14, 2, 64  # of bench-0.5b
+DECODES = [(1, 2048), (1, 8192), (1, 32768), (8, 2048), (8, 8192), (32, 2048), (32, 8192)]  # batch, context
+CHUNKS = [(0, 2048), (6144, 2048)]  # tokens before, tokens of the chunk
+MIN_BYTES = 1 << 30  # of all layers' caches together: more than the last-level cache holds
+
+
+def random_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a cache in huge pages, as the engine has it."""
+    count = int(np.prod(shape))
+    cache = huge_pages(count, dtype)[:count].view(shape)
+    cache.copy_(torch.randn(1 << 16).to(dtype).repeat(-(-count // (1 << 16)))[:count].view(shape))
+    return cache
+
+
+def make_plan(batch: int, before: int, num_tokens: int, block_size: int) -> CppAttentionPlan:
+    """Give every sequence shuffled blocks of its own."""
+    length = before + num_tokens
+    num_blocks = -(-length // block_size)
+    tables = torch.randperm(batch * num_blocks, generator=torch.Generator().manual_seed(0)).view(batch, -1).int()
+    starts = torch.arange(0, batch * num_tokens + 1, num_tokens).int()
+    return prepare(tables, starts, torch.full((batch,), length).int(), block_size)
+
+
+def in_turns(calls: list[Callable[[], object]], repeats: int) -> list[list[float]]:
+    """Return the seconds of each call, all of them in every round."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for turn in range(repeats + 2):
+        for call, times in zip(calls, seconds, strict=True):
+            begin = time.perf_counter()
+            call()
+            if turn > 1:
+                times.append(time.perf_counter() - begin)
+    return seconds
+
+
+def spread(values: list[float]) -> str:
+    low, median, high = statistics.quantiles(values, n=4)
+    return f"{median:8.3f} [{low:.3f}, {high:.3f}]"
+
+
+def bench_decode(batch: int, context: int, block_size: int, dtype: torch.dtype, repeats: int) -> None:
+    plan = make_plan(batch, context - 1, 1, block_size)
+    shapes = cache_shapes(plan.block_tables.numel(), block_size, NUM_KV_HEADS, HEAD_DIM, dtype)
+    layer_bytes = 2 * dtype.itemsize * int(np.prod(shapes[0]))
+    num_layers = max(2, -(-MIN_BYTES // layer_bytes))
+    layers = [tuple(random_cache(shape, dtype) for shape in shapes) for _ in range(num_layers)]
+    words = [cache.flatten().view(torch.int64) for pair in layers for cache in pair]
+    query = torch.randn(batch, NUM_HEADS, HEAD_DIM).to(dtype)
+
+    def attend() -> None:
+        for keys, values in layers:
+            paged_attention(query, keys, values, plan, HEAD_DIM**-0.5)
+
+    def read() -> None:
+        for each in words:
+            each.sum()
+
+    ours, plain = in_turns([attend, read], repeats)
+    rate = [num_layers * layer_bytes / s * 1e-9 for s in ours]
+    reads = [num_layers * layer_bytes / s * 1e-9 for s in plain]
+    share = statistics.median(rate) / statistics.median(reads)
+    print(f"decode {batch:3} x {context:6}: GB/s {spread(rate)}, plain read {spread(reads)}, share {share:.2f}, "
+          f"us per layer {statistics.median(ours) / num_layers * 1e6:.0f}")
+
+
+def bench_chunk(before: int, num_tokens: int, block_size: int, dtype: torch.dtype, repeats: int) -> None:
+    plan = make_plan(1, before, num_tokens, block_size)
+    shapes = cache_shapes(plan.block_tables.numel(), block_size, NUM_KV_HEADS, HEAD_DIM, dtype)
+    keys, values = (random_cache(shape, dtype) for shape in shapes)
+    query = torch.randn(num_tokens, NUM_HEADS, HEAD_DIM).to(dtype)
+    (times,) = in_turns([lambda: paged_attention(query, keys, values, plan, HEAD_DIM**-0.5)], repeats)
+    pairs = num_tokens * before + num_tokens * (num_tokens + 1) // 2
+    rate = [4 * pairs * NUM_HEADS * HEAD_DIM / s * 1e-12 for s in times]
+    print(f"chunk {before:6} + {num_tokens}: TFLOP/s {spread(rate)}, ms {spread([s * 1e3 for s in times])}")
+
+
+def main(
+    isa: Annotated[str, typer.Option(help="instruction set: amx, avx512, portable")] = _kernels.usable_isas()[0],
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
+    block_size: Annotated[int, typer.Option(help="tokens per block")] = 16,
+    repeats: Annotated[int, typer.Option(help="timed rounds")] = 15,
+) -> None:
+    """Measure and print."""
+    _kernels.use_isa(isa)
+    print(f"{isa}, {dtype}, blocks of {block_size}, {torch.get_num_threads()} threads")
+    for before, num_tokens in CHUNKS:
+        bench_chunk(before, num_tokens, block_size, getattr(torch, dtype), repeats)
+    for batch, context in DECODES:
+        bench_decode(batch, context, block_size, getattr(torch, dtype), repeats)
+
+
+if __name__ == "__main__":
+    typer.run(main)
