@@ -112,7 +112,7 @@ def test_chat_errors(chat: Callable[..., ChatOpenAI], message: HumanMessage) -> 
         list(chat(max_completion_tokens=5000).stream([message]))
     assert raised.value.code == "context_length_exceeded"
     with pytest.raises(ContextOverflowError):
-        chat().invoke([message] * 100)
+        chat().invoke([message] * 150)
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         chat(model="gpt-none").invoke([message])
     with pytest.raises(openai.AuthenticationError):

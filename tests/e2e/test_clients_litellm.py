@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,8 +14,8 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch a price li
 import litellm
 
 from support.clients import KEY, LIMIT_S, MODEL
-from support.reciting_model import TEXT, Reciter
-from support.server import ServerProcess
+from support.reciting_model import NUM_POSITIONS, TEXT, Reciter
+from support.server import ServerProcess, running_server
 
 # What the package and pydantic have between them.
 pytestmark = [
@@ -132,9 +133,29 @@ def test_errors(call: Callable[..., Any], chat: Fields, text: Fields, *, stream:
 
     with pytest.raises(litellm.BadRequestError, match="top_p must be a number"):
         ask(top_p=7)
-    with pytest.raises(litellm.ContextWindowExceededError, match="maximum context length is 1024 tokens"):
+    with pytest.raises(litellm.ContextWindowExceededError, match=f"maximum context length is {NUM_POSITIONS} tokens"):
         ask(max_tokens=5000)
     with pytest.raises(litellm.NotFoundError, match="does not exist"):
         ask(model=common["model"].replace(MODEL, "gpt-none"))
     with pytest.raises(litellm.AuthenticationError):
         ask(api_key="wrong")
+
+
+def test_errors_of_a_server_in_trouble(settings: Fields, reciter: Reciter) -> None:
+    """One request runs and one waits: the next is refused. Then the engine dies."""
+    with running_server(str(reciter.folder), "--max-num-seqs", "1", "--max-queued-requests", "1") as server:
+        common = settings | {"api_base": f"{server.url}/v1", "model": f"openai/{server.name}"}
+        common |= {"messages": reciter.messages}
+        endless = common | {"stream": True, "max_tokens": None, "extra_body": {"ignore_eos": True}}
+        running = litellm.completion(**endless)
+        next(running)
+        waiting = litellm.completion(**endless)
+        with pytest.raises(litellm.RateLimitError, match="1 requests wait already"):
+            litellm.completion(**common)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        with pytest.raises(litellm.ServiceUnavailableError, match="the engine process ended"):
+            list(running)
+        with pytest.raises(litellm.ServiceUnavailableError, match="the engine process ended"):
+            list(waiting)
+        with pytest.raises(litellm.ServiceUnavailableError, match="the engine process ended"):
+            litellm.completion(**common)

@@ -120,6 +120,7 @@ def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServe
             await service.templates.close()
             await client.close()
             service.threads.shutdown()
+            service.long_thread.shutdown()
 
     async def ready() -> OpenAIServer:
         return await is_ready

@@ -17,7 +17,7 @@ from torch import Tensor
 from support.small_tokenizers import BOS, CHAT_TEMPLATE, EOS, save
 
 WIDTH = 64
-NUM_POSITIONS = 1024
+NUM_POSITIONS = 4096  # many seconds of talk, for tests that look at an answer in the making
 CONVICTION = 4.0  # how much more a position says than the token that stands there
 
 TEXT = "The end is 你好，世界。 Ünïcödé 🙂🎉 👩‍🚀 ok\n"

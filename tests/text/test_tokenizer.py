@@ -1,6 +1,8 @@
 """The tokenizer does what transformers does for the same folder, and says clearly what is wrong with a bad one."""
 
 import json
+import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +55,26 @@ def test_ids_of_known_texts(tokenizer_folder: Path, request: pytest.FixtureReque
     for key, text in expected["texts"].items():
         assert tokenizer.encode(text, add_special_tokens=False) == expected[name][key]
         assert tokenizer.decode(expected[name][key]) == text
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    tokenizer, text = Tokenizer.from_folder(small_folder(tmp_path)), "a long text " * 100_000
+    may_run, has_run = threading.Event(), threading.Event()
+
+    def run() -> None:
+        may_run.wait()
+        has_run.set()
+
+    other, interval_s = threading.Thread(target=run), sys.getswitchinterval()
+    other.start()
+    sys.setswitchinterval(60)  # the other thread runs when this one lets it, and not else
+    try:
+        may_run.set()
+        tokenizer.encode(text)
+        assert has_run.is_set()
+    finally:
+        sys.setswitchinterval(interval_s)
+        other.join()
 
 
 def test_special_tokens_are_skipped_only_when_asked(tmp_path: Path) -> None:

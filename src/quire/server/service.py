@@ -14,6 +14,8 @@ from quire.server.open_answers import OpenAnswers
 from quire.server.options import ServerOptions
 from quire.server.templates import TemplateRenderer
 
+LONG_CHARS = 1 << 17  # a text of more takes a quarter of a second and up to eight to be tokenized
+
 
 @dataclass(slots=True)
 class RequestRecord:
@@ -32,9 +34,14 @@ class RequestRecord:
     preemptions: int | None = None
 
 
-def _preparing_threads() -> ThreadPoolExecutor:
-    """Return the threads that turn prompts into tokens. Two: a long prompt must not hold up all others."""
+def _threads() -> ThreadPoolExecutor:
+    """Return the threads that turn prompts into tokens, and tokens into large answers."""
     return ThreadPoolExecutor(2, thread_name_prefix="prepare")
+
+
+def _long_thread() -> ThreadPoolExecutor:
+    """Return the thread for long prompts. One of its own: they may hold up each other, and no short ones."""
+    return ThreadPoolExecutor(1, thread_name_prefix="prepare long")
 
 
 @dataclass(slots=True)
@@ -47,7 +54,8 @@ class Service:
     metrics: Metrics
     templates: TemplateRenderer
     answers: OpenAnswers = field(default_factory=OpenAnswers)
-    threads: ThreadPoolExecutor = field(default_factory=_preparing_threads)
+    threads: ThreadPoolExecutor = field(default_factory=_threads)
+    long_thread: ThreadPoolExecutor = field(default_factory=_long_thread)
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
     num_preparing: int = 0                    # requests let in and not yet sent to the engine
@@ -60,6 +68,10 @@ class Service:
             message = f"the model {shown(name)} does not exist; this server has {', '.join(self.names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
+
+    def threads_for(self, num_chars: int) -> ThreadPoolExecutor:
+        """Return where a prompt of so many characters, or token ids, is prepared."""
+        return self.threads if num_chars <= LONG_CHARS else self.long_thread
 
     @contextmanager
     def let_in(self, num_requests: int, param: str = "prompt") -> Iterator[None]:

@@ -105,9 +105,11 @@ class Tokenizer:
         InvalidRequestError when the text is no valid Unicode (half a surrogate pair, which JSON can smuggle in).
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # For one text the library has `encode`, which keeps all other threads of Python from running meanwhile.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise InvalidRequestError("prompt must be a valid Unicode string", param="prompt") from error
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -1,10 +1,13 @@
 """Prompts in every form, and the bounds of one call."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from quire.core.errors import InvalidRequestError
+from quire.engine.input_processor import TokenizedPrompt
 from quire.server.openai import preparation
 from quire.server.openai.preparation import as_prompts
 from support.openai_server import OpenAIServer
@@ -85,6 +88,27 @@ def test_logprobs_of_prompts_are_bounded(server: OpenAIServer, monkeypatch: pyte
     assert (status, error["param"]) == (400, "prompt_logprobs")
     assert "120" in error["message"]
     server.ask(COMPLETIONS, prompt=[[5] * 10] * 2, prompt_logprobs=2, n=1, max_tokens=1)
+
+
+def test_long_prompts_hold_up_no_short_ones(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, may_go_on = server.service.client.inputs, threading.Event()
+    tokenize = inputs.tokenize
+
+    def tokenize_slowly(prompt: Any) -> TokenizedPrompt:  # noqa: ANN401 (JSON)
+        if len(prompt) > 1000:
+            may_go_on.wait()
+        return tokenize(prompt)
+
+    monkeypatch.setattr("quire.server.service.LONG_CHARS", 1000)
+    monkeypatch.setattr(inputs, "tokenize", tokenize_slowly)
+    with ThreadPoolExecutor(3) as clients:
+        refused = [clients.submit(server.refusal, COMPLETIONS, prompt=[5] * 1025) for _ in range(3)]
+        try:
+            server.wait_until(lambda: server.service.num_preparing == 3)
+            assert server.ask(COMPLETIONS, prompt="x", max_tokens=1)["usage"]["completion_tokens"] == 1
+        finally:
+            may_go_on.set()
+        assert {future.result()[1]["code"] for future in refused} == {"context_length_exceeded"}
 
 
 def test_full_queue_is_told_before_any_work(server: OpenAIServer) -> None:

@@ -89,7 +89,8 @@ async def _in_thread(
             _check_total(num_tokens, params)
         return [service.client.prepare(prompt, params) for prompt in tokenized]
 
-    return await asyncio.get_running_loop().run_in_executor(service.threads, prepare)
+    threads = service.threads_for(sum(map(len, prompts)))
+    return await asyncio.get_running_loop().run_in_executor(threads, prepare)
 
 
 def _check_total(num_tokens: int, params: SamplingParams) -> None:

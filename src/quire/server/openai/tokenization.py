@@ -30,12 +30,13 @@ async def tokenized(service: Service, body: TokenizeBody) -> bytes:
             "token_strs": [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
         })
 
-    return await asyncio.get_running_loop().run_in_executor(service.threads, answer)
+    return await asyncio.get_running_loop().run_in_executor(service.threads_for(len(text)), answer)
 
 
 async def detokenized(service: Service, body: DetokenizeBody) -> bytes:
     """Return the answer to /detokenize. Special tokens are part of the text."""
     tokenizer = _tokenizer(service)
+    num_given = len(body.tokens) if isinstance(body.tokens, list) else 0
 
     def answer() -> bytes:
         tokens, vocab_size = check_token_ids("tokens", body.tokens), service.client.ready.vocab_size
@@ -43,7 +44,7 @@ async def detokenized(service: Service, body: DetokenizeBody) -> bytes:
             refuse("tokens", max(tokens), f"token ids below the vocabulary size of {vocab_size}")
         return encode({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
 
-    return await asyncio.get_running_loop().run_in_executor(service.threads, answer)
+    return await asyncio.get_running_loop().run_in_executor(service.threads_for(num_given), answer)
 
 
 def _tokenizer(service: Service) -> Tokenizer:
