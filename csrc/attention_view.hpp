@@ -163,11 +163,17 @@ private:
         for (long row = 0; row < rows; row++) std::memcpy(out + row * padded, from + row * width, width * sizeof(T));
     }
 
-    // Zero what lies outside of tokens [begin, end).
+    // Zero what lies outside of tokens [begin, end): whole rows, and of a pair that is seen by halves the other half.
     static void clear_values(T* out, long padded, long begin, long end) {
-        for (long token = 0; token < VALUE_TOKENS; token++)
-            if (token < begin || token >= end)
-                for (long i = 0; i < padded; i += PAIR<T>) out[token / PAIR<T> * padded + i + token % PAIR<T>] = T{};
+        for (long row = 0; row < GROUP; row++) {
+            const long first = row * PAIR<T>, last = first + PAIR<T>;
+            if (last <= begin || first >= end) {
+                std::memset(out + row * padded, 0, padded * sizeof(T));
+                continue;
+            }
+            for (long token = first; token < last; token++)
+                for (long i = token - first; i < padded && (token < begin || token >= end); i += PAIR<T>) out[row * padded + i] = T{};
+        }
     }
 };
 

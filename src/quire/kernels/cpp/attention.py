@@ -62,15 +62,16 @@ def paged_attention(
     num_kv_heads = key_cache.shape[1]
     assert num_tokens == plan.num_tokens, f"{num_tokens} queries for a plan of {plan.num_tokens}"
     assert key_cache.dtype == dtype, f"queries {dtype}, caches {key_cache.dtype}"
-    check_caches(key_cache, value_cache, plan.block_size, head_dim)
+    check_caches(key_cache, value_cache, num_kv_heads, plan.block_size, head_dim)
     assert num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads}"
     assert scale > 0, f"scale {scale}"
-    if query.stride(2) != 1 or query.stride(1) != head_dim:
-        query = query.contiguous()
+    token_stride, head_stride, stride = query.stride()
+    if stride != 1 or head_stride != head_dim:
+        query, token_stride = query.contiguous(), num_heads * head_dim
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype)
     _KERNELS[dtype](
         query.data_ptr(),
-        query.stride(0),
+        token_stride,
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         out.data_ptr(),

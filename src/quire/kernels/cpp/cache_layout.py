@@ -31,12 +31,13 @@ def cache_shapes(
     return (num_blocks, num_kv_heads, *keys), (num_blocks, num_kv_heads, *values)
 
 
-def check_caches(keys: Tensor, values: Tensor, block_size: int, head_dim: int) -> None:
-    """Assert that a layer's caches are laid out as `cache_shapes` says."""
-    dtype, shapes = keys.dtype, _head_shapes(block_size, head_dim, keys.dtype)
-    assert dtype == values.dtype == kernel_dtype(dtype), f"caches of {dtype} and {values.dtype}"
-    assert (keys.shape[2:], values.shape[2:]) == shapes, "caches in another layout"
-    assert keys.shape[:2] == values.shape[:2], "caches of different sizes"
+def check_caches(keys: Tensor, values: Tensor, num_kv_heads: int, block_size: int, head_dim: int) -> None:
+    """Assert that a layer's caches are laid out as `cache_shapes` says. Every layer of every step pays for this."""
+    dtype, num_blocks = keys.dtype, keys.shape[0]
+    assert dtype == values.dtype, f"caches of {dtype} and {values.dtype}"
+    key_shape, value_shape = _head_shapes(block_size, head_dim, dtype)
+    assert keys.shape == (num_blocks, num_kv_heads, *key_shape), f"keys in another layout: {keys.shape}"
+    assert values.shape == (num_blocks, num_kv_heads, *value_shape), f"values in another layout: {values.shape}"
     assert keys.is_contiguous(), "keys with gaps"
     assert values.is_contiguous(), "values with gaps"
 

@@ -31,12 +31,9 @@ def rotate_and_write_kv(
 
     The query is turned where it stands, if a token's heads stand together; do not use the argument afterwards.
     """
-    dtype = kernel_dtype(query.dtype)
-    turned = query.to(dtype)
-    if turned.stride(2) != 1 or turned.stride(1) != turned.shape[2]:
-        turned = turned.contiguous()
+    turned = _in_rows(query, kernel_dtype(query.dtype))
     _write(turned, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping)
-    return turned.to(query.dtype)
+    return turned if turned.dtype == query.dtype else turned.to(query.dtype)
 
 
 def _write(
@@ -50,17 +47,23 @@ def _write(
     slot_mapping: Tensor,
 ) -> None:
     dtype = kernel_dtype(key.dtype)
-    key, value = _in_rows(key.to(dtype)), _in_rows(value.to(dtype))
+    key, value = _in_rows(key, dtype), _in_rows(value, dtype)
     num_tokens, num_kv_heads, head_dim = key.shape
     block_size = key_cache.shape[3]
     assert key_cache.dtype == dtype, f"keys {dtype}, caches {key_cache.dtype}"
-    assert key_cache.shape[1] == num_kv_heads, f"{num_kv_heads} heads for caches of {key_cache.shape[1]}"
     assert head_dim <= MAX_HEAD_DIM, f"head size {head_dim}"
-    check_caches(key_cache, value_cache, block_size, head_dim)
+    check_caches(key_cache, value_cache, num_kv_heads, block_size, head_dim)
     assert value.shape == key.shape
     assert len(positions) == len(slot_mapping) == num_tokens
-    assert all(x.is_contiguous() and x.dtype == torch.int64 for x in (positions, slot_mapping))
-    assert cos_sin is None or (cos_sin.is_contiguous() and cos_sin.shape[1] <= head_dim)
+    for each in (positions, slot_mapping):
+        assert each.dtype == torch.int64
+        assert each.is_contiguous()
+    rotary_dim = 0
+    if cos_sin is not None:
+        rotary_dim = cos_sin.shape[1]
+        assert rotary_dim <= head_dim
+        assert cos_sin.dtype == torch.float32
+        assert cos_sin.is_contiguous()
     _KERNELS[dtype](
         address(query),
         0 if query is None else query.stride(0),
@@ -78,10 +81,12 @@ def _write(
         num_kv_heads,
         head_dim,
         block_size,
-        0 if cos_sin is None else cos_sin.shape[1],
+        rotary_dim,
     )
 
 
-def _in_rows(heads: Tensor) -> Tensor:
-    """Return [num_tokens, num_heads, head_dim] with a token's heads end to end."""
-    return heads if heads.stride(2) == 1 and heads.stride(1) == heads.shape[2] else heads.contiguous()
+def _in_rows(heads: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [num_tokens, num_heads, head_dim] in `dtype` with a token's heads end to end."""
+    _, head_stride, stride = heads.stride()
+    in_rows = heads if stride == 1 and head_stride == heads.shape[2] else heads.contiguous()
+    return in_rows if in_rows.dtype == dtype else in_rows.to(dtype)
