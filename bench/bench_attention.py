@@ -18,7 +18,7 @@ import torch
 import typer
 from torch import Tensor
 
-from quire import _kernels
+from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.attention import CppAttentionPlan, paged_attention, prepare
 from quire.kernels.cpp.cache_layout import cache_shapes
 from quire.kernels.cpp.linear import huge_pages

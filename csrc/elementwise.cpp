@@ -5,19 +5,12 @@
 #include <omp.h>
 
 #include "exp.hpp"
+#include "softmax.hpp"
 
 namespace quire::ISA {
 namespace {
 
 constexpr long FEW_ELEMENTS = 1 << 14;  // less than this is done before a second thread would have woken
-
-float sum_of_lanes(Floats v) {
-    float lanes[LANES];
-    store(lanes, v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-    return lanes[0];
-}
 
 template <typename T>
 inline Floats rounded(Floats v) {

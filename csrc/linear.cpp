@@ -12,6 +12,7 @@
 #include <omp.h>
 
 #include "packing.hpp"
+#include "tiles.hpp"
 #include "vec.hpp"
 
 namespace quire::ISA {
@@ -114,27 +115,9 @@ void linear_by_vectors(const Linear<T>& op) {
 
 #ifdef __AMX_BF16__
 
-struct alignas(64) TileShapes {
-    std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    std::uint16_t row_bytes[16] = {};
-    std::uint8_t rows[16] = {};
-};
-
-constexpr int TILE_ROWS = 16;
 constexpr int FEW_TILES = 4;          // row tiles that share one pass over the weights
 constexpr long PREFETCH_TILES = 8;    // ahead, in a strip; of 4 to 32 the best at one row
 constexpr long BLOCK_TILES = 14;      // of inputs that stay in the first-level cache: 4 strips and rows x 14 KiB
-
-// Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights. Rows are fewer only where there are fewer than 16 in all.
-void shape_tiles(int rows) {
-    TileShapes shapes;
-    for (int tile = 0; tile < 8; tile++) {
-        shapes.row_bytes[tile] = 64;
-        shapes.rows[tile] = tile < 6 ? rows : TILE_ROWS;
-    }
-    __asm__ volatile("" ::: "memory");  // gcc 12 believes that the instruction reads 8 bytes of its operand
-    _tile_loadconfig(&shapes);
-}
 
 inline void prefetch_tile(const bf16* tile) {
 #pragma GCC unroll 16
@@ -258,7 +241,7 @@ void many_rows(const Linear<bf16>& op, const RowTiles& x, long row_tiles) {
 }
 
 void linear_by_tiles(const Linear<bf16>& op) {
-    const int rows = static_cast<int>(std::min<long>(op.num_rows, TILE_ROWS));
+    const int rows = static_cast<int>(std::min(op.num_rows, TILE_ROWS));
     const long row_tiles = (op.num_rows + rows - 1) / rows, tiles = num_tiles(op.in_features);
     static thread_local std::vector<bf16> scratch;
     scratch.resize(row_tiles * tiles * rows * TILE_INPUTS + 32);

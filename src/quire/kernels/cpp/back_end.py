@@ -8,18 +8,18 @@ from typing import Any
 @cache
 def usable_isas() -> tuple[str, ...]:
     """Return the instruction sets that were built and that this CPU has, the best first; none without the extension."""
-    if importlib.util.find_spec("quire._kernels") is None:
+    if importlib.util.find_spec("quire.kernels.cpp._kernels") is None:
         return ()
-    from quire import _kernels  # noqa: PLC0415 (the extension is optional)
+    from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
 
     return tuple(_kernels.usable_isas())
 
 
 def cpp_ops(isa: str) -> dict[str, Any]:
     """Return the ops of a back end by field, in C++ for one instruction set: from now on the whole process's."""
-    from quire import _kernels  # noqa: PLC0415 (as above, and for all that need it)
     from quire.kernels.cache_layout import CacheLayout  # noqa: PLC0415
     from quire.kernels.cpp import (  # noqa: PLC0415
+        _kernels,
         activation,
         attention,
         block_copy,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire import _kernels
+from quire.kernels.cpp import _kernels
 
 
 def copy_blocks(caches: list[Tensor], src: Tensor, dst: Tensor) -> None:

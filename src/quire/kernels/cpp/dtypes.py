@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire import _kernels
+from quire.kernels.cpp import _kernels
 
 Kernel = Callable[..., None]
 

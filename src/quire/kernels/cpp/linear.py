@@ -5,7 +5,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from quire import _kernels
+from quire.kernels.cpp import _kernels
 
 HUGE_PAGE_BYTES = 2 << 20
 READ_AHEAD_BYTES = 32 << 10  # prefetches reach behind the last weight
