@@ -64,7 +64,7 @@ bench-latency: $(STAMP) ## time to first token and between tokens; MODEL=..., AR
 bench-control-plane: $(STAMP) ## microseconds of Python per sequence and step
 	$(BIN)/quire bench control-plane $(ARGS)
 
-bench-peers: $(STAMP) ## Quire against transformers on MODEL=..., the table of the README
+bench-peers: $(STAMP) ## Quire against transformers on MODEL=..., engines in turn
 	$(BIN)/python bench/compare_transformers.py $(MODEL) $(ARGS)
 
 clean: ## remove what the set-up, the tests and the tools left

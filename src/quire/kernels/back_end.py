@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.kernels import activation, block_copy, cache_layout, kv_cache_write, linear, norm, paged_attention
-from quire.kernels.cpp.back_end import cpp_ops, usable_isas
+from quire.kernels.cpp.back_end import MAX_HEAD_DIM, cpp_ops, serves_head_dim, usable_isas
 
 log = logging.getLogger(__name__)
 
@@ -91,10 +91,10 @@ def choose_back_end(device: torch.device, name: str = "auto", isa: str = "auto",
         return TORCH
     if isa not in ("auto", *usable_isas()):
         raise ConfigError(f"cpu_isa must be auto, {' or '.join(usable_isas())} on this CPU, got {isa!r}")
-    if head_dim % 8 and name == "auto" and isa == "auto":
-        log.warning("heads of %d are no multiple of 8: PyTorch's kernels serve", head_dim)
+    if not serves_head_dim(head_dim):
+        limit = f"a multiple of 8 up to {MAX_HEAD_DIM}"
+        if name == "cpp" or isa != "auto":
+            raise ConfigError(f"cpu_isa {isa}: the C++ kernels need heads of {limit}, the model's have {head_dim}")
+        log.warning("heads of %d are not %s: PyTorch's kernels serve, several times slower", head_dim, limit)
         return TORCH
     return replace(TORCH, name="cpp", **cpp_ops(usable_isas()[0] if isa == "auto" else isa))
-
-
-

@@ -4,6 +4,13 @@ import importlib.util
 from functools import cache
 from typing import Any
 
+MAX_HEAD_DIM = 512  # csrc/cache_layout.hpp
+
+
+def serves_head_dim(head_dim: int) -> bool:
+    """Whether the attention kernel takes heads of this size."""
+    return head_dim in range(8, MAX_HEAD_DIM + 1, 8)
+
 
 @cache
 def usable_isas() -> tuple[str, ...]:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
+from quire.kernels.cpp.back_end import serves_head_dim
 from quire.kernels.cpp.dtypes import kernel_dtype
-
-MAX_HEAD_DIM = 512  # csrc/cache_layout.hpp
 
 Shape = tuple[int, ...]
 
@@ -26,7 +25,7 @@ def cache_shapes(
 ) -> tuple[Shape, Shape]:
     """Return the shapes of a layer's keys and values for a model of `dtype`; their dtype is `kernel_dtype(dtype)`."""
     assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
-    assert head_dim in range(8, MAX_HEAD_DIM + 1, 8), f"head size {head_dim}"
+    assert serves_head_dim(head_dim), f"head size {head_dim}"
     keys, values = _head_shapes(block_size, head_dim, kernel_dtype(dtype))
     return (num_blocks, num_kv_heads, *keys), (num_blocks, num_kv_heads, *values)
 

@@ -6,7 +6,8 @@ The caches are laid out as `cache_layout` says.
 import torch
 from torch import Tensor
 
-from quire.kernels.cpp.cache_layout import MAX_HEAD_DIM, check_caches
+from quire.kernels.cpp.back_end import MAX_HEAD_DIM
+from quire.kernels.cpp.cache_layout import check_caches
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 
 _KERNELS = pair("kv_write")

@@ -63,7 +63,7 @@ def huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
     """Return memory for packed weights, in huge pages where the system has them: half the time on a busy day."""
     num_bytes = num_elements * dtype.itemsize
     if num_bytes < HUGE_PAGE_BYTES:
-        return torch.empty(num_elements + READ_AHEAD_BYTES // dtype.itemsize, dtype=dtype)
+        return torch.empty(num_elements + READ_AHEAD_BYTES // dtype.itemsize, dtype=dtype)[:num_elements]
     num_pages = (num_bytes + READ_AHEAD_BYTES) // HUGE_PAGE_BYTES + 2  # one for the rest, one to align
     memory = mmap.mmap(-1, num_pages * HUGE_PAGE_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE"):
