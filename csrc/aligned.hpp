@@ -16,7 +16,7 @@ public:
     // Make room for `count` elements; what was there is lost if the room grows.
     T* at_least(long count) {
         if (count > room_) {
-            constexpr long line = 64 / sizeof(T);
+            constexpr long line = (64 + sizeof(T) - 1) / sizeof(T);
             memory_.reset(new T[count + line]);
             data_ = memory_.get() + (-reinterpret_cast<std::uintptr_t>(memory_.get()) & 63) / sizeof(T);
             room_ = count;

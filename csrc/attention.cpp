@@ -8,14 +8,11 @@
 // running result. Partitions stand at fixed absolute positions and are folded in ascending order, by one thread or, where
 // several share a long context, from a list after all have come in: the same operations on the same numbers. Bytes moved:
 // a decode row's keys and values once from memory; a tile of 256 rows reads them once for 36 tokens of 7 heads.
-#include <atomic>
-
-#include <omp.h>
-
 #include "aligned.hpp"
 #include "attention_scores.hpp"
 #include "attention_tiles.hpp"
 #include "attention_vectors.hpp"
+#include "gang.hpp"
 
 namespace quire::ISA {
 namespace {
@@ -252,19 +249,17 @@ void attention(const Attention<T>& op) {
     static thread_local AttentionWork work;
     static thread_local Aligned<float> kept;
     cut_work({op.query_starts, op.context_lens, op.num_seqs, op.num_heads, op.num_kv_heads, op.window},
-             omp_get_max_threads(), work);
+             num_threads(), work);
     if (work.tiles.empty()) return;
     const AttentionWork& shared = work;
     const long stride = Results::floats(shared.max_split_rows, rounded_up(op.head_dim, GROUP));
     const KeptResults results{kept.at_least(shared.num_results * stride), stride};
-    std::atomic<long> next{0}, next_merge{0};
-#pragma omp parallel
-    {
+    const long num_pieces = static_cast<long>(shared.pieces.size());
+    share(num_pieces, [&](Chunks& chunks) {
         static thread_local Scratch<T> scratch;
         const typename Products<T>::Session session(shared.max_rows);
-        const long num_pieces = static_cast<long>(shared.pieces.size()), num_tiles = static_cast<long>(shared.tiles.size());
-        for (long i = next++, after; i < num_pieces; i = after) {
-            after = next++;
+        for (long i = chunks.take(), after; i < num_pieces; i = after) {
+            after = chunks.take();
             const Piece &piece = shared.pieces[i], &then = shared.pieces[std::min(after, num_pieces - 1)];
             TileWork<T> tile(op, shared.tiles[piece.tile], scratch, live(op, shared.tiles[then.tile], then.first_partition, 0));
             if (shared.tiles[piece.tile].results < 0)
@@ -272,10 +267,13 @@ void attention(const Attention<T>& op) {
             else
                 tile.attend_part(piece, results);
         }
-#pragma omp barrier
-        for (long i = next_merge++; shared.num_results && i < num_tiles; i = next_merge++)
-            if (shared.tiles[i].results >= 0) TileWork<T>(op, shared.tiles[i], scratch).merge(results);
-    }
+    });
+    if (shared.num_results)
+        share(static_cast<long>(shared.tiles.size()), [&](Chunks& chunks) {
+            static thread_local Scratch<T> scratch;
+            for (long i; (i = chunks.take()) < chunks.count();)
+                if (shared.tiles[i].results >= 0) TileWork<T>(op, shared.tiles[i], scratch).merge(results);
+        });
 }
 
 template void attention<bf16>(const Attention<bf16>&);

@@ -17,8 +17,6 @@ constexpr long GROUP = 16;
 constexpr long LINE = 64;  // bytes
 constexpr int INTO_L2 = 2;  // 32 KiB ahead: the first-level cache holds the scores
 
-inline long rounded_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
-
 template <typename T>
 struct Rows {
     const T* at;

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <unordered_set>
 
+#include "gang.hpp"
+
 namespace quire {
 namespace {
 
@@ -21,23 +23,22 @@ void copy_blocks(const std::vector<char*>& caches, long block_bytes, const std::
                  long num_copies) {
     const long num_caches = static_cast<long>(caches.size());
     if (!reads_what_it_overwrites(src, dst, num_copies)) {
-#pragma omp parallel for collapse(2) schedule(static)
-        for (long cache = 0; cache < num_caches; cache++)
-            for (long i = 0; i < num_copies; i++)
-                std::memcpy(caches[cache] + dst[i] * block_bytes, caches[cache] + src[i] * block_bytes, block_bytes);
+        share_range(num_caches * num_copies, 1, [&](long job, long) {
+            char* cache = caches[job / num_copies];
+            const long i = job % num_copies;
+            std::memcpy(cache + dst[i] * block_bytes, cache + src[i] * block_bytes, block_bytes);
+        });
         return;
     }
-#pragma omp parallel
-    {
+    share(num_caches, [&](Chunks& chunks) {
         std::vector<char> read(num_copies * block_bytes);
-#pragma omp for schedule(static)
-        for (long cache = 0; cache < num_caches; cache++) {
+        for (long cache; (cache = chunks.take()) < num_caches;) {
             for (long i = 0; i < num_copies; i++)
                 std::memcpy(&read[i * block_bytes], caches[cache] + src[i] * block_bytes, block_bytes);
             for (long i = 0; i < num_copies; i++)
                 std::memcpy(caches[cache] + dst[i] * block_bytes, &read[i * block_bytes], block_bytes);
         }
-    }
+    });
 }
 
 }  // namespace quire

@@ -1,29 +1,28 @@
-// Norms and activations: a row is read once and written once. Rows are shared among the threads; a row's sum has sixteen
+// Norms: a row is read once and written once. Rows are shared among the threads; a row's sum has sixteen
 // lanes that are added in a fixed tree, so it depends on the row and its width alone.
 #include <algorithm>
 
-#include <omp.h>
-
-#include "exp.hpp"
+#include "gang.hpp"
 #include "softmax.hpp"
 
 namespace quire::ISA {
 namespace {
 
-constexpr long FEW_ELEMENTS = 1 << 14;  // less than this is done before a second thread would have woken
+constexpr long PIECE_ELEMENTS = 1 << 13;  // a thread takes about so many at a time: a few microseconds
 
-template <typename T>
-inline Floats rounded(Floats v) {
-    if (sizeof(T) == sizeof(float)) return v;
-    return as_floats(rounded_bits(v) << 16);
+// Call row(i) for all rows.
+template <typename Row>
+void each_row(long num_rows, long width, Row row) {
+    share_range(num_rows, std::max(1L, PIECE_ELEMENTS / width), [&](long begin, long end) {
+        for (long i = begin; i < end; i++) row(i);
+    });
 }
 
 }  // namespace
 
 template <typename T>
 void rms_norm(const RmsNorm<T>& op) {
-#pragma omp parallel for schedule(static) if (op.num_rows * op.width >= FEW_ELEMENTS)
-    for (long row = 0; row < op.num_rows; row++) {
+    each_row(op.num_rows, op.width, [&](long row) {
         const T* x = op.x + row * op.x_stride;
         const T* residual = op.residual ? op.residual + row * op.width : nullptr;
         T* summed = op.summed + row * op.width;
@@ -46,28 +45,10 @@ void rms_norm(const RmsNorm<T>& op) {
             const Floats normed = rounded<T>(load_some(values + i, count) * inverse);
             store_some(out + i, normed * load_some(op.weight + i, count), count);
         }
-    }
-}
-
-// out [num_rows, width] = silu(gate) * up of gate_up [num_rows, 2 * width], gate in the first half of a row.
-template <typename T>
-void silu_and_mul(const SiluAndMul<T>& op) {
-#pragma omp parallel for schedule(static) if (op.num_rows * op.width >= FEW_ELEMENTS)
-    for (long row = 0; row < op.num_rows; row++) {
-        const T* gate = op.gate_up + row * 2 * op.width;
-        const T* up = gate + op.width;
-        for (long i = 0; i < op.width; i += LANES) {
-            const long count = std::min<long>(LANES, op.width - i);
-            const Floats g = load_some(gate + i, count);
-            const Floats activated = rounded<T>(g / (exp(-g) + splat(1.0f)));
-            store_some(op.out + row * op.width + i, activated * load_some(up + i, count), count);
-        }
-    }
+    });
 }
 
 template void rms_norm(const RmsNorm<bf16>&);
 template void rms_norm(const RmsNorm<float>&);
-template void silu_and_mul(const SiluAndMul<bf16>&);
-template void silu_and_mul(const SiluAndMul<float>&);
 
 }  // namespace quire::ISA

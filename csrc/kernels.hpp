@@ -8,8 +8,14 @@ namespace quire {
 
 using bf16 = std::uint16_t;  // the upper half of a float
 
-// A linear layer: out = x W^T + bias, x [num_rows, in_features] and out [num_rows, out_features], rows `stride` elements
-// apart. Packed weights as `packed_size` and `pack_linear` say. bias is float32 or null.
+inline long rounded_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+// What a linear layer does to its sums: nothing, an activation, or silu(gate) * up of two sums (Shazeer 2020).
+enum class Activation { none, silu_and_mul, gelu_tanh, gelu, relu };
+
+// A linear layer: out = activation(x W^T + bias), x [num_rows, in_features] and out [num_rows, out_features], rows
+// `stride` elements apart. Packed weights as `packed_size` and `pack_linear` say; those of silu_and_mul are two layers, a
+// strip of gates and a strip of ups in turn. bias is float32 or null, of silu_and_mul the gates' and then the ups'.
 template <typename T>
 struct Linear {
     const T* x;
@@ -20,6 +26,9 @@ struct Linear {
     void* out;
     long out_stride;
     bool out_is_float;   // else T
+    Activation activation;
+
+    bool is_gated() const { return activation == Activation::silu_and_mul; }
 };
 
 // summed = x + residual (x itself where residual is null: summed is not written); out = RMSNorm(summed) * weight.
@@ -30,14 +39,6 @@ struct RmsNorm {
     T *summed, *out;
     long num_rows, width, x_stride;
     float eps;
-};
-
-// out [num_rows, width] = silu(gate) * up for gate_up [num_rows, 2 * width], gate in the first half of each row.
-template <typename T>
-struct SiluAndMul {
-    const T* gate_up;
-    T* out;
-    long num_rows, width;
 };
 
 // Causal attention of a flat batch over the paged cache (cache_layout.hpp). query and out [num_tokens, num_heads,
@@ -82,7 +83,6 @@ struct ForBoth {
 struct Kernels {
     ForBoth<Linear> linear;
     ForBoth<RmsNorm> rms_norm;
-    ForBoth<SiluAndMul> silu_and_mul;
     ForBoth<Attention> attention;
     ForBoth<KVWrite> kv_write;
 };

@@ -5,12 +5,13 @@
 // it, and rounded once: the same bits. A key's dimensions are scattered over the rows of its block, and so are a value's
 // where tokens stand in pairs: in the cache a token is a column, which is what makes it cheap to read, often, later.
 #include "cache_layout.hpp"
+#include "gang.hpp"
 #include "vec.hpp"
 
 namespace quire::ISA {
 namespace {
 
-constexpr long FEW_TOKENS = 8;  // are written before a second thread would have woken
+constexpr long PIECE_TOKENS = 8;  // that a thread takes at a time
 
 // out = x turned by an angle per pair (i, half + i); what is past the pairs passes through. out may be x.
 template <typename T>
@@ -50,11 +51,9 @@ void write_token(const KVWrite<T>& op, long token, const float* cos, T* turned) 
 
 template <typename T>
 void kv_write(const KVWrite<T>& op) {
-#pragma omp parallel if (op.num_tokens >= FEW_TOKENS)
-    {
+    share_range(op.num_tokens, PIECE_TOKENS, [&](long begin, long end) {
         T turned[MAX_HEAD_DIM];
-#pragma omp for schedule(static)
-        for (long token = 0; token < op.num_tokens; token++) {
+        for (long token = begin; token < end; token++) {
             const float* cos = op.cos_sin ? op.cos_sin + op.positions[token] * op.rotary_dim : nullptr;
             for (long head = 0; cos && head < op.num_heads; head++) {
                 T* query = op.query + token * op.query_stride + head * op.head_dim;
@@ -62,7 +61,7 @@ void kv_write(const KVWrite<T>& op) {
             }
             if (op.slots[token] >= 0) write_token(op, token, cos, turned);
         }
-    }
+    });
 }
 
 template void kv_write<bf16>(const KVWrite<bf16>&);

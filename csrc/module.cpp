@@ -35,8 +35,8 @@ void use_isa(const std::string& name) {
 }
 
 template <typename T>
-void pack(Address weight, long stride, long out_features, long in_features, Address packed) {
-    pack_linear(at<const T>(weight), stride, out_features, in_features, at<T>(packed));
+void pack(Address weight, long stride, long out_features, long in_features, Address packed, long every) {
+    pack_linear(at<const T>(weight), stride, out_features, in_features, at<T>(packed), every);
 }
 
 // The chosen instruction set's kernel for bf16 or float.
@@ -50,9 +50,10 @@ auto pick(const ForBoth<Op>& both, const T*) {
 
 template <typename T>
 void run_linear(Address x, long num_rows, long in_features, long x_stride, Address packed, long out_features, Address bias,
-                Address out, long out_stride, bool out_is_float) {
+                Address out, long out_stride, bool out_is_float, Activation activation) {
     pick(chosen->linear, (T*)nullptr)({at<const T>(x), num_rows, in_features, x_stride, at<const T>(packed), out_features,
-                                       at<const float>(bias), at<void>(out), out_stride, out_is_float});
+                                       at<const float>(bias), at<void>(out), out_stride, out_is_float,
+                                       activation});
 }
 
 template <typename T>
@@ -60,11 +61,6 @@ void run_rms_norm(Address x, Address residual, Address weight, Address summed, A
                   long x_stride, float eps) {
     pick(chosen->rms_norm, (T*)nullptr)({at<const T>(x), at<const T>(residual), at<const T>(weight), at<T>(summed),
                                          at<T>(out), num_rows, width, x_stride, eps});
-}
-
-template <typename T>
-void run_silu_and_mul(Address gate_up, Address out, long num_rows, long width) {
-    pick(chosen->silu_and_mul, (T*)nullptr)({at<const T>(gate_up), at<T>(out), num_rows, width});
 }
 
 template <typename T>
@@ -100,6 +96,12 @@ void run_copy_blocks(const std::vector<Address>& caches, long block_bytes, Addre
 
 NB_MODULE(_kernels, module) {
     using namespace quire;
+    nb::enum_<Activation>(module, "Activation")
+        .value("none", Activation::none)
+        .value("silu_and_mul", Activation::silu_and_mul)
+        .value("gelu_tanh", Activation::gelu_tanh)
+        .value("gelu", Activation::gelu)
+        .value("relu", Activation::relu);
     module.def("usable_isas", usable_isas);
     module.def("use_isa", use_isa);
     module.def("packed_size_bf16", [](long outs, long ins) { return packed_size(outs, ins, (const bf16*)nullptr); });
@@ -110,8 +112,6 @@ NB_MODULE(_kernels, module) {
     module.def("linear_float", run_linear<float>);
     module.def("rms_norm_bf16", run_rms_norm<bf16>);
     module.def("rms_norm_float", run_rms_norm<float>);
-    module.def("silu_and_mul_bf16", run_silu_and_mul<bf16>);
-    module.def("silu_and_mul_float", run_silu_and_mul<float>);
     module.def("attention_bf16", run_attention<bf16>);
     module.def("attention_float", run_attention<float>);
     module.def("kv_write_bf16", run_kv_write<bf16>);

@@ -20,8 +20,9 @@ inline long num_tiles(long in_features) { return (in_features + TILE_INPUTS - 1)
 long packed_size(long out_features, long in_features, const bf16*);
 long packed_size(long out_features, long in_features, const float*);
 
-// Pack weight [out_features, in_features], rows `stride` elements apart. Linear in the weight; all threads take part.
-void pack_linear(const bf16* weight, long stride, long out_features, long in_features, bf16* packed);
-void pack_linear(const float* weight, long stride, long out_features, long in_features, float* packed);
+// Pack weight [out_features, in_features], rows `stride` elements apart, into every strip of `packed` or into every
+// second one. All threads take part.
+void pack_linear(const bf16* weight, long stride, long out_features, long in_features, bf16* packed, long every);
+void pack_linear(const float* weight, long stride, long out_features, long in_features, float* packed, long every);
 
 }  // namespace quire

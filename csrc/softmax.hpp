@@ -36,14 +36,6 @@ inline Floats power(Floats x, Floats scale) {
 #endif
 }
 
-inline Floats maximum(Floats a, Floats b) {
-#ifdef __AVX512F__
-    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-    return a > b ? a : b;
-#endif
-}
-
 // Over the lanes, halves first: 8 pairs, 4 pairs, 2 pairs, 1.
 template <typename Combine>
 inline float over_lanes(Floats v, Combine combine) {

@@ -7,8 +7,6 @@ void linear(const Linear<T>&);
 template <typename T>
 void rms_norm(const RmsNorm<T>&);
 template <typename T>
-void silu_and_mul(const SiluAndMul<T>&);
-template <typename T>
 void attention(const Attention<T>&);
 template <typename T>
 void kv_write(const KVWrite<T>&);
@@ -16,7 +14,6 @@ void kv_write(const KVWrite<T>&);
 const Kernels kernels = {
     {linear<bf16>, linear<float>},
     {rms_norm<bf16>, rms_norm<float>},
-    {silu_and_mul<bf16>, silu_and_mul<float>},
     {attention<bf16>, attention<float>},
     {kv_write<bf16>, kv_write<float>},
 };

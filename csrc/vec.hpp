@@ -37,6 +37,14 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
+inline Floats maximum(Floats a, Floats b) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
 inline Floats as_floats(Words bits) { return (Floats)bits; }
 
 inline float widen(bf16 x) {
@@ -63,6 +71,13 @@ inline Floats load(const bf16* p) {
 inline void store(bf16* p, Floats v) {
     const Halves halves = __builtin_convertvector(rounded_bits(v), Halves);
     std::memcpy(p, &halves, sizeof halves);
+}
+
+// As it would be read back after it has been stored as T.
+template <typename T>
+inline Floats rounded(Floats v) {
+    if constexpr (sizeof(T) == sizeof(float)) return v;
+    return as_floats(rounded_bits(v) << 16);
 }
 
 // The first `count` lanes only.

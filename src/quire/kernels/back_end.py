@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels import activation, block_copy, cache_layout, kv_cache_write, linear, norm, paged_attention
+from quire.kernels import block_copy, cache_layout, kv_cache_write, linear, norm, paged_attention
 from quire.kernels.cpp.back_end import MAX_HEAD_DIM, cpp_ops, serves_head_dim, usable_isas
 
 log = logging.getLogger(__name__)
@@ -23,13 +23,11 @@ log = logging.getLogger(__name__)
 class BackEnd:
     """One implementation of every op; each field has the signature of the function of its name in the op's module.
 
-    `linear` makes a layer from a weight, as `linear.PackedLinear` does. `rows_per_portion`: rows that the feed-forward
-    takes at a time.
+    `linear` makes a layer from a weight, as `linear.PackedLinear` does.
     """
 
     name: str
     linear: Callable[..., linear.Linear]
-    rows_per_portion: int
     cache_layout: cache_layout.CacheLayout
     prepare_attention: Callable[..., paged_attention.AttentionPlan]
     paged_attention: Callable[..., Tensor]
@@ -38,16 +36,11 @@ class BackEnd:
     copy_blocks: Callable[[list[Tensor], Tensor, Tensor], None]
     rms_norm: Callable[..., tuple[Tensor, Tensor]]
     layer_norm: Callable[..., tuple[Tensor, Tensor]]
-    silu_and_mul: Callable[[Tensor], Tensor]
-    gelu_tanh: Callable[[Tensor], Tensor]
-    gelu: Callable[[Tensor], Tensor]
-    relu: Callable[[Tensor], Tensor]
 
 
 TORCH = BackEnd(
     name="torch",
     linear=linear.PackedLinear,
-    rows_per_portion=linear.MAX_ROWS,
     cache_layout=cache_layout.PLAIN,
     prepare_attention=paged_attention.prepare,
     paged_attention=paged_attention.paged_attention,
@@ -56,10 +49,6 @@ TORCH = BackEnd(
     copy_blocks=block_copy.copy_blocks,
     rms_norm=norm.rms_norm,
     layer_norm=norm.layer_norm,
-    silu_and_mul=activation.silu_and_mul,
-    gelu_tanh=activation.gelu_tanh,
-    gelu=activation.gelu,
-    relu=activation.relu,
 )
 REFERENCE = replace(
     TORCH,

@@ -8,16 +8,27 @@ zero-padded: 64, and those smaller ones that a probe has found to give the same 
 
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels import activation as activations
+
 MAX_ROWS = 64
 FEWER_ROWS = (1, 4, 8, 16, 32)
 PROBED_OUTPUTS = 1 << 16  # per row count, where that is more than two products
 DISTINCT_OUTPUTS = 256    # rows of the probe's weight before they repeat: a vocabulary of random rows takes seconds
+
+Activation = Literal["none", "silu_and_mul", "gelu_tanh", "gelu", "relu"]
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "silu_and_mul": activations.silu_and_mul,
+    "gelu_tanh": activations.gelu_tanh,
+    "gelu": activations.gelu,
+    "relu": activations.relu,
+}
 
 
 class Linear(Protocol):
@@ -30,45 +41,60 @@ class Linear(Protocol):
 
 
 class PackedLinear:
-    """y = x W^T + b for x [num_rows, in_features] of any float dtype; result [num_rows, out_features].
+    """y = activation(x W^T + b) for x [num_rows, in_features] of any float dtype; result [num_rows, out_features].
 
-    weight [out_features, in_features], bias [out_features] or None. `dtype` is the precision of product and result
-    (default: the weight's). The caller may drop the weight afterwards.
+    weight [out_features, in_features], bias [out_features] or None; silu_and_mul makes half as many of them. `dtype` is
+    the precision of product and result (default: the weight's). The caller may drop the weight afterwards.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        activation: Activation = "none",
+    ) -> None:
         self._out_dtype = dtype or weight.dtype
         self._dtype = _product_dtype(self._out_dtype)
         self._row_counts = equal_row_counts(*weight.shape, self._dtype, bias is not None, torch.get_num_threads())
         self._product = _product(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
+        self._activate = _ACTIVATIONS[activation]
         self.num_bytes = weight.numel() * self._dtype.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply in portions of at most MAX_ROWS rows."""
-        x = x.to(self._dtype)
-        portions = [self._portion(x[begin : begin + MAX_ROWS]) for begin in range(0, max(len(x), 1), MAX_ROWS)]
-        return (portions[0] if len(portions) == 1 else torch.cat(portions)).to(self._out_dtype)
+        """Multiply in portions of at most MAX_ROWS rows, each activated while it is in the CPU's cache."""
+        portions = [self._portion(rows) for rows in torch.split(x.to(self._dtype), MAX_ROWS)]
+        return portions[0] if len(portions) == 1 else torch.cat(portions)
 
     def _portion(self, rows: Tensor) -> Tensor:
         num_rows = len(rows)
         row_count = next(count for count in self._row_counts if count >= num_rows)
         if num_rows < row_count:
             rows = F.pad(rows, (0, 0, 0, row_count - num_rows))
-        return self._product(rows)[:num_rows]
+        return self._activate(self._product(rows)[:num_rows].to(self._out_dtype))
 
 
 class PlainLinear:
     """The same layer with its weight as it came and one product of whatever shape: rows may depend on their number."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        activation: Activation = "none",
+    ) -> None:
         self._dtype = dtype or weight.dtype
         self._weight = weight.to(self._dtype)
         self._bias = None if bias is None else bias.to(self._dtype)
+        self._activate = _ACTIVATIONS[activation]
         self.num_bytes = self._weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply all rows at once."""
-        return F.linear(x.to(self._dtype), self._weight, self._bias)
+        return self._activate(F.linear(x.to(self._dtype), self._weight, self._bias))
 
 
 @cache

@@ -4,7 +4,6 @@ Activations are flat: [num_tokens, width]. All arithmetic is the back end's.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,20 +90,16 @@ class FeedForward:
     def __init__(self, spec: DecoderSpec, weights: WeightReader) -> None:
         names, has_bias = weights.names, spec.has_feed_forward_bias
         rows = [spec.intermediate_size] * (2 if spec.is_gated else 1)
-        self._up = weights.linear(names.feed_forward_in, rows, spec.hidden_size, has_bias=has_bias)
+        self._up = weights.linear(
+            names.feed_forward_in, rows, spec.hidden_size, has_bias=has_bias, activation=spec.activation
+        )
         self._down = weights.linear(
             [names.feed_forward_out], [spec.hidden_size], spec.intermediate_size, has_bias=has_bias
         )
-        self._rows_per_portion = weights.back_end.rows_per_portion
-        self._activate: Callable[[Tensor], Tensor] = getattr(weights.back_end, spec.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return what the feed-forward adds to x [num_tokens, hidden_size].
-
-        A few rows at a time, so that the wide activations in between stay in the CPU's cache.
-        """
-        portions = [self._down(self._activate(self._up(rows))) for rows in torch.split(x, self._rows_per_portion)]
-        return portions[0] if len(portions) == 1 else torch.cat(portions)
+        """Return what the feed-forward adds to x [num_tokens, hidden_size]."""
+        return self._down(self._up(x))
 
 
 @dataclass(frozen=True, slots=True)

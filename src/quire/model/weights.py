@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.core.errors import ModelError
 from quire.kernels.back_end import BackEnd
-from quire.kernels.linear import Linear
+from quire.kernels.linear import Activation, Linear
 from quire.model.checkpoint import Checkpoint
 from quire.model.spec import WeightMap
 
@@ -58,8 +58,16 @@ class WeightReader:
         kinds = ("weight", "bias") if has_bias else ("weight",)
         return tuple(self._read([f"{self._prefix}{module}.{kind}"], [(width,)]) for kind in kinds)
 
-    def linear(self, modules: Sequence[str], num_rows: Sequence[int], width: int, *, has_bias: bool) -> Linear:
-        """Return one layer [sum(num_rows), width], the modules' rows on top of each other.
+    def linear(
+        self,
+        modules: Sequence[str],
+        num_rows: Sequence[int],
+        width: int,
+        *,
+        has_bias: bool,
+        activation: Activation = "none",
+    ) -> Linear:
+        """Return one layer [sum(num_rows), width], the modules' rows on top of each other, then `activation`.
 
         One module for several row counts means that the checkpoint has them fused already.
         """
@@ -71,7 +79,7 @@ class WeightReader:
             is_transposed=self.names.is_transposed,
         )
         bias = self._read([f"{stem}.bias" for stem in stems], [(count,) for count in num_rows]) if has_bias else None
-        layer = self.back_end.linear(weight, bias)
+        layer = self.back_end.linear(weight, bias, activation=activation)
         self.tally.weight_bytes += layer.num_bytes - weight.nbytes  # only the packed form is kept
         return layer
 

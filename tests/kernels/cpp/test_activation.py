@@ -1,41 +1,80 @@
-"""Gated activations in C++ against the plain ones, at the ends of the range too."""
+"""Activations on their way out of a linear layer in C++ against the plain ones, at the ends of the range too."""
 
 import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire.kernels import activation
-from quire.kernels.cpp.activation import silu_and_mul
+from quire.kernels.cpp.linear import CppLinear
+from quire.kernels.linear import Activation
 
 DTYPES = [(torch.float32, 2e-6), (torch.bfloat16, 8e-3), (torch.float16, 2e-3)]
 
 
+def activated(x: Tensor, name: Activation, bias: Tensor | None = None) -> Tensor:
+    """Activate x [num_rows, width] by a layer whose weight is the identity: its sums are x."""
+    return CppLinear(torch.eye(x.shape[1], dtype=x.dtype), bias, activation=name)(x)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    return activated(gate_up, "silu_and_mul")
+
+
 @pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 15, 16, 172, 4864])
-def test_kernel_matches_the_plain_op(width: int, dtype: torch.dtype, tol: float) -> None:
-    gate_up = (torch.randn(9, 2 * width, generator=torch.Generator().manual_seed(width)) * 4).to(dtype)
-    torch.testing.assert_close(silu_and_mul(gate_up), activation.silu_and_mul(gate_up), rtol=tol, atol=tol)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("width", [1, 15, 16, 172, 520])
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh", "gelu", "relu"])
+def test_layer_matches_the_plain_op(
+    name: Activation, width: int, has_bias: bool, dtype: torch.dtype, tol: float
+) -> None:
+    generator = torch.Generator().manual_seed(width)
+    x, bias = torch.randn(70, 2 * width, generator=generator) * 4, torch.randn(2 * width, generator=generator)
+    x, bias = x.to(dtype), bias.to(dtype) * has_bias
+    expected = getattr(activation, name)(x + bias)
+    torch.testing.assert_close(activated(x, name, bias if has_bias else None), expected, rtol=tol, atol=tol)
 
 
-def test_rows_have_the_same_bits_among_any_others() -> None:
-    gate_up = torch.randn(33, 2 * 77)
-    assert torch.equal(silu_and_mul(gate_up), torch.cat([silu_and_mul(row[None]) for row in gate_up]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh", "gelu"])
+def test_rows_have_the_same_bits_among_any_others(name: Activation, dtype: torch.dtype) -> None:
+    x = torch.randn(90, 2 * 77).to(dtype)
+    alone = torch.cat([activated(row[None], name) for row in x])
+    for num_rows in (5, 33, 90):
+        assert torch.equal(activated(x[:num_rows], name), alone[:num_rows])
+
+
+def test_sums_are_rounded_before_they_are_activated() -> None:
+    """As a layer without an activation would have stored them: fused or not, the bits are the same."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(20, 96, generator=generator), torch.randn(64, 96, generator=generator)
+    x, weight = x.bfloat16(), weight.bfloat16()
+    found = CppLinear(weight, activation="silu_and_mul")(x)
+    assert torch.equal(found, silu_and_mul(CppLinear(weight)(x)))
 
 
 def test_no_gate_is_out_of_range() -> None:
     gates = torch.tensor([[-math.inf, -1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30]])
-    found = silu_and_mul(torch.cat([gates, torch.ones_like(gates)], dim=1))[0].tolist()
+    found = torch.cat([silu_and_mul(torch.stack([gate, torch.ones(())])[None])[0] for gate in gates[0]]).tolist()
+    assert math.isnan(found[0])
     assert found[1:5] == pytest.approx([0.0, 0.0, 0.0, 0.0], abs=1e-30)
     assert found[5:] == [88.0, 200.0, pytest.approx(1e30)]
     assert math.isnan(silu_and_mul(torch.tensor([[math.nan, 1.0]])).item())
 
 
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
+def test_gelu_is_one_or_nothing_far_from_zero(name: Activation) -> None:
+    x = torch.tensor([[-1e30, -60.0, -20.0, 0.0, 20.0, 60.0, 1e15]])
+    found = torch.cat([activated(value[None, None], name)[0] for value in x[0]]).tolist()
+    assert found == [0.0, 0.0, pytest.approx(0.0, abs=1e-30), 0.0, 20.0, 60.0, pytest.approx(1e15)]
+
+
 def test_exponential_is_accurate_over_its_whole_range() -> None:
     """silu(-x) * 1 = -x / (1 + exp(x)): where exp dominates, the quotient shows its relative error."""
     x = torch.linspace(20.0, 80.0, 100_000, dtype=torch.float64)
-    gates = -x.float()[None]
-    found = silu_and_mul(torch.cat([gates, torch.ones_like(gates)], dim=1))[0].double()
-    wide = -gates[0].double()
+    gates = -x.float()
+    found = silu_and_mul(torch.stack([gates, torch.ones_like(gates)], dim=1))[:, 0].double()
+    wide = -gates.double()
     expected = -wide / (1 + wide.exp())
     assert ((found - expected) / expected).abs().max() < 4e-7

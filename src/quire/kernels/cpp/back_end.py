@@ -27,7 +27,6 @@ def cpp_ops(isa: str) -> dict[str, Any]:
     from quire.kernels.cache_layout import CacheLayout  # noqa: PLC0415
     from quire.kernels.cpp import (  # noqa: PLC0415
         _kernels,
-        activation,
         attention,
         block_copy,
         cache_layout,
@@ -40,7 +39,6 @@ def cpp_ops(isa: str) -> dict[str, Any]:
     _kernels.use_isa(isa)
     return {
         "linear": linear.CppLinear,
-        "rows_per_portion": linear.ROWS_PER_PORTION,
         "cache_layout": CacheLayout(cache_layout.cache_shapes, dtypes.kernel_dtype),
         "prepare_attention": attention.prepare,
         "paged_attention": attention.paged_attention,
@@ -48,5 +46,4 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         "rotate_and_write_kv": kv_cache_write.rotate_and_write_kv,
         "copy_blocks": block_copy.copy_blocks,
         "rms_norm": norm.rms_norm,
-        "silu_and_mul": activation.silu_and_mul,
     }

@@ -1,13 +1,14 @@
 """Which kernel serves a dtype: bfloat16 has its own, everything else is computed in float32."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
 
-Kernel = Callable[..., None]
+Kernel = Callable[..., Any]
 
 
 def pair(name: str) -> dict[torch.dtype, Kernel]:

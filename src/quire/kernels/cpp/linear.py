@@ -6,57 +6,77 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
+from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
+from quire.kernels.linear import Activation
 
 HUGE_PAGE_BYTES = 2 << 20
 READ_AHEAD_BYTES = 32 << 10  # prefetches reach behind the last weight
-ROWS_PER_PORTION = 512       # of the feed-forward: enough to be bound by the matrix units, few enough for the cache
+_MULTIPLY, _PACK, _PACKED_SIZE = pair("linear"), pair("pack"), pair("packed_size")
 
 
 class CppLinear:
-    """y = x W^T + b for x [num_rows, in_features]; result [num_rows, out_features]. As `linear.PackedLinear`.
+    """y = activation(x W^T + b) for x [num_rows, in_features]; result [num_rows, out_features].
 
-    weight [out_features, in_features], bias [out_features] or None. bfloat16 is multiplied as it is and summed in
-    float32; everything else is multiplied in float32. `dtype` is the result's: the weight's, or float32.
+    weight [out_features, in_features], bias [out_features] or None; of silu_and_mul both have twice as many rows, gates
+    and then ups. bfloat16 is multiplied as it is and summed in float32; everything else is multiplied in float32.
+    `dtype` is the result's: the weight's, or float32.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> None:
-        self._out_features, self._in_features = weight.shape
-        self._dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        activation: Activation = "none",
+    ) -> None:
+        num_parts = 2 if activation == "silu_and_mul" else 1
+        self._out_features, self._in_features = weight.shape[0] // num_parts, weight.shape[1]
+        self._dtype = kernel_dtype(weight.dtype)
         self._out_dtype = dtype or weight.dtype
         self._sum_dtype = torch.float32 if self._out_dtype != self._dtype else self._dtype  # as the kernel writes it
-        kind = "bf16" if self._dtype == torch.bfloat16 else "float"
-        size = getattr(_kernels, f"packed_size_{kind}")(self._out_features, self._in_features)
-        self._packed = huge_pages(size, self._dtype)
-        rows = weight.to(self._dtype).contiguous()
-        getattr(_kernels, f"pack_{kind}")(
-            rows.data_ptr(), rows.stride(0), self._out_features, self._in_features, self._packed.data_ptr()
-        )
+        self._packed = _pack(weight.to(self._dtype), num_parts)
         self.num_bytes = self._packed.nbytes
         self._bias = None if bias is None else bias.float().contiguous()
-        self._bias_address = 0 if self._bias is None else self._bias.data_ptr()
-        self._packed_address = self._packed.data_ptr()
-        self._multiply = getattr(_kernels, f"linear_{kind}")
+        self._fixed = (
+            self._packed.data_ptr(),
+            self._out_features,
+            address(self._bias),
+        )
+        self._multiply = _MULTIPLY[self._dtype]
+        self._activation = getattr(_kernels.Activation, activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply all rows in one call; how many there are changes no row."""
-        num_rows = x.shape[0]
-        assert x.shape == (num_rows, self._in_features), f"{tuple(x.shape)} for {self._in_features} inputs"
+        num_rows, width = x.shape
+        assert width == self._in_features, f"{tuple(x.shape)} for {self._in_features} inputs"
         if x.dtype != self._dtype or x.stride(1) != 1:
             x = x.to(self._dtype).contiguous()
         out = torch.empty(num_rows, self._out_features, dtype=self._sum_dtype)
         self._multiply(
             x.data_ptr(),
             num_rows,
-            self._in_features,
+            width,
             x.stride(0),
-            self._packed_address,
-            self._out_features,
-            self._bias_address,
+            *self._fixed,
             out.data_ptr(),
             self._out_features,
             self._sum_dtype == torch.float32,
+            self._activation,
         )
         return out if self._sum_dtype == self._out_dtype else out.to(self._out_dtype)
+
+
+def _pack(weight: Tensor, num_parts: int) -> Tensor:
+    """Return the packed form of a weight; of two parts, such as gates and ups, strips take turns."""
+    parts = [part.contiguous() for part in weight.chunk(num_parts)]
+    size = _PACKED_SIZE[weight.dtype](*parts[0].shape)
+    strip_size = _PACKED_SIZE[weight.dtype](1, weight.shape[1])
+    packed = huge_pages(num_parts * size, weight.dtype)
+    for i, part in enumerate(parts):
+        place = packed[i * strip_size :]
+        _PACK[weight.dtype](part.data_ptr(), part.stride(0), *part.shape, place.data_ptr(), num_parts)
+    return packed
 
 
 def huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,32 @@
+// The activations of feed-forward layers, sixteen floats at a time, each as quire/kernels/activation.py defines it.
+#pragma once
+
+#include "exp.hpp"
+
+namespace quire::ISA {
+
+inline Floats silu(Floats x) { return x / (exp(-x) + splat(1.0f)); }
+
+inline Floats relu(Floats x) { return choose((Words)(x < splat(0.0f)), Floats{}, x); }
+
+// (1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)).
+inline Floats gelu_tanh(Floats x) {
+    constexpr float twice_sqrt_2_over_pi = 1.59576912f;
+    const Floats cubed = x * x * x, twice_u = (x + cubed * splat(0.044715f)) * splat(twice_sqrt_2_over_pi);
+    return x / (exp(-twice_u) + splat(1.0f));
+}
+
+// x times the normal distribution's integral, whose tail is a polynomial in 1 / (1 + p z) times exp(-z^2), z = |x| / sqrt 2,
+// to an absolute error of 1.5e-7 (Abramowitz and Stegun 1964, 7.1.26).
+inline Floats gelu(Floats x) {
+    const Floats z = maximum(x, -x) * splat(0.707106781f), t = splat(1.0f) / (z * splat(0.3275911f) + splat(1.0f));
+    Floats tail = splat(1.061405429f);
+    tail = multiply_add(tail, t, splat(-1.453152027f));
+    tail = multiply_add(tail, t, splat(1.421413741f));
+    tail = multiply_add(tail, t, splat(-0.284496736f));
+    tail = multiply_add(tail, t, splat(0.254829592f));
+    tail = tail * t * exp(-z * z) * splat(0.5f);
+    return x * choose((Words)(x > splat(0.0f)), splat(1.0f) - tail, tail);
+}
+
+}  // namespace quire::ISA

@@ -1,0 +1,50 @@
+// The threads that kernels share their work among.
+//
+// Work is cut into chunks that whichever thread is free takes, one at a time. Nobody is waited for but a thread that has
+// taken a chunk: a thread that sleeps, or that the system has set aside for another process, costs its help and not the
+// time until it runs again, which is what a team with a barrier pays at every kernel (docs/kernels.md has figures). Who
+// computes a chunk changes no bit of it.
+#pragma once
+
+#include <atomic>
+#include <algorithm>
+
+namespace quire {
+
+// The chunks 0 to count - 1, each taken once.
+class Chunks {
+public:
+    explicit Chunks(long count) : count_(count) {}
+
+    // The next chunk that nobody has taken; `count` or more: all are taken.
+    long take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+    long count() const { return count_; }
+
+private:
+    std::atomic<long> next_{0};
+    long count_;
+};
+
+using Work = void (*)(void* body, Chunks& chunks);
+
+// As many threads as torch has been given (OMP_NUM_THREADS, torch.set_num_threads).
+long num_threads();
+
+// Call `work` with `body` here and in as many more threads as there are, all at once, and return when all have returned.
+void work_together(long num_chunks, Work work, void* body);
+
+// Run body(chunks) in all threads: body takes chunks until none is left. With one chunk or one thread, here alone.
+template <typename Body>
+void share(long num_chunks, Body&& body) {
+    if (num_chunks > 0) work_together(num_chunks, [](void* body, Chunks& chunks) { (*static_cast<Body*>(body))(chunks); }, &body);
+}
+
+// Run body(begin, end) for pieces of [0, count), each of `piece` things.
+template <typename Body>
+void share_range(long count, long piece, Body&& body) {
+    share((count + piece - 1) / piece, [&](Chunks& chunks) {
+        for (long i; (i = chunks.take()) < chunks.count();) body(i * piece, std::min(count, (i + 1) * piece));
+    });
+}
+
+}  // namespace quire

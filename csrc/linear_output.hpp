@@ -1,0 +1,68 @@
+// What happens to the sums of a linear layer on their way out: bias, rounding, activation. All on sixteen outputs of one
+// row while they are in a register, so that what is in between is never in memory.
+#pragma once
+
+#include <algorithm>
+
+#include "activation.hpp"
+#include "aligned.hpp"
+#include "gang.hpp"
+#include "packing.hpp"
+#include "vec.hpp"
+
+namespace quire::ISA {
+
+// Strips of packed weights: a gated layer has two for sixteen outputs.
+template <typename T>
+long layer_strips(const Linear<T>& op) { return num_strips(op.out_features) * (op.is_gated() ? 2 : 1); }
+
+// Strips that a thread takes at a time, an even number: some 20 us of reading, but at least four turns for each thread.
+inline long strips_at_once(long strips, long strip_bytes) {
+    constexpr long bytes = 1 << 18;
+    return rounded_up(std::max(1L, std::min(bytes / strip_bytes, strips / (4 * num_threads()))), 2);
+}
+
+template <typename T>
+void store_outputs(const Linear<T>& op, long row, long first, Floats values) {
+    const long count = std::min(STRIP, op.out_features - first), at = row * op.out_stride + first;
+    if (op.out_is_float)
+        store_some(static_cast<float*>(op.out) + at, values, count);
+    else
+        store_some(static_cast<T*>(op.out) + at, values, count);
+}
+
+template <typename T>
+Floats with_bias(const Linear<T>& op, Floats sums, long offset, long first) {
+    return op.bias ? sums + load_some(op.bias + offset + first, std::min(STRIP, op.out_features - first)) : sums;
+}
+
+// Outputs are rounded to T before they are activated: fused or not, the bits are the same.
+template <typename T>
+Floats activated(const Linear<T>& op, Floats sums) {
+    switch (op.activation) {
+        case Activation::relu: return relu(sums);
+        case Activation::gelu: return gelu(rounded<T>(sums));
+        case Activation::gelu_tanh: return gelu_tanh(rounded<T>(sums));
+        default: return sums;
+    }
+}
+
+// Finish strip `strip` of one row; of a gated layer strips come as pairs, gate and up.
+template <typename T>
+void finish(const Linear<T>& op, long row, long strip, Floats sums) {
+    store_outputs(op, row, strip * STRIP, activated(op, with_bias(op, sums, 0, strip * STRIP)));
+}
+
+template <typename T>
+void finish_pair(const Linear<T>& op, long row, long strip, Floats left, Floats right) {
+    if (!op.is_gated()) {
+        finish(op, row, strip, left);
+        finish(op, row, strip + 1, right);
+        return;
+    }
+    const long first = strip / 2 * STRIP;
+    const Floats gate = rounded<T>(with_bias(op, left, 0, first)), up = rounded<T>(with_bias(op, right, op.out_features, first));
+    store_outputs(op, row, first, rounded<T>(silu(gate)) * up);
+}
+
+}  // namespace quire::ISA

@@ -1,0 +1,229 @@
+// Linear layers on the matrix unit: bfloat16 tiles, 16 rows x 16 outputs of float sums, 32 inputs at a time.
+//
+// Up to 64 rows: bound by reading the weights once, front to back, prefetched; the rows stay in the cache. A strip's
+// weights are loaded once for up to four tiles of rows.
+//
+// More: bound by multiplying. A thread takes a block of up to 256 rows x 16 strips, whose sums (256 KiB), rows and weights
+// stay in its second-level cache. It goes through the inputs some tiles at a time; of those, the tiles of two rows stay in
+// the first-level cache while the strips pass by, two at a time: four products for four loads. Sums are put down in
+// between and taken up again, the same numbers.
+#pragma once
+
+#include "gang.hpp"
+#include "linear_output.hpp"
+#include "tiles.hpp"
+
+#ifdef __AMX_BF16__
+
+namespace quire::ISA {
+
+constexpr int FEW_TILES = 4;        // row tiles that share one pass over the weights
+constexpr long AHEAD_FEW = 8;       // tiles of weights prefetched ahead, in a strip; of 4 to 32 the best at one row
+constexpr long AHEAD_MANY = 4;      // in either of two strips
+constexpr long BLOCK_INPUTS = 14;   // tiles of inputs at a time
+constexpr long BLOCK_ROW_TILES = 16;
+constexpr long BLOCK_STRIPS = 16;
+constexpr int TILE_LINES = 16;      // cache lines of a tile
+
+template <int hint = _MM_HINT_T0>
+inline void prefetch_tile(const bf16* tile) {
+#pragma GCC unroll 16
+    for (int line = 0; line < TILE_LINES; line++)
+        _mm_prefetch(reinterpret_cast<const char*>(tile + line * TILE_INPUTS), static_cast<_mm_hint>(hint));
+}
+
+// Rows cut into tiles: [row tile][input tile][rows of a tile][32 inputs], zeros where there is nothing.
+struct RowTiles {
+    const bf16* tiles;
+    long num_tiles;   // of inputs
+    int rows;         // of a tile
+
+    const bf16* at(long row_tile, long tile) const { return tiles + (row_tile * num_tiles + tile) * rows * TILE_INPUTS; }
+};
+
+inline void cut_row(const Linear<bf16>& op, const RowTiles& to, long row) {
+    bf16* out = const_cast<bf16*>(to.at(row / to.rows, 0)) + row % to.rows * TILE_INPUTS;
+    const long step = to.rows * TILE_INPUTS;
+    const bf16* x = op.x + row * op.x_stride;
+    for (long tile = 0; tile < to.num_tiles; tile++, out += step) {
+        const long count = row < op.num_rows ? std::min(TILE_INPUTS, op.in_features - tile * TILE_INPUTS) : 0;
+        if (count == TILE_INPUTS) {
+            std::memcpy(out, x + tile * TILE_INPUTS, TILE_INPUTS * sizeof(bf16));
+            continue;
+        }
+        std::memset(out, 0, TILE_INPUTS * sizeof(bf16));
+        std::memcpy(out, x + tile * TILE_INPUTS, count * sizeof(bf16));
+    }
+}
+
+inline RowTiles cut_rows(const Linear<bf16>& op) {
+    const int rows = static_cast<int>(std::min(op.num_rows, TILE_ROWS));
+    const long padded = rounded_up(op.num_rows, rows), tiles = num_tiles(op.in_features);
+    if (op.num_rows == 1 && op.in_features % TILE_INPUTS == 0) return {op.x, tiles, rows};  // as it is
+    static thread_local Aligned<bf16> scratch;
+    const RowTiles to{scratch.at_least(padded * tiles * TILE_INPUTS), tiles, rows};
+    share_range(padded, TILE_ROWS, [&](long begin, long end) {
+        for (long row = begin; row < end; row++) cut_row(op, to, row);
+    });
+    return to;
+}
+
+struct alignas(64) TileSums {
+    float sums[TILE_ROWS * STRIP];
+
+    Floats row(long row) const { return load(sums + row * STRIP); }
+};
+
+// --- up to 64 rows ---------------------------------------------------------------------------------------------------
+
+template <int row_tiles>
+void multiply_strip(const bf16* w, const RowTiles& x, TileSums* sums) {
+    _tile_zero(0);
+    if (row_tiles > 1) _tile_zero(1);
+    if (row_tiles > 2) _tile_zero(2);
+    if (row_tiles > 3) _tile_zero(3);
+    for (long tile = 0; tile < x.num_tiles; tile++, w += TILE_ELEMENTS) {
+        prefetch_tile(w + AHEAD_FEW * TILE_ELEMENTS);
+        _tile_loadd(6, w, 64);
+        _tile_loadd(4, x.at(0, tile), 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if (row_tiles > 1) { _tile_loadd(5, x.at(1, tile), 64); _tile_dpbf16ps(1, 5, 6); }
+        if (row_tiles > 2) { _tile_loadd(4, x.at(2, tile), 64); _tile_dpbf16ps(2, 4, 6); }
+        if (row_tiles > 3) { _tile_loadd(5, x.at(3, tile), 64); _tile_dpbf16ps(3, 5, 6); }
+    }
+    _tile_stored(0, sums[0].sums, 64);
+    if (row_tiles > 1) _tile_stored(1, sums[1].sums, 64);
+    if (row_tiles > 2) _tile_stored(2, sums[2].sums, 64);
+    if (row_tiles > 3) _tile_stored(3, sums[3].sums, 64);
+}
+
+template <int row_tiles>
+void few_rows(const Linear<bf16>& op, const RowTiles& x) {
+    const long strips = layer_strips(op), strip_elements = x.num_tiles * TILE_ELEMENTS;
+    share_range(strips, strips_at_once(strips, strip_elements * sizeof(bf16)), [&](long strip, long end) {
+        shape_tiles(x.rows);
+        TileSums left[row_tiles], right[row_tiles];
+        for (; strip < end; strip += 2) {
+            multiply_strip<row_tiles>(op.packed + strip * strip_elements, x, left);
+            const bool is_pair = strip + 1 < end;
+            if (is_pair) multiply_strip<row_tiles>(op.packed + (strip + 1) * strip_elements, x, right);
+            for (long row = 0; row < op.num_rows; row++) {
+                const long tile = row / x.rows, r = row % x.rows;
+                if (is_pair)
+                    finish_pair(op, row, strip, left[tile].row(r), right[tile].row(r));
+                else
+                    finish(op, row, strip, left[tile].row(r));
+            }
+        }
+        _tile_release();
+    });
+}
+
+// --- more rows -------------------------------------------------------------------------------------------------------
+
+struct FourSums { TileSums tiles[2][2]; };  // [row tile][strip]
+
+// Two row tiles x two strips, over some of the inputs. What comes next of the weights is prefetched.
+struct FourTiles {
+    const bf16 *x[2], *w[2], *next_w[2];
+    long count;  // of input tiles
+
+    void multiply(FourSums& four, bool is_first) const {
+        auto& sums = four.tiles;
+        if (is_first) {
+            _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+        } else {
+            _tile_loadd(0, sums[0][0].sums, 64); _tile_loadd(1, sums[0][1].sums, 64);
+            _tile_loadd(2, sums[1][0].sums, 64); _tile_loadd(3, sums[1][1].sums, 64);
+        }
+        for (long tile = 0, at = 0; tile < count; tile++, at += TILE_ELEMENTS) {
+            const long ahead = tile + AHEAD_MANY, beyond = ahead - count;
+            _tile_loadd(6, w[0] + at, 64);
+            _tile_loadd(4, x[0] + at, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            prefetch_tile(beyond < 0 ? w[0] + ahead * TILE_ELEMENTS : next_w[0] + beyond * TILE_ELEMENTS);
+            _tile_loadd(5, x[1] + at, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            prefetch_tile(beyond < 0 ? w[1] + ahead * TILE_ELEMENTS : next_w[1] + beyond * TILE_ELEMENTS);
+            _tile_loadd(7, w[1] + at, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, sums[0][0].sums, 64); _tile_stored(1, sums[0][1].sums, 64);
+        _tile_stored(2, sums[1][0].sums, 64); _tile_stored(3, sums[1][1].sums, 64);
+    }
+};
+
+// A thread's block of row tiles [row_tile, end_row_tile) x strips [strip, end_strip).
+struct Block {
+    const Linear<bf16>& op;
+    const RowTiles& x;
+    long row_tile, end_row_tile, strip, end_strip;
+    FourSums* sums;
+
+    void compute() const {
+        const long pieces = (x.num_tiles + BLOCK_INPUTS - 1) / BLOCK_INPUTS, width = (x.num_tiles + pieces - 1) / pieces;
+        for (long tile = 0; tile < x.num_tiles; tile += width) {
+            const long count = std::min(width, x.num_tiles - tile);
+            FourSums* four = sums;
+            for (long row = row_tile; row < end_row_tile; row += 2)
+                for (long left = strip; left < end_strip; left += 2) compute_four(row, left, tile, count, *four++);
+        }
+    }
+
+private:
+    // The tile of strip's weights; of the last strip once more where there is none beside it.
+    const bf16* weights(long strip, long tile) const {
+        return op.packed + (std::min(strip, end_strip - 1) * x.num_tiles + tile) * TILE_ELEMENTS;
+    }
+
+    void compute_four(long row, long left, long tile, long count, FourSums& four) const {
+        const long next = left + 2 < end_strip ? left + 2 : strip;
+        FourTiles{{x.at(row, tile), x.at(std::min(row + 1, end_row_tile - 1), tile)},
+                  {weights(left, tile), weights(left + 1, tile)},
+                  {weights(next, tile), weights(next + 1, tile)},
+                  count}
+            .multiply(four, tile == 0);
+        if (tile + count < x.num_tiles) return;
+        for (long i = 0; i < 2 && row + i < end_row_tile; i++) {
+            const long first = (row + i) * TILE_ROWS, rows = std::min(TILE_ROWS, op.num_rows - first);
+            for (long r = 0; r < rows; r++)
+                if (left + 1 < end_strip)
+                    finish_pair(op, first + r, left, four.tiles[i][0].row(r), four.tiles[i][1].row(r));
+                else
+                    finish(op, first + r, left, four.tiles[i][0].row(r));
+        }
+    }
+};
+
+inline void many_rows(const Linear<bf16>& op, const RowTiles& x) {
+    const long strips = layer_strips(op), row_tiles = (op.num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    const long row_blocks = (row_tiles + BLOCK_ROW_TILES - 1) / BLOCK_ROW_TILES, height = rounded_up((row_tiles + row_blocks - 1) / row_blocks, 2);
+    const long strip_blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
+    share(row_blocks * strip_blocks, [&](Chunks& chunks) {
+        static thread_local Aligned<FourSums> scratch;
+        FourSums* sums = scratch.at_least(BLOCK_ROW_TILES * BLOCK_STRIPS / 4);
+        shape_tiles(TILE_ROWS);
+        for (long i; (i = chunks.take()) < chunks.count();) {
+            const long row = i % row_blocks * height, strip = i / row_blocks * BLOCK_STRIPS;
+            if (row < row_tiles)
+                Block{op, x, row, std::min(row + height, row_tiles), strip, std::min(strip + BLOCK_STRIPS, strips), sums}.compute();
+        }
+        _tile_release();
+    });
+}
+
+inline void linear_by_tiles(const Linear<bf16>& op) {
+    const RowTiles x = cut_rows(op);
+    switch ((op.num_rows + x.rows - 1) / x.rows) {
+        case 1: return few_rows<1>(op, x);
+        case 2: return few_rows<2>(op, x);
+        case 3: return few_rows<3>(op, x);
+        case 4: return few_rows<4>(op, x);
+        default: many_rows(op, x);
+    }
+}
+
+}  // namespace quire::ISA
+
+#endif
