@@ -1,10 +1,13 @@
 """Cut a step's queries and their contexts into tiles: index work that all layers of the step share.
 
-A query tile is a few consecutive tokens of one sequence: one token where a sequence advances by one, up to
-`TOKENS_PER_QUERY_TILE` otherwise. A key tile is `SLOTS_PER_KEY_TILE` consecutive positions; `KEY_TILES_PER_ROUND` of
-them make a round, in which every score is known before the softmax weighs it. All borders stand at fixed absolute
-positions: neither how a sequence is chunked nor what else runs moves one. A query tile never crosses a border between
-key tiles, so that without a window only its last key tile needs a mask.
+A query tile is a few consecutive tokens of one sequence: those of one matrix product where a sequence advances by one
+token, `TOKENS_PER_QUERY_TILE` otherwise. A key tile is `SLOTS_PER_KEY_TILE` consecutive positions;
+`KEY_TILES_PER_ROUND` of them make a round, in which every score is known before the softmax weighs it. All borders
+stand at fixed absolute positions: neither how a sequence is chunked nor what else runs moves one. A query tile never
+crosses a border between key tiles, so that without a window only its last key tile needs a mask.
+
+A token's query heads, padded to a power of two, stand in the same rows of a product of `ROWS_PER_PRODUCT` rows whatever
+the height of the tile: every product of a layer has one shape, and a row one place in it.
 """
 
 from collections.abc import Iterator
@@ -19,9 +22,8 @@ from torch import Tensor
 SLOTS_PER_KEY_TILE = 64
 TOKENS_PER_QUERY_TILE = 32  # divides SLOTS_PER_KEY_TILE
 KEY_TILES_PER_ROUND = 16
-MAX_SCRATCH_BYTES = 8 << 20  # of one round of one group of query tiles; these four: docs/decisions/0002
-ROWS_MULTIPLE = 8  # rows of a matrix product are padded to this: fewer may take another path through the library
-MIN_COLUMNS = 16   # and so may fewer columns
+MAX_SCRATCH_BYTES = 8 << 20  # of one round of one group of query tiles; these and the next: docs/decisions/0002
+ROWS_PER_PRODUCT = 16  # divides SLOTS_PER_KEY_TILE
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -40,14 +42,25 @@ class HeadShape(NamedTuple):
         """Query heads per key-value head."""
         return self.num_heads // self.num_kv_heads
 
-    def rows_per_token(self, height: int) -> int:
-        """Rows that a token takes in a query tile of this height: the group, padded where the height is not enough."""
-        return self.group if height % ROWS_MULTIPLE == 0 else -(-self.group // ROWS_MULTIPLE) * ROWS_MULTIPLE
+    @property
+    def rows_per_token(self) -> int:
+        """Rows that a token takes: the group, padded to a power of two so as never to straddle a product's border."""
+        return 1 << (self.group - 1).bit_length()
+
+    @property
+    def tokens_per_product(self) -> int:
+        """Tokens whose rows make a product; 1 where a token's rows make several."""
+        return max(1, ROWS_PER_PRODUCT // self.rows_per_token)
+
+    @property
+    def products_per_token(self) -> int:
+        """Products that a token's rows make; 1 where they make a part of one."""
+        return max(1, self.rows_per_token // ROWS_PER_PRODUCT)
 
     def bytes_per_pair(self, height: int) -> int:
         """Scratch memory for one key tile under one query tile: float32 queries, scores, results, keys and values."""
-        rows, columns = height * self.rows_per_token(height), max(self.head_dim, MIN_COLUMNS)
-        floats = rows * (SLOTS_PER_KEY_TILE + 2 * columns) + 2 * SLOTS_PER_KEY_TILE * columns
+        rows = height * self.rows_per_token
+        floats = rows * (SLOTS_PER_KEY_TILE + 2 * self.head_dim) + 2 * SLOTS_PER_KEY_TILE * self.head_dim
         return 4 * self.num_kv_heads * floats
 
 
@@ -95,8 +108,8 @@ class Round:
 class TileGroup:
     """As many query tiles of one height as the scratch memory allows, and their rounds.
 
-    `sources` and `targets` [num_tiles * height] int64: rows of the flat batch; where a tile is not full, the source is
-    row 0 and the target one past the batch.
+    `sources` and `targets` [num_tiles * height] int64: rows of the flat batch, at absolute positions modulo `height`;
+    where a tile has no token, the source is row 0 and the target one past the batch.
     """
 
     height: int
@@ -114,7 +127,7 @@ def tile_step(step: StepShape, heads: HeadShape) -> list[TileGroup]:
     """Return groups of query tiles that together cover every token of the step."""
     counts = np.diff(step.query_starts.numpy())
     groups: list[TileGroup] = []
-    for height, chosen in ((1, counts == 1), (TOKENS_PER_QUERY_TILE, counts > 1)):
+    for height, chosen in ((heads.tokens_per_product, counts == 1), (TOKENS_PER_QUERY_TILE, counts > 1)):
         sequences = chosen.nonzero()[0]
         if len(sequences):
             groups.extend(_groups(_cut_queries(step, sequences, height), step, heads, height))
@@ -172,10 +185,10 @@ def _groups(queries: _QueryTiles, step: StepShape, heads: HeadShape, height: int
 
 
 def _group(queries: _QueryTiles, step: StepShape, window: int | None, height: int) -> TileGroup:
-    in_tile = np.arange(height)
-    is_token = in_tile < queries.counts[:, None]  # [num_tiles, height]
-    rows = queries.rows[:, None] + in_tile
-    positions = np.where(is_token, queries.starts[:, None] + in_tile, -1)
+    ahead = np.arange(height) - (queries.starts % height)[:, None]  # of the tile's first token, [num_tiles, height]
+    is_token = (ahead >= 0) & (ahead < queries.counts[:, None])
+    rows = queries.rows[:, None] + ahead
+    positions = np.where(is_token, queries.starts[:, None] + ahead, -1)
     stop = int(queries.last_keys()[0]) + 1
     begin = int(queries.first_keys(window)[-1]) // KEY_TILES_PER_ROUND * KEY_TILES_PER_ROUND
     rounds = [

@@ -2,8 +2,8 @@
 
 The stand-in works in float32 on pairs of a query tile and a key tile (`attention_tiling`), all pairs of a round at
 once: it gathers keys and values, multiplies, masks, and folds the round into a running softmax (Milakov and Gimelshein
-2018). A row's sums run over key tiles in ascending order and within a tile in an order that depends on the tile's width
-alone; docs/decisions/0002 has the evidence.
+2018). A row's sums run over key tiles in ascending order. Within a tile the matrix library chooses the order, by the
+shape of the product and maybe by the row's place in it: so both are the same in every step (docs/decisions/0002).
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.kernels.attention_tiling import (
-    MIN_COLUMNS,
+    ROWS_PER_PRODUCT,
     SLOTS_PER_KEY_TILE,
     HeadShape,
     Round,
@@ -97,8 +97,8 @@ def paged_attention(
     for group in plan.groups(heads):
         softmax = _RunningSoftmax(_query_rows(query, group, heads, scale), heads)
         for each in group.rounds:
-            softmax.fold(each, _gather(key_cache, each.units), _gather(value_cache, each.units, MIN_COLUMNS))
-        out.index_copy_(0, group.targets, softmax.result(group.height).to(query.dtype))
+            softmax.fold(each, _gather(key_cache, each.units), _gather(value_cache, each.units))
+        out.index_copy_(0, group.targets, softmax.result().to(query.dtype))
     return out[:num_tokens]
 
 
@@ -112,21 +112,44 @@ def plain_paged_attention(
 
 
 def _query_rows(query: Tensor, group: TileGroup, heads: HeadShape, scale: float) -> Tensor:
-    """Return scaled queries in float32, [num_tiles, num_kv_heads, height * rows per token, head_dim]."""
-    taken = query.index_select(0, group.sources)
-    taken = taken.view(-1, group.height, heads.num_kv_heads, heads.group, heads.head_dim).permute(0, 2, 1, 3, 4)
-    rows = torch.zeros(*taken.shape[:3], heads.rows_per_token(group.height), heads.head_dim)
-    rows[:, :, :, : heads.group] = taken
-    return rows.flatten(2, 3).mul_(scale)
+    """Return scaled queries in float32, [num_products, num_tiles, num_kv_heads, ROWS_PER_PRODUCT, head_dim]."""
+    taken = query.index_select(0, group.sources).view(-1, heads.num_kv_heads, heads.group, heads.head_dim)
+    rows = torch.zeros(len(taken), heads.num_kv_heads, heads.rows_per_token, heads.head_dim)
+    rows[:, :, : heads.group] = taken
+    rows = rows.mul_(scale).view(
+        -1,  # query tiles
+        group.height // heads.tokens_per_product,
+        heads.tokens_per_product,
+        heads.num_kv_heads,
+        heads.products_per_token,
+        heads.rows_per_token // heads.products_per_token,
+        heads.head_dim,
+    )
+    rows = rows.permute(1, 4, 0, 3, 2, 5, 6)
+    return rows.reshape(-1, *rows.shape[2:4], ROWS_PER_PRODUCT, heads.head_dim)
 
 
-def _gather(cache: Tensor, units: Tensor, min_columns: int = 0) -> Tensor:
-    """Return key tiles of keys or values in float32, [num_pairs, num_kv_heads, SLOTS_PER_KEY_TILE, columns]."""
+def _rows_of_tokens(rows: Tensor, heads: HeadShape) -> Tensor:
+    """Undo the layout of `_query_rows`: [num_tiles * height, num_heads, head_dim]."""
+    num_tiles = rows.shape[1]
+    tokens = rows.view(
+        -1,  # parts of a query tile's height
+        heads.products_per_token,
+        num_tiles,
+        heads.num_kv_heads,
+        heads.tokens_per_product,
+        heads.rows_per_token // heads.products_per_token,
+        heads.head_dim,
+    ).permute(2, 0, 4, 3, 1, 5, 6)
+    tokens = tokens.reshape(-1, heads.num_kv_heads, heads.rows_per_token, heads.head_dim)
+    return tokens[:, :, : heads.group].flatten(1, 2)
+
+
+def _gather(cache: Tensor, units: Tensor) -> Tensor:
+    """Return key tiles of keys or values in float32, [num_pairs, num_kv_heads, SLOTS_PER_KEY_TILE, head_dim]."""
     _, block_size, num_kv_heads, head_dim = cache.shape
     gathered = cache.view(-1, slots_per_unit(block_size) * num_kv_heads * head_dim).index_select(0, units)
     gathered = gathered.view(-1, SLOTS_PER_KEY_TILE, num_kv_heads, head_dim).transpose(1, 2)
-    if head_dim < min_columns:
-        gathered = torch.nn.functional.pad(gathered, (0, min_columns - head_dim))
     return torch.empty(gathered.shape).copy_(gathered)
 
 
@@ -134,50 +157,56 @@ class _RunningSoftmax:
     """Weighted sums of values for a group of query tiles, under a softmax that has not seen all its scores yet."""
 
     def __init__(self, rows: Tensor, heads: HeadShape) -> None:
-        self._rows = rows  # [num_tiles, num_kv_heads, rows, head_dim]
+        self._rows = rows  # [num_products, num_tiles, num_kv_heads, ROWS_PER_PRODUCT, head_dim]
         self._heads = heads
-        self._highest = torch.full((*rows.shape[:3], 1), LOWEST)
+        self._highest = torch.full((*rows.shape[:4], 1), LOWEST)
         self._weight = torch.zeros_like(self._highest)
-        self._weighted = torch.zeros(*rows.shape[:3], max(heads.head_dim, MIN_COLUMNS))
+        self._weighted = torch.zeros(rows.shape)
 
     def fold(self, each: Round, keys: Tensor, values: Tensor) -> None:
         """Fold one round in; what a row does not see leaves the row as it is."""
-        scores = _product(self._rows.index_select(0, each.tiles), keys.transpose(2, 3))  # [.., rows, slots]
-        _mask(scores, values, each)
+        scores = _products(self._rows.index_select(1, each.tiles), keys.transpose(2, 3))  # [.., rows, slots]
+        _mask(scores, values, each, self._heads)
         self._raise(each, scores.amax(-1, keepdim=True))
-        weights = scores.sub_(self._highest.index_select(0, each.tiles)).exp_()
-        weight, weighted = weights.sum(-1, keepdim=True), _product(weights, values)
+        weights = scores.sub_(self._highest.index_select(1, each.tiles)).exp_()
+        weight, weighted = weights.sum(-1, keepdim=True), _products(weights, values)
         for begin, end, pair in each.segments:
-            self._weight[begin:end] += weight[pair : pair + end - begin]
-            self._weighted[begin:end] += weighted[pair : pair + end - begin]
+            self._weight[:, begin:end] += weight[:, pair : pair + end - begin]
+            self._weighted[:, begin:end] += weighted[:, pair : pair + end - begin]
 
     def _raise(self, each: Round, highest_of_pair: Tensor) -> None:
         """Take the round's scores into the maxima and rescale the sums to them."""
         highest = self._highest.clone()
         for begin, end, pair in each.segments:
-            torch.maximum(highest[begin:end], highest_of_pair[pair : pair + end - begin], out=highest[begin:end])
+            seen = highest[:, begin:end]
+            seen.copy_(torch.maximum(seen, highest_of_pair[:, pair : pair + end - begin]))
         rescale = (self._highest - highest).exp_()
         self._weight *= rescale
         self._weighted *= rescale
         self._highest = highest
 
-    def result(self, height: int) -> Tensor:
+    def result(self) -> Tensor:
         """Return the weighted means, [num_tiles * height, num_heads, head_dim] float32."""
-        means = self._weighted / self._weight
-        means = means.view(*means.shape[:2], height, -1, means.shape[3])
-        means = means[:, :, :, : self._heads.group, : self._heads.head_dim].permute(0, 2, 1, 3, 4)
-        return means.reshape(-1, self._heads.num_heads, self._heads.head_dim)
+        return _rows_of_tokens(self._weighted / self._weight, self._heads)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    product = torch.bmm(left.flatten(0, 1), right.flatten(0, 1))
-    return product.view(*left.shape[:2], *product.shape[1:])
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """Return left [num_products, num_pairs, num_kv_heads, rows, n] times right [num_pairs, num_kv_heads, n, columns].
+
+    Product by product, for the right-hand sides stand in memory once.
+    """
+    right = right.flatten(0, 1)
+    out = torch.empty(*left.shape[:4], right.shape[2])
+    for rows, product in zip(left.flatten(1, 2), out.flatten(1, 2), strict=True):
+        torch.bmm(rows, right, out=product)
+    return out
 
 
-def _mask(scores: Tensor, values: Tensor, each: Round) -> None:
+def _mask(scores: Tensor, values: Tensor, each: Round, heads: HeadShape) -> None:
     """Hide slots from the tokens that do not see them; zero values that nobody sees, for 0 times NaN is NaN."""
-    _, num_kv_heads, rows, slots = scores.shape
-    height = each.hidden.shape[1]
-    by_token = scores[each.masked_from :].view(-1, num_kv_heads, height, rows // height, slots)
-    by_token.masked_fill_(each.hidden[:, None, :, None, :], float("-inf"))
+    masked = scores[:, each.masked_from :]
+    by_token = torch.unflatten(masked, 3, (heads.tokens_per_product, -1))
+    hidden = torch.unflatten(each.hidden, 1, (-1, heads.tokens_per_product)).transpose(0, 1)
+    hidden = hidden.repeat_interleave(heads.products_per_token, dim=0)  # [num_products, num_masked, tokens, slots]
+    by_token.masked_fill_(hidden[:, :, None, :, None, :], float("-inf"))
     values[each.masked_from :].masked_fill_(each.dead[:, None, :, None], 0.0)
