@@ -1,0 +1,211 @@
+"""Quire beside other engines on the same machine, model and requests, taking turns; writes the README's table.
+
+    python bench/peers.py MODEL [MODEL ...] --vllm PYTHON --openvino PYTHON --openvino-model FOLDER --output peers.md
+
+(PEERS_VLLM, PEERS_OPENVINO and PEERS_OPENVINO_MODEL in the environment do the same as the options.)
+
+Each engine loads once, in a process of its own environment, and takes one workload after the other as it is told; the
+others sleep. All get the same token ids at once, greedy, with the answers' lengths given, and other ids in every turn,
+so that no prefix cache helps. A shared machine changes its speed: figures of one turn are compared with each other,
+and its speed stands beside each turn in the JSON. Every engine is warmed up first. The first model meets every peer,
+the others OpenVINO and vLLM. `--quick` tries everything in a few minutes; do that first, as vLLM compiles on its
+first start. More servers join http32: --server "llama.cpp=llama-server -m MODEL.gguf --port {port} -np 64 -kvu".
+"""
+
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quire.cli.bench.machine import client_facts
+from quire.cli.bench.workloads import WorkItem, token_id_workload
+from side_by_side import roster, table
+from side_by_side.calibration import Calibration
+from side_by_side.contest import Contest, ContestRecord
+from side_by_side.engines import EngineFailedError, EngineSpec
+from side_by_side.roster import Installed
+
+PEERS = (Path(__file__).parents[1] / "../shared/peers").resolve()
+DEFAULT_MODELS = (PEERS / "bench-0.5b", PEERS / "bench-1b")
+READ_CHUNK = 1 << 24
+QUICK_REQUESTS, QUICK_PROMPT, QUICK_OUTPUT = 4, 64, 4
+
+Workloads = dict[str, list[WorkItem]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How often everything is done."""
+
+    loads: int
+    turns: int
+    burst_turns: int
+
+    def turns_of(self, items: Sequence[WorkItem]) -> int:
+        """Return the turns of a workload: bursts take long, and vary less."""
+        return self.turns if len(items) == 1 else self.burst_turns
+
+
+class Session:
+    """Measures contests, keeps what was found, and writes it after each."""
+
+    def __init__(self, workloads: Workloads, calibration: Calibration, folder: Path, facts: dict[str, Any]) -> None:
+        self._workloads = workloads
+        self._calibration = calibration
+        self._folder = folder
+        self._facts = facts
+        self._contests: list[tuple[str, str, ContestRecord]] = []  # model, way of asking
+
+    def hold(self, model: str, way: str, specs: list[EngineSpec], names: list[str], plan: Plan) -> None:
+        """Let engines that are asked in one way run the named workloads in turn."""
+        busy = [spec for spec in specs if not spec.left_out.issuperset(names)]
+        with Contest(busy, self._calibration, self._folder) as contest:
+            self._contests.append((model, way, contest.record))
+            contest.load(plan.loads)
+            for name in warm_ups(self._workloads, names):
+                contest.warm_up(self._workloads[name], name)
+            for name in names:
+                items = self._workloads[name]
+                contest.play(name, items, plan.turns_of(items))
+
+    def table(self) -> str:
+        """Return the table and, under it, what it depends on."""
+        rows = [row for model, _, record in self._contests for row in table.workload_rows(model, record)]
+        for model, way, record in self._contests:
+            rows += table.engine_rows(model, record) if way == "in process" else ()
+        return table.markdown(rows) + "\n" + self._conditions() + "\n"
+
+    def write(self, output: Path) -> None:
+        """Write the table, and everything that was measured beside it as JSON."""
+        output.write_text(self.table(), encoding="utf-8")
+        contests = [{"model": model, "way": way} | asdict(record) for model, way, record in self._contests]
+        record = {"facts": self._facts, "contests": contests}
+        output.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+    def _conditions(self) -> str:
+        records = [record for _, _, record in self._contests]
+        versions = {
+            name: version
+            for record in records
+            for engine in record.engines.values()
+            for name, version in engine.facts.get("versions", {}).items()
+        }
+        speeds = [c for r in records for t in r.turns for c in (t.calibration_before, t.calibration_after) if c]
+        parts = [f"{key} {value}" for key, value in (self._facts | versions).items() if isinstance(value, str | int)]
+        for name, unit in (("huge_pages", "GB/s read"), ("amx_tflops", "TFLOP/s of AMX")):
+            measured = sorted(float(speed[name]) for speed in speeds if name in speed)
+            parts += [f"{measured[0]:.3g} to {measured[-1]:.3g} {unit}"] if measured else []
+        steal = [run.steal_share for record in records for turn in record.turns for run in turn.runs.values()]
+        return ", ".join([*parts, f"steal at most {max(steal, default=0.0):.1%} of a run"])
+
+
+def warm_ups(workloads: Workloads, names: list[str]) -> Iterator[str]:
+    """Yield what to run before: short requests, every workload of one request, one burst (all batch sizes come by)."""
+    yield "warmup"
+    yield from (name for name in names if len(workloads[name]) == 1)
+    yield from [name for name in names if len(workloads[name]) > 1][:1]
+
+
+def read_workloads(path: Path, names: set[str], *, quick: bool) -> Workloads:
+    """Return the named workloads; for a quick try, cut short."""
+    workloads = {name: token_id_workload(path, name, QUICK_REQUESTS if quick else None) for name in names}
+    if not quick:
+        return workloads
+    return {
+        name: [
+            replace(item, prompt_token_ids=item.prompt_token_ids[:QUICK_PROMPT],
+                    output_len=min(item.output_len, QUICK_OUTPUT))
+            for item in items
+        ]
+        for name, items in workloads.items()
+    }
+
+
+def fill_page_cache(folder: Path) -> None:
+    """Read a model's files, so that no engine's start pays for the disk."""
+    for path in folder.glob("*"):
+        with path.open("rb") as file:
+            while file.read(READ_CHUNK):
+                pass
+
+
+def ways(names: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the ways to ask, and their workloads. What shares a prefix runs with prefix caches on, the others off."""
+    http = [name for name in names if name.startswith("http")]
+    yield "in process", [name for name in names if name not in (*http, "prefix")]
+    yield "prefix caches on", [name for name in names if name == "prefix"]
+    yield "over HTTP", http
+
+
+def engines_of(way: str, peers: Installed, model: Path, openvino_model: Path | None) -> list[EngineSpec]:
+    """Return who is asked in that way."""
+    if way == "over HTTP":
+        return roster.over_http(peers, model)
+    return roster.in_process(peers, model, openvino_model, prefix_caching=way == "prefix caches on")
+
+
+def main(
+    models: Annotated[list[Path] | None, typer.Argument(exists=True, help="folders in Hugging Face format")] = None,
+    peers_folder: Annotated[Path, typer.Option(help="has workloads.json and calib.py")] = PEERS,
+    vllm: Annotated[Path | None, typer.Option(envvar="PEERS_VLLM", help="its environment's python")] = None,
+    openvino: Annotated[Path | None, typer.Option(envvar="PEERS_OPENVINO", help="its environment's python")] = None,
+    openvino_model: Annotated[
+        list[Path] | None, typer.Option(exists=True, envvar="PEERS_OPENVINO_MODEL", help="in the models' order")
+    ] = None,
+    transformers: Annotated[Path | None, typer.Option(help="default: this one, if it has transformers")] = None,
+    no_transformers: Annotated[bool, typer.Option("--no-transformers", help="leave it out")] = False,
+    server: Annotated[list[str] | None, typer.Option(help="TITLE=COMMAND of an OpenAI server, with {port}")] = None,
+    only: Annotated[str, typer.Option(help="of the first model")] = "decode1,prefill,offline64,chat32,http32",
+    only_others: Annotated[str, typer.Option(help="of the other models")] = "decode1,prefill",
+    loads: Annotated[int, typer.Option(min=1, help="starts of each engine in process")] = 3,
+    turns: Annotated[int, typer.Option(min=1, help="of single requests")] = 5,
+    burst_turns: Annotated[int, typer.Option(min=1, help="of bursts")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="everything once, cut short: no figures")] = False,
+    output: Annotated[Path, typer.Option(help="Markdown; JSON beside it")] = Path("peers.md"),
+) -> None:
+    """Measure, print the table, and write it."""
+    models = models or [folder for folder in DEFAULT_MODELS if folder.exists()]
+    if not models:
+        sys.exit(f"no MODEL given, and none in {PEERS}; make_models.py there makes them")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines are ended on the way out
+    if transformers is None and not no_transformers and find_spec("transformers"):
+        transformers = Path(sys.executable)
+    peers = Installed(vllm, openvino, transformers, tuple(server or ()))
+    for title, reason in roster.absent(peers, openvino_model or []).items():
+        print(f"{title} is left out: {reason}", flush=True)
+    plan = Plan(1, 1, 1) if quick else Plan(loads, turns, burst_turns)
+    names = [only.split(","), *[only_others.split(",")] * (len(models) - 1)]
+    all_names = {"warmup", *(name for of_model in names for name in of_model)}
+    workloads = read_workloads(peers_folder / "workloads.json", all_names, quick=quick)
+    exported = [*(openvino_model or []), *[None] * len(models)]
+    facts = client_facts() | {"date": time.strftime("%Y-%m-%d %H:%M"), "plan": asdict(plan)}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        session = Session(workloads, Calibration(peers_folder / "calib.py", folder), folder, facts)
+        for number, model in enumerate(models):
+            present = peers if number == 0 else replace(peers, transformers=None)
+            for path in filter(None, (model, exported[number])):
+                fill_page_cache(path)
+            for way, asked in ways(names[number]):
+                if asked:
+                    specs = engines_of(way, present, model, exported[number])
+                    once = plan if way == "in process" else replace(plan, loads=1)
+                    try:
+                        session.hold(model.name, way, specs, asked, once)
+                    except EngineFailedError as error:
+                        sys.exit(str(error))
+                    finally:
+                        session.write(output)
+    print(session.table())
+
+
+if __name__ == "__main__":
+    typer.run(main)
