@@ -64,8 +64,8 @@ bench-latency: $(STAMP) ## time to first token and between tokens; MODEL=..., AR
 bench-control-plane: $(STAMP) ## microseconds of Python per sequence and step
 	$(BIN)/quire bench control-plane $(ARGS)
 
-bench-peers: $(STAMP) ## Quire against transformers on MODEL=..., engines in turn
-	$(BIN)/python bench/compare_transformers.py $(MODEL) $(ARGS)
+bench-peers: $(STAMP) ## Quire beside other engines on MODEL=..., in turn; ARGS="--vllm PYTHON --quick"
+	$(BIN)/python bench/peers.py $(MODEL) $(ARGS)
 
 clean: ## remove what the set-up, the tests and the tools left
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
