@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "sampling.hpp"
+
 namespace quire {
 
 using bf16 = std::uint16_t;  // the upper half of a float
@@ -85,6 +87,8 @@ struct Kernels {
     ForBoth<RmsNorm> rms_norm;
     ForBoth<Attention> attention;
     ForBoth<KVWrite> kv_write;
+    void (*choose_tokens)(const TokenChoice&);
+    void (*top_logprobs)(const TopLogprobs&);
 };
 
 namespace portable { extern const Kernels kernels; }

@@ -9,6 +9,7 @@
 #include "isa.hpp"
 #include "kernels.hpp"
 #include "packing.hpp"
+#include "sampling.hpp"
 
 namespace nb = nanobind;
 using Address = std::uintptr_t;
@@ -91,6 +92,34 @@ void run_copy_blocks(const std::vector<Address>& caches, long block_bytes, Addre
     copy_blocks(addresses, block_bytes, at<const std::int64_t>(src), at<const std::int64_t>(dst), num_copies);
 }
 
+void run_choose_tokens(Address logits, long num_rows, long vocab_size, long stride, Address temperatures,
+                       Address log_min_ps, Address top_ks, Address top_ps, Address uniforms, Address tokens) {
+    chosen->choose_tokens({{at<const float>(logits), num_rows, vocab_size, stride}, at<const float>(temperatures),
+                           at<const float>(log_min_ps), at<const std::int32_t>(top_ks), at<const double>(top_ps),
+                           at<const double>(uniforms), at<std::int64_t>(tokens)});
+}
+
+void run_top_logprobs(Address logits, long vocab_size, long stride, long num_rows, Address rows, Address tokens,
+                      Address counts, long width, Address ids, Address logprobs, Address ranks) {
+    using Ints = const std::int64_t;
+    chosen->top_logprobs({{at<const float>(logits), num_rows, vocab_size, stride}, num_rows, at<Ints>(rows),
+                          at<Ints>(tokens), at<Ints>(counts), width, at<std::int64_t>(ids), at<float>(logprobs),
+                          at<std::int64_t>(ranks)});
+}
+
+void run_penalize(Address logits, long stride, long vocab_size, Address token_ids, long token_stride, long num_entries,
+                  Address logit_rows, Address token_rows, Address num_tokens, Address num_prompt_tokens,
+                  Address repetition, Address presence, Address frequency) {
+    using Ints = const std::int64_t;
+    penalize({at<float>(logits), stride, vocab_size, at<const std::int32_t>(token_ids), token_stride, num_entries,
+              at<Ints>(logit_rows), at<Ints>(token_rows), at<Ints>(num_tokens), at<Ints>(num_prompt_tokens),
+              at<const float>(repetition), at<const float>(presence), at<const float>(frequency)});
+}
+
+void run_draw_uniforms(Address seeds, Address indices, long count, Address numbers) {
+    draw_uniforms(at<const std::uint64_t>(seeds), at<const std::int64_t>(indices), count, at<double>(numbers));
+}
+
 }  // namespace
 }  // namespace quire
 
@@ -117,4 +146,8 @@ NB_MODULE(_kernels, module) {
     module.def("kv_write_bf16", run_kv_write<bf16>);
     module.def("kv_write_float", run_kv_write<float>);
     module.def("copy_blocks", run_copy_blocks);
+    module.def("choose_tokens", run_choose_tokens);
+    module.def("top_logprobs", run_top_logprobs);
+    module.def("penalize", run_penalize);
+    module.def("draw_uniforms", run_draw_uniforms);
 }

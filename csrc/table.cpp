@@ -10,12 +10,16 @@ template <typename T>
 void attention(const Attention<T>&);
 template <typename T>
 void kv_write(const KVWrite<T>&);
+void choose_tokens(const TokenChoice&);
+void top_logprobs(const TopLogprobs&);
 
 const Kernels kernels = {
     {linear<bf16>, linear<float>},
     {rms_norm<bf16>, rms_norm<float>},
     {attention<bf16>, attention<float>},
     {kv_write<bf16>, kv_write<float>},
+    choose_tokens,
+    top_logprobs,
 };
 
 }  // namespace quire::ISA

@@ -1,4 +1,4 @@
-"""What the sampler's tests share: rows put into a fresh state and sampled as one batch."""
+"""What the sampler's tests share: rows put into a fresh state and sampled as one batch, by every back end's ops."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,25 +9,35 @@ import torch
 from quire.core.plan import NewRow
 from quire.decoding.sampler import SampledTokens, sample
 from quire.decoding.state import SamplingState
+from quire.kernels.back_end import choose_back_end
+from quire.kernels.cpp.back_end import usable_isas
+from quire.kernels.sampling import SamplingOps
 
 SampleRows = Callable[[Sequence[NewRow], np.ndarray], SampledTokens]
 
 
-def _sample_rows(new_rows: Sequence[NewRow], logits: np.ndarray) -> SampledTokens:
-    """Sample each of `new_rows` once from float32 `logits` [num_rows, vocab], one batch in the order given."""
-    vocab_size = logits.shape[1]
-    state = SamplingState(max(new.row for new in new_rows) + 1, vocab_size)
-    longest = max(len(new.token_ids) for new in new_rows)
-    # Places past a row's tokens hold what an earlier sequence left there.
-    token_ids = np.full((len(state.features), longest + 3), vocab_size - 1, dtype=np.int32)
-    for new in new_rows:
-        state.set(new)
-        token_ids[new.row, : len(new.token_ids)] = new.token_ids
-    rows = np.array([new.row for new in new_rows])
-    num_tokens = np.array([len(new.token_ids) for new in new_rows])
-    return sample(state, torch.from_numpy(logits), rows, token_ids, num_tokens)
+@pytest.fixture(scope="session", params=["cpp", "torch"])
+def ops(request: pytest.FixtureRequest) -> SamplingOps:
+    if request.param == "cpp" and not usable_isas():
+        pytest.skip("the C++ kernels were not built")
+    return choose_back_end(torch.device("cpu"), request.param).sampling
 
 
 @pytest.fixture(scope="session")
-def sample_rows() -> SampleRows:
-    return _sample_rows
+def sample_rows(ops: SamplingOps) -> SampleRows:
+    """Sample each of `new_rows` once from float32 `logits` [num_rows, vocab], one batch in the order given."""
+
+    def sample_rows(new_rows: Sequence[NewRow], logits: np.ndarray) -> SampledTokens:
+        vocab_size = logits.shape[1]
+        state = SamplingState(max(new.row for new in new_rows) + 1, vocab_size)
+        longest = max(len(new.token_ids) for new in new_rows)
+        # Places past a row's tokens hold what an earlier sequence left there.
+        token_ids = np.full((len(state.features), longest + 3), vocab_size - 1, dtype=np.int32)
+        for new in new_rows:
+            state.set(new)
+            token_ids[new.row, : len(new.token_ids)] = new.token_ids
+        rows = np.array([new.row for new in new_rows])
+        num_tokens = np.array([len(new.token_ids) for new in new_rows])
+        return sample(state, torch.from_numpy(logits.copy()), rows, token_ids, num_tokens, ops)
+
+    return sample_rows

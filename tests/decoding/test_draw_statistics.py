@@ -10,6 +10,8 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import branch_seed
 from quire.decoding.sampler import sample
 from quire.decoding.state import SamplingState
+from quire.kernels.back_end import choose_back_end
+from quire.kernels.sampling import SamplingOps
 
 NUM_DRAWS = 100_000
 VOCAB_SIZE = 60
@@ -17,7 +19,15 @@ LEAST_P_VALUE = 1e-3
 LOGITS = np.random.default_rng(11).normal(0, 1.3, VOCAB_SIZE).astype(np.float32)
 
 
-def draw_many(params: SamplingParams, seeds: list[int], num_indices: int, logits: np.ndarray) -> np.ndarray:
+@pytest.fixture(scope="module")
+def ops() -> SamplingOps:
+    """Return the fastest ops: the others choose the same tokens (tests/kernels/cpp/test_sampling.py)."""
+    return choose_back_end(torch.device("cpu")).sampling
+
+
+def draw_many(
+    ops: SamplingOps, params: SamplingParams, seeds: list[int], num_indices: int, logits: np.ndarray
+) -> np.ndarray:
     """Draw the first `num_indices` output tokens of each seed; returns [num_seeds, num_indices]."""
     state = SamplingState(len(seeds), len(logits))
     for row, seed in enumerate(seeds):
@@ -25,7 +35,7 @@ def draw_many(params: SamplingParams, seeds: list[int], num_indices: int, logits
     rows = np.repeat(np.arange(len(seeds)), num_indices)
     num_tokens = 1 + np.tile(np.arange(num_indices), len(seeds))
     batch = torch.from_numpy(logits).expand(len(rows), -1)
-    sampled = sample(state, batch, rows, np.zeros((len(seeds), 1), np.int32), num_tokens)
+    sampled = sample(state, batch, rows, np.zeros((len(seeds), 1), np.int32), num_tokens, ops)
     return np.array(sampled.token_ids).reshape(len(seeds), num_indices)
 
 
@@ -61,19 +71,19 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_one_branchs_draws_follow_the_distribution(options: dict[str, float]) -> None:
-    tokens = draw_many(SamplingParams(**options), [2024], NUM_DRAWS, LOGITS)
+def test_one_branchs_draws_follow_the_distribution(ops: SamplingOps, options: dict[str, float]) -> None:
+    tokens = draw_many(ops, SamplingParams(**options), [2024], NUM_DRAWS, LOGITS)
     assert_drawn_from(tokens, probabilities(**options))
 
 
 @pytest.mark.parametrize("options", OPTIONS[:1] + OPTIONS[-1:], ids=str)
-def test_first_draws_of_many_branches_follow_the_distribution(options: dict[str, float]) -> None:
+def test_first_draws_of_many_branches_follow_the_distribution(ops: SamplingOps, options: dict[str, float]) -> None:
     seeds = [branch_seed(5, branch) for branch in range(20_000)]
-    assert_drawn_from(draw_many(SamplingParams(**options), seeds, 5, LOGITS), probabilities(**options))
+    assert_drawn_from(draw_many(ops, SamplingParams(**options), seeds, 5, LOGITS), probabilities(**options))
 
 
-def test_branches_and_steps_are_independent() -> None:
-    tokens = draw_many(SamplingParams(), [branch_seed(9, branch) for branch in range(100)], 1000, LOGITS[:8])
+def test_branches_and_steps_are_independent(ops: SamplingOps) -> None:
+    tokens = draw_many(ops, SamplingParams(), [branch_seed(9, branch) for branch in range(100)], 1000, LOGITS[:8])
     neighbours = {
         "branches": (tokens[:-1], tokens[1:]),
         "steps": (tokens[:, :-1], tokens[:, 1:]),
@@ -84,7 +94,7 @@ def test_branches_and_steps_are_independent() -> None:
         assert stats.chi2_contingency(table).pvalue > LEAST_P_VALUE, name
 
 
-def test_seeds_that_differ_by_one_are_independent() -> None:
-    tokens = draw_many(SamplingParams(), list(range(100)), 1000, LOGITS[:8])
+def test_seeds_that_differ_by_one_are_independent(ops: SamplingOps) -> None:
+    tokens = draw_many(ops, SamplingParams(), list(range(100)), 1000, LOGITS[:8])
     table = np.bincount((tokens[:-1] * 8 + tokens[1:]).ravel(), minlength=64).reshape(8, 8)
     assert stats.chi2_contingency(table).pvalue > LEAST_P_VALUE

@@ -9,6 +9,7 @@ import torch
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.decoding.sampler import SampledTokens, prompt_logprobs
+from quire.kernels.sampling import SamplingOps
 
 SampleRows = Callable[[list[NewRow], np.ndarray], SampledTokens]
 
@@ -24,10 +25,10 @@ def plain_log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 33, 1000])
-def test_prompt_logprobs_hold_the_token_then_the_likeliest(count: int) -> None:
+def test_prompt_logprobs_hold_the_token_then_the_likeliest(ops: SamplingOps, count: int) -> None:
     logits = random_logits(20, 33)
     tokens = np.random.default_rng(1).integers(0, 33, 20)
-    records = prompt_logprobs(torch.from_numpy(logits), torch.from_numpy(tokens), count)
+    records = prompt_logprobs(torch.from_numpy(logits), torch.from_numpy(tokens), count, ops)
     for row, token, record in zip(logits, tokens.tolist(), records, strict=True):
         order = np.argsort(-row, kind="stable").tolist()
         assert record.token_ids == [token, *order[:count]]
@@ -35,14 +36,14 @@ def test_prompt_logprobs_hold_the_token_then_the_likeliest(count: int) -> None:
         np.testing.assert_allclose(record.logprobs, plain_log_softmax(row)[record.token_ids], rtol=0, atol=2e-6)
 
 
-def test_equal_logits_rank_by_id() -> None:
-    record = prompt_logprobs(torch.tensor([[1.0, 2.0, 2.0, 1.0]]), torch.tensor([3]), 4)[0]
+def test_equal_logits_rank_by_id(ops: SamplingOps) -> None:
+    record = prompt_logprobs(torch.tensor([[1.0, 2.0, 2.0, 1.0]]), torch.tensor([3]), 4, ops)[0]
     assert record.token_ids == [3, 1, 2, 0, 3]
     assert record.ranks == [4, 1, 2, 3, 4]
 
 
-def test_no_prompt_token_gives_no_record() -> None:
-    assert prompt_logprobs(torch.empty(0, 5), torch.empty(0, dtype=torch.int64), 2) == []
+def test_no_prompt_token_gives_no_record(ops: SamplingOps) -> None:
+    assert prompt_logprobs(torch.empty(0, 5), torch.empty(0, dtype=torch.int64), 2, ops) == []
 
 
 def test_only_the_rows_that_ask_get_logprobs(sample_rows: SampleRows) -> None:
@@ -77,9 +78,9 @@ def test_logprobs_are_those_of_the_raw_logits_whatever_was_edited(sample_rows: S
     np.testing.assert_allclose(record.logprobs, plain_log_softmax(logits[0])[record.token_ids], rtol=0, atol=2e-6)
 
 
-def test_one_record_does_not_depend_on_how_many_others_ask_for() -> None:
+def test_one_record_does_not_depend_on_how_many_others_ask_for(ops: SamplingOps) -> None:
     logits, tokens = torch.from_numpy(random_logits(300, 4099)), torch.arange(300)
-    together = prompt_logprobs(logits, tokens, 20)
+    together = prompt_logprobs(logits, tokens, 20, ops)
     for row in (0, 1, 150, 299):
-        alone = prompt_logprobs(logits[row : row + 1], tokens[row : row + 1], 20)
+        alone = prompt_logprobs(logits[row : row + 1], tokens[row : row + 1], 20, ops)
         assert alone == [together[row]]

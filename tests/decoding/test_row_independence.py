@@ -91,23 +91,3 @@ def test_random_company_changes_nothing(sample_rows: SampleRows, vocab_size: int
                 assert outcome(sampled, place) == (expected.token_ids[who], record)
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("vocab_size", [5, 37, 512, 4096, 4099, 32_003])
-def test_torch_works_on_each_row_by_itself(vocab_size: int, num_threads: int) -> None:
-    logits = torch.from_numpy(np.random.default_rng(0).normal(0, 5, (300, vocab_size)).astype(np.float32))
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        for operation in (torch.softmax, torch.log_softmax, lambda rows, dim: rows.double().cumsum(dim)):
-            together = operation(logits, 1)
-            for start, stop in ((0, 1), (7, 8), (1, 3), (100, 117), (299, 300), (0, 64), (150, 300)):
-                assert torch.equal(operation(logits[start:stop].clone(), 1), together[start:stop])
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_torch_sums_one_after_the_other() -> None:
-    numbers = np.random.default_rng(0).random((7, 5000)).astype(np.float32)
-    assert (torch.from_numpy(numbers).double().cumsum(1).numpy() == np.cumsum(numbers.astype(np.float64), axis=1)).all()

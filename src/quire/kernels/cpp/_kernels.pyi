@@ -5,6 +5,47 @@ def use_isa(name: str) -> None: ...
 def packed_size_bf16(out_features: int, in_features: int) -> int: ...
 def packed_size_float(out_features: int, in_features: int) -> int: ...
 def copy_blocks(caches: list[int], block_bytes: int, src: int, dst: int, num_copies: int) -> None: ...
+def choose_tokens(
+    logits: int,
+    num_rows: int,
+    vocab_size: int,
+    stride: int,
+    temperatures: int,
+    log_min_ps: int,
+    top_ks: int,
+    top_ps: int,
+    uniforms: int,
+    tokens: int,
+) -> None: ...
+def top_logprobs(
+    logits: int,
+    vocab_size: int,
+    stride: int,
+    num_rows: int,
+    rows: int,
+    tokens: int,
+    counts: int,
+    width: int,
+    ids: int,
+    logprobs: int,
+    ranks: int,
+) -> None: ...
+def penalize(
+    logits: int,
+    stride: int,
+    vocab_size: int,
+    token_ids: int,
+    token_stride: int,
+    num_entries: int,
+    logit_rows: int,
+    token_rows: int,
+    num_tokens: int,
+    num_prompt_tokens: int,
+    repetition: int,
+    presence: int,
+    frequency: int,
+) -> None: ...
+def draw_uniforms(seeds: int, indices: int, count: int, numbers: int) -> None: ...
 
 class Activation:
     none: Activation

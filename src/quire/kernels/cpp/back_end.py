@@ -34,6 +34,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         kv_cache_write,
         linear,
         norm,
+        sampling,
     )
 
     _kernels.use_isa(isa)
@@ -46,4 +47,5 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         "rotate_and_write_kv": kv_cache_write.rotate_and_write_kv,
         "copy_blocks": block_copy.copy_blocks,
         "rms_norm": norm.rms_norm,
+        "sampling": sampling.OPS,
     }

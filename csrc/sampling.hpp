@@ -1,0 +1,55 @@
+// What sampling asks of the kernels, all of it row by row: a row's answer depends on its logits and settings alone.
+#pragma once
+
+#include <cstdint>
+
+namespace quire {
+
+// Rows of float32 logits [num_rows, vocab_size], rows `stride` elements apart.
+struct Logits {
+    const float* values;
+    long num_rows, vocab_size, stride;
+
+    const float* row(long index) const { return values + index * stride; }
+};
+
+// One token per row of logits, drawn by a uniform number in [0, 1); temperature 0, or no
+// temperatures at all: the highest logit. Everything else has
+// one entry per row, as quire/kernels/token_choice.py says.
+struct TokenChoice {
+    Logits logits;
+    const float *temperatures, *log_min_ps;
+    const std::int32_t* top_ks;
+    const double *top_ps, *uniforms;
+    std::int64_t* tokens;
+};
+
+// Of some rows of logits, the logprob and the rank of one token and of the `counts[i]` most likely ones. ids, logprobs and
+// ranks [num_rows, width]; what stands behind a row's 1 + counts[i] entries is left as it was.
+struct TopLogprobs {
+    Logits logits;
+    long num_rows;
+    const std::int64_t *rows, *tokens, *counts;  // [num_rows]
+    long width;
+    std::int64_t* ids;
+    float* logprobs;
+    std::int64_t* ranks;
+};
+
+// Penalties on the tokens that some rows of logits have seen, in place. Entry i edits row `logit_rows[i]`; its tokens are
+// the first num_tokens[i] of row `token_rows[i]` of `token_ids`, of which num_prompt_tokens[i] are prompt.
+struct Penalties {
+    float* logits;
+    long stride, vocab_size;
+    const std::int32_t* token_ids;
+    long token_stride, num_entries;
+    const std::int64_t *logit_rows, *token_rows, *num_tokens, *num_prompt_tokens;
+    const float *repetition, *presence, *frequency;
+};
+
+void penalize(const Penalties&);
+
+// numbers[i] in [0, 1), of 53 bits: Philox4x32-10 (Salmon et al. 2011) with key seeds[i] and counter indices[i].
+void draw_uniforms(const std::uint64_t* seeds, const std::int64_t* indices, long count, double* numbers);
+
+}  // namespace quire

@@ -1,0 +1,30 @@
+"""What sampling asks of a back end, and PyTorch's answers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kernels import penalties, philox, token_choice, top_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOps:
+    """One implementation of each op of sampling; a field has the signature of the function that `TORCH` names here."""
+
+    argmax: Callable[[Tensor], NDArray[np.int64]]
+    choose_tokens: Callable[..., NDArray[np.int64]]
+    uniforms: Callable[[NDArray[np.uint64], NDArray[np.int64]], NDArray[np.float64]]
+    top_logprobs: Callable[..., top_logprobs.TopLogprobs]
+    penalize: Callable[..., None]
+
+
+TORCH = SamplingOps(
+    argmax=token_choice.argmax,
+    choose_tokens=token_choice.choose_tokens,
+    uniforms=philox.uniforms,
+    top_logprobs=top_logprobs.top_logprobs,
+    penalize=penalties.penalize,
+)
