@@ -56,10 +56,17 @@ inline float widen(bf16 x) {
 
 // Round to the nearest bfloat16, ties to even; NaN stays NaN.
 inline Words rounded_bits(Floats v) {
+#ifdef __AVX512F__
+    const __m512i bits = (__m512i)v, odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+    return (Words)_mm512_srli_epi32(_mm512_mask_or_epi32(sum, is_nan, bits, _mm512_set1_epi32(0x400000)), 16);
+#else
     const Words bits = (Words)v;
     const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     const auto is_nan = v != v;
     return (Words)((is_nan & (Words)((bits >> 16) | 0x40u)) | (~is_nan & rounded));
+#endif
 }
 
 inline Floats load(const bf16* p) {
