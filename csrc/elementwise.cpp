@@ -1,6 +1,7 @@
-// Norms: a row is read once and written once. Rows are shared among the threads; a row's sum has sixteen
+// Norms and embeddings: a row is read once and written once. Rows are shared among the threads; a row's sum has sixteen
 // lanes that are added in a fixed tree, so it depends on the row and its width alone.
 #include <algorithm>
+#include <cstring>
 
 #include "gang.hpp"
 #include "softmax.hpp"
@@ -18,37 +19,101 @@ void each_row(long num_rows, long width, Row row) {
     });
 }
 
+// Call lanes(i, count) for each sixteen elements of a row, fewer at its end.
+template <typename Lanes>
+void each_lanes(long width, Lanes lanes) {
+    long i = 0;
+    for (; i + LANES <= width; i += LANES) lanes(i, LANES);
+    if (i < width) lanes(i, width - i);
+}
+
+// Add the residual where there is one, call take(values) for all of a row, zeros behind its end; return where they are.
+template <typename T, typename Take>
+const T* add_residual(const Norm<T>& op, long row, Take take) {
+    const T* x = op.x + row * op.x_stride;
+    if (!op.residual) {
+        each_lanes(op.width, [&](long i, long count) { take(load_some(x + i, count)); });
+        return x;
+    }
+    const T* residual = op.residual + row * op.width;
+    T* summed = op.summed + row * op.width;
+    each_lanes(op.width, [&](long i, long count) {
+        const Floats v = rounded<T>(load_some(x + i, count) + load_some(residual + i, count));
+        store_some(summed + i, v, count);
+        take(v);
+    });
+    return summed;
+}
+
+// Zeros in place of the lanes from `count` on.
+inline Floats first_lanes(Floats v, long count) {
+    if (count >= LANES) return v;
+    float lanes[LANES];
+    store(lanes, v);
+    return load_some(lanes, count);
+}
+
 }  // namespace
 
 template <typename T>
-void rms_norm(const RmsNorm<T>& op) {
+void rms_norm(const Norm<T>& op) {
     each_row(op.num_rows, op.width, [&](long row) {
-        const T* x = op.x + row * op.x_stride;
-        const T* residual = op.residual ? op.residual + row * op.width : nullptr;
-        T* summed = op.summed + row * op.width;
-        T* out = op.out + row * op.width;
         Floats squares = {};
-        for (long i = 0; i < op.width; i += LANES) {
-            const long count = std::min<long>(LANES, op.width - i);
-            Floats v = load_some(x + i, count);
-            if (residual) {
-                v = rounded<T>(v + load_some(residual + i, count));
-                store_some(summed + i, v, count);
-            }
-            squares = multiply_add(v, v, squares);
-        }
+        const T* values = add_residual(op, row, [&](Floats v) { squares = multiply_add(v, v, squares); });
         const float mean = sum_of_lanes(squares) / static_cast<float>(op.width);
         const Floats inverse = splat(1.0f / __builtin_sqrtf(mean + op.eps));
-        const T* values = residual ? summed : x;
-        for (long i = 0; i < op.width; i += LANES) {
-            const long count = std::min<long>(LANES, op.width - i);
+        T* out = op.out + row * op.width;
+        each_lanes(op.width, [&](long i, long count) {
             const Floats normed = rounded<T>(load_some(values + i, count) * inverse);
             store_some(out + i, normed * load_some(op.weight + i, count), count);
-        }
+        });
     });
 }
 
-template void rms_norm(const RmsNorm<bf16>&);
-template void rms_norm(const RmsNorm<float>&);
+// The variance is the mean square of what is left after the mean has been taken off: two passes over a row that is in the
+// first-level cache, where the difference of two means of large values would lose what matters.
+template <typename T>
+void layer_norm(const Norm<T>& op) {
+    each_row(op.num_rows, op.width, [&](long row) {
+        Floats sums = {}, squares = {};
+        const T* values = add_residual(op, row, [&](Floats v) { sums += v; });
+        const Floats mean = splat(sum_of_lanes(sums) / static_cast<float>(op.width));
+        each_lanes(op.width, [&](long i, long count) {
+            const Floats centred = first_lanes(load_some(values + i, count) - mean, count);
+            squares = multiply_add(centred, centred, squares);
+        });
+        const float variance = sum_of_lanes(squares) / static_cast<float>(op.width);
+        const Floats inverse = splat(1.0f / __builtin_sqrtf(variance + op.eps));
+        T* out = op.out + row * op.width;
+        each_lanes(op.width, [&](long i, long count) {
+            const Floats normed = (load_some(values + i, count) - mean) * inverse;
+            const Floats bias = op.bias ? load_some(op.bias + i, count) : Floats{};
+            store_some(out + i, multiply_add(normed, load_some(op.weight + i, count), bias), count);
+        });
+    });
+}
+
+template <typename T>
+void embedding(const Embedding<T>& op) {
+    each_row(op.num_tokens, op.width, [&](long token) {
+        const T* row = op.table + op.rows[token] * op.width;
+        T* out = op.out + token * op.width;
+        if (!op.more) {
+            std::memcpy(out, row, op.width * sizeof(T));
+            return;
+        }
+        const T* more = op.more + op.more_rows[token] * op.width;
+        each_lanes(op.width, [&](long i, long count) {
+            store_some(out + i, load_some(row + i, count) + load_some(more + i, count), count);
+        });
+    });
+}
+
+template void rms_norm(const Norm<bf16>&);
+template void rms_norm(const Norm<float>&);
+template void layer_norm(const Norm<bf16>&);
+template void layer_norm(const Norm<float>&);
+template void embedding(const Embedding<bf16>&);
+template void embedding(const Embedding<float>&);
 
 }  // namespace quire::ISA

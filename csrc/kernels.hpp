@@ -33,14 +33,29 @@ struct Linear {
     bool is_gated() const { return activation == Activation::silu_and_mul; }
 };
 
-// summed = x + residual (x itself where residual is null: summed is not written); out = RMSNorm(summed) * weight.
-// x rows are x_stride elements apart; everything else is [num_rows, width] without gaps, weight [width].
+// summed = x + residual (x itself where residual is null: summed is not written); out = norm(summed) * weight + bias.
+// x rows are x_stride elements apart; everything else is [num_rows, width] without gaps, weight and bias [width], bias
+// null for none, and for RMSNorm. summed may be residual's memory, and out may be x's where x has no gaps.
 template <typename T>
-struct RmsNorm {
-    const T *x, *residual, *weight;
+struct Norm {
+    const T *x, *residual;
     T *summed, *out;
-    long num_rows, width, x_stride;
+    long num_rows, x_stride;
+    const T *weight, *bias;
+    long width;
     float eps;
+};
+
+// out[i] = table[rows[i]], plus more[more_rows[i]] where more is not null: embeddings, learned positions. Rows of `width`
+// elements without gaps.
+template <typename T>
+struct Embedding {
+    const T* table;
+    const std::int64_t* rows;
+    const T* more;
+    const std::int64_t* more_rows;
+    T* out;
+    long num_tokens, width;
 };
 
 // Causal attention of a flat batch over the paged cache (cache_layout.hpp). query and out [num_tokens, num_heads,
@@ -84,11 +99,13 @@ struct ForBoth {
 
 struct Kernels {
     ForBoth<Linear> linear;
-    ForBoth<RmsNorm> rms_norm;
+    ForBoth<Norm> rms_norm;
     ForBoth<Attention> attention;
     ForBoth<KVWrite> kv_write;
     void (*choose_tokens)(const TokenChoice&);
     void (*top_logprobs)(const TopLogprobs&);
+    ForBoth<Norm> layer_norm;
+    ForBoth<Embedding> embedding;
 };
 
 namespace portable { extern const Kernels kernels; }

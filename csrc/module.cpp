@@ -57,11 +57,27 @@ void run_linear(Address x, long num_rows, long in_features, long x_stride, Addre
                                        activation});
 }
 
+template <typename T, ForBoth<Norm> Kernels::*norm>
+void run_norm(Address x, Address residual, Address summed, Address out, long num_rows, long x_stride, Address weight,
+              Address bias, long width, float eps) {
+    pick(chosen->*norm, (T*)nullptr)({at<const T>(x), at<const T>(residual), at<T>(summed), at<T>(out), num_rows, x_stride,
+                                      at<const T>(weight), at<const T>(bias), width, eps});
+}
+
+void check_rows(const std::int64_t* rows, long count, long num_rows) {
+    for (long i = 0; i < count; i++)
+        if (rows[i] < 0 || rows[i] >= num_rows)
+            throw std::out_of_range("row " + std::to_string(rows[i]) + " of a table of " + std::to_string(num_rows));
+}
+
 template <typename T>
-void run_rms_norm(Address x, Address residual, Address weight, Address summed, Address out, long num_rows, long width,
-                  long x_stride, float eps) {
-    pick(chosen->rms_norm, (T*)nullptr)({at<const T>(x), at<const T>(residual), at<const T>(weight), at<T>(summed),
-                                         at<T>(out), num_rows, width, x_stride, eps});
+void run_embedding(Address table, long num_rows, Address rows, Address more, long num_more_rows, Address more_rows,
+                   Address out, long num_tokens, long width) {
+    using Ints = const std::int64_t;
+    check_rows(at<Ints>(rows), num_tokens, num_rows);
+    if (more) check_rows(at<Ints>(more_rows), num_tokens, num_more_rows);
+    pick(chosen->embedding, (T*)nullptr)({at<const T>(table), at<Ints>(rows), at<const T>(more), at<Ints>(more_rows),
+                                          at<T>(out), num_tokens, width});
 }
 
 template <typename T>
@@ -139,8 +155,12 @@ NB_MODULE(_kernels, module) {
     module.def("pack_float", pack<float>, nb::call_guard<nb::gil_scoped_release>());
     module.def("linear_bf16", run_linear<bf16>);
     module.def("linear_float", run_linear<float>);
-    module.def("rms_norm_bf16", run_rms_norm<bf16>);
-    module.def("rms_norm_float", run_rms_norm<float>);
+    module.def("rms_norm_bf16", run_norm<bf16, &Kernels::rms_norm>);
+    module.def("rms_norm_float", run_norm<float, &Kernels::rms_norm>);
+    module.def("layer_norm_bf16", run_norm<bf16, &Kernels::layer_norm>);
+    module.def("layer_norm_float", run_norm<float, &Kernels::layer_norm>);
+    module.def("embedding_bf16", run_embedding<bf16>);
+    module.def("embedding_float", run_embedding<float>);
     module.def("attention_bf16", run_attention<bf16>);
     module.def("attention_float", run_attention<float>);
     module.def("kv_write_bf16", run_kv_write<bf16>);

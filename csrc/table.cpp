@@ -5,13 +5,17 @@ namespace quire::ISA {
 template <typename T>
 void linear(const Linear<T>&);
 template <typename T>
-void rms_norm(const RmsNorm<T>&);
+void rms_norm(const Norm<T>&);
 template <typename T>
 void attention(const Attention<T>&);
 template <typename T>
 void kv_write(const KVWrite<T>&);
 void choose_tokens(const TokenChoice&);
 void top_logprobs(const TopLogprobs&);
+template <typename T>
+void layer_norm(const Norm<T>&);
+template <typename T>
+void embedding(const Embedding<T>&);
 
 const Kernels kernels = {
     {linear<bf16>, linear<float>},
@@ -20,6 +24,8 @@ const Kernels kernels = {
     {kv_write<bf16>, kv_write<float>},
     choose_tokens,
     top_logprobs,
+    {layer_norm<bf16>, layer_norm<float>},
+    {embedding<bf16>, embedding<float>},
 };
 
 }  // namespace quire::ISA

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels import block_copy, cache_layout, kv_cache_write, linear, norm, paged_attention, sampling
+from quire.kernels import block_copy, cache_layout, embedding, kv_cache_write, linear, norm, paged_attention, sampling
 from quire.kernels.cpp.back_end import MAX_HEAD_DIM, cpp_ops, serves_head_dim, usable_isas
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 class BackEnd:
     """One implementation of every op; each field has the signature of the function of its name in the op's module.
 
-    `linear` makes a layer from a weight, as `linear.PackedLinear` does.
+    `linear` makes a layer from a weight, as `linear.PackedLinear` does; `rms_norm` and `layer_norm` make a norm from
+    its parameters, as `norm.RMSNorm` and `norm.LayerNorm` do.
     """
 
     name: str
@@ -34,8 +35,9 @@ class BackEnd:
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     rotate_and_write_kv: Callable[..., Tensor]
     copy_blocks: Callable[[list[Tensor], Tensor, Tensor], None]
-    rms_norm: Callable[..., tuple[Tensor, Tensor]]
-    layer_norm: Callable[..., tuple[Tensor, Tensor]]
+    rms_norm: Callable[..., norm.Norm]
+    layer_norm: Callable[..., norm.Norm]
+    embed: Callable[..., Tensor]
     sampling: sampling.SamplingOps
 
 
@@ -48,8 +50,9 @@ TORCH = BackEnd(
     write_kv=kv_cache_write.write_kv,
     rotate_and_write_kv=kv_cache_write.rotate_and_write_kv,
     copy_blocks=block_copy.copy_blocks,
-    rms_norm=norm.rms_norm,
-    layer_norm=norm.layer_norm,
+    rms_norm=norm.RMSNorm,
+    layer_norm=norm.LayerNorm,
+    embed=embedding.embed,
     sampling=sampling.TORCH,
 )
 REFERENCE = replace(

@@ -8,7 +8,7 @@ from quire.kernels.linear import Linear
 from quire.kernels.rotary import rotary_table
 from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
-from quire.model.layers import Attention, FeedForward, Layer, Norm, PostNormLayer, PreNormLayer, Step
+from quire.model.layers import Attention, FeedForward, Layer, PostNormLayer, PreNormLayer, Step, make_norm
 from quire.model.spec import DecoderSpec
 from quire.model.weights import WeightReader
 
@@ -22,7 +22,7 @@ class Decoder:
         cos_sin = _rotary_table(spec, max_positions, weights.device)
         self._layers = [_make_layer(spec, weights.layer(i), i, cos_sin) for i in range(spec.num_layers)]
         final_norm = weights.names.final_norm if spec.has_final_norm else None
-        self._final_norm = None if final_norm is None else Norm(spec, weights, final_norm, spec.hidden_size)
+        self._final_norm = None if final_norm is None else make_norm(spec, weights, final_norm, spec.hidden_size)
         self._head = Head(spec, weights, self._embedding.tokens)
         self.num_parameters, self.weight_bytes = weights.tally.num_parameters, weights.tally.weight_bytes
 
@@ -58,15 +58,17 @@ class Embedding:
         self.tokens = weights.table(names.embedding, spec.vocab_size, width)
         self._project = _projection(weights, names.project_in, spec.hidden_size, width)
         self._positions: Tensor | None = None
+        self._embed = weights.back_end.embed
         if names.positions is not None:
             num_rows = spec.max_position_embeddings + spec.position_offset
             self._positions = weights.table(names.positions, num_rows, spec.hidden_size)[spec.position_offset :]
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Return [num_tokens, hidden_size] for token_ids and positions [num_tokens] int64."""
-        x = self.tokens.index_select(0, token_ids)
-        x = x if self._project is None else self._project(x)
-        return x if self._positions is None else x + self._positions.index_select(0, positions)
+        if self._project is None:
+            return self._embed(self.tokens, token_ids, self._positions, positions)
+        x = self._project(self._embed(self.tokens, token_ids))
+        return x if self._positions is None else x + self._embed(self._positions, positions)
 
 
 class Head:
@@ -103,8 +105,8 @@ def _make_layer(spec: DecoderSpec, weights: WeightReader, index: int, cos_sin: T
     names = weights.names
     make = PreNormLayer if spec.norm_position == "pre" else PostNormLayer
     return make(
-        Norm(spec, weights, names.attention_norm, spec.hidden_size),
+        make_norm(spec, weights, names.attention_norm, spec.hidden_size),
         Attention(spec, weights, index, cos_sin),
-        Norm(spec, weights, names.feed_forward_norm, spec.hidden_size),
+        make_norm(spec, weights, names.feed_forward_norm, spec.hidden_size),
         FeedForward(spec, weights),
     )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.kernels.norm import Norm
 from quire.kernels.paged_attention import AttentionPlan
 from quire.model.spec import DecoderSpec
 from quire.model.weights import WeightReader
@@ -23,17 +24,11 @@ class Step(NamedTuple):
     attention: AttentionPlan
 
 
-class Norm:
-    """RMSNorm or LayerNorm over the last dimension, after adding the residual stream if there is one."""
-
-    def __init__(self, spec: DecoderSpec, weights: WeightReader, module: str, width: int) -> None:
-        has_bias = spec.norm == "layer"
-        self._normalize = weights.back_end.layer_norm if has_bias else weights.back_end.rms_norm
-        self._parameters = (*weights.norm(module, width, has_bias=has_bias), spec.norm_eps)
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return `(normed, summed)`: summed = x + residual, normed = norm(summed), all [..., width]."""
-        return self._normalize(x, *self._parameters, residual)
+def make_norm(spec: DecoderSpec, weights: WeightReader, module: str, width: int) -> Norm:
+    """Return the family's norm over the last dimension, which first adds the residual stream if there is one."""
+    if spec.norm == "layer":
+        return weights.back_end.layer_norm(*weights.norm(module, width, has_bias=True), spec.norm_eps)
+    return weights.back_end.rms_norm(*weights.norm(module, width, has_bias=False), spec.norm_eps)
 
 
 class Attention:
@@ -81,7 +76,7 @@ class Attention:
 def _head_norm(spec: DecoderSpec, weights: WeightReader, module: str | None) -> Norm | None:
     if module is None or not spec.has_query_key_norm:
         return None
-    return Norm(spec, weights, module, spec.head_dim)
+    return make_norm(spec, weights, module, spec.head_dim)
 
 
 class FeedForward:

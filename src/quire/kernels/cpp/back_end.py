@@ -31,6 +31,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         block_copy,
         cache_layout,
         dtypes,
+        embedding,
         kv_cache_write,
         linear,
         norm,
@@ -46,6 +47,8 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         "write_kv": kv_cache_write.write_kv,
         "rotate_and_write_kv": kv_cache_write.rotate_and_write_kv,
         "copy_blocks": block_copy.copy_blocks,
-        "rms_norm": norm.rms_norm,
+        "rms_norm": norm.CppRMSNorm,
+        "layer_norm": norm.CppLayerNorm,
+        "embed": embedding.embed,
         "sampling": sampling.OPS,
     }

@@ -1,34 +1,71 @@
-"""RMSNorm in C++; the meaning is `quire.kernels.norm.rms_norm`'s."""
+"""RMSNorm and LayerNorm in C++; the meanings are those of `quire.kernels.norm`.
+
+A decode step calls them twice per layer for a row that takes the kernel less than a microsecond, so a call does little
+else: parameters are checked at construction, and with a residual the results take the arguments' place.
+"""
 
 import torch
 from torch import Tensor
 
-from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
+from quire.kernels.cpp.dtypes import Kernel, address, kernel_dtype, pair
 
-_KERNELS = pair("rms_norm")
+_RMS_NORM, _LAYER_NORM = pair("rms_norm"), pair("layer_norm")
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return `(normed, summed)`, each of x's shape and dtype. x may be a slice of rows with gaps between them."""
-    if kernel_dtype(x.dtype) != x.dtype:
-        wide = None if residual is None else residual.float()
-        normed, summed = rms_norm(x.float(), weight.float(), eps, wide)
-        return normed.to(x.dtype), summed.to(x.dtype)
-    width = x.shape[-1]
-    assert weight.shape == (width,), f"{tuple(weight.shape)} for rows of {width}"
-    assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
-    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, width)
-    normed = torch.empty(x.shape, dtype=x.dtype)
-    summed = x if residual is None else torch.empty(x.shape, dtype=x.dtype)
-    _KERNELS[x.dtype](
-        rows.data_ptr(),
-        address(residual),
-        weight.data_ptr(),
-        address(None if residual is None else summed),
-        normed.data_ptr(),
-        rows.shape[0],
-        width,
-        rows.stride(0),
-        eps,
-    )
-    return normed, summed
+class _CppNorm:
+    def __init__(self, kernels: dict[torch.dtype, Kernel], weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        self._dtype, self._width = weight.dtype, len(weight)
+        self._kernel_dtype = kernel_dtype(weight.dtype)
+        assert weight.shape == (self._width,)
+        assert bias is None or bias.shape == weight.shape
+        self._weight = weight.to(self._kernel_dtype).contiguous()
+        self._bias = None if bias is None else bias.to(self._kernel_dtype).contiguous()
+        self._kernel = kernels[self._kernel_dtype]
+        self._parameters = (self._weight.data_ptr(), address(self._bias), self._width, eps)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return `(normed, summed)`; without a residual x may be a slice of rows with gaps between them."""
+        assert x.dtype == self._dtype, f"{x.dtype} for a norm in {self._dtype}"
+        assert x.shape[-1] == self._width, f"{tuple(x.shape)} for rows of {self._width}"
+        if self._dtype != self._kernel_dtype:
+            return self._converted(x, residual)
+        if residual is None:
+            return self._apart(x), x
+        return self._in_place(x if x.is_contiguous() else x.contiguous(), residual)
+
+    def _in_place(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        assert residual.dtype == self._kernel_dtype
+        assert residual.is_contiguous()
+        num_elements = x.numel()
+        assert residual.numel() == num_elements
+        x_at, residual_at = x.data_ptr(), residual.data_ptr()
+        assert x_at != residual_at or num_elements == 0, "the residual cannot be x"
+        width = self._width
+        self._kernel(x_at, residual_at, residual_at, x_at, num_elements // width, width, *self._parameters)
+        return x, residual
+
+    def _apart(self, x: Tensor) -> Tensor:
+        rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, self._width)
+        normed = torch.empty(x.shape, dtype=self._kernel_dtype)
+        self._kernel(rows.data_ptr(), 0, 0, normed.data_ptr(), len(rows), rows.stride(0), *self._parameters)
+        return normed
+
+    def _converted(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return self._apart(x.to(self._kernel_dtype)).to(self._dtype), x
+        normed, summed = self._in_place(x.to(self._kernel_dtype).contiguous(), residual.to(self._kernel_dtype))
+        return normed.to(self._dtype), summed.to(self._dtype)
+
+
+class CppRMSNorm(_CppNorm):
+    """RMSNorm with weight [width]; called as `norm.Norm` says."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__(_RMS_NORM, weight, None, eps)
+
+
+class CppLayerNorm(_CppNorm):
+    """LayerNorm with weight [width], and bias [width] or none; called as `norm.Norm` says."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        super().__init__(_LAYER_NORM, weight, bias, eps)

@@ -1,0 +1,44 @@
+"""The embedding lookup in C++; the meaning is `quire.kernels.embedding.embed`'s."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels import embedding
+from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
+
+_KERNELS = pair("embedding")
+
+
+def embed(
+    table: Tensor, token_ids: Tensor, position_table: Tensor | None = None, positions: Tensor | None = None
+) -> Tensor:
+    """Return what `embedding.embed` returns; tables without gaps. float16 is left to PyTorch: nothing is summed."""
+    if kernel_dtype(table.dtype) != table.dtype:
+        return embedding.embed(table, token_ids, position_table, positions)
+    num_tokens, width = len(token_ids), table.shape[1]
+    assert table.is_contiguous()
+    assert token_ids.dtype == torch.int64
+    assert token_ids.is_contiguous()
+    num_positions = 0
+    if position_table is not None:
+        assert positions is not None
+        num_positions = len(position_table)
+        assert position_table.dtype == table.dtype
+        assert position_table.shape[1] == width
+        assert position_table.is_contiguous()
+        assert positions.dtype == torch.int64
+        assert positions.shape == token_ids.shape
+        assert positions.is_contiguous()
+    out = torch.empty(num_tokens, width, dtype=table.dtype)
+    _KERNELS[table.dtype](
+        table.data_ptr(),
+        len(table),
+        token_ids.data_ptr(),
+        address(position_table),
+        num_positions,
+        address(positions),
+        out.data_ptr(),
+        num_tokens,
+        width,
+    )
+    return out

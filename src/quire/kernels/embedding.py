@@ -1,0 +1,18 @@
+"""The rows of token ids in an embedding table, and of positions in a learned one where there is one."""
+
+from torch import Tensor
+
+
+def embed(
+    table: Tensor, token_ids: Tensor, position_table: Tensor | None = None, positions: Tensor | None = None
+) -> Tensor:
+    """Return table[token_ids], plus position_table[positions] where there is one; [num_tokens, width].
+
+    table and position_table [any, width] of one dtype, which the result has; token_ids and positions [num_tokens]
+    int64. An id past its table is an IndexError.
+    """
+    tokens = table.index_select(0, token_ids)
+    if position_table is None:
+        return tokens
+    assert positions is not None
+    return tokens + position_table.index_select(0, positions)
