@@ -19,17 +19,19 @@ bool reads_what_it_overwrites(const std::int64_t* src, const std::int64_t* dst, 
 
 }  // namespace
 
+void swap_blocks(const std::vector<char*>& sources, const std::vector<char*>& destinations, long block_bytes,
+                 const std::int64_t* src, const std::int64_t* dst, long num_copies) {
+    share_range(static_cast<long>(sources.size()) * num_copies, 1, [&](long job, long) {
+        const long cache = job / num_copies, i = job % num_copies;
+        std::memcpy(destinations[cache] + dst[i] * block_bytes, sources[cache] + src[i] * block_bytes, block_bytes);
+    });
+}
+
 void copy_blocks(const std::vector<char*>& caches, long block_bytes, const std::int64_t* src, const std::int64_t* dst,
                  long num_copies) {
     const long num_caches = static_cast<long>(caches.size());
-    if (!reads_what_it_overwrites(src, dst, num_copies)) {
-        share_range(num_caches * num_copies, 1, [&](long job, long) {
-            char* cache = caches[job / num_copies];
-            const long i = job % num_copies;
-            std::memcpy(cache + dst[i] * block_bytes, cache + src[i] * block_bytes, block_bytes);
-        });
-        return;
-    }
+    if (!reads_what_it_overwrites(src, dst, num_copies))
+        return swap_blocks(caches, caches, block_bytes, src, dst, num_copies);
     share(num_caches, [&](Chunks& chunks) {
         std::vector<char> read(num_copies * block_bytes);
         for (long cache; (cache = chunks.take()) < num_caches;) {

@@ -102,10 +102,21 @@ void run_kv_write(Address query, long query_stride, Address key, Address value, 
                                          head_dim, block_size, rotary_dim});
 }
 
-void run_copy_blocks(const std::vector<Address>& caches, long block_bytes, Address src, Address dst, long num_copies) {
+std::vector<char*> all_at(const std::vector<Address>& caches) {
     std::vector<char*> addresses;
     for (Address cache : caches) addresses.push_back(at<char>(cache));
-    copy_blocks(addresses, block_bytes, at<const std::int64_t>(src), at<const std::int64_t>(dst), num_copies);
+    return addresses;
+}
+
+void run_copy_blocks(const std::vector<Address>& caches, long block_bytes, Address src, Address dst, long num_copies) {
+    using Ints = const std::int64_t;
+    copy_blocks(all_at(caches), block_bytes, at<Ints>(src), at<Ints>(dst), num_copies);
+}
+
+void run_swap_blocks(const std::vector<Address>& sources, const std::vector<Address>& destinations, long block_bytes,
+                     Address src, Address dst, long num_copies) {
+    using Ints = const std::int64_t;
+    swap_blocks(all_at(sources), all_at(destinations), block_bytes, at<Ints>(src), at<Ints>(dst), num_copies);
 }
 
 void run_choose_tokens(Address logits, long num_rows, long vocab_size, long stride, Address temperatures,
@@ -166,6 +177,7 @@ NB_MODULE(_kernels, module) {
     module.def("kv_write_bf16", run_kv_write<bf16>);
     module.def("kv_write_float", run_kv_write<float>);
     module.def("copy_blocks", run_copy_blocks);
+    module.def("swap_blocks", run_swap_blocks);
     module.def("choose_tokens", run_choose_tokens);
     module.def("top_logprobs", run_top_logprobs);
     module.def("penalize", run_penalize);

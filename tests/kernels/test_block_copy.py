@@ -1,4 +1,4 @@
-"""Copying blocks within the cache."""
+"""Copying blocks within the cache, and between the cache and the swap space."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import block_copy
-from quire.kernels.block_copy import copy_blocks
+from quire.kernels.block_copy import copy_blocks, swap_blocks
 
 COPIERS = [block_copy.reference, copy_blocks]
 
@@ -45,3 +45,16 @@ def test_no_copies_change_nothing(copy: Callable[..., None]) -> None:
     before = [cache.clone() for cache in caches]
     copy(caches, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
     assert all(map(torch.equal, caches, before))
+
+
+def test_blocks_are_swapped_out_and_in_again_wherever_there_is_room() -> None:
+    caches, before = layers(), layers()
+    space = [torch.zeros(4, *cache.shape[1:]) for cache in caches]
+    swap_blocks(caches, space, torch.tensor([9, 2]), torch.tensor([0, 3]))
+    for cache in caches:
+        cache[[9, 2]] = torch.nan
+    swap_blocks(space, caches, torch.tensor([3, 0]), torch.tensor([5, 7]))
+    for cache, held, old in zip(caches, space, before, strict=True):
+        assert torch.equal(cache[[5, 7]], old[[2, 9]])
+        assert torch.equal(cache[[0, 1, 3, 4, 6, 8]], old[[0, 1, 3, 4, 6, 8]])
+        assert not held[[1, 2]].any()

@@ -35,6 +35,7 @@ class BackEnd:
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     rotate_and_write_kv: Callable[..., Tensor]
     copy_blocks: Callable[[list[Tensor], Tensor, Tensor], None]
+    swap_blocks: Callable[[list[Tensor], list[Tensor], Tensor, Tensor], None]
     rms_norm: Callable[..., norm.Norm]
     layer_norm: Callable[..., norm.Norm]
     embed: Callable[..., Tensor]
@@ -50,6 +51,7 @@ TORCH = BackEnd(
     write_kv=kv_cache_write.write_kv,
     rotate_and_write_kv=kv_cache_write.rotate_and_write_kv,
     copy_blocks=block_copy.copy_blocks,
+    swap_blocks=block_copy.swap_blocks,
     rms_norm=norm.RMSNorm,
     layer_norm=norm.LayerNorm,
     embed=embedding.embed,

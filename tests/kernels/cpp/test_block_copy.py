@@ -1,11 +1,13 @@
-"""Copying blocks within the cache in C++."""
+"""Copying blocks within the cache, and between the cache and the swap space, in C++."""
+
+import mmap
 
 import pytest
 import torch
 from torch import Tensor
 
 from quire.kernels import block_copy
-from quire.kernels.cpp.block_copy import copy_blocks
+from quire.kernels.cpp.block_copy import copy_blocks, swap_blocks
 
 COPIES = {
     "apart": ([1, 1, 7], [0, 9, 3]),
@@ -37,3 +39,42 @@ def test_caches_whose_blocks_differ_in_size_are_refused() -> None:
     block = torch.tensor([0])
     with pytest.raises(AssertionError, match="differ"):
         copy_blocks([torch.zeros(3, 4), torch.zeros(3, 5)], block, block)
+
+
+def swap_space(caches: list[Tensor], num_blocks: int) -> list[Tensor]:
+    """Caches of another number of blocks, in one mapping, as a swap file is."""
+    shapes = [(num_blocks, *cache.shape[1:]) for cache in caches]
+    num_bytes = num_blocks * caches[0][0].nbytes
+    memory = torch.frombuffer(mmap.mmap(-1, num_bytes * len(caches)), dtype=torch.uint8)
+    return [
+        part.view(cache.dtype).view(shape)
+        for part, cache, shape in zip(memory.split(num_bytes), caches, shapes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("copies", [([1, 1, 9], [0, 3, 2]), ([4], [4]), ([], [])], ids=["some", "one", "none"])
+def test_blocks_are_swapped_in_every_layer_as_the_reference_does(
+    copies: tuple[list[int], list[int]], dtype: torch.dtype, num_threads: int
+) -> None:
+    caches = layers(dtype)
+    ours, expected = swap_space(caches, 5), swap_space(caches, 5)
+    src, dst = (torch.tensor(blocks, dtype=torch.int64) for blocks in copies)
+    swap_blocks(caches, ours, src, dst)
+    block_copy.swap_blocks(caches, expected, src, dst)
+    assert all(map(torch.equal, ours, expected))
+    assert all(map(torch.equal, caches, layers(dtype)))
+    if len(copies[0]) == 1:
+        swap_blocks(ours, caches, dst, src + 1)
+        assert all(torch.equal(cache[5], cache[4]) for cache in caches)
+
+
+def test_pools_that_do_not_go_together_are_refused() -> None:
+    caches, block = layers(torch.float32), torch.tensor([0])
+    with pytest.raises(AssertionError, match="share memory"):
+        swap_blocks(caches, caches, block, block)
+    with pytest.raises(AssertionError, match="differ"):
+        swap_blocks(caches, [torch.zeros(3, 5) for _ in caches], block, block)
+    with pytest.raises(AssertionError):
+        swap_blocks(caches, swap_space(caches, 2)[1:], block, block)

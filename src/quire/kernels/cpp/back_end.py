@@ -47,6 +47,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         "write_kv": kv_cache_write.write_kv,
         "rotate_and_write_kv": kv_cache_write.rotate_and_write_kv,
         "copy_blocks": block_copy.copy_blocks,
+        "swap_blocks": block_copy.swap_blocks,
         "rms_norm": norm.CppRMSNorm,
         "layer_norm": norm.CppLayerNorm,
         "embed": embedding.embed,
