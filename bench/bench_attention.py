@@ -21,7 +21,7 @@ from torch import Tensor
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.attention import CppAttentionPlan, paged_attention, prepare
 from quire.kernels.cpp.cache_layout import cache_shapes
-from quire.kernels.cpp.linear import huge_pages
+from quire.kernels.cpp.huge_pages import huge_pages
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 14, 2, 64  # of bench-0.5b
 DECODES = [(1, 2048), (1, 8192), (1, 32768), (8, 2048), (8, 8192), (32, 2048), (32, 8192)]  # batch, context

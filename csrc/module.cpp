@@ -40,6 +40,11 @@ void pack(Address weight, long stride, long out_features, long in_features, Addr
     pack_linear(at<const T>(weight), stride, out_features, in_features, at<T>(packed), every);
 }
 
+template <typename T>
+bool are_finite(Address values, long count) {
+    return all_finite(at<const T>(values), count);
+}
+
 // The chosen instruction set's kernel for bf16 or float.
 template <template <typename> class Op, typename T>
 auto pick(const ForBoth<Op>& both, const T*) {
@@ -164,6 +169,8 @@ NB_MODULE(_kernels, module) {
     module.def("packed_size_float", [](long outs, long ins) { return packed_size(outs, ins, (const float*)nullptr); });
     module.def("pack_bf16", pack<bf16>, nb::call_guard<nb::gil_scoped_release>());
     module.def("pack_float", pack<float>, nb::call_guard<nb::gil_scoped_release>());
+    module.def("all_finite_bf16", are_finite<bf16>, nb::call_guard<nb::gil_scoped_release>());
+    module.def("all_finite_float", are_finite<float>, nb::call_guard<nb::gil_scoped_release>());
     module.def("linear_bf16", run_linear<bf16>);
     module.def("linear_float", run_linear<float>);
     module.def("rms_norm_bf16", run_norm<bf16, &Kernels::rms_norm>);

@@ -20,6 +20,10 @@ inline long num_tiles(long in_features) { return (in_features + TILE_INPUTS - 1)
 long packed_size(long out_features, long in_features, const bf16*);
 long packed_size(long out_features, long in_features, const float*);
 
+// Whether none of `count` values is infinite or no number. All threads take part.
+bool all_finite(const bf16* values, long count);
+bool all_finite(const float* values, long count);
+
 // Pack weight [out_features, in_features], rows `stride` elements apart, into every strip of `packed` or into every
 // second one. All threads take part.
 void pack_linear(const bf16* weight, long stride, long out_features, long in_features, bf16* packed, long every);

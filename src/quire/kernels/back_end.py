@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels import block_copy, cache_layout, embedding, kv_cache_write, linear, norm, paged_attention, sampling
+from quire.kernels import (
+    block_copy,
+    cache_layout,
+    embedding,
+    finite,
+    kv_cache_write,
+    linear,
+    norm,
+    paged_attention,
+    sampling,
+)
 from quire.kernels.cpp.back_end import MAX_HEAD_DIM, cpp_ops, serves_head_dim, usable_isas
 
 log = logging.getLogger(__name__)
@@ -39,6 +49,7 @@ class BackEnd:
     rms_norm: Callable[..., norm.Norm]
     layer_norm: Callable[..., norm.Norm]
     embed: Callable[..., Tensor]
+    all_finite: Callable[[Tensor], bool]
     sampling: sampling.SamplingOps
 
 
@@ -55,6 +66,7 @@ TORCH = BackEnd(
     rms_norm=norm.RMSNorm,
     layer_norm=norm.LayerNorm,
     embed=embedding.embed,
+    all_finite=finite.all_finite,
     sampling=sampling.TORCH,
 )
 REFERENCE = replace(

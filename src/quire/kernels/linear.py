@@ -6,7 +6,7 @@ zero-padded: 64, and those smaller ones that a probe has found to give the same 
 (`equal_row_counts`). docs/decisions/0002 has the measurements.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Literal, Protocol
 
@@ -43,18 +43,20 @@ class Linear(Protocol):
 class PackedLinear:
     """y = activation(x W^T + b) for x [num_rows, in_features] of any float dtype; result [num_rows, out_features].
 
-    weight [out_features, in_features], bias [out_features] or None; silu_and_mul makes half as many of them. `dtype` is
-    the precision of product and result (default: the weight's). The caller may drop the weight afterwards.
+    weight [out_features, in_features], or parts of it, one's rows after the other's; bias [out_features] or None;
+    silu_and_mul makes half as many of them. `dtype` is the precision of product and result (default: the weight's).
+    Parts are copied. The caller may drop the weight afterwards.
     """
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | Sequence[Tensor],
         bias: Tensor | None = None,
         *,
         dtype: torch.dtype | None = None,
         activation: Activation = "none",
     ) -> None:
+        weight = _whole(weight)
         self._out_dtype = dtype or weight.dtype
         self._dtype = _product_dtype(self._out_dtype)
         self._row_counts = equal_row_counts(*weight.shape, self._dtype, bias is not None, torch.get_num_threads())
@@ -80,12 +82,13 @@ class PlainLinear:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | Sequence[Tensor],
         bias: Tensor | None = None,
         *,
         dtype: torch.dtype | None = None,
         activation: Activation = "none",
     ) -> None:
+        weight = _whole(weight)
         self._dtype = dtype or weight.dtype
         self._weight = weight.to(self._dtype)
         self._bias = None if bias is None else bias.to(self._dtype)
@@ -95,6 +98,11 @@ class PlainLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply all rows at once."""
         return self._activate(F.linear(x.to(self._dtype), self._weight, self._bias))
+
+
+def _whole(weight: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return a weight that came in parts in memory of its own; theirs may be the checkpoint's."""
+    return weight if isinstance(weight, Tensor) else torch.cat(list(weight))
 
 
 @cache

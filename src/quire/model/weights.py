@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -51,12 +50,12 @@ class WeightReader:
 
     def table(self, module: str, num_rows: int, width: int) -> Tensor:
         """Return an embedding table [num_rows, width]."""
-        return self._read([f"{self._prefix}{module}.weight"], [(num_rows, width)])
+        return self._read_kept([f"{self._prefix}{module}.weight"], [(num_rows, width)])
 
     def norm(self, module: str, width: int, *, has_bias: bool) -> tuple[Tensor, ...]:
         """Return a norm's weight and, if it has one, its bias, each [width]."""
         kinds = ("weight", "bias") if has_bias else ("weight",)
-        return tuple(self._read([f"{self._prefix}{module}.{kind}"], [(width,)]) for kind in kinds)
+        return tuple(self._read_kept([f"{self._prefix}{module}.{kind}"], [(width,)]) for kind in kinds)
 
     def linear(
         self,
@@ -73,14 +72,15 @@ class WeightReader:
         """
         num_rows = num_rows if len(modules) > 1 else [sum(num_rows)]
         stems = [self._prefix + module for module in modules]
-        weight = self._read(
+        weights = self._read(
             [f"{stem}.weight" for stem in stems],
             [(count, width) for count in num_rows],
             is_transposed=self.names.is_transposed,
         )
-        bias = self._read([f"{stem}.bias" for stem in stems], [(count,) for count in num_rows]) if has_bias else None
-        layer = self.back_end.linear(weight, bias, activation=activation)
-        self.tally.weight_bytes += layer.num_bytes - weight.nbytes  # only the packed form is kept
+        biases = [f"{stem}.bias" for stem in stems]
+        bias = self._read_kept(biases, [(count,) for count in num_rows]) if has_bias else None
+        layer = self.back_end.linear(weights, bias, activation=activation)
+        self.tally.weight_bytes += layer.num_bytes
         return layer
 
     def head(self, embedding: Tensor, *, is_tied: bool) -> Linear:
@@ -88,11 +88,10 @@ class WeightReader:
 
         A tied checkpoint that carries a head all the same is believed, as by transformers 5.
         """
-        name, table = f"{self.names.head}.weight", embedding
-        if not is_tied or name in self._checkpoint:
-            table = self._read([name], [tuple(embedding.shape)])
-            self.tally.weight_bytes -= table.nbytes  # not kept: packed below
-        layer = self.back_end.linear(table, dtype=torch.float32)
+        name = f"{self.names.head}.weight"
+        is_read = not is_tied or name in self._checkpoint
+        weight = self._read([name], [tuple(embedding.shape)]) if is_read else embedding
+        layer = self.back_end.linear(weight, dtype=torch.float32)
         self.tally.weight_bytes += layer.num_bytes
         return layer
 
@@ -116,25 +115,29 @@ class WeightReader:
         found = (p for p in self.names.prefixes if f"{p}{self.names.embedding}.weight" in self._checkpoint)
         return next(found, self.names.prefixes[0])
 
-    def _read(self, names: list[str], shapes: list[tuple[int, ...]], *, is_transposed: bool = False) -> Tensor:
-        """Return the tensors one after the other along dimension 0, in the model's dtype, on its device.
+    def _read_kept(self, names: list[str], shapes: list[tuple[int, ...]]) -> Tensor:
+        """Return the tensors one after the other along dimension 0, in memory of their own."""
+        whole = torch.cat(self._read(names, shapes))
+        self.tally.weight_bytes += whole.nbytes
+        return whole
 
-        `shapes` are those wanted; a transposed tensor has its shape reversed in the file. One copy is made.
+    def _read(
+        self, names: list[str], shapes: list[tuple[int, ...]], *, is_transposed: bool = False
+    ) -> list[Tensor]:
+        """Return the tensors in the model's dtype, on its device; those that have both are the file's own memory.
+
+        `shapes` are those wanted; a transposed tensor has its shape reversed in the file.
         """
-        stored = [shape[::-1] if is_transposed else shape for shape in shapes]
-        parts = [self._checkpoint.read(name, shape) for name, shape in zip(names, stored, strict=True)]
-        counts = [shape[0] for shape in shapes]
-        fused = torch.empty((sum(counts), *shapes[0][1:]), dtype=self.dtype, device=self.device)
-        for name, part, place in zip(names, parts, torch.split(fused, counts), strict=True):
-            place.copy_(part.T if is_transposed else part)
-            self._require_finite(name, place)
+        parts = []
+        for name, shape in zip(names, shapes, strict=True):
+            part = self._checkpoint.read(name, shape[::-1] if is_transposed else shape).to(self.device, self.dtype)
+            self._require_finite(name, part)
+            parts.append(part.T if is_transposed else part)
         self.tally.names.update(names)
-        self.tally.num_parameters += fused.numel()
-        self.tally.weight_bytes += fused.nbytes
-        return fused
+        self.tally.num_parameters += sum(part.numel() for part in parts)
+        return parts
 
     def _require_finite(self, name: str, tensor: Tensor) -> None:
-        # NaN wins both comparisons, so the two ends tell; unlike isfinite().all() this builds no mask.
-        if not all(math.isfinite(end.item()) for end in tensor.aminmax()):
+        if not self.back_end.all_finite(tensor):
             path = self._checkpoint.file_of(name)
             raise ModelError(f"{path}: tensor {name} has values that are NaN or infinite in {self.dtype}")

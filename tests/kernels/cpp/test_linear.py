@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.cpp.linear import HUGE_PAGE_BYTES, CppLinear, huge_pages
+from quire.kernels.cpp.huge_pages import PackedMemory
+from quire.kernels.cpp.linear import CppLinear
+from quire.kernels.linear import Activation
 
 # Odd sizes, exact tiles, and shapes of real layers; inputs that fill neither a pair nor a tile.
 SHAPES = [(1, 1), (7, 13), (16, 32), (17, 33), (172, 64), (64, 172), (300, 257), (512, 64), (1152, 896)]
@@ -90,9 +92,36 @@ def test_padding_never_meets_infinity(dtype: torch.dtype) -> None:
     assert torch.equal(CppLinear(torch.ones(17, 33, dtype=dtype))(wide[:, :33]), torch.full((3, 17), 33.0, dtype=dtype))
 
 
-def test_large_weights_stand_on_huge_pages() -> None:
-    packed = huge_pages(3 * HUGE_PAGE_BYTES // 2, torch.bfloat16)
-    assert packed.data_ptr() % HUGE_PAGE_BYTES == 0
-    assert packed.numel() == 3 * HUGE_PAGE_BYTES // 2
-    packed.fill_(1.0)
-    assert huge_pages(10, torch.float32).numel() == 10
+@pytest.mark.parametrize("num_threads", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (18, 4867), (4867, 18)], ids=str)
+def test_packing_keeps_every_bit(shape: tuple[int, int], dtype: torch.dtype, num_threads: int) -> None:
+    """Row i of the unit matrix picks column i of the weight."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(CppLinear(weight)(torch.eye(shape[1], dtype=dtype)).T, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ["none", "silu_and_mul"])
+@pytest.mark.parametrize(
+    "counts",
+    [(48, 16, 32), (16, 16), (33, 33), (32, 15, 1), (7, 9, 13, 3), (96,), (5, 16, 27), (0, 32), (20, 12, 40, 24)],
+    ids=str,
+)
+def test_parts_give_the_bits_of_the_whole(
+    counts: tuple[int, ...], activation: Activation, dtype: torch.dtype
+) -> None:
+    """Parts that end at a strip and parts that do not; gates and ups that are parts, are halves of one, or mixed."""
+    rows, weight, bias = random_case((sum(counts), 37), dtype)
+    whole = CppLinear(weight, bias, activation=activation)
+    in_parts = CppLinear(weight.split(counts), bias, activation=activation)
+    assert torch.equal(in_parts(rows), whole(rows))
+    assert in_parts.num_bytes == whole.num_bytes
+
+
+def test_weights_in_one_memory_leave_each_other_alone() -> None:
+    memory = PackedMemory()
+    cases = [random_case(shape, torch.bfloat16) for shape in SHAPES]
+    layers = [CppLinear(weight, memory=memory) for _, weight, _ in cases]
+    for layer, (rows, weight, _) in zip(layers, cases, strict=True):
+        assert torch.equal(layer(rows), CppLinear(weight)(rows))

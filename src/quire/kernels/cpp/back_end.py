@@ -1,7 +1,7 @@
 """What the C++ extension offers on this machine."""
 
 import importlib.util
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 MAX_HEAD_DIM = 512  # csrc/cache_layout.hpp
@@ -32,6 +32,8 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         cache_layout,
         dtypes,
         embedding,
+        finite,
+        huge_pages,
         kv_cache_write,
         linear,
         norm,
@@ -40,7 +42,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
 
     _kernels.use_isa(isa)
     return {
-        "linear": linear.CppLinear,
+        "linear": partial(linear.CppLinear, memory=huge_pages.PackedMemory()),
         "cache_layout": CacheLayout(cache_layout.cache_shapes, dtypes.kernel_dtype),
         "prepare_attention": attention.prepare,
         "paged_attention": attention.paged_attention,
@@ -51,5 +53,6 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         "rms_norm": norm.CppRMSNorm,
         "layer_norm": norm.CppLayerNorm,
         "embed": embedding.embed,
+        "all_finite": finite.all_finite,
         "sampling": sampling.OPS,
     }

@@ -1,41 +1,44 @@
 """Linear layers in C++ over weights that are packed once, at load, into huge pages. csrc/linear.cpp tells how."""
 
-import mmap
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
+from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.linear import Activation
 
-HUGE_PAGE_BYTES = 2 << 20
-READ_AHEAD_BYTES = 32 << 10  # prefetches reach behind the last weight
+STRIP_ROWS = 16  # csrc/packing.hpp
 _MULTIPLY, _PACK, _PACKED_SIZE = pair("linear"), pair("pack"), pair("packed_size")
 
 
 class CppLinear:
     """y = activation(x W^T + b) for x [num_rows, in_features]; result [num_rows, out_features].
 
-    weight [out_features, in_features], bias [out_features] or None; of silu_and_mul both have twice as many rows, gates
-    and then ups. bfloat16 is multiplied as it is and summed in float32; everything else is multiplied in float32.
-    `dtype` is the result's: the weight's, or float32.
+    weight [out_features, in_features], or parts of it, one's rows after the other's; bias [out_features] or None. Of
+    silu_and_mul both have twice as many rows, gates and then ups. The weight is packed into `memory` and not kept.
+    bfloat16 is multiplied as it is and summed in float32; everything else is multiplied in float32. `dtype` is the
+    result's: the weight's, or float32.
     """
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | Sequence[Tensor],
         bias: Tensor | None = None,
         *,
         dtype: torch.dtype | None = None,
         activation: Activation = "none",
+        memory: PackedMemory | None = None,
     ) -> None:
-        num_parts = 2 if activation == "silu_and_mul" else 1
-        self._out_features, self._in_features = weight.shape[0] // num_parts, weight.shape[1]
-        self._dtype = kernel_dtype(weight.dtype)
-        self._out_dtype = dtype or weight.dtype
+        parts = [weight] if isinstance(weight, Tensor) else weight
+        num_layers = 2 if activation == "silu_and_mul" else 1
+        self._out_features, self._in_features = sum(map(len, parts)) // num_layers, parts[0].shape[1]
+        self._dtype = kernel_dtype(parts[0].dtype)
+        self._out_dtype = dtype or parts[0].dtype
         self._sum_dtype = torch.float32 if self._out_dtype != self._dtype else self._dtype  # as the kernel writes it
-        self._packed = _pack(weight.to(self._dtype), num_parts)
+        self._packed = _pack([part.to(self._dtype) for part in parts], num_layers, memory or PackedMemory())
         self.num_bytes = self._packed.nbytes
         self._bias = None if bias is None else bias.float().contiguous()
         self._fixed = (
@@ -67,27 +70,33 @@ class CppLinear:
         return out if self._sum_dtype == self._out_dtype else out.to(self._out_dtype)
 
 
-def _pack(weight: Tensor, num_parts: int) -> Tensor:
-    """Return the packed form of a weight; of two parts, such as gates and ups, strips take turns."""
-    parts = [part.contiguous() for part in weight.chunk(num_parts)]
-    size = _PACKED_SIZE[weight.dtype](*parts[0].shape)
-    strip_size = _PACKED_SIZE[weight.dtype](1, weight.shape[1])
-    packed = huge_pages(num_parts * size, weight.dtype)
-    for i, part in enumerate(parts):
-        place = packed[i * strip_size :]
-        _PACK[weight.dtype](part.data_ptr(), part.stride(0), *part.shape, place.data_ptr(), num_parts)
+def _pack(parts: Sequence[Tensor], num_layers: int, memory: PackedMemory) -> Tensor:
+    """Return the packed form of a weight in parts; of two layers, such as gates and ups, strips take turns.
+
+    Each part goes straight to its strips, unless one would begin in the middle of a strip.
+    """
+    layer_rows, width = sum(map(len, parts)) // num_layers, parts[0].shape[1]
+    places = _places(parts, layer_rows)
+    if any(first_row % STRIP_ROWS for _, first_row, _ in places):
+        places = _places([torch.cat(list(parts))], layer_rows)
+    dtype = parts[0].dtype
+    strip_size = _PACKED_SIZE[dtype](1, width)
+    packed = memory.take(num_layers * _PACKED_SIZE[dtype](layer_rows, width), dtype)
+    for layer, first_row, piece in places:
+        source = piece.contiguous()
+        place = packed[(first_row // STRIP_ROWS * num_layers + layer) * strip_size :]
+        _PACK[dtype](source.data_ptr(), source.stride(0), *source.shape, place.data_ptr(), num_layers)
     return packed
 
 
-def huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
-    """Return memory for packed weights, in huge pages where the system has them: half the time on a busy day."""
-    num_bytes = num_elements * dtype.itemsize
-    if num_bytes < HUGE_PAGE_BYTES:
-        return torch.empty(num_elements + READ_AHEAD_BYTES // dtype.itemsize, dtype=dtype)[:num_elements]
-    num_pages = (num_bytes + READ_AHEAD_BYTES) // HUGE_PAGE_BYTES + 2  # one for the rest, one to align
-    memory = mmap.mmap(-1, num_pages * HUGE_PAGE_BYTES)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    skipped = -whole.data_ptr() % HUGE_PAGE_BYTES
-    return whole[skipped : skipped + num_bytes].view(dtype)
+def _places(parts: Sequence[Tensor], layer_rows: int) -> list[tuple[int, int, Tensor]]:
+    """Cut parts where a layer ends; return the layer of each piece, its first row in there, and the piece."""
+    places, row = [], 0
+    for part in parts:
+        rest = part
+        while len(rest):
+            layer, first_row = divmod(row, layer_rows)
+            piece, rest = rest[: layer_rows - first_row], rest[layer_rows - first_row :]
+            places.append((layer, first_row, piece))
+            row += len(piece)
+    return places
