@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.core.errors import ConfigError, ModelError
 from quire.kernels.back_end import BackEnd
+from quire.model import checkpoint
 from quire.model.config import read_config, spec_from_config
 from quire.model.loader import load_model
 
@@ -240,6 +241,65 @@ def test_shards_are_found_through_the_index(
     (folder / WEIGHTS).unlink()
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
     assert torch.equal(paged_runner(load_model(folder, back_end=back_end)).step({"a": [7, 8]})["a"], expected)
+
+
+def test_nothing_of_a_file_stays_mapped(write_llama: Callable[..., Path], back_end: BackEnd) -> None:
+    folder = write_llama()
+    decoder = load_model(folder, back_end=back_end)
+    assert decoder.dtype == torch.float32, "the file's own: nothing was converted"
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+
+
+def test_files_that_are_mapped_afresh_for_each_tensor_give_the_same_model(
+    write_llama: Callable[..., Path], back_end: BackEnd, paged_runner: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_llama()
+    expected = paged_runner(load_model(folder, back_end=back_end)).step({"a": [7, 8]})["a"]
+    monkeypatch.setattr(checkpoint, "REMAP_BYTES", 0)
+    assert torch.equal(paged_runner(load_model(folder, back_end=back_end)).step({"a": [7, 8]})["a"], expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_may_begin_at_any_byte(
+    write_llama: Callable[..., Path], back_end: BackEnd, paged_runner: Callable, dtype: str
+) -> None:
+    """A header may have any length, so weights need not be aligned to their elements."""
+    folder = write_llama({"torch_dtype": dtype})
+    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(folder / WEIGHTS).items()}
+    save_file(tensors, folder / WEIGHTS)
+    expected = paged_runner(load_model(folder, back_end=back_end)).step({"a": [7, 8]})["a"]
+    content = (folder / WEIGHTS).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length].rstrip() + b" "
+    header += b" " * (len(header) % 2 == 0)
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    assert torch.equal(paged_runner(load_model(folder, back_end=back_end)).step({"a": [7, 8]})["a"], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data_offsets": [0, 8]}, "not a whole safetensors file"),
+        ({"data_offsets": [8, 0]}, "not a whole safetensors file"),
+        ({"data_offsets": [2**60, 2**60 + WIDE * INNER * 4]}, "not a whole safetensors file"),
+        ({"data_offsets": [-8, 0]}, "not a whole safetensors file"),
+        ({"shape": [2**32, 2**32]}, "not a whole safetensors file"),
+        ({"dtype": "F128"}, "not a whole safetensors file"),
+    ],
+    ids=["overlapping", "backwards", "outside", "negative", "overflowing", "unknown"],
+)
+def test_hostile_entries_of_a_header_are_refused(
+    write_llama: Callable[..., Path], back_end: BackEnd, change: dict[str, object], message: str
+) -> None:
+    folder = write_llama()
+    content = (folder / WEIGHTS).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header[DOWN] |= change
+    changed = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + length :])
+    with pytest.raises(ModelError, match=message):
+        load_model(folder, back_end=back_end)
 
 
 @pytest.mark.parametrize(
