@@ -47,6 +47,10 @@ def test_what_the_server_needs_of_the_engine_loads_no_torch(name: str) -> None:
     assert "torch" not in loaded
 
 
+def test_a_local_model_starts_without_the_hub_client() -> None:
+    assert "huggingface_hub" not in modules_after("import quire.engine.process")
+
+
 def test_llm_is_found_on_the_package_and_loads_torch() -> None:
     assert {"quire.llm", "torch"} <= modules_after("import quire\nquire.LLM")
 

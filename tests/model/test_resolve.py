@@ -23,7 +23,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", "../no-such-folder", "owner/", "~/no-such-model", ""])
 def test_what_is_neither_folder_nor_hub_id_asks_no_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "snapshot_download", None)
+    monkeypatch.setattr(resolve, "_snapshot", None)
     with pytest.raises(ModelError, match="no such folder, and not a hub id"):
         resolve_model(name)
 

@@ -3,8 +3,6 @@
 import logging
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-
 from quire.core.errors import ModelError
 from quire.model.config_reader import CONFIG_FILE
 
@@ -60,6 +58,8 @@ def _from_hub(model: str) -> Path:
 
 
 def _snapshot(model: str, *, local_files_only: bool) -> str:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 (0.3 s that a folder can start without)
+
     return str(
         snapshot_download(
             model,
