@@ -4,6 +4,7 @@ The engine's process loads torch and the weights while this one loads the HTTP s
 here at the top.
 """
 
+import gc
 import os
 import signal
 from typing import NoReturn
@@ -28,8 +29,11 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
             signal.signal(number, stop_at_once)
         child = EngineChild.spawn(engine)
         try:
+            gc.disable()  # what is imported stays
             from quire.server.lifecycle import run  # noqa: PLC0415 (while the engine loads)
 
+            gc.freeze()  # else every full collection looks through it again, and all streams wait
+            gc.enable()
             run(child, engine, options, listener)
         except StoppedError:
             child.process.kill()  # it may be in the middle of a long load, and has nothing to lose
