@@ -6,7 +6,6 @@
 #include <signal.h>
 
 #include <cstdint>
-#include <mutex>
 #include <thread>
 
 namespace quire {
@@ -56,7 +55,7 @@ public:
                 sched_yield();
     }
 
-    std::mutex in_use;
+    std::atomic_flag in_use;
 
 private:
     alignas(64) std::atomic<std::uint64_t> door_{0};
@@ -119,9 +118,9 @@ long num_threads() { return omp_get_max_threads(); }
 void work_together(long num_chunks, Work work, void* body) {
     Chunks chunks(num_chunks);
     const long helpers = std::min<long>(std::min(num_threads(), num_chunks) - 1, Door::COUNT);
-    if (helpers < 1 || !gang->in_use.try_lock()) return work(body, chunks);  // in use: by another model's thread
-    std::lock_guard<std::mutex> lock(gang->in_use, std::adopt_lock);
+    if (helpers < 1 || gang->in_use.test_and_set(std::memory_order_acquire)) return work(body, chunks);
     gang->run(helpers, chunks, work, body);
+    gang->in_use.clear(std::memory_order_release);
 }
 
 }  // namespace quire

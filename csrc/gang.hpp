@@ -31,6 +31,7 @@ using Work = void (*)(void* body, Chunks& chunks);
 long num_threads();
 
 // Call `work` with `body` here and in as many more threads as there are, all at once, and return when all have returned.
+// Here alone while the threads are at work already: for another model, or for the work that this is a part of.
 void work_together(long num_chunks, Work work, void* body);
 
 // Run body(chunks) in all threads: body takes chunks until none is left. With one chunk or one thread, here alone.

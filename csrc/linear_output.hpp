@@ -23,7 +23,7 @@ inline long strips_at_once(long strips, long strip_bytes) {
 }
 
 template <typename T>
-void store_outputs(const Linear<T>& op, long row, long first, Floats values) {
+inline void store_outputs(const Linear<T>& op, long row, long first, Floats values) {
     const long count = std::min(STRIP, op.out_features - first), at = row * op.out_stride + first;
     if (op.out_is_float)
         store_some(static_cast<float*>(op.out) + at, values, count);
@@ -32,7 +32,7 @@ void store_outputs(const Linear<T>& op, long row, long first, Floats values) {
 }
 
 template <typename T>
-Floats with_bias(const Linear<T>& op, Floats sums, long offset, long first) {
+inline Floats with_bias(const Linear<T>& op, Floats sums, long offset, long first) {
     return op.bias ? sums + load_some(op.bias + offset + first, std::min(STRIP, op.out_features - first)) : sums;
 }
 
@@ -54,7 +54,7 @@ void finish(const Linear<T>& op, long row, long strip, Floats sums) {
 }
 
 template <typename T>
-void finish_pair(const Linear<T>& op, long row, long strip, Floats left, Floats right) {
+[[gnu::always_inline]] inline void finish_pair(const Linear<T>& op, long row, long strip, Floats left, Floats right) {
     if (!op.is_gated()) {
         finish(op, row, strip, left);
         finish(op, row, strip + 1, right);

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "block_copy.hpp"
+#include "decoder_layers_module.hpp"
 #include "isa.hpp"
 #include "kernels.hpp"
 #include "packing.hpp"
@@ -15,9 +16,10 @@ namespace nb = nanobind;
 using Address = std::uintptr_t;
 
 namespace quire {
-namespace {
 
 const Kernels* chosen = &portable::kernels;
+
+namespace {
 
 template <typename T>
 T* at(Address address) {
@@ -163,6 +165,7 @@ NB_MODULE(_kernels, module) {
         .value("gelu_tanh", Activation::gelu_tanh)
         .value("gelu", Activation::gelu)
         .value("relu", Activation::relu);
+    bind_decoder_layers(module);
     module.def("usable_isas", usable_isas);
     module.def("use_isa", use_isa);
     module.def("packed_size_bf16", [](long outs, long ins) { return packed_size(outs, ins, (const bf16*)nullptr); });

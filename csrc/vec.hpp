@@ -75,8 +75,14 @@ inline Floats load(const bf16* p) {
     return as_floats(__builtin_convertvector(v, Words) << 16);
 }
 
+#ifdef __AVX512BF16__
+inline Halves rounded_halves(Floats v) { return (Halves)_mm512_cvtneps_pbh((__m512)v); }  // takes subnormal floats as zeros
+#else
+inline Halves rounded_halves(Floats v) { return __builtin_convertvector(rounded_bits(v), Halves); }
+#endif
+
 inline void store(bf16* p, Floats v) {
-    const Halves halves = __builtin_convertvector(rounded_bits(v), Halves);
+    const Halves halves = rounded_halves(v);
     std::memcpy(p, &halves, sizeof halves);
 }
 
@@ -84,7 +90,7 @@ inline void store(bf16* p, Floats v) {
 template <typename T>
 inline Floats rounded(Floats v) {
     if constexpr (sizeof(T) == sizeof(float)) return v;
-    return as_floats(rounded_bits(v) << 16);
+    return as_floats(__builtin_convertvector(rounded_halves(v), Words) << 16);
 }
 
 // The first `count` lanes only.

@@ -195,3 +195,19 @@ def test_windows_change_what_is_computed(tmp_path: Path, back_end: BackEnd, page
     wide = logprobs_of(make_reference(family, config | {"sliding_window": None}), tokens)
     torch.testing.assert_close(narrow[:11], wide[:11], rtol=0, atol=TOLERANCE)
     assert (narrow[11:] - wide[11:]).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_layers_in_one_call_have_the_bits_of_single_ops(
+    case: str, dtype: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable
+) -> None:
+    if back_end.name != "cpp" or CASES[case][1].get("head_dim", 8) % 8:
+        pytest.skip("composed of single ops only")
+    make_reference(*CASES[case]).save_pretrained(tmp_path)
+    decoder = load_model(tmp_path, dtype=dtype, back_end=back_end)
+    tokens = random_tokens(PROMPT_LEN + NUM_FORCED)
+    fused = paged_runner(decoder).run("forced", tokens, CHUNKS)
+    assert (decoder._run_layers == decoder._layer_by_layer) == (case == "opt, as the 350m"), "only norms that come last"
+    decoder._run_layers = decoder._layer_by_layer
+    assert torch.equal(fused, paged_runner(decoder).run("forced", tokens, CHUNKS))

@@ -47,7 +47,7 @@ def test_sizes_are_counted(write_llama: Callable[..., Path], back_end: BackEnd) 
 
 
 def _packing_bytes(tensors: dict[str, torch.Tensor], back_end: BackEnd) -> int:
-    """Bytes beyond two per parameter: a float32 head of the stand-in, or what the extension pads: inputs to 32, outputs to 16."""
+    """Bytes beyond two per parameter: a float32 head of the stand-in; inputs and outputs that the extension pads."""
     if back_end.name == "torch":
         return 2 * tensors["lm_head.weight"].numel()
     layers = {name: tensor for name, tensor in tensors.items() if tensor.dim() == 2 and "embed" not in name}

@@ -6,7 +6,7 @@ form of each op. A further back end is one more `BackEnd` here.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +25,7 @@ from quire.kernels import (
     sampling,
 )
 from quire.kernels.cpp.back_end import MAX_HEAD_DIM, cpp_ops, serves_head_dim, usable_isas
+from quire.kernels.decoder_layers import LayerParts, RunLayers
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +35,13 @@ class BackEnd:
     """One implementation of every op; each field has the signature of the function of its name in the op's module.
 
     `linear` makes a layer from a weight, as `linear.PackedLinear` does; `rms_norm` and `layer_norm` make a norm from
-    its parameters, as `norm.RMSNorm` and `norm.LayerNorm` do.
+    its parameters, as `norm.RMSNorm` and `norm.LayerNorm` do. `fuse_layers` makes one call of a whole stack of layers;
+    None where the stack is to be composed of the other ops.
     """
 
     name: str
     linear: Callable[..., linear.Linear]
+    fuse_layers: Callable[[Sequence[LayerParts]], RunLayers | None]
     cache_layout: cache_layout.CacheLayout
     prepare_attention: Callable[..., paged_attention.AttentionPlan]
     paged_attention: Callable[..., Tensor]
@@ -56,6 +59,7 @@ class BackEnd:
 TORCH = BackEnd(
     name="torch",
     linear=linear.PackedLinear,
+    fuse_layers=lambda layers: None,
     cache_layout=cache_layout.PLAIN,
     prepare_attention=paged_attention.prepare,
     paged_attention=paged_attention.paged_attention,

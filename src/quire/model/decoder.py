@@ -1,10 +1,15 @@
 """The one decoder: embeddings, layers, a norm and a head, composed at construction as the spec says."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from quire.core.errors import ModelError
+from quire.kernels.back_end import BackEnd
+from quire.kernels.decoder_layers import RunLayers
 from quire.kernels.linear import Linear
+from quire.kernels.paged_attention import AttentionPlan
 from quire.kernels.rotary import rotary_table
 from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
@@ -21,6 +26,7 @@ class Decoder:
         self._embedding = Embedding(spec, weights)
         cos_sin = _rotary_table(spec, max_positions, weights.device)
         self._layers = [_make_layer(spec, weights.layer(i), i, cos_sin) for i in range(spec.num_layers)]
+        self._run_layers = _fused(self._layers, weights.back_end) or self._layer_by_layer
         final_norm = weights.names.final_norm if spec.has_final_norm else None
         self._final_norm = None if final_norm is None else make_norm(spec, weights, final_norm, spec.hidden_size)
         self._head = Head(spec, weights, self._embedding.tokens)
@@ -34,15 +40,28 @@ class Decoder:
         plan = self.back_end.prepare_attention(
             batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size
         )
-        step = Step(batch.positions, batch.slot_mapping, plan)
-        x, residual = self._embedding(batch.token_ids, batch.positions), None
-        for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
-            x, residual = layer(x, residual, step, keys, values)
+        x = self._embedding(batch.token_ids, batch.positions)
+        x, residual = self._run_layers(x, batch.positions, batch.slot_mapping, plan, cache.keys, cache.values)
         return self._finish(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
         return self._head(hidden)
+
+    def _layer_by_layer(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        plan: AttentionPlan,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the layers as `RunLayers` does, of the back end's single ops."""
+        step, residual = Step(positions, slot_mapping, plan), None
+        for layer, layer_keys, layer_values in zip(self._layers, keys, values, strict=True):
+            x, residual = layer(x, residual, step, layer_keys, layer_values)
+        return x, residual
 
     def _finish(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if self._final_norm is not None:
@@ -90,6 +109,12 @@ def _projection(weights: WeightReader, module: str | None, out_size: int, in_siz
     if module is None:
         raise ModelError(f"embeddings of width {in_size} or {out_size} need a projection, which the family has not")
     return weights.linear([module], [out_size], in_size, has_bias=False)
+
+
+def _fused(layers: list[Layer], back_end: BackEnd) -> RunLayers | None:
+    """Return the layers as one call, if the back end can make one of them."""
+    pre_norm = [layer for layer in layers if isinstance(layer, PreNormLayer)]
+    return back_end.fuse_layers([layer.parts for layer in pre_norm]) if len(pre_norm) == len(layers) else None
 
 
 def _rotary_table(spec: DecoderSpec, max_positions: int, device: torch.device) -> Tensor | None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.kernels.decoder_layers import LayerParts
 from quire.kernels.norm import Norm
 from quire.kernels.paged_attention import AttentionPlan
 from quire.model.spec import DecoderSpec
@@ -36,40 +37,40 @@ class Attention:
 
     def __init__(self, spec: DecoderSpec, weights: WeightReader, layer: int, cos_sin: Tensor | None) -> None:
         names, width = weights.names, spec.num_heads * spec.head_dim
-        self._heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        self._head_dim = spec.head_dim
-        rows = [count * spec.head_dim for count in self._heads]
-        self._qkv = weights.linear(names.qkv, rows, spec.hidden_size, has_bias=spec.has_qkv_bias)
-        self._out = weights.linear(
+        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.head_dim = spec.head_dim
+        rows = [count * spec.head_dim for count in self.heads]
+        self.qkv = weights.linear(names.qkv, rows, spec.hidden_size, has_bias=spec.has_qkv_bias)
+        self.out = weights.linear(
             [names.attention_out], [spec.hidden_size], width, has_bias=spec.has_attention_out_bias
         )
-        self._query_norm = _head_norm(spec, weights, names.query_norm)
-        self._key_norm = _head_norm(spec, weights, names.key_norm)
-        self._cos_sin = cos_sin
-        self._scale, self._window = spec.attention_scales[layer], spec.windows[layer]
+        self.query_norm = _head_norm(spec, weights, names.query_norm)
+        self.key_norm = _head_norm(spec, weights, names.key_norm)
+        self.cos_sin = cos_sin
+        self.scale, self.window = spec.attention_scales[layer], spec.windows[layer]
         self._ops = weights.back_end
 
     def __call__(self, x: Tensor, step: Step, key_cache: Tensor, value_cache: Tensor) -> Tensor:
         """Return what attention adds to x [num_tokens, hidden_size]; the tokens' keys and values go to the cache."""
-        heads = self._qkv(x).view(len(x), -1, self._head_dim)  # [num_tokens, all heads, head_dim]
-        query, key, value = torch.split(heads, self._heads, dim=1)
+        heads = self.qkv(x).view(len(x), -1, self.head_dim)  # [num_tokens, all heads, head_dim]
+        query, key, value = torch.split(heads, self.heads, dim=1)
         query = self._place(query, key, value, step, key_cache, value_cache)
         attended = self._ops.paged_attention(
-            query, key_cache, value_cache, step.attention, self._scale, self._window
+            query, key_cache, value_cache, step.attention, self.scale, self.window
         )
-        return self._out(attended.flatten(1))
+        return self.out(attended.flatten(1))
 
     def _place(
         self, query: Tensor, key: Tensor, value: Tensor, step: Step, key_cache: Tensor, value_cache: Tensor
     ) -> Tensor:
         """Normalize per head and turn by position, where the family does so; write keys, values; return the query."""
-        if self._query_norm is not None and self._key_norm is not None:
-            query, key = self._query_norm(query)[0], self._key_norm(key)[0]
-        if self._cos_sin is None:
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query)[0], self.key_norm(key)[0]
+        if self.cos_sin is None:
             self._ops.write_kv(key, value, key_cache, value_cache, step.slot_mapping)
             return query
         return self._ops.rotate_and_write_kv(
-            query, key, value, step.positions, self._cos_sin, key_cache, value_cache, step.slot_mapping
+            query, key, value, step.positions, self.cos_sin, key_cache, value_cache, step.slot_mapping
         )
 
 
@@ -85,16 +86,16 @@ class FeedForward:
     def __init__(self, spec: DecoderSpec, weights: WeightReader) -> None:
         names, has_bias = weights.names, spec.has_feed_forward_bias
         rows = [spec.intermediate_size] * (2 if spec.is_gated else 1)
-        self._up = weights.linear(
+        self.up = weights.linear(
             names.feed_forward_in, rows, spec.hidden_size, has_bias=has_bias, activation=spec.activation
         )
-        self._down = weights.linear(
+        self.down = weights.linear(
             [names.feed_forward_out], [spec.hidden_size], spec.intermediate_size, has_bias=has_bias
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return what the feed-forward adds to x [num_tokens, hidden_size]."""
-        return self._down(self._up(x))
+        return self.down(self.up(x))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,29 @@ class PreNormLayer(Layer):
         attended = self.attention(normed, step, key_cache, value_cache)
         normed, residual = self.feed_forward_norm(attended, residual)
         return self.feed_forward(normed), residual
+
+
+    @property
+    def parts(self) -> LayerParts:
+        """The layer as `BackEnd.fuse_layers` takes it."""
+        attention, feed_forward = self.attention, self.feed_forward
+        num_heads, num_kv_heads, _ = attention.heads
+        return LayerParts(
+            attention_norm=self.attention_norm,
+            query_norm=attention.query_norm,
+            key_norm=attention.key_norm,
+            qkv=attention.qkv,
+            cos_sin=attention.cos_sin,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=attention.head_dim,
+            scale=attention.scale,
+            window=attention.window,
+            out=attention.out,
+            feed_forward_norm=self.feed_forward_norm,
+            up=feed_forward.up,
+            down=feed_forward.down,
+        )
 
 
 class PostNormLayer(Layer):

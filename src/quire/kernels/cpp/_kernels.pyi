@@ -56,3 +56,28 @@ class Activation:
     gelu_tanh: Activation
     gelu: Activation
     relu: Activation
+
+class NormWeights:
+    def __init__(self, weight: int, bias: int, eps: float, is_layer_norm: bool) -> None: ...
+
+class LinearWeights:
+    def __init__(
+        self, packed: int, bias: int, in_features: int, out_features: int, activation: Activation
+    ) -> None: ...
+
+class LayerWeights:
+    def __init__(
+        self,
+        attention_norm: NormWeights,
+        feed_forward_norm: NormWeights,
+        query_norm: NormWeights,
+        key_norm: NormWeights,
+        qkv: LinearWeights,
+        out: LinearWeights,
+        up: LinearWeights,
+        down: LinearWeights,
+        cos_sin: int,
+        rotary_dim: int,
+        scale: float,
+        window: int,
+    ) -> None: ...

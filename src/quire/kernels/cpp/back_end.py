@@ -30,6 +30,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         attention,
         block_copy,
         cache_layout,
+        decoder_layers,
         dtypes,
         embedding,
         finite,
@@ -43,6 +44,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
     _kernels.use_isa(isa)
     return {
         "linear": partial(linear.CppLinear, memory=huge_pages.PackedMemory()),
+        "fuse_layers": decoder_layers.fuse_layers,
         "cache_layout": CacheLayout(cache_layout.cache_shapes, dtypes.kernel_dtype),
         "prepare_attention": attention.prepare,
         "paged_attention": attention.paged_attention,

@@ -41,13 +41,14 @@ class CppLinear:
         self._packed = _pack([part.to(self._dtype) for part in parts], num_layers, memory or PackedMemory())
         self.num_bytes = self._packed.nbytes
         self._bias = None if bias is None else bias.float().contiguous()
-        self._fixed = (
-            self._packed.data_ptr(),
-            self._out_features,
-            address(self._bias),
-        )
         self._multiply = _MULTIPLY[self._dtype]
         self._activation = getattr(_kernels.Activation, activation)
+        self._addresses = self._packed.data_ptr(), address(self._bias)
+
+    @property
+    def weights(self) -> _kernels.LinearWeights:
+        """The layer as the extension takes it, valid for as long as the layer is kept."""
+        return _kernels.LinearWeights(*self._addresses, self._in_features, self._out_features, self._activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply all rows in one call; how many there are changes no row."""
@@ -61,7 +62,9 @@ class CppLinear:
             num_rows,
             width,
             x.stride(0),
-            *self._fixed,
+            self._addresses[0],
+            self._out_features,
+            self._addresses[1],
             out.data_ptr(),
             self._out_features,
             self._sum_dtype == torch.float32,

@@ -7,27 +7,36 @@ else: parameters are checked at construction, and with a residual the results ta
 import torch
 from torch import Tensor
 
+from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import Kernel, address, kernel_dtype, pair
 
 _RMS_NORM, _LAYER_NORM = pair("rms_norm"), pair("layer_norm")
 
 
-class _CppNorm:
+class CppNorm:
+    """RMSNorm or LayerNorm with weight [width], and bias [width] or none; called as `norm.Norm` says."""
+
     def __init__(self, kernels: dict[torch.dtype, Kernel], weight: Tensor, bias: Tensor | None, eps: float) -> None:
-        self._dtype, self._width = weight.dtype, len(weight)
+        self.dtype, self.width = weight.dtype, len(weight)
         self._kernel_dtype = kernel_dtype(weight.dtype)
-        assert weight.shape == (self._width,)
+        assert weight.shape == (self.width,)
         assert bias is None or bias.shape == weight.shape
         self._weight = weight.to(self._kernel_dtype).contiguous()
         self._bias = None if bias is None else bias.to(self._kernel_dtype).contiguous()
         self._kernel = kernels[self._kernel_dtype]
-        self._parameters = (self._weight.data_ptr(), address(self._bias), self._width, eps)
+        self._parameters = (self._weight.data_ptr(), address(self._bias), self.width, eps)
+
+    @property
+    def weights(self) -> _kernels.NormWeights:
+        """The norm as the extension takes it, valid for as long as the norm is kept."""
+        weight, bias, _, eps = self._parameters
+        return _kernels.NormWeights(weight, bias, eps, self._kernel is _LAYER_NORM[self._kernel_dtype])
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return `(normed, summed)`; without a residual x may be a slice of rows with gaps between them."""
-        assert x.dtype == self._dtype, f"{x.dtype} for a norm in {self._dtype}"
-        assert x.shape[-1] == self._width, f"{tuple(x.shape)} for rows of {self._width}"
-        if self._dtype != self._kernel_dtype:
+        assert x.dtype == self.dtype, f"{x.dtype} for a norm in {self.dtype}"
+        assert x.shape[-1] == self.width, f"{tuple(x.shape)} for rows of {self.width}"
+        if self.dtype != self._kernel_dtype:
             return self._converted(x, residual)
         if residual is None:
             return self._apart(x), x
@@ -40,31 +49,31 @@ class _CppNorm:
         assert residual.numel() == num_elements
         x_at, residual_at = x.data_ptr(), residual.data_ptr()
         assert x_at != residual_at or num_elements == 0, "the residual cannot be x"
-        width = self._width
+        width = self.width
         self._kernel(x_at, residual_at, residual_at, x_at, num_elements // width, width, *self._parameters)
         return x, residual
 
     def _apart(self, x: Tensor) -> Tensor:
-        rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, self._width)
+        rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, self.width)
         normed = torch.empty(x.shape, dtype=self._kernel_dtype)
         self._kernel(rows.data_ptr(), 0, 0, normed.data_ptr(), len(rows), rows.stride(0), *self._parameters)
         return normed
 
     def _converted(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return self._apart(x.to(self._kernel_dtype)).to(self._dtype), x
+            return self._apart(x.to(self._kernel_dtype)).to(self.dtype), x
         normed, summed = self._in_place(x.to(self._kernel_dtype).contiguous(), residual.to(self._kernel_dtype))
-        return normed.to(self._dtype), summed.to(self._dtype)
+        return normed.to(self.dtype), summed.to(self.dtype)
 
 
-class CppRMSNorm(_CppNorm):
+class CppRMSNorm(CppNorm):
     """RMSNorm with weight [width]; called as `norm.Norm` says."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__(_RMS_NORM, weight, None, eps)
 
 
-class CppLayerNorm(_CppNorm):
+class CppLayerNorm(CppNorm):
     """LayerNorm with weight [width], and bias [width] or none; called as `norm.Norm` says."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
