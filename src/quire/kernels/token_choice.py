@@ -11,10 +11,6 @@ from torch import Tensor
 
 from quire.kernels.ranking import order_keys, top_tokens
 
-# How many candidates to rank before ranking everything: most nuclei hold a few tokens. One row of 151,936 costs 0.7 ms
-# so, 13 in full, on one core. Which one settles a row does not change its token.
-_NUM_CANDIDATES = 1024
-
 
 def choose_tokens(
     logits: Tensor,
@@ -29,18 +25,18 @@ def choose_tokens(
     logits float32 [num_rows, vocab]. temperatures: 0 takes the highest logit, of equal ones the lowest id, and nothing
     else counts. log_min_ps: minus infinity is off; top_ks: from 1, the vocabulary's size is off; top_ps: 1 is off.
     uniforms, in [0, 1): the token is the first at which the running sum of probabilities, over the kept tokens in the
-    order of ids, passes uniform * their total. A row with NaN gives some token.
+    order of ids, passes uniform * their total. A row with NaN or infinity has none: argmax's token.
     """
     tokens = argmax(logits)
-    for row in np.flatnonzero(temperatures).tolist():
+    is_sound = logits.amax(dim=1).isfinite().numpy(force=True)
+    for row in np.flatnonzero((temperatures > 0) & is_sound).tolist():
         weights = _probabilities(logits[row], float(temperatures[row]), float(log_min_ps[row]))
         top_k, top_p, uniform = int(top_ks[row]), float(top_ps[row]), float(uniforms[row])
         if top_k == len(weights) and top_p == 1:
-            tokens[row] = _invert(weights.double(), uniform)
+            tokens[row] = _invert(weights, uniform)
             continue
-        ids, kept = _cut(order_keys(logits[row]), weights, top_k, top_p)
-        ids, order = ids.sort()
-        tokens[row] = ids[_invert(kept[order], uniform)]
+        ids = _cut(logits[row], weights, top_k, top_p).sort().values
+        tokens[row] = ids[_invert(weights[ids], uniform)]
     return tokens
 
 
@@ -62,29 +58,35 @@ def _probabilities(logits: Tensor, temperature: float, log_min_p: float) -> Tens
     The highest logit is taken off first, so that no division overflows but to minus infinity.
     """
     scaled = (logits - logits.amax()) / temperature
-    return scaled.masked_fill_(scaled < log_min_p, -torch.inf).softmax(dim=0)
+    if log_min_p > -np.inf:
+        scaled.masked_fill_(scaled < log_min_p, -torch.inf)
+    return scaled.softmax(dim=0)
 
 
-def _cut(keys: Tensor, weights: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return first tokens in order [num] and their float64 weights, 0 for what top_k and then top_p drop.
+def _cut(logits: Tensor, weights: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Return the tokens [num] that top_k and then top_p keep, in the order of `ranking`.
 
-    top_p keeps the fewest tokens whose share of what top_k left reaches it, at least one.
+    top_p keeps the fewest tokens whose share of what top_k left reaches it, at least one. Only what may be kept is
+    ranked: tokens that weigh less than half of (1 - top_p) / vocab each weigh less than 1 - top_p together.
     """
-    ids = top_tokens(keys, min(top_k, _NUM_CANDIDATES))
-    if len(ids) < top_k and (top_k < len(keys) or float(weights[ids].double().cumsum(dim=0)[-1]) < top_p):
-        ids = top_tokens(keys, top_k)
-    kept = weights[ids].double()
-    sums = kept.cumsum(dim=0)
-    total = 1.0 if top_k == len(keys) else float(sums[-1])  # of all tokens, softmax makes it 1
-    if top_p < 1:
-        kept[1:] *= sums[:-1] < top_p * total
-    return ids, kept
+    is_top_k = top_k < len(logits)
+    if is_top_k:
+        may_be_kept = logits >= float(np.partition(logits.numpy(force=True), -top_k)[-top_k])
+    else:
+        may_be_kept = weights >= (1 - top_p) / 2 / len(logits)
+    ids = may_be_kept.nonzero()[:, 0]
+    ids = ids[top_tokens(order_keys(logits[ids]), min(top_k, len(ids)))]
+    if top_p == 1:
+        return ids
+    sums = weights[ids].double().cumsum(dim=0)
+    total = float(sums[-1]) if is_top_k else 1.0  # of all tokens, softmax makes it 1
+    return ids[: 1 + int((sums[:-1] < top_p * total).sum())]
 
 
 def _invert(weights: Tensor, uniform: float) -> int:
-    """Return the first index at which the running sum of float64 `weights` [num] passes uniform * total.
+    """Return the first index at which the running sum of `weights` [num] passes uniform * total, in float64.
 
     A uniform of 53 bits times a total rounds to less than the total, so the index is always one of positive weight.
     """
-    sums = weights.cumsum(dim=0)
+    sums = weights.double().cumsum(dim=0)
     return min(int(torch.searchsorted(sums, sums[-1:] * uniform, right=True)), len(weights) - 1)
