@@ -1,7 +1,8 @@
 // Linear layers on the matrix unit: bfloat16 tiles, 16 rows x 16 outputs of float sums, 32 inputs at a time.
 //
 // Up to 64 rows: bound by reading the weights once, front to back, prefetched; the rows stay in the cache. A strip's
-// weights are loaded once for up to four tiles of rows.
+// weights are loaded once for up to four tiles of rows, and one or two tiles of rows once for several strips: where another
+// guest has the core's other half, a load and a product do not overlap, and loads are half of the time.
 //
 // More: bound by multiplying. A thread takes a block of up to 256 rows x 16 strips, whose sums (256 KiB), rows and weights
 // stay in its second-level cache. It goes through the inputs some tiles at a time; of those, the tiles of two rows stay in
@@ -18,8 +19,7 @@
 namespace quire::ISA {
 
 constexpr int FEW_TILES = 4;        // row tiles that share one pass over the weights
-constexpr long AHEAD_FEW = 8;       // tiles of weights prefetched ahead, in a strip; of 4 to 32 the best at one row
-constexpr long AHEAD_MANY = 4;      // in either of two strips
+constexpr long AHEAD = 4;           // tiles of weights prefetched, in each strip; 8 is no faster
 constexpr long BLOCK_INPUTS = 14;   // tiles of inputs at a time
 constexpr long BLOCK_ROW_TILES = 16;
 constexpr long BLOCK_STRIPS = 16;
@@ -76,44 +76,102 @@ struct alignas(64) TileSums {
 
 // --- up to 64 rows ---------------------------------------------------------------------------------------------------
 
-template <int row_tiles>
-void multiply_strip(const bf16* w, const RowTiles& x, TileSums* sums) {
-    _tile_zero(0);
-    if (row_tiles > 1) _tile_zero(1);
-    if (row_tiles > 2) _tile_zero(2);
-    if (row_tiles > 3) _tile_zero(3);
-    for (long tile = 0; tile < x.num_tiles; tile++, w += TILE_ELEMENTS) {
-        prefetch_tile(w + AHEAD_FEW * TILE_ELEMENTS);
-        _tile_loadd(6, w, 64);
-        _tile_loadd(4, x.at(0, tile), 64);
-        _tile_dpbf16ps(0, 4, 6);
-        if (row_tiles > 1) { _tile_loadd(5, x.at(1, tile), 64); _tile_dpbf16ps(1, 5, 6); }
-        if (row_tiles > 2) { _tile_loadd(4, x.at(2, tile), 64); _tile_dpbf16ps(2, 4, 6); }
-        if (row_tiles > 3) { _tile_loadd(5, x.at(3, tile), 64); _tile_dpbf16ps(3, 5, 6); }
+// Row tiles x strips of sums, four at most: what is loaded of the rows serves all strips, of the weights all rows.
+template <int row_tiles, int strips>
+struct FewTiles {
+    static_assert(strips == 1 || row_tiles * strips == FEW_TILES);
+    static constexpr int SUMS = row_tiles * strips;  // [row tile][strip]
+
+    static void multiply(const bf16* w, long strip_elements, const RowTiles& x, TileSums* sums) {
+        _tile_zero(0);
+        if constexpr (SUMS > 1) _tile_zero(1);
+        if constexpr (SUMS > 2) _tile_zero(2);
+        if constexpr (SUMS > 3) _tile_zero(3);
+        for (long tile = 0; tile < x.num_tiles; tile++, w += TILE_ELEMENTS) {
+            load_weights<6>(w);
+            _tile_loadd(4, x.at(0, tile), 64);
+            _tile_dpbf16ps(0, 4, 6);
+            if constexpr (strips > 1) {
+                load_weights<7>(w + strip_elements);
+                _tile_dpbf16ps(1, 4, 7);
+            }
+            if constexpr (strips > 2) {
+                load_weights<6>(w + 2 * strip_elements);
+                _tile_dpbf16ps(2, 4, 6);
+                load_weights<7>(w + 3 * strip_elements);
+                _tile_dpbf16ps(3, 4, 7);
+            }
+            if constexpr (row_tiles > 1) {
+                _tile_loadd(5, x.at(1, tile), 64);
+                if constexpr (strips == 1) {
+                    _tile_dpbf16ps(1, 5, 6);
+                } else {
+                    _tile_dpbf16ps(2, 5, 6);
+                    _tile_dpbf16ps(3, 5, 7);
+                }
+            }
+            if constexpr (row_tiles > 2) {
+                _tile_loadd(4, x.at(2, tile), 64);
+                _tile_dpbf16ps(2, 4, 6);
+            }
+            if constexpr (row_tiles > 3) {
+                _tile_loadd(5, x.at(3, tile), 64);
+                _tile_dpbf16ps(3, 5, 6);
+            }
+        }
+        _tile_stored(0, sums[0].sums, 64);
+        if constexpr (SUMS > 1) _tile_stored(1, sums[1].sums, 64);
+        if constexpr (SUMS > 2) _tile_stored(2, sums[2].sums, 64);
+        if constexpr (SUMS > 3) _tile_stored(3, sums[3].sums, 64);
     }
-    _tile_stored(0, sums[0].sums, 64);
-    if (row_tiles > 1) _tile_stored(1, sums[1].sums, 64);
-    if (row_tiles > 2) _tile_stored(2, sums[2].sums, 64);
-    if (row_tiles > 3) _tile_stored(3, sums[3].sums, 64);
+
+private:
+    template <int tile>
+    static void load_weights(const bf16* w) {
+        prefetch_tile(w + AHEAD * TILE_ELEMENTS);
+        if constexpr (tile == 6)
+            _tile_loadd(6, w, 64);
+        else
+            _tile_loadd(7, w, 64);
+    }
+};
+
+// Strips [strip, end) in groups, those that are left one by one: pairs of strips are finished together.
+template <int row_tiles, int strips>
+void few_rows(const Linear<bf16>& op, const RowTiles& x, long strip, long end) {
+    const long strip_elements = x.num_tiles * TILE_ELEMENTS;
+    TileSums sums[2][FEW_TILES];
+    for (; strip + strips <= end && strips > 1; strip += strips) {
+        FewTiles<row_tiles, strips>::multiply(op.packed + strip * strip_elements, strip_elements, x, sums[0]);
+        for (long row = 0; row < op.num_rows; row++) {
+            const TileSums* of_row = sums[0] + row / x.rows * strips;
+            for (int i = 0; i < strips; i += 2)
+                finish_pair(op, row, strip + i, of_row[i].row(row % x.rows), of_row[i + 1].row(row % x.rows));
+        }
+    }
+    for (; strip < end; strip += 2) {
+        const bool is_pair = strip + 1 < end;
+        for (int i = 0; i <= is_pair; i++)
+            FewTiles<row_tiles, 1>::multiply(op.packed + (strip + i) * strip_elements, strip_elements, x, sums[i]);
+        for (long row = 0; row < op.num_rows; row++) {
+            const Floats left = sums[0][row / x.rows].row(row % x.rows), right = sums[1][row / x.rows].row(row % x.rows);
+            if (is_pair)
+                finish_pair(op, row, strip, left, right);
+            else
+                finish(op, row, strip, left);
+        }
+    }
 }
 
-template <int row_tiles>
-void few_rows(const Linear<bf16>& op, const RowTiles& x) {
-    const long strips = layer_strips(op), strip_elements = x.num_tiles * TILE_ELEMENTS;
-    share_range(strips, strips_at_once(strips, strip_elements * sizeof(bf16)), [&](long strip, long end) {
+inline void few_rows(const Linear<bf16>& op, const RowTiles& x, long row_tiles) {
+    const long strips = layer_strips(op), strip_bytes = x.num_tiles * TILE_ELEMENTS * sizeof(bf16);
+    share_range(strips, rounded_up(strips_at_once(strips, strip_bytes), 4), [&](long strip, long end) {
         shape_tiles(x.rows);
-        TileSums left[row_tiles], right[row_tiles];
-        for (; strip < end; strip += 2) {
-            multiply_strip<row_tiles>(op.packed + strip * strip_elements, x, left);
-            const bool is_pair = strip + 1 < end;
-            if (is_pair) multiply_strip<row_tiles>(op.packed + (strip + 1) * strip_elements, x, right);
-            for (long row = 0; row < op.num_rows; row++) {
-                const long tile = row / x.rows, r = row % x.rows;
-                if (is_pair)
-                    finish_pair(op, row, strip, left[tile].row(r), right[tile].row(r));
-                else
-                    finish(op, row, strip, left[tile].row(r));
-            }
+        switch (row_tiles) {
+            case 1: x.rows > 4 ? few_rows<1, 4>(op, x, strip, end) : few_rows<1, 1>(op, x, strip, end); break;
+            case 2: few_rows<2, 2>(op, x, strip, end); break;
+            case 3: few_rows<3, 1>(op, x, strip, end); break;
+            default: few_rows<4, 1>(op, x, strip, end);
         }
         _tile_release();
     });
@@ -137,7 +195,7 @@ struct FourTiles {
             _tile_loadd(2, sums[1][0].sums, 64); _tile_loadd(3, sums[1][1].sums, 64);
         }
         for (long tile = 0, at = 0; tile < count; tile++, at += TILE_ELEMENTS) {
-            const long ahead = tile + AHEAD_MANY, beyond = ahead - count;
+            const long ahead = tile + AHEAD, beyond = ahead - count;
             _tile_loadd(6, w[0] + at, 64);
             _tile_loadd(4, x[0] + at, 64);
             _tile_dpbf16ps(0, 4, 6);
@@ -215,13 +273,8 @@ inline void many_rows(const Linear<bf16>& op, const RowTiles& x) {
 
 inline void linear_by_tiles(const Linear<bf16>& op) {
     const RowTiles x = cut_rows(op);
-    switch ((op.num_rows + x.rows - 1) / x.rows) {
-        case 1: return few_rows<1>(op, x);
-        case 2: return few_rows<2>(op, x);
-        case 3: return few_rows<3>(op, x);
-        case 4: return few_rows<4>(op, x);
-        default: many_rows(op, x);
-    }
+    const long row_tiles = (op.num_rows + x.rows - 1) / x.rows;
+    row_tiles <= FEW_TILES ? few_rows(op, x, row_tiles) : many_rows(op, x);
 }
 
 }  // namespace quire::ISA

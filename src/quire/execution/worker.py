@@ -31,7 +31,12 @@ class Worker:
         hidden = self._model.forward(inputs.forward, self._cache)                  # [T, hidden]
         logits = self._model.logits(hidden[torch.from_numpy(inputs.logit_rows)])   # [N, vocab]
         sampled = sample(
-            self._batch.sampling, logits, inputs.sample_rows, self._batch.token_ids, inputs.sample_num_tokens
+            self._batch.sampling,
+            logits,
+            inputs.sample_rows,
+            self._batch.token_ids,
+            inputs.sample_num_tokens,
+            self._model.back_end.sampling,
         )
         self._batch.record(inputs, sampled.token_ids)
         return StepResult(
@@ -52,7 +57,6 @@ class Worker:
                 end = min(begin + PROMPT_LOGITS_ROWS, stop)
                 logits = self._model.logits(hidden[first + begin : first + end])
                 following = torch.from_numpy(self._batch.token_ids[row, begin + 1 : end + 1])
-                chunks.append(
-                    PromptLogprobsChunk(row, begin + 1, prompt_logprobs(logits, following, int(asked[entry])))
-                )
+                records = prompt_logprobs(logits, following, int(asked[entry]), self._model.back_end.sampling)
+                chunks.append(PromptLogprobsChunk(row, begin + 1, records))
         return chunks
