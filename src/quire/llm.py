@@ -72,7 +72,7 @@ class LLM:
             max_logprobs=max_logprobs,
             cpu_isa=cpu_isa,
         )
-        self._assembled: AssembledEngine | None = assemble(options)
+        self._assembled: AssembledEngine | None = assemble(options, takes_text=True)
         self._outputs = OutputProcessor(self._assembled.tokenizer)
         self._num_requests = 0                           # accepted so far; also the next one's id
         self._unclaimed: dict[str, RequestOutput] = {}   # outputs for another iterator than the one that stepped

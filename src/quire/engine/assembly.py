@@ -36,11 +36,14 @@ class AssembledEngine:
     kv_bytes_per_token: int
 
 
-def assemble(options: EngineOptions) -> AssembledEngine:
-    """Load the model, size the cache, and return an engine. ModelError and ConfigError say what cannot work."""
+def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
+    """Load the model, size the cache, and return an engine. ModelError and ConfigError say what cannot work.
+
+    One that takes no text, since another process tokenizes for it, does not load the tokenizer.
+    """
     folder = resolve_model(options.model)
     config = read_config(folder)
-    tokenizer = Tokenizer.from_folder_if_any(folder)
+    tokenizer = Tokenizer.from_folder_if_any(folder) if takes_text else None
     head_dim = spec_from_config(config, str(folder / CONFIG_FILE)).head_dim
     back_end = choose_back_end(torch.device("cpu"), isa=options.cpu_isa, head_dim=head_dim)
     model = load_model(

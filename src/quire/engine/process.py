@@ -164,7 +164,7 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     gc.disable()  # what is made from here on stays
     from quire.engine.assembly import assemble  # noqa: PLC0415 (loads torch; the server reads its tokenizer meanwhile)
 
-    assembled = assemble(replace(start.options, model=folder))
+    assembled = assemble(replace(start.options, model=folder), takes_text=False)
     gc.freeze()  # else a full collection looks through all of torch: 75 ms in the middle of a step
     gc.enable()
     connection.send(_ready(assembled))
