@@ -3,6 +3,7 @@
 Importing this package loads no torch: `LLM` is looked up on first use.
 """
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 from quire.core.beam_search_params import BeamSearchParams
@@ -30,7 +31,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:  # noqa: ANN401 (PEP 562 leaves no narrower type)
     """Load `LLM`, and torch with it, when it is first asked for."""
     if name == "LLM":
-        from quire.llm import LLM  # noqa: PLC0415 (the point of this function)
-
+        collects = gc.isenabled()
+        gc.disable()  # 170,000 objects come with torch, and none is garbage: the collector takes 0.2 s to find out
+        try:
+            from quire.llm import LLM  # noqa: PLC0415 (the point of this function)
+        finally:
+            if collects:
+                gc.enable()
         return LLM
     raise AttributeError(f"module 'quire' has no attribute {name!r}")
