@@ -25,29 +25,27 @@ template <typename T>
 using Products = ByVectors<T>;
 #endif
 
-// Results of rows over some of their context, each [rows]: highest score, sum of weights, weighted values [padded].
+// Results of rows over some of their context, [rows] and [rows][width]: highest score; weighted values, and in the last
+// LANES of a row its sum of weights, in each.
 struct Results {
-    float *highest, *weight, *weighted;
-    long padded;
+    float *highest, *weighted;
+    long width;
 
-    static long floats(long rows, long padded) { return rounded_up(rows, LANES) * (2 + padded); }
+    static long floats(long rows, long width) { return rounded_up(rows, LANES) * (1 + width); }
     Results(float* memory, long rows, long width)
-        : highest(memory), weight(memory + rounded_up(rows, LANES)), weighted(memory + 2 * rounded_up(rows, LANES)),
-          padded(width) {}
+        : highest(memory), weighted(memory + rounded_up(rows, LANES)), width(width) {}
 
     Results from(long row) const {  // a multiple of LANES
         Results rest = *this;
         rest.highest += row;
-        rest.weight += row;
-        rest.weighted += row * padded;
+        rest.weighted += row * width;
         return rest;
     }
 };
 
 void clear(Results results, long rows) {
     std::fill(results.highest, results.highest + rounded_up(rows, LANES), LOWEST);
-    std::fill(results.weight, results.weight + rounded_up(rows, LANES), 0.0f);
-    std::memset(results.weighted, 0, rows * results.padded * sizeof(float));
+    std::memset(results.weighted, 0, rows * results.width * sizeof(float));
 }
 
 // Fold a later partition into what came before; one that a row does not see leaves the row as it is, bit for bit.
@@ -55,15 +53,12 @@ void fold(Results running, Results later, long rows, Floats scale) {
     for (long first = 0; first < rows; first += LANES) {
         const Floats before = load(running.highest + first), after = load(later.highest + first);
         const Floats highest = maximum(before, after);
-        const Floats keep = power<Precision::fine>(before - highest, scale);
-        const Floats take = power<Precision::fine>(after - highest, scale);
+        const Floats keep = power(before - highest, scale), take = power(after - highest, scale);
         store(running.highest + first, highest);
-        store(running.weight + first,
-              multiply_add(load(running.weight + first), keep, load(later.weight + first) * take));
         for (long row = first; row < std::min(rows, first + LANES); row++) {
             const Floats kept = splat(keep[row - first]), taken = splat(take[row - first]);
-            float *values = running.weighted + row * running.padded, *others = later.weighted + row * later.padded;
-            for (long i = 0; i < running.padded; i += LANES)
+            float *values = running.weighted + row * running.width, *others = later.weighted + row * later.width;
+            for (long i = 0; i < running.width; i += LANES)
                 store(values + i, multiply_add(load(values + i), kept, load(others + i) * taken));
         }
     }
@@ -100,18 +95,18 @@ class TileWork {
 public:
     TileWork(const Attention<T>& op, const QueryTile& tile, Scratch<T>& scratch, Stretch next = {})
         : op_(op), tile_(tile), scratch_(scratch), group_(op.num_heads / op.num_kv_heads),
-          rows_(tile.num_tokens * group_), row_stride_(rounded_up(rows_, LANES)), padded_(rounded_up(op.head_dim, GROUP)),
+          rows_(tile.num_tokens * group_), row_stride_(rounded_up(rows_, LANES)), padded_(rounded_up(op.head_dim, GROUP)), width_(padded_ + LANES),
           key_rows_(rounded_up(op.head_dim / PAIR<T>, P::KEY_ROWS)), query_stride_(key_rows_ * PAIR<T>),
           scale_(op.scale * LOG2_E), positions_(scratch.positions.at_least(rows_)), next_(next),
           view_(op, P::KEY_ROWS, scratch.gathered.at_least(PartitionView<T>::scratch_elements(op.head_dim))) {
         scratch.scores.at_least(BLOCK_ROWS * SCORE_STRIDE);
-        scratch.partition.at_least(Results::floats(BLOCK_ROWS, padded_));
+        scratch.partition.at_least(Results::floats(BLOCK_ROWS, width_));
         pack_query();
     }
 
     // All of the context.
     void attend() {
-        const Results running = clear_running(), block(scratch_.partition.data(), BLOCK_ROWS, padded_);
+        const Results running = clear_running(), block(scratch_.partition.data(), BLOCK_ROWS, width_);
         for (long i = tile_.first_partition; i < tile_.end_partition; i++)
             each_block(i, tile_.end_partition, [&](long head, long row, long rows, const Stretch& next) {
                 compute(i, head, row, rows, block, next);
@@ -141,7 +136,7 @@ private:
     const Attention<T>& op_;
     const QueryTile& tile_;
     Scratch<T>& scratch_;
-    long group_, rows_, row_stride_, padded_, key_rows_, query_stride_;  // rows: of one KV head
+    long group_, rows_, row_stride_, padded_, width_, key_rows_, query_stride_;  // rows: of one KV head
     float scale_;
     long* positions_;  // of the rows' tokens
     Stretch next_, live_;  // what this thread reads after this tile; what of the partition some row sees
@@ -150,12 +145,12 @@ private:
 
     Results result(const KeptResults& results, long partition, long head) const {
         const long index = tile_.results + (partition - tile_.first_partition) * tile_.num_kv_heads + head;
-        return {results.memory + index * results.stride, rows_, padded_};
+        return {results.memory + index * results.stride, rows_, width_};
     }
 
     Results clear_running() {
         const long rows = tile_.num_kv_heads * row_stride_;
-        const Results running(scratch_.running.at_least(Results::floats(rows, padded_)), rows, padded_);
+        const Results running(scratch_.running.at_least(Results::floats(rows, width_)), rows, width_);
         clear(running, rows);
         return running;
     }
@@ -204,7 +199,7 @@ private:
     }
 
     // Scores, softmax, weighted values. While keys are multiplied the values are on their way from memory, while the
-    // softmax is computed the next partition's keys.
+    // values are multiplied the next partition's keys.
     void compute(long partition, long head, long row, long rows, Results out, const Stretch& next) {
         const Columns computed = seen(partition, row, row + rows);
         if (computed.begin >= computed.end) return clear(out, rows);
@@ -212,31 +207,30 @@ private:
         // Memory is kept busy for the first rows: later ones find keys and values in the second-level cache.
         const long calls = has_values_ ? 0 : (computed.last() - computed.first()) / BLOCK_ROWS;
         auto values = view_.prefetch_values(live_, calls);
-        auto keys = view_.prefetch_keys(next, has_values_ ? 0 : rows + calls);
+        auto keys = view_.prefetch_keys(next, 2 * calls);
         P::scores(scratch_.query.data() + (head * row_stride_ + row) * query_stride_, query_stride_, rows, view_, key_rows_,
                   computed, scores, values);
-        for (long i = 0; i < rows; i++) {  // two loops: the next row need not wait for this one's maximum
-            hide(scores + i * SCORE_STRIDE, seen(partition, row + i, row + i + 1), computed);
-            out.highest[i] = highest_score(scores + i * SCORE_STRIDE, computed);
-        }
-        using Weight = typename P::Weight;
-        for (long i = 0; i < rows; i++) {
-            keys();
-            auto* weights = reinterpret_cast<Weight*>(scores + i * SCORE_STRIDE);
-            out.weight[i] = weigh_scores(scores + i * SCORE_STRIDE, computed, splat(out.highest[i]), splat(scale_), weights);
-        }
+        hide_unseen(partition, row, rows, computed);
+        for (long i = 0; i < rows; i++) out.highest[i] = highest_score(scores + i * SCORE_STRIDE, computed);
         if (!has_values_) view_.look_at_values(live_, keys);
         has_values_ = true;
-        P::weigh(reinterpret_cast<Weight*>(scores), rows, view_, padded_, computed, out.weighted, keys);
+        P::weigh(scores, out.highest, scale_, rows, view_, padded_, computed, out.weighted, keys);
+    }
+
+    void hide_unseen(long partition, long row, long rows, Columns computed) {
+        const Columns first = seen(partition, row, row + 1), last = seen(partition, row + rows - 1, row + rows);
+        if (last.begin <= computed.first() && first.end >= computed.last()) return;  // all rows see all columns
+        for (long i = 0; i < rows; i++)
+            hide(scratch_.scores.data() + i * SCORE_STRIDE, seen(partition, row + i, row + i + 1), computed);
     }
 
     void finish(Results running) const {
         each_row([&](long head, long row, long token, long query_head) {
             const long at = head * row_stride_ + row;
             T* out = op_.out + token * op_.out_stride + query_head * op_.head_dim;
-            const Floats inverse = splat(1.0f / running.weight[at]);
+            const Floats inverse = splat(1.0f / running.weighted[at * width_ + padded_]);
             for (long i = 0; i < op_.head_dim; i += LANES)
-                store_some(out + i, load(running.weighted + at * padded_ + i) * inverse,
+                store_some(out + i, load(running.weighted + at * width_ + i) * inverse,
                            std::min<long>(LANES, op_.head_dim - i));
         });
     }
@@ -252,7 +246,7 @@ void attention(const Attention<T>& op) {
              num_threads(), work);
     if (work.tiles.empty()) return;
     const AttentionWork& shared = work;
-    const long stride = Results::floats(shared.max_split_rows, rounded_up(op.head_dim, GROUP));
+    const long stride = Results::floats(shared.max_split_rows, rounded_up(op.head_dim, GROUP) + LANES);
     const KeptResults results{kept.at_least(shared.num_results * stride), stride};
     const long num_pieces = static_cast<long>(shared.pieces.size());
     share(num_pieces, [&](Chunks& chunks) {

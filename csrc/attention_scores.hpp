@@ -45,13 +45,11 @@ inline float highest_score(const float* scores, Columns computed) {
     return largest_lane(maximum(even, odd));
 }
 
-// Scores become weights, where they stand: floats, or bfloat16 in the first half of the row. Returns the sum of the
-// weights as they will be multiplied: of rounded ones where they are rounded, for what the rounding has in common then
-// cancels in the mean.
-inline float weigh_scores(float* scores, Columns computed, Floats highest, Floats scale, float*) {
+// Scores become weights, where they stand. Returns the sum of the weights.
+inline float weigh_scores(float* scores, Columns computed, Floats highest, Floats scale) {
     Floats sum = {};
     for (long i = computed.first(); i < computed.last(); i += LANES) {
-        const Floats weights = power<Precision::fine>(load(scores + i) - highest, scale);
+        const Floats weights = power(load(scores + i) - highest, scale);
         store(scores + i, weights);
         sum += weights;
     }
@@ -59,17 +57,15 @@ inline float weigh_scores(float* scores, Columns computed, Floats highest, Float
 }
 
 #ifdef __AVX512BF16__
-inline float weigh_scores(float* scores, Columns computed, Floats highest, Floats scale, bf16* weights) {
-    const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
-    __m512 sum = _mm512_setzero_ps();
-    for (long i = computed.first(); i < computed.last(); i += 2 * LANES) {
-        const Floats low = power<Precision::coarse>(load(scores + i) - highest, scale);
-        const Floats high = power<Precision::coarse>(load(scores + i + LANES) - highest, scale);
-        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-        std::memcpy(weights + i, &both, sizeof both);
-        sum = _mm512_dpbf16_ps(sum, both, ones);
-    }
-    return sum_of_lanes((Floats)sum);
+// 32 scores become weights in bfloat16; they may stand where the scores did. offset: 1/2 + highest * scale.
+inline void weigh_scores(const float* scores, float offset, Floats scale, bf16* weights) {
+    alignas(64) static constexpr bf16 upper_halves[2 * LANES] = {
+        1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+        33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    const Floats low = multiply_add(load(scores), scale, splat(-offset));
+    const Floats high = multiply_add(load(scores + LANES), scale, splat(-offset));
+    const __m512i both = _mm512_permutex2var_epi16(power_bf16(low), _mm512_load_si512(upper_halves), power_bf16(high));
+    std::memcpy(weights, &both, sizeof both);
 }
 #endif
 

@@ -1,10 +1,17 @@
 // The two products of attention on the matrix unit: bfloat16 tiles, sums in float.
 //
 // Scores: 16 rows of queries x 16 tokens, 32 dimensions at a time. Weighted values: 16 rows of weights x 16 dimensions,
-// 32 tokens at a time, summed in the tile over the whole partition. Both add in the same order for every row, whatever
-// the other rows hold: a row's sums depend on the row of the first factor alone, and 32 tokens stand at fixed absolute
-// positions. Weights of 0 add nothing: not even a sign changes.
+// 32 tokens at a time, summed in the tile over the whole partition; a tile of ones beside the values sums the weights as
+// they are multiplied: rounded, for what the rounding has in common then cancels in the mean. Both add in the same order
+// for every row, whatever the other rows hold: a row's sums depend on the row of the first factor alone, and 32 tokens
+// stand at fixed absolute positions. Weights of 0 add nothing: not even a sign changes.
+//
+// The unit takes 16 cycles a product, and the core computes on meanwhile, as far as it looks ahead: a hundred instructions
+// that wait. So the products of 32 tokens stand between the exponentials of the next 32, a few here and a few there. Keys and
+// values pass by the first-level cache (stream loads), which the scores fill.
 #pragma once
+
+#include <array>
 
 #include "attention_scores.hpp"
 #include "tiles.hpp"
@@ -15,7 +22,6 @@ namespace quire::ISA {
 
 struct ByTiles {
     using Query = bf16;
-    using Weight = bf16;
     static constexpr long KEY_ROWS = TILE_ROWS;  // pairs of dimensions in a tile
 
     // The thread's tiles, for as many rows as there are.
@@ -27,110 +33,156 @@ struct ByTiles {
     template <typename Meanwhile>
     static void scores(const bf16* query, long query_stride, long rows, const PartitionView<bf16>& view, long key_rows,
                        Columns computed, float* scores, Meanwhile& meanwhile) {
-        for (long i = computed.first(); i < computed.last(); i += 2 * GROUP) {
-            meanwhile();
-            const Rows<bf16>* keys = view.keys + i / GROUP;
+        for (long i = computed.first(); i < computed.last(); i += GROUP) {
+            if (i % (2 * GROUP) == 0) meanwhile();
             if (rows > TILE_ROWS)
-                score<2>(query, query_stride, keys, key_rows, scores + i);
+                score<2>(query, query_stride, view.keys[i / GROUP], key_rows, scores + i);
             else
-                score<1>(query, query_stride, keys, key_rows, scores + i);
+                score<1>(query, query_stride, view.keys[i / GROUP], key_rows, scores + i);
         }
     }
 
+    // Scores become weights, and these the weighted values, with the sums of weights behind them.
     template <typename Meanwhile>
-    static void weigh(const bf16* weights, long rows, const PartitionView<bf16>& view, long padded, Columns seen, float* out,
-                      Meanwhile& meanwhile) {
-        const long step = rows > TILE_ROWS ? 2 * GROUP : 4 * GROUP;  // four tiles of sums
-        for (long dim = 0; dim < padded; dim += step) {
-            const long columns = std::min(step, padded - dim) / GROUP;
-            if (rows > TILE_ROWS)
-                switch (columns) {
-                    case 1: mean<2, 1>(weights, view, dim, padded, seen, out, meanwhile); break;
-                    default: mean<2, 2>(weights, view, dim, padded, seen, out, meanwhile);
-                }
-            else
-                switch (columns) {
-                    case 1: mean<1, 1>(weights, view, dim, padded, seen, out, meanwhile); break;
-                    case 2: mean<1, 2>(weights, view, dim, padded, seen, out, meanwhile); break;
-                    case 3: mean<1, 3>(weights, view, dim, padded, seen, out, meanwhile); break;
-                    default: mean<1, 4>(weights, view, dim, padded, seen, out, meanwhile);
-                }
+    static void weigh(float* scores, const float* highest, float scale, long rows, const PartitionView<bf16>& view, long padded,
+                      Columns computed, float* out, Meanwhile& meanwhile) {
+        for (long row = 0; row < rows; row += TILE_ROWS) {
+            const Rows16 tile(scores + row * SCORE_STRIDE, highest + row, scale, std::min(TILE_ROWS, rows - row),
+                              out + row * (padded + LANES), padded + LANES);
+            const auto first = [&](auto columns) { mean<columns, true>(tile, view, 0, computed, meanwhile); };
+            const auto later = [&](long dim) {
+                return [&, dim](auto columns) { mean<columns, false>(tile, view, dim, computed, meanwhile); };
+            };
+            with_columns(padded, first);
+            for (long dim = MAX_COLUMNS * GROUP; dim < padded; dim += MAX_COLUMNS * GROUP) with_columns(padded - dim, later(dim));
         }
     }
 
 private:
     static constexpr long WEIGHT_STRIDE = 2 * SCORE_STRIDE;  // weights take the first half of a row of scores
     static constexpr long TOKENS = PartitionView<bf16>::VALUE_TOKENS;
+    static constexpr long MAX_COLUMNS = 4;  // tiles of sums at once
 
-    // 16 x row_tiles rows x 32 tokens.
-    template <int row_tiles>
-    static void score(const bf16* query, long query_stride, const Rows<bf16>* keys, long key_rows, float* out) {
-        zero<2 * row_tiles>();
-        for (long row = 0; row < key_rows; row += TILE_ROWS) {
-            _tile_loadd(6, keys[0].row(row), keys[0].stride * sizeof(bf16));
-            _tile_loadd(4, query + row * 2, query_stride * sizeof(bf16));
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, keys[1].row(row), keys[1].stride * sizeof(bf16));
-            _tile_dpbf16ps(1, 4, 7);
-            if constexpr (row_tiles == 2) {
-                _tile_loadd(5, query + TILE_ROWS * query_stride + row * 2, query_stride * sizeof(bf16));
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
+    // Up to 16 rows: where their scores are, then their weights, then their means.
+    struct Rows16 {
+        float* scores;
+        float offsets[TILE_ROWS];
+        Floats scale;
+        long rows;
+        float* out;
+        long width;
+
+        Rows16(float* scores, const float* highest, float scale, long rows, float* out, long width)
+            : scores(scores), scale(splat(scale)), rows(rows), out(out), width(width) {
+            for (long i = 0; i < rows; i++) offsets[i] = 0.5f + std::max(highest[i] * scale, LOWEST);
         }
-        constexpr long stride = SCORE_STRIDE * sizeof(float);
-        _tile_stored(0, out, stride);
-        _tile_stored(1, out + GROUP, stride);
-        if constexpr (row_tiles == 2) {
-            _tile_stored(2, out + TILE_ROWS * SCORE_STRIDE, stride);
-            _tile_stored(3, out + TILE_ROWS * SCORE_STRIDE + GROUP, stride);
+
+        const bf16* weights() const { return reinterpret_cast<const bf16*>(scores); }
+
+        // A quarter of the rows, a group of tokens.
+        void weigh(long quarter, long group) const {
+            constexpr long quarter_rows = TILE_ROWS / 4;
+            for (long r = quarter * quarter_rows; r < std::min(rows, (quarter + 1) * quarter_rows); r++)
+                weigh_scores(scores + r * SCORE_STRIDE + group * TOKENS, offsets[r], scale,
+                             reinterpret_cast<bf16*>(scores + r * SCORE_STRIDE) + group * TOKENS);
+        }
+    };
+
+    template <typename Compute>
+    static void with_columns(long dims, Compute compute) {
+        switch (dims / GROUP) {
+            case 1: return compute(std::integral_constant<long, 1>());
+            case 2: return compute(std::integral_constant<long, 2>());
+            case 3: return compute(std::integral_constant<long, 3>());
+            default: return compute(std::integral_constant<long, 4>());
         }
     }
 
-    // 16 x row_tiles rows x 16 x columns dimensions.
-    template <int row_tiles, int columns, typename Meanwhile>
-    static void mean(const bf16* weights, const PartitionView<bf16>& view, long dim, long padded, Columns seen, float* out,
-                     Meanwhile& meanwhile) {
-        zero<row_tiles == 2 ? 4 : columns>();
-        for (long i = seen.begin / TOKENS; i < (seen.end + TOKENS - 1) / TOKENS; i++) {
+    // 16 x row_tiles rows x 16 tokens. Stores stand apart: one after the other they would keep the unit waiting.
+    template <int row_tiles>
+    static void score(const bf16* query, long query_stride, const Rows<bf16>& keys, long key_rows, float* out) {
+        const long stride = query_stride * sizeof(bf16), key_stride = keys.stride * sizeof(bf16);
+        const bf16* below = query + TILE_ROWS * query_stride;
+        _tile_zero(0);
+        if constexpr (row_tiles == 2) _tile_zero(1);
+        for (long row = 0; row < key_rows; row += 2 * TILE_ROWS) {
+            const bool is_pair = row + TILE_ROWS < key_rows;
+            _tile_stream_loadd(6, keys.row(row), key_stride);
+            _tile_loadd(4, query + row * 2, stride);
+            _tile_dpbf16ps(0, 4, 6);
+            if (is_pair) {
+                _tile_stream_loadd(7, keys.row(row + TILE_ROWS), key_stride);
+                _tile_loadd(5, query + (row + TILE_ROWS) * 2, stride);
+                _tile_dpbf16ps(0, 5, 7);
+            }
+            if constexpr (row_tiles == 2) {
+                _tile_loadd(4, below + row * 2, stride);
+                _tile_dpbf16ps(1, 4, 6);
+                if (is_pair) {
+                    _tile_loadd(5, below + (row + TILE_ROWS) * 2, stride);
+                    _tile_dpbf16ps(1, 5, 7);
+                }
+            }
+        }
+        _tile_stored(0, out, SCORE_STRIDE * sizeof(float));
+        if constexpr (row_tiles == 2) _tile_stored(1, out + TILE_ROWS * SCORE_STRIDE, SCORE_STRIDE * sizeof(float));
+    }
+
+    // 16 rows x 16 x columns dimensions, at first with the softmax and the sums of weights.
+    template <long columns, bool is_first, typename Meanwhile>
+    static void mean(const Rows16& tile, const PartitionView<bf16>& view, long dim, Columns computed, Meanwhile& meanwhile) {
+        alignas(64) static constexpr auto ones = [] {
+            std::array<bf16, TILE_ROWS * TOKENS> ones{};
+            ones.fill(0x3f80);
+            return ones;
+        }();
+        zero<columns>();
+        if constexpr (is_first) {
+            _tile_zero(4);
+            _tile_loadd(7, ones.data(), TOKENS * sizeof(bf16));
+        }
+        const long first = computed.first() / TOKENS, end = computed.last() / TOKENS;
+        if constexpr (is_first)
+            for (long quarter = 0; quarter < 4; quarter++) tile.weigh(quarter, first);
+        for (long i = first; i < end; i++) {
             meanwhile();
+            const auto softmax = [&](long quarter) {
+                if (is_first && i + 1 < end) tile.weigh(quarter, i + 1);
+            };
             const bf16* values = view.values[i].at + dim * 2;
             const long stride = view.values[i].stride * sizeof(bf16);
             constexpr long next = 2 * GROUP;  // elements from one tile of dimensions to the next
-            _tile_loadd(4, weights + i * TOKENS, WEIGHT_STRIDE * sizeof(bf16));
-            _tile_loadd(6, values, stride);
-            _tile_dpbf16ps(0, 4, 6);
+            softmax(0);
+            _tile_loadd(5, tile.weights() + i * TOKENS, WEIGHT_STRIDE * sizeof(bf16));
+            _tile_stream_loadd(6, values, stride);
+            _tile_dpbf16ps(0, 5, 6);
+            softmax(1);
             if constexpr (columns > 1) {
-                _tile_loadd(7, values + next, stride);
-                _tile_dpbf16ps(1, 4, 7);
+                _tile_stream_loadd(6, values + next, stride);
+                _tile_dpbf16ps(1, 5, 6);
             }
+            softmax(2);
             if constexpr (columns > 2) {
-                _tile_loadd(6, values + 2 * next, stride);
-                _tile_dpbf16ps(2, 4, 6);
-            }
-            if constexpr (columns > 3) {
-                _tile_loadd(7, values + 3 * next, stride);
-                _tile_dpbf16ps(3, 4, 7);
-            }
-            if constexpr (row_tiles > 1) {
-                _tile_loadd(5, weights + TILE_ROWS * WEIGHT_STRIDE + i * TOKENS, WEIGHT_STRIDE * sizeof(bf16));
+                _tile_stream_loadd(6, values + 2 * next, stride);
                 _tile_dpbf16ps(2, 5, 6);
-                if constexpr (columns > 1) _tile_dpbf16ps(3, 5, 7);
             }
+            softmax(3);
+            if constexpr (columns > 3) {
+                _tile_stream_loadd(6, values + 3 * next, stride);
+                _tile_dpbf16ps(3, 5, 6);
+            }
+            if constexpr (is_first) _tile_dpbf16ps(4, 5, 7);
         }
-        float* to = out + dim;
-        const long stride = padded * sizeof(float);
-        _tile_stored(0, to, stride);
-        if constexpr (columns > 1) _tile_stored(1, to + GROUP, stride);
-        if constexpr (columns > 2) _tile_stored(2, to + 2 * GROUP, stride);
-        if constexpr (columns > 3) _tile_stored(3, to + 3 * GROUP, stride);
-        if constexpr (row_tiles > 1) {
-            _tile_stored(2, to + TILE_ROWS * padded, stride);
-            if constexpr (columns > 1) _tile_stored(3, to + TILE_ROWS * padded + GROUP, stride);
-        }
+        float* out = tile.out + dim;
+        const long stride = tile.width * sizeof(float);
+        _tile_stored(0, out, stride);
+        if constexpr (columns > 1) _tile_stored(1, out + GROUP, stride);
+        if constexpr (columns > 2) _tile_stored(2, out + 2 * GROUP, stride);
+        if constexpr (columns > 3) _tile_stored(3, out + 3 * GROUP, stride);
+        if constexpr (is_first) _tile_stored(4, tile.out + tile.width - GROUP, stride);
     }
 
-    template <int tiles>
+    template <long tiles>
     static void zero() {
         _tile_zero(0);
         if constexpr (tiles > 1) _tile_zero(1);

@@ -24,7 +24,6 @@ inline void add_product(const bf16* rows, const float* factors, long factor_stri
 template <typename T>
 struct ByVectors {
     using Query = float;
-    using Weight = float;
     static constexpr long KEY_ROWS = 1;  // the number of rows of keys is a multiple of this
     static constexpr int ROWS = 4, COLUMNS = 2;  // of registers that hold sums: 4 x 2 x 16 lanes
 
@@ -35,9 +34,9 @@ struct ByVectors {
     template <typename Meanwhile>
     static void scores(const float* query, long query_stride, long rows, const PartitionView<T>& view, long key_rows,
                        Columns computed, float* scores, Meanwhile& meanwhile) {
-        for (long r = 0; r < rows; r += ROWS)
-            for (long i = computed.first(); i < computed.last(); i += COLUMNS * GROUP) {
-                if (r == 0) meanwhile();
+        for (long i = computed.first(); i < computed.last(); i += COLUMNS * GROUP) {
+            meanwhile();
+            for (long r = 0; r < rows; r += ROWS) {
                 const auto* keys = view.keys + i / GROUP;
                 const float* q = query + r * query_stride;
                 float* out = scores + r * SCORE_STRIDE + i;
@@ -48,23 +47,31 @@ struct ByVectors {
                     default: score<4>(q, query_stride, keys, key_rows, out);
                 }
             }
+        }
     }
 
+    // Scores become weights, and these the weighted values, with the sums of weights behind them.
     template <typename Meanwhile>
-    static void weigh(const float* weights, long rows, const PartitionView<T>& view, long padded, Columns seen, float* out,
-                      Meanwhile& meanwhile) {
-        for (long r = 0; r < rows; r += ROWS)
-            for (long i = 0; i < padded; i += GROUP) {
-                if (r == 0) meanwhile();
-                const float* w = weights + r * SCORE_STRIDE;
-                float* to = out + r * padded + i;
+    static void weigh(float* scores, const float* highest, float scale, long rows, const PartitionView<T>& view, long padded,
+                      Columns computed, float* out, Meanwhile& meanwhile) {
+        const long width = padded + LANES;
+        for (long r = 0; r < rows; r++) {
+            meanwhile();
+            store(out + r * width + padded, splat(weigh_scores(scores + r * SCORE_STRIDE, computed, splat(highest[r]), splat(scale))));
+        }
+        for (long i = 0; i < padded; i += GROUP) {
+            meanwhile();
+            for (long r = 0; r < rows; r += ROWS) {
+                const float* w = scores + r * SCORE_STRIDE;
+                float* to = out + r * width + i;
                 switch (std::min<long>(rows - r, ROWS)) {
-                    case 1: mean<1>(w, view, i, padded, seen, to); break;
-                    case 2: mean<2>(w, view, i, padded, seen, to); break;
-                    case 3: mean<3>(w, view, i, padded, seen, to); break;
-                    default: mean<4>(w, view, i, padded, seen, to);
+                    case 1: mean<1>(w, view, i, width, computed, to); break;
+                    case 2: mean<2>(w, view, i, width, computed, to); break;
+                    case 3: mean<3>(w, view, i, width, computed, to); break;
+                    default: mean<4>(w, view, i, width, computed, to);
                 }
             }
+        }
     }
 
 private:
@@ -79,14 +86,14 @@ private:
     }
 
     template <int rows>
-    static void mean(const float* weights, const PartitionView<T>& view, long dim, long padded, Columns seen, float* out) {
+    static void mean(const float* weights, const PartitionView<T>& view, long dim, long width, Columns computed, float* out) {
         Floats sums[rows] = {};
         constexpr long tokens = PartitionView<T>::VALUE_TOKENS;
-        for (long i = seen.begin / tokens; i < (seen.end + tokens - 1) / tokens; i++)
+        for (long i = computed.begin / tokens; i < (computed.end + tokens - 1) / tokens; i++)
             for (long row = 0; row < GROUP; row++)
                 add_product(view.values[i].row(row) + dim * PAIR<T>, weights + i * tokens + row * PAIR<T>, SCORE_STRIDE,
                             rows, sums);
-        for (int r = 0; r < rows; r++) store(out + r * padded, sums[r]);
+        for (int r = 0; r < rows; r++) store(out + r * width, sums[r]);
     }
 };
 
