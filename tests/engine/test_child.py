@@ -64,9 +64,13 @@ def server(moment: str, folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def engine_of(process: subprocess.Popen[str]) -> int:
+def told_pid(process: subprocess.Popen[str]) -> int:
     assert process.stdout is not None
-    pid = int(process.stdout.readline())
+    return int(process.stdout.readline())
+
+
+def engine_of(process: subprocess.Popen[str]) -> int:
+    pid = told_pid(process)
     assert is_running(pid)
     return pid
 
@@ -83,7 +87,7 @@ def test_engine_ends_with_a_server_that_is_killed(moment: str, tmp_path: Path) -
 
 def test_engine_ends_with_a_server_that_ends_without_a_word(tmp_path: Path) -> None:
     process = server("at its end", tmp_path)
-    pid = engine_of(process)
+    pid = told_pid(process)  # and by now both may have ended
     _, told = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0
     assert told == ""
