@@ -3,6 +3,7 @@
 import pytest
 
 from quire.cache.block_pool import BlockPool, OutOfBlocksError
+from quire.cache.prefix_tree import PrefixTree
 from quire.core.errors import EngineError
 
 
@@ -159,3 +160,90 @@ def test_check_finds_a_negative_count() -> None:
     pool._ref_counts[1] = -1
     with pytest.raises(AssertionError, match="negative"):
         pool.check()
+
+
+class TestCachedBlocks:
+    """A pool over a tree: 5 blocks, of which 0, 1, 2 are a path and 3 is a second child of 0."""
+
+    @pytest.fixture
+    def tree(self) -> PrefixTree:
+        return PrefixTree(num_blocks=5, block_size=1)
+
+    @pytest.fixture
+    def pool(self, tree: PrefixTree) -> BlockPool:
+        pool = BlockPool(5, tree)
+        pool.allocate(4)
+        for parent, block in ((tree.open_root(None), 0), (0, 1), (1, 2), (0, 3)):
+            tree.insert(parent, tree.key(parent, [block]), block)
+        return pool
+
+    def release(self, pool: BlockPool, *blocks: int) -> None:
+        for block in blocks:
+            pool.release(block)
+        pool.check()
+
+    def test_block_in_the_tree_is_kept_when_its_last_owner_goes(self, pool: BlockPool) -> None:
+        self.release(pool, 2, 3)
+        assert (pool.num_free_blocks, pool.num_cached_blocks) == (3, 2)
+        assert [pool.ref_count(block) for block in range(5)] == [1, 1, 0, 0, 0]
+        assert pool.count_blocks_by_owners() == {0: 3, 1: 2}
+
+    def test_cached_block_finds_an_owner_again(self, pool: BlockPool) -> None:
+        self.release(pool, 2)
+        pool.share(2)
+        assert (pool.ref_count(2), pool.num_cached_blocks, pool.num_free_blocks) == (1, 0, 1)
+        pool.check()
+
+    def test_free_blocks_are_handed_out_before_cached_ones(self, pool: BlockPool, tree: PrefixTree) -> None:
+        tree.remove(3)
+        self.release(pool, 2, 3)
+        assert pool.allocate(3) == [3, 4, 2]
+        assert (pool.num_evicted, 2 in tree, pool.num_cached_blocks) == (1, False, 0)
+        pool.check()
+
+    def test_least_recently_used_goes_first(self, pool: BlockPool) -> None:
+        pool.allocate(1)
+        self.release(pool, 3, 2, 1, 0)
+        assert pool.allocate(2) == [3, 2]
+        pool.check()
+        assert pool.allocate(2) == [1, 0]
+        assert pool.num_evicted == 4
+
+    def test_leaves_go_before_their_parents_whoever_came_first(self, pool: BlockPool, tree: PrefixTree) -> None:
+        pool.allocate(1)
+        self.release(pool, 0, 1, 2, 3)
+        given_up = pool.allocate(4)
+        assert given_up.index(2) < given_up.index(1) < given_up.index(0)
+        assert given_up.index(3) < given_up.index(0)
+        assert len(tree) == 0
+        pool.check()
+
+    def test_parent_in_vain_takes_what_is_below_out_of_the_tree(self, pool: BlockPool, tree: PrefixTree) -> None:
+        """The path's owner has let go of block 0, out of its sliding window, and 2 is cached below 1, in use."""
+        pool.allocate(1)
+        self.release(pool, 0)
+        tree.remove(3)
+        tree.check()
+        self.release(pool, 2)
+        assert pool.allocate(1) == [0]
+        assert (len(tree), pool.ref_count(1), pool.num_free_blocks, pool.num_cached_blocks) == (0, 1, 1, 0)
+        pool.check()
+        self.release(pool, 1)
+        assert pool.num_cached_blocks == 0, "what cannot be found is not kept"
+
+    def test_all_or_nothing_counts_cached_blocks(self, pool: BlockPool, tree: PrefixTree) -> None:
+        self.release(pool, 2)
+        with pytest.raises(OutOfBlocksError, match="need 3 blocks, 2 of 5 are free"):
+            pool.allocate(3)
+        assert (2 in tree, pool.num_evicted) == (True, 0)
+        assert pool.allocate(2) == [4, 2]
+
+    def test_free_block_cannot_be_shared_although_cached_ones_can(self, pool: BlockPool) -> None:
+        with pytest.raises(AssertionError, match="block 4 is free"):
+            pool.share(4)
+
+    def test_check_finds_a_cached_block_that_has_left_the_tree(self, pool: BlockPool, tree: PrefixTree) -> None:
+        self.release(pool, 2)
+        tree.remove(2)
+        with pytest.raises(AssertionError, match="cached"):
+            pool.check()

@@ -323,3 +323,68 @@ class TestCheck:
         pool.share(1)
         with pytest.raises(AssertionError, match="shared but writable"):
             table.check()
+
+
+class TestBegin:
+    """A table that begins with blocks of others."""
+
+    def test_blocks_are_shared_and_the_next_token_opens_a_column(self, pool: BlockPool) -> None:
+        other = table_of(pool, 8)
+        table = BlockTable(pool, 4)
+        table.begin(other.blocks, 8)
+        assert (table.blocks, table.num_tokens, table.num_filled, ref_counts(pool)[:3]) == ([0, 1], 8, 8, [2, 2, 0])
+        assert table.append(1) == TableUpdate(2, [2])
+        check(pool, table, other)
+
+    def test_last_token_may_be_left_to_append_and_is_not_written(self, pool: BlockPool) -> None:
+        other = table_of(pool, 8)
+        table = BlockTable(pool, 4)
+        table.begin(other.blocks, 7)
+        assert (table.num_tokens, table.num_filled, table.num_blocks_to_append(1)) == (7, 8, 0)
+        check(pool, table, other)
+        assert table.append(1) == TableUpdate(2, [], is_stored=True)
+        assert (table.num_tokens, table.blocks, ref_counts(pool)[:3]) == (8, [0, 1], [2, 2, 0])
+        assert table.append(1) == TableUpdate(2, [2])
+        check(pool, table, other)
+
+    def test_more_than_the_token_left_out_is_a_fault(self, pool: BlockPool) -> None:
+        table = BlockTable(pool, 4)
+        table.begin(table_of(pool, 4).blocks, 3)
+        with pytest.raises(AssertionError, match="2 tokens appended where one was left out"):
+            table.append(2)
+
+    def test_fork_leaves_the_same_token_out(self, pool: BlockPool) -> None:
+        table = BlockTable(pool, 4)
+        table.begin(table_of(pool, 4).blocks, 3)
+        child = table.fork()
+        for each in (child, table):
+            assert each.append(1) == TableUpdate(1, [], is_stored=True)
+        check(pool, table, child)
+
+    def test_blocks_of_one_token(self, pool: BlockPool) -> None:
+        table = BlockTable(pool, 1)
+        table.begin(table_of(pool, 3, block_size=1).blocks, 2)
+        check(pool, table)
+        assert table.append(1) == TableUpdate(3, [], is_stored=True)
+        assert table.append(1) == TableUpdate(3, [3])
+        check(pool, table)
+
+    def test_begun_table_gives_its_shares_back(self, pool: BlockPool) -> None:
+        other = table_of(pool, 8)
+        table = BlockTable(pool, 4)
+        table.begin(other.blocks, 7)
+        table.free()
+        assert (ref_counts(pool)[:2], table.num_filled) == ([1, 1], 0)
+        check(pool, table, other)
+
+    @pytest.mark.parametrize("num_tokens", [6, 9])
+    def test_only_the_last_token_may_be_left_out(self, pool: BlockPool, num_tokens: int) -> None:
+        with pytest.raises(AssertionError, match=f"{num_tokens} tokens in 2 blocks"):
+            BlockTable(pool, 4).begin(table_of(pool, 8).blocks, num_tokens)
+
+
+def test_column_gets_another_block_of_the_same_content(pool: BlockPool) -> None:
+    table, other = table_of(pool, 8), table_of(pool, 8)
+    table.replace(0, other.blocks[0])
+    assert (table.blocks, ref_counts(pool)[:4]) == ([2, 1], [0, 1, 2, 1])
+    check(pool, table, other)

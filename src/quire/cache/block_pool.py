@@ -2,11 +2,15 @@
 
 Counts owners of blocks; never touches a tensor. Kwon et al. 2023, sections 4.2 to 4.4. Freed blocks are handed out
 again before blocks that were never used, the one freed last first: few blocks stay warm, and memory that nobody has
-needed yet is never touched. Invariant after every call: a block is free exactly when its reference count is 0.
+needed yet is never touched. Blocks that the prefix tree can find are kept when their last owner goes; they are handed
+out after all others.
+Invariant after every call: a block is in use (it has owners), cached (it has none, and is in the tree) or free.
 """
 
 from collections import Counter
 
+from quire.cache.eviction import LeastRecentlyUsed
+from quire.cache.prefix_tree import PrefixTree
 from quire.core.errors import EngineError
 
 
@@ -15,11 +19,13 @@ class OutOfBlocksError(EngineError):
 
 
 class BlockPool:
-    """Blocks 0..num_blocks - 1, each free or with one owner or more."""
+    """Blocks 0..num_blocks - 1, each free, cached, or with one owner or more. Without a tree none is ever cached."""
 
-    __slots__ = ("_freed", "_next_unused", "_num_by_owners", "_ref_counts", "num_blocks")
+    __slots__ = (
+        "_cached", "_freed", "_next_unused", "_num_by_owners", "_ref_counts", "_tree", "num_blocks", "num_evicted"
+    )
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, tree: PrefixTree | None = None) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.num_blocks = num_blocks
@@ -27,33 +33,44 @@ class BlockPool:
         self._num_by_owners = Counter({0: num_blocks})
         self._freed: list[int] = []  # a stack: the block freed last is on top
         self._next_unused = 0        # this block and all above it have never been handed out
+        self._tree = tree
+        self._cached = LeastRecentlyUsed()
+        self.num_evicted = 0         # cached blocks given up since start
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks without an owner."""
-        return len(self._freed) + self.num_blocks - self._next_unused
+        """Blocks without an owner: what can be allocated. Cached ones count, for they are given up when needed."""
+        return len(self._freed) + self.num_blocks - self._next_unused + len(self._cached)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks without an owner that the tree can still find."""
+        return len(self._cached)
 
     def ref_count(self, block: int) -> int:
-        """Return the number of owners of `block`, 0 for a free one."""
+        """Return the number of owners of `block`, 0 for a free or cached one."""
         assert 0 <= block < self.num_blocks, f"no block {block} in a pool of {self.num_blocks}"
         return self._ref_counts[block]
 
     def count_blocks_by_owners(self) -> Counter[int]:
-        """Return how many blocks have how many owners; key 0 counts the free ones."""
+        """Return how many blocks have how many owners; key 0 counts the free and cached ones."""
         return +self._num_by_owners
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks with one owner each, or raise OutOfBlocksError and change nothing.
 
-        Freed blocks come first, the one freed last at the front, then never-used ones in ascending order.
+        Freed blocks come first, the one freed last at the front, then never-used ones in ascending order, then
+        cached ones, which leave the tree.
         """
         assert count >= 0, f"cannot allocate {count} blocks"
         if count > self.num_free_blocks:
             raise OutOfBlocksError(f"need {count} blocks, {self.num_free_blocks} of {self.num_blocks} are free")
         blocks = [self._freed.pop() for _ in range(min(count, len(self._freed)))]
         first_unused = self._next_unused
-        self._next_unused += count - len(blocks)
+        self._next_unused = min(first_unused + count - len(blocks), self.num_blocks)
         blocks.extend(range(first_unused, self._next_unused))
+        while len(blocks) < count:
+            blocks.append(self._evict())
         for block in blocks:
             self._ref_counts[block] = 1
         self._num_by_owners[0] -= count
@@ -61,18 +78,41 @@ class BlockPool:
         return blocks
 
     def share(self, block: int) -> None:
-        """Add one owner to a block in use."""
+        """Add one owner to a block in use or cached."""
         owners = self.ref_count(block)
-        assert owners > 0, f"block {block} is free and cannot be shared"
+        if owners == 0:
+            assert block in self._cached, f"block {block} is free and cannot be shared"
+            self._cached.remove(block)
         self._set_owners(block, owners, owners + 1)
 
     def release(self, block: int) -> None:
-        """Drop one owner; the last one gives the block back."""
+        """Drop one owner. When the last one goes, the block is cached if it is in the tree, and free if not."""
         owners = self.ref_count(block)
         assert owners > 0, f"block {block} freed twice"
         self._set_owners(block, owners, owners - 1)
-        if owners == 1:
+        if owners > 1:
+            return
+        if self._tree is not None and block in self._tree:
+            self._cached.add(block)
+        else:
             self._freed.append(block)
+
+    def _evict(self) -> int:
+        """Give up a cached block without cached children, the least recently used or one below it.
+
+        A child may have owners although its parent has none, where sequences let go of what has left their sliding
+        window. What is below stays with its owners, but cannot be found without its parent, so it leaves the tree.
+        """
+        tree, block = self._tree, self._cached.first()
+        assert tree is not None, "cached without a tree"
+        while (child := next((c for c in tree.children(block) if c in self._cached), None)) is not None:
+            block = child
+        removed = [each for each in tree.remove_all_below(block) if each in self._cached]
+        for each in removed:
+            self._cached.remove(each)
+        self._freed += removed[:-1]
+        self.num_evicted += len(removed)
+        return block
 
     def _set_owners(self, block: int, before: int, after: int) -> None:
         self._ref_counts[block] = after
@@ -80,10 +120,14 @@ class BlockPool:
         self._num_by_owners[after] += 1
 
     def check(self) -> None:
-        """Assert that the free blocks are exactly those without an owner, each listed once."""
-        free = sorted([*self._freed, *range(self._next_unused, self.num_blocks)])
+        """Assert that free and cached blocks are exactly those without an owner, each listed once."""
+        cached = [block for block in range(self.num_blocks) if block in self._cached]
+        free = sorted([*self._freed, *range(self._next_unused, self.num_blocks), *cached])
         ownerless = [block for block, owners in enumerate(self._ref_counts) if owners == 0]
         assert free == ownerless, f"free list {free}, blocks without an owner {ownerless}"
         assert min(self._ref_counts) >= 0, f"negative reference count in {self._ref_counts}"
         counted, walked = self.count_blocks_by_owners(), Counter(self._ref_counts)
         assert counted == walked, f"blocks by owners are {walked}, but {counted} were counted"
+        assert len(cached) == len(self._cached), "a cached block that is none of ours"
+        findable = [b for b in ownerless if self._tree is not None and b in self._tree]
+        assert cached == findable, f"cached {cached}, but the tree has {findable} without an owner"

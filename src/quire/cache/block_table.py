@@ -3,8 +3,12 @@
 Blocks are filled from the left, and a table never holds a block that it does not need: it has exactly
 ceil(num_tokens / block_size) columns. A full block is never written again, so any number of tables may share it; a
 shared block that is partly filled is copied before the first write to it. Kwon et al. 2023, sections 4.3 and 4.4.
+
+A table may begin with full blocks that others have computed. If those hold all that is known of a sequence, its last
+token is computed once more, because its logits are wanted, and not written again.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
@@ -29,20 +33,22 @@ def worst_case_blocks(num_prompt_tokens: int, max_tokens: int, n: int, block_siz
 
 
 class TableUpdate(NamedTuple):
-    """Columns that an append has set: `first_column` and those after it now hold `blocks`, up to the table's end.
+    """Columns that have changed: `first_column` and those after it now hold `blocks`, up to the table's end.
 
-    `copy`, if any, must run before the forward pass that writes the appended tokens; its `dst` is `blocks[0]`.
+    `copy`, if any, must run before the forward pass that writes the appended tokens; its `dst` is among `blocks`.
+    `is_stored`: the one token appended has its keys and values in the cache already; nothing may be written.
     """
 
     first_column: int
     blocks: list[int]
-    copy: BlockCopy | None
+    copy: BlockCopy | None = None
+    is_stored: bool = False
 
 
 class BlockTable:
     """The blocks of one sequence, in order of position. `num_tokens` counts the tokens that have slots."""
 
-    __slots__ = ("_block_size", "_num_dropped", "_pool", "_writable_end", "blocks", "num_tokens")
+    __slots__ = ("_block_size", "_num_dropped", "_num_stored", "_pool", "blocks", "num_tokens", "writable_end")
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         if block_size < 1:
@@ -52,9 +58,15 @@ class BlockTable:
         self.blocks: list[int] = []
         self.num_tokens = 0
         self._num_dropped = 0   # leading columns that hold NULL_BLOCK
+        self._num_stored = 0    # tokens that the blocks it began with hold, up to one more than num_tokens
         # Tokens up to here need no new column and no copy. It stays at num_tokens while the last block may have other
         # owners. Only our own fork adds one, so it can be too low (an owner has left since) but never too high.
-        self._writable_end = 0
+        self.writable_end = 0
+
+    @property
+    def num_filled(self) -> int:
+        """Tokens that stand in the blocks: all but the last of them may have been appended."""
+        return max(self.num_tokens, self._num_stored)
 
     def append(self, count: int) -> TableUpdate | None:
         """Give slots to `count` more tokens; return what changed in the table, None if no column did.
@@ -63,10 +75,30 @@ class BlockTable:
         the common case, a decode into a block of one's own, ends at the first comparison.
         """
         end = self.num_tokens + count
-        if end <= self._writable_end and count > 0:
+        if end <= self.writable_end and count > 0:
             self.num_tokens = end
             return None
         return self._grow(count)
+
+    def begin(self, blocks: Sequence[int], num_tokens: int) -> None:
+        """Begin an empty table with full blocks that are in use or cached.
+
+        `num_tokens` is how many of their tokens count as appended: all, or all but the last.
+        """
+        assert not self.blocks, f"a table of {self.num_tokens} tokens has begun already"
+        assert 0 <= len(blocks) * self._block_size - num_tokens <= 1, f"{num_tokens} tokens in {len(blocks)} blocks"
+        for block in blocks:
+            self._pool.share(block)
+        self.blocks = list(blocks)
+        self.num_tokens = self.writable_end = num_tokens
+        self._num_stored = len(blocks) * self._block_size
+
+    def replace(self, column: int, block: int) -> None:
+        """Put another block with the same content in a column: equal content is stored once."""
+        self._pool.share(block)
+        self._pool.release(self.blocks[column])
+        self.blocks[column] = block
+        self.writable_end = self.num_tokens  # the next append looks closer, and somebody tells the worker then
 
     def num_blocks_to_append(self, count: int) -> int:
         """Return how many blocks `append(count)` would take from the pool, a copy of the last block included."""
@@ -82,7 +114,8 @@ class BlockTable:
         child.blocks = self.blocks.copy()
         child.num_tokens = self.num_tokens
         child._num_dropped = self._num_dropped
-        child._writable_end = self._writable_end = self.num_tokens
+        child._num_stored = self._num_stored
+        child.writable_end = self.writable_end = self.num_tokens
         return child
 
     def free(self) -> None:
@@ -94,7 +127,7 @@ class BlockTable:
         for block in reversed(self.blocks[self._num_dropped:]):
             self._pool.release(block)
         self.blocks = []
-        self.num_tokens = self._num_dropped = self._writable_end = 0
+        self.num_tokens = self._num_dropped = self._num_stored = self.writable_end = 0
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return (block, offset in the block) of a token. IndexError past the end and where the block was dropped."""
@@ -122,18 +155,22 @@ class BlockTable:
     def check(self) -> None:
         """Assert what must hold for this table whoever else shares its blocks."""
         columns, dropped = self.blocks, self._num_dropped
-        assert len(columns) == -(-self.num_tokens // self._block_size), f"{self.num_tokens} tokens in {columns}"
+        assert len(columns) == -(-self.num_filled // self._block_size), f"{self.num_filled} tokens in {columns}"
+        assert self._num_stored - self.num_tokens <= 1, f"{self._num_stored} stored of {self.num_tokens} tokens"
         assert columns[:dropped] == [NULL_BLOCK] * dropped, f"{dropped} columns dropped in {columns}"
         assert all(self._pool.ref_count(block) > 0 for block in columns[dropped:]), f"a free block in {columns}"
-        assert self._writable_end in {self.num_tokens, len(columns) * self._block_size}, f"end {self._writable_end}"
-        assert self._writable_end == self.num_tokens or self._pool.ref_count(columns[-1]) == 1, "shared but writable"
+        assert self.writable_end in {self.num_tokens, len(columns) * self._block_size}, f"end {self.writable_end}"
+        assert self.writable_end == self.num_tokens or self._pool.ref_count(columns[-1]) == 1, "shared but writable"
 
     def _must_copy_last(self) -> bool:
         """The next token goes into a block that somebody else owns too."""
-        return self.num_tokens % self._block_size > 0 and self._pool.ref_count(self.blocks[-1]) > 1
+        is_full = self.num_filled % self._block_size == 0
+        return not is_full and self._pool.ref_count(self.blocks[-1]) > 1
 
     def _grow(self, count: int) -> TableUpdate | None:
         """Append where a column may have to change: take fresh blocks, the first in place of a shared last one."""
+        if count > 0 and self._num_stored > self.num_tokens:
+            return self._append_stored(count)
         fresh = self._pool.allocate(self.num_blocks_to_append(count))
         if count == 0:
             return None
@@ -144,5 +181,11 @@ class BlockTable:
             self._pool.release(copy.src)
         self.blocks += fresh
         self.num_tokens += count
-        self._writable_end = len(self.blocks) * self._block_size
+        self.writable_end = len(self.blocks) * self._block_size
         return TableUpdate(first_column, fresh, copy) if fresh else None
+
+    def _append_stored(self, count: int) -> TableUpdate:
+        """Append the last of the tokens that the blocks hold already."""
+        assert count == 1, f"{count} tokens appended where one was left out"
+        self.num_tokens = self.writable_end = self._num_stored
+        return TableUpdate(len(self.blocks), [], is_stored=True)

@@ -1,15 +1,21 @@
 """KVCacheManager: the only door through which the scheduler touches memory.
 
-Knows sequences by id and nothing else about them. fork, append and free are all that decoding algorithms need
-(Kwon et al. 2023, section 5.2). No call waits, and a call that fails changes nothing.
+Knows sequences by id, and by the tokens under which their blocks can be found again. fork, append and free are all that
+decoding algorithms need (Kwon et al. 2023, section 5.2). No call waits, and a call that fails changes nothing.
+
+A step is what lies between two calls of `end_step`: each sequence appends at most once in it.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
-from quire.cache.block_pool import BlockPool
+from quire.cache.block_pool import BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate, blocks_for
+from quire.cache.prefix_cache import NO_MATCH, Path, PrefixCache, PrefixMatch
+from quire.cache.prefix_tree import NONE, PrefixTree, Scope
 from quire.core.config import CacheConfig
 from quire.core.outputs import KVStats
+from quire.core.plan import BlockCopy
 
 
 class _Tables(dict[int, BlockTable]):
@@ -20,31 +26,60 @@ class _Tables(dict[int, BlockTable]):
 
 
 class KVCacheManager:
-    """The block tables of all running sequences, over one pool."""
+    """The block tables of all running sequences, over one pool, and the prefixes that can be found in it."""
 
-    __slots__ = ("_num_copied", "_pool", "_tables", "_window", "block_size", "num_blocks")
+    __slots__ = (
+        "_num_copied", "_num_found", "_num_queried", "_paths", "_pool", "_prefixes", "_tables", "_tree", "_window",
+        "block_size", "num_blocks",
+    )
 
     def __init__(self, config: CacheConfig) -> None:
         self.num_blocks = config.num_blocks
         self.block_size = config.block_size
         self._window = config.sliding_window
-        self._pool = BlockPool(config.num_blocks)
+        self._tree = PrefixTree(config.num_blocks, config.block_size) if config.enable_prefix_caching else None
+        self._pool = BlockPool(config.num_blocks, self._tree)
+        self._prefixes = None if self._tree is None else PrefixCache(self._pool, self._tree)
         self._tables = _Tables()
-        self._num_copied = 0  # blocks, since start
+        self._paths: dict[int, Path] = {}     # of sequences whose blocks may be found by others
+        self._num_copied = 0                  # blocks, since start
+        self._num_queried = self._num_found = 0  # prompt tokens, since start
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that an append can take."""
+        """Blocks that an append can take, cached ones among them."""
         return self._pool.num_free_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens of one sequence that shares nothing."""
         return blocks_for(num_tokens, self.block_size)
 
-    def create(self, seq_id: int) -> None:
-        """Begin a sequence: an empty table that holds no block. ValueError if the id is taken."""
+    # --- sequences ------------------------------------------------------------------------------------------------
+
+    def match(self, token_ids: Sequence[int], stop: int, scope: Scope = None) -> PrefixMatch:
+        """Return what is cached of token_ids[:stop] in a scope. Take it before the next call that changes anything."""
+        return NO_MATCH if self._prefixes is None else self._prefixes.match(token_ids, stop, scope)
+
+    def create(
+        self,
+        seq_id: int,
+        token_ids: list[int] | None = None,
+        scope: Scope = None,
+        match: PrefixMatch = NO_MATCH,
+    ) -> BlockCopy | None:
+        """Begin a sequence, with the tokens of a match or with an empty table. ValueError if the id is taken.
+
+        Returns the copy, if any, that has to be made before the forward pass of this step; for want of blocks, the
+        match's tokens that need one are left out. `token_ids` is the list of all its known tokens, which its owner
+        extends; without it, the sequence's blocks cannot be found by others.
+        """
         self._refuse_taken(seq_id)
-        self._tables[seq_id] = BlockTable(self._pool, self.block_size)
+        table = self._tables[seq_id] = BlockTable(self._pool, self.block_size)
+        if self._prefixes is None or token_ids is None:
+            return None
+        table.begin(match.blocks, match.num_tokens - match.num_inside)
+        self._paths[seq_id] = Path(token_ids, scope, len(match.blocks))
+        return None if match.source == NONE else self._copy_inside(table, match.source, match.num_inside)
 
     def append(self, seq_id: int, count: int) -> TableUpdate | None:
         """Give slots to `count` more tokens; return what changed in the sequence's table, None if nothing did.
@@ -55,20 +90,47 @@ class KVCacheManager:
         table = self._tables[seq_id]
         if self._window is not None:
             table.drop_before(table.num_tokens - self._window + 1)  # the next query looks back on window - 1 tokens
-        update = table.append(count)
+        if self._prefixes is None or table.num_tokens + count <= table.writable_end:
+            update = table.append(count)
+        else:
+            update = self._append_full(seq_id, table, count)
         if update is not None and update.copy is not None:
             self._num_copied += 1
         return update
 
-    def fork(self, parent_id: int, child_id: int) -> None:
-        """Begin a sequence with the tokens of another: all blocks shared, none taken. ValueError if the id is taken."""
+    def fork(self, parent_id: int, child_id: int, token_ids: list[int] | None = None) -> None:
+        """Begin a sequence with the tokens of another: all blocks shared, none taken. ValueError if the id is taken.
+
+        `token_ids`: the child's own list, as in `create`.
+        """
         self._refuse_taken(child_id)
         self._tables[child_id] = self._tables[parent_id].fork()
+        path = self._paths.get(parent_id)
+        if path is not None and token_ids is not None:
+            self._paths[child_id] = Path(token_ids, path.scope, path.num_blocks)
 
-    def free(self, seq_id: int) -> None:
-        """End a sequence: give up its share of every block."""
-        self._tables[seq_id].free()
+    def free(self, seq_id: int, num_computed: int = 0) -> None:
+        """End a sequence: give up its share of every block. Those of its first `num_computed` tokens can be found."""
+        table = self._tables[seq_id]
+        path = self._paths.pop(seq_id, None)
+        if self._prefixes is not None and path is not None:
+            self._prefixes.withdraw(path, table)
+            self._prefixes.publish(path, table, num_computed)
+        table.free()
         del self._tables[seq_id]
+
+    def end_step(self) -> None:
+        """Take down that the step under way is over: what it has computed can be found from now on.
+
+        A step that has failed is over, too, when all sequences that appended in it have been freed.
+        """
+        if self._prefixes is not None:
+            self._prefixes.end_step()
+
+    def note_query(self, num_queried: int, num_found: int) -> None:
+        """Count the tokens of a prompt that were looked up, and those that need not be computed."""
+        self._num_queried += num_queried
+        self._num_found += num_found
 
     def block_ids(self, seq_id: int) -> list[int]:
         """Return a copy of the sequence's block table. NULL_BLOCK stands where a block has left the sliding window."""
@@ -78,30 +140,35 @@ class KVCacheManager:
         """Return how many tokens of the sequence have slots."""
         return self._tables[seq_id].num_tokens
 
+    # --- seen -----------------------------------------------------------------------------------------------------
+
     def stats(self) -> KVStats:
         """Return the state of the cache now, every token with a slot counted as computed. Linear in the sequences."""
-        num_blocks_by_owners = self._pool.count_blocks_by_owners()
-        num_free = num_blocks_by_owners.pop(0, 0)
+        pool, num_blocks_by_owners = self._pool, self._pool.count_blocks_by_owners()
+        del num_blocks_by_owners[0]
         return KVStats(
             block_size=self.block_size,
             total_blocks=self.num_blocks,
-            used_blocks=self.num_blocks - num_free,
-            cached_blocks=0,
-            free_blocks=num_free,
+            used_blocks=self.num_blocks - pool.num_free_blocks,
+            cached_blocks=pool.num_cached_blocks,
+            free_blocks=pool.num_free_blocks - pool.num_cached_blocks,
             shared_blocks=sum(num for owners, num in num_blocks_by_owners.items() if owners > 1),
             num_sequences=len(self._tables),
             tail_waste_slots=self._tail_waste_slots(),
             ref_counts=_histogram(num_blocks_by_owners),
             copied_blocks=self._num_copied,
+            evicted_blocks=pool.num_evicted,
+            prefix_queries_tokens=self._num_queried,
+            prefix_hits_tokens=self._num_found,
         )
 
     def check(self) -> None:
-        """Assert every invariant: tables and pool sound, reference counts equal to holders, nothing leaked.
+        """Assert every invariant: tables, pool and tree sound, reference counts equal to holders, nothing leaked.
 
         A block that several tables hold must hold equally many tokens of each: none may write while others share.
         """
         self._pool.check()
-        holders: Counter[int] = Counter()
+        holders = Counter[int]() if self._prefixes is None else Counter(self._prefixes.sources)
         filled: dict[int, int] = {}
         for seq_id, table in self._tables.items():
             table.check()
@@ -109,10 +176,52 @@ class KVCacheManager:
                 if block == NULL_BLOCK:
                     continue
                 holders[block] += 1
-                num_filled = min(self.block_size, table.num_tokens - column * self.block_size)
+                num_filled = min(self.block_size, table.num_filled - column * self.block_size)
                 assert filled.setdefault(block, num_filled) == num_filled, f"sequence {seq_id} wrote into {block}"
         counts = {block: self._pool.ref_count(block) for block in range(self.num_blocks)}
         assert {block: count for block, count in counts.items() if count} == holders, f"{counts} but held {holders}"
+        self._check_prefixes()
+
+    def _check_prefixes(self) -> None:
+        """Assert that the tree is sound, holds what the paths say, and has no pending node without an owner."""
+        if self._prefixes is None or self._tree is None:
+            return
+        self._tree.check()
+        for seq_id, path in self._paths.items():
+            self._prefixes.check(path, self._tables[seq_id])
+        ownerless = [block for block in self._tree.pending if self._pool.ref_count(block) == 0]
+        assert not ownerless, f"nobody computes the pending blocks {ownerless}"
+
+    def _append_full(self, seq_id: int, table: BlockTable, count: int) -> TableUpdate | None:
+        """Append where the last block is full, or shared: once in `block_size` tokens. What was full is published.
+
+        Every step before this one has succeeded, or the sequence would have been freed.
+        """
+        path = self._paths.get(seq_id)
+        if path is None or self._prefixes is None:
+            return table.append(count)
+        self._prefixes.publish(path, table, table.num_tokens)
+        update = table.append(count)
+        if count > 1:
+            self._prefixes.pend(path, table)
+        if path.first_adopted is None:
+            return update
+        first, path.first_adopted = path.first_adopted, None
+        if update is None:
+            return TableUpdate(first, table.blocks[first:])
+        return update._replace(first_column=first, blocks=table.blocks[first:])
+
+    def _copy_inside(self, table: BlockTable, source: int, count: int) -> BlockCopy | None:
+        """Append the first `count` tokens of a block by copying it. None, and nothing appended, for want of blocks."""
+        assert self._prefixes is not None
+        self._prefixes.hold(source)
+        try:
+            update = table.append(count)
+        except OutOfBlocksError:
+            return None
+        assert update is not None
+        self._num_copied += 1
+        return BlockCopy(source, update.blocks[0])
 
     def _refuse_taken(self, seq_id: int) -> None:
         if seq_id in self._tables:
@@ -121,7 +230,7 @@ class KVCacheManager:
     def _tail_waste_slots(self) -> int:
         """Count the empty slots of blocks in use. All are in last blocks; a shared one is filled alike for all."""
         tables = [table for table in self._tables.values() if table.blocks]
-        return sum({table.blocks[-1]: -table.num_tokens % self.block_size for table in tables}.values())
+        return sum({table.blocks[-1]: -table.num_filled % self.block_size for table in tables}.values())
 
 
 def _histogram(num_blocks_by_owners: Counter[int]) -> dict[str, int]:

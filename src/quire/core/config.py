@@ -12,12 +12,14 @@ class CacheConfig:
     """The KV cache: how many blocks, of how many tokens.
 
     `sliding_window`: tokens that a query may look back on, itself included, if every layer has such a window (the
-    widest one); None when some layer looks back on everything.
+    widest one); None when some layer looks back on everything. `enable_prefix_caching`: what sequences have computed is
+    kept while there is room, and found again by those that begin alike.
     """
 
     num_blocks: int
     block_size: int = 16
     sliding_window: int | None = None
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:

@@ -37,10 +37,11 @@ class SequenceDelta(msgspec.Struct, array_like=True):
 
 
 class Admission(NamedTuple):
-    """A request that was let into a step, and how often it had been preempted before."""
+    """A request that was let into a step, how often it had been preempted before, and what it found in the cache."""
 
     request_id: int
     num_preemptions: int
+    num_cached_tokens: int = 0  # of its prompt, when it was first let in
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class RequestOutput:
 class KVStats:
     """The KV cache at one moment. Blocks are counted once however many sequences share them.
 
+    `cached_blocks`: without an owner, but their content can be found; they are given up when blocks are needed.
     `tail_waste_ratio`: slots of blocks in use that hold no computed token, over all slots of blocks in use.
     `ref_counts`: how many blocks in use have 1, 2, 3-4, 5-8, 9+ owners.
     """
@@ -115,6 +117,7 @@ class KVStats:
     swap_total_blocks: int = 0
     swap_used_blocks: int = 0
     copied_blocks: int = 0            # since start
+    evicted_blocks: int = 0           # cached ones given up since start
     swapped_out_blocks: int = 0       # since start
     swapped_in_blocks: int = 0        # since start
     prefix_queries_tokens: int = 0    # since start

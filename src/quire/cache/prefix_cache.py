@@ -1,0 +1,186 @@
+"""PrefixCache: what sequences have computed, found again by those that begin with the same tokens.
+
+Follows each sequence with a path: how many of its blocks are in the tree. Blocks enter the tree when they are full,
+as pending ones while the step that computes them runs. Where the tree holds a block already, the sequence adopts it and
+frees its own, so equal content is stored once. A match goes on inside of the block in which it ends: that block is
+copied, and only what differs is computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quire.cache.block_pool import BlockPool
+from quire.cache.block_table import NULL_BLOCK, BlockTable
+from quire.cache.prefix_tree import NONE, PrefixTree, Scope
+
+
+class PrefixMatch(NamedTuple):
+    """What the cache holds of a sequence that has not begun. Good until blocks are next taken or given up.
+
+    `num_tokens` need not be computed: those of `blocks`, all full, then the first `num_inside` of `source`, a block
+    that is copied. The last token that was asked for is never among them, even if its block is. `num_in_use`: how
+    many of `blocks` have an owner, so that one more costs nothing. `is_pending`: the block after these is being
+    computed in this step.
+    """
+
+    blocks: Sequence[int] = ()
+    num_tokens: int = 0
+    source: int = NONE
+    num_inside: int = 0
+    num_in_use: int = 0
+    is_pending: bool = False
+
+    def of_whole_blocks(self) -> "PrefixMatch":
+        """Return the match without what would have to be copied."""
+        if self.source == NONE:
+            return self
+        return self._replace(num_tokens=self.num_tokens - self.num_inside, source=NONE, num_inside=0)
+
+
+NO_MATCH = PrefixMatch()
+
+
+@dataclass(slots=True)
+class Path:
+    """One sequence's way through the tree."""
+
+    token_ids: list[int]            # all known ones; grows in the hands of the sequence's owner
+    scope: Scope
+    num_blocks: int = 0               # leading columns of its table that are in the tree
+    first_adopted: int | None = None  # column from which on the worker does not know the table
+
+    def note_adopted(self, column: int) -> None:
+        """Take down that a column has got another block."""
+        self.first_adopted = column if self.first_adopted is None else min(column, self.first_adopted)
+
+
+class PrefixCache:
+    """The tree over a pool, and the paths of running sequences."""
+
+    def __init__(self, pool: BlockPool, tree: PrefixTree) -> None:
+        self._pool = pool
+        self._tree = tree
+        self._size = tree.block_size
+        self._sources: list[int] = []  # blocks that the step under way copies from, held until it is over
+
+    # --- looking up -----------------------------------------------------------------------------------------------
+
+    def match(self, token_ids: Sequence[int], stop: int, scope: Scope) -> PrefixMatch:
+        """Find what is there of token_ids[:stop]. Changes nothing."""
+        tree, pool, blocks, num_in_use = self._tree, self._pool, list[int](), 0
+        for block in tree.walk(scope, token_ids, stop):
+            if block in tree.pending:
+                return PrefixMatch(blocks, len(blocks) * self._size, num_in_use=num_in_use, is_pending=True)
+            blocks.append(block)
+            num_in_use += pool.ref_count(block) > 0
+        source, num_inside = self._match_inside(blocks, token_ids, stop, scope)
+        num_tokens = min(len(blocks) * self._size + num_inside, stop - 1)
+        return PrefixMatch(blocks, num_tokens, source, num_inside, num_in_use)
+
+    def _match_inside(
+        self, blocks: list[int], token_ids: Sequence[int], stop: int, scope: Scope
+    ) -> tuple[int, int]:
+        """Return the block that goes on like the tokens behind `blocks`, and for how many tokens; the last is left."""
+        start = len(blocks) * self._size
+        parent = blocks[-1] if blocks else self._tree.root(scope)
+        end = min(stop - 1, start + self._size)
+        if parent is None or end <= start:
+            return NONE, 0
+        return self._tree.longest_match_inside(parent, token_ids[start:end])
+
+    def hold(self, source: int) -> None:
+        """Keep a block as it is until the step under way has copied from it."""
+        self._pool.share(source)
+        self._sources.append(source)
+
+    # --- a sequence's path ----------------------------------------------------------------------------------------
+
+    def publish(self, path: Path, table: BlockTable, num_computed: int) -> None:
+        """Put the full blocks of the first `num_computed` tokens into the tree, or adopt those that it has.
+
+        Ends where somebody else computes the same block in this step: that one will be adopted later.
+        """
+        stop = num_computed // self._size
+        if path.num_blocks >= stop:
+            return
+        tree, node = self._tree, self._last_node(path, table)
+        for column in range(path.num_blocks, stop):
+            block = table.blocks[column]
+            if node is None or block == NULL_BLOCK:
+                return
+            key = self._key(node, path, column)
+            found = tree.find(key)
+            if found is None:
+                tree.insert(node, key, block)
+                found = block
+            elif found in tree.pending:
+                return
+            elif found != block:
+                table.replace(column, found)
+                path.note_adopted(column)
+            node, path.num_blocks = found, column + 1
+
+    def pend(self, path: Path, table: BlockTable) -> None:
+        """Make the blocks that this step fills pending nodes, as far as nobody else has the same ones."""
+        stop = table.num_tokens // self._size
+        if path.num_blocks >= stop:
+            return
+        tree, node = self._tree, self._last_node(path, table)
+        for column in range(path.num_blocks, stop):
+            if node is None:
+                return
+            key = self._key(node, path, column)
+            if tree.find(key) is not None:
+                return
+            tree.insert(node, key, table.blocks[column])
+            node, path.num_blocks = table.blocks[column], column + 1
+            tree.pending.add(node)
+
+    def withdraw(self, path: Path, table: BlockTable) -> None:
+        """Take pending nodes out of the tree that nobody else computes: their sequence ends before the step does."""
+        tree, blocks = self._tree, table.blocks
+        while path.num_blocks > 0:
+            block = blocks[path.num_blocks - 1]
+            if block not in tree.pending or self._pool.ref_count(block) > 1:
+                return
+            tree.remove(block)
+            path.num_blocks -= 1
+
+    def end_step(self) -> None:
+        """Let pending nodes be found, and sources go: the step has succeeded, or nothing of it is left."""
+        self._tree.pending.clear()
+        while self._sources:
+            self._pool.release(self._sources.pop())
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """Blocks that are held until the step under way is over, each as often as it is copied."""
+        return self._sources
+
+    def _key(self, parent: int, path: Path, column: int) -> bytes:
+        start = column * self._size
+        return self._tree.key(parent, path.token_ids[start : start + self._size])
+
+    def _last_node(self, path: Path, table: BlockTable) -> int | None:
+        """Return the node below which the path goes on; the root if it begins, or begins anew.
+
+        A node that has left the tree leaves a path without end: its parent was given up although it was in use.
+        None if the path's first block is no longer the sequence's own. Both need a sliding window.
+        """
+        if path.num_blocks > 0:
+            last = table.blocks[path.num_blocks - 1]
+            if last != NULL_BLOCK and last in self._tree:
+                return last
+            path.num_blocks = 0
+        return None if table.blocks[0] == NULL_BLOCK else self._tree.open_root(path.scope)
+
+    def check(self, path: Path, table: BlockTable) -> None:
+        """Assert that a path's blocks stand in the tree under its tokens, as far as they are there."""
+        node = self._tree.root(path.scope)
+        for column in range(path.num_blocks):
+            block = table.blocks[column]
+            if node is None or block == NULL_BLOCK or block not in self._tree:
+                return
+            assert self._tree.find(self._key(node, path, column)) == block, f"column {column} is not block {block}"
+            node = block

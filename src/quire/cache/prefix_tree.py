@@ -1,0 +1,191 @@
+"""Exact tree of full blocks: which block holds these tokens, behind just those, in this scope.
+
+A node is one block of tokens below its parent, and it is named by the block that holds their keys and values. A root is
+a scope: whatever else changes keys and values, or must keep them apart. Keys hold the tokens themselves, so there is
+no hash that could collide. A pending node is one whose block is being computed in the step under way.
+
+Siblings are linked in a list, the youngest first. Nodes live in arrays by block: a tree of a million nodes is no work
+for the garbage collector. Invariant after every call: the parent of every node is a node or a root.
+"""
+
+import sys
+from array import array
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import count, islice
+from struct import Struct
+
+Scope = Hashable
+
+NONE = -1
+MAX_CHILDREN_SEEN = 8  # of one node, when a match ends inside of a block
+_TOKEN_BITS = 32
+_PARENT_BYTES = 8
+
+
+class PrefixTree:
+    """Nodes of `block_size` tokens each; at most one for each of `num_blocks` blocks."""
+
+    __slots__ = (
+        "_blocks",
+        "_key",
+        "_keys",
+        "_new_roots",
+        "_older",
+        "_parents",
+        "_roots",
+        "_scopes",
+        "_younger",
+        "_youngest",
+        "block_size",
+        "pending",
+    )
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.pending: set[int] = set()                          # nodes that nobody can use yet
+        self._key = Struct(f"=q{block_size}i").pack             # parent and token ids -> key
+        self._blocks: dict[bytes, int] = {}                     # by key
+        self._keys: list[bytes | None] = [None] * num_blocks    # by block, as the next three; None: no node
+        self._parents = [NONE] * num_blocks
+        self._older = [NONE] * num_blocks                       # the next sibling
+        self._younger = [NONE] * num_blocks
+        self._youngest: dict[int, int] = {}                     # child of each node and root that has children
+        self._roots: dict[Scope, int] = {}                      # ids above those of the blocks, never used again
+        self._scopes: dict[int, Scope] = {}                     # by root
+        self._new_roots = count(num_blocks)
+
+    def __contains__(self, block: int) -> bool:
+        """Whether a block is a node, pending or not."""
+        return self._keys[block] is not None
+
+    def __len__(self) -> int:
+        """Count the nodes."""
+        return len(self._blocks)
+
+    def root(self, scope: Scope) -> int | None:
+        """Return the root of a scope, None if the scope has no node."""
+        return self._roots.get(scope)
+
+    def open_root(self, scope: Scope) -> int:
+        """Return the root of a scope, a new one if there is none. It stands until its last child has gone."""
+        root = self._roots.get(scope)
+        if root is None:
+            root = self._roots[scope] = next(self._new_roots)
+            self._scopes[root] = scope
+        return root
+
+    def key(self, parent: int, token_ids: Sequence[int]) -> bytes:
+        """Return the name of the node that has these `block_size` tokens below `parent`, whether it is there or not."""
+        return self._key(parent, *token_ids)
+
+    def find(self, key: bytes) -> int | None:
+        """Return the node of this name, pending or not, or None."""
+        return self._blocks.get(key)
+
+    def insert(self, parent: int, key: bytes, block: int) -> None:
+        """Make `block` the node `key`, the youngest child of `parent`."""
+        assert self._keys[block] is None, f"block {block} is in the tree already"
+        assert key not in self._blocks, f"a second block {block} for the node {self._blocks[key]}"
+        self._blocks[key] = block
+        self._keys[block] = key
+        self._parents[block] = parent
+        sibling = self._youngest.get(parent, NONE)
+        if sibling != NONE:
+            self._older[block] = sibling
+            self._younger[sibling] = block
+        self._youngest[parent] = block
+
+    def remove(self, block: int) -> None:
+        """Take a leaf out of the tree."""
+        key = self._keys[block]
+        assert key is not None, f"block {block} is not in the tree"
+        assert block not in self._youngest, f"block {block} has children"
+        del self._blocks[key]
+        self._keys[block] = None
+        self.pending.discard(block)
+        self._unlink(block)
+
+    def remove_all_below(self, block: int) -> list[int]:
+        """Take a node and all its descendants out of the tree; return them, the node itself last."""
+        path, removed = [block], list[int]()
+        while path:
+            child = self._youngest.get(path[-1])
+            if child is None:
+                self.remove(path[-1])
+                removed.append(path.pop())
+            else:
+                path.append(child)
+        return removed
+
+    def children(self, parent: int) -> Iterator[int]:
+        """Yield the children of a node or root, the youngest first."""
+        child = self._youngest.get(parent, NONE)
+        while child != NONE:
+            yield child
+            child = self._older[child]
+
+    def walk(self, scope: Scope, token_ids: Sequence[int], stop: int) -> Iterator[int]:
+        """Yield the nodes that hold token_ids[:stop] block by block, pending ones too, as far as blocks are full."""
+        node, size = self._roots.get(scope), self.block_size
+        for start in range(0, stop - size + 1, size):
+            node = None if node is None else self._blocks.get(self._key(node, *token_ids[start : start + size]))
+            if node is None:
+                return
+            yield node
+
+    def longest_match_inside(self, parent: int, token_ids: Sequence[int]) -> tuple[int, int]:
+        """Return (child, number of its first tokens that `token_ids` begins with), of the child with the most.
+
+        Looks at the youngest children only, and at none that is pending. (NONE, 0) if no child has any.
+        """
+        wanted, best, most = array("i", token_ids).tobytes(), NONE, 0
+        for child in islice(self.children(parent), MAX_CHILDREN_SEEN):
+            num_equal = 0 if child in self.pending else _num_equal_tokens(wanted, self._tokens(child))
+            if num_equal > most:
+                best, most = child, num_equal
+        return best, most
+
+    def _tokens(self, block: int) -> bytes:
+        key = self._keys[block]
+        assert key is not None, f"block {block} is not in the tree"
+        return key[_PARENT_BYTES:]
+
+    def _unlink(self, block: int) -> None:
+        """Take a node out of its parent's list; a root without children goes."""
+        parent, older, younger = self._parents[block], self._older[block], self._younger[block]
+        if older != NONE:
+            self._younger[older] = younger
+        if younger != NONE:
+            self._older[younger] = older
+        elif older != NONE:
+            self._youngest[parent] = older
+        else:
+            del self._youngest[parent]
+            if parent in self._scopes:
+                del self._roots[self._scopes.pop(parent)]
+        self._parents[block] = self._older[block] = self._younger[block] = NONE
+
+    def check(self) -> None:
+        """Assert that keys, links and roots agree and that every parent is there."""
+        nodes = [block for block, key in enumerate(self._keys) if key is not None]
+        assert len(nodes) == len(self._blocks), f"{len(nodes)} nodes, {len(self._blocks)} keys"
+        listed = [child for parent in self._youngest for child in self.children(parent)]
+        assert sorted(listed) == nodes, f"nodes {nodes}, but listed as children {sorted(listed)}"
+        for block in nodes:
+            key, parent = self._keys[block], self._parents[block]
+            assert key is not None
+            assert self._blocks[key] == block, f"the key of {block} leads to {self._blocks[key]}"
+            assert int.from_bytes(key[:_PARENT_BYTES], sys.byteorder) == parent, f"{block} is not below {parent}"
+            assert parent in self._scopes or self._keys[parent] is not None, f"{block} has lost its parent {parent}"
+        assert {root: scope for scope, root in self._roots.items()} == self._scopes, "scopes and roots disagree"
+        assert self._scopes.keys() <= self._youngest.keys(), "a root without children"
+        assert all(self._keys[block] is not None for block in self.pending), "a pending block is not in the tree"
+
+
+def _num_equal_tokens(left: bytes, right: bytes) -> int:
+    """Return how many 32-bit tokens two runs have in common at their beginnings. No loop over tokens."""
+    num_bytes = min(len(left), len(right))
+    differing = int.from_bytes(left[:num_bytes], "little") ^ int.from_bytes(right[:num_bytes], "little")
+    if differing == 0:
+        return num_bytes * 8 // _TOKEN_BITS
+    return ((differing & -differing).bit_length() - 1) // _TOKEN_BITS

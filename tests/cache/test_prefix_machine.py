@@ -1,0 +1,367 @@
+"""Random lives of sequences that find each other's prefixes: match, adopt, pend, fork, evict, fail, in any order.
+
+Each slot of the memory holds a digest of all tokens up to it, and of the scope. A step collects copies and writes and
+does them at its end, from tables that were built of updates alone, as a worker's are. So one look at every position
+shows a block that was shared wrongly, given up too early, written twice or never. A step that fails leaves garbage in
+all that it was to write. As in the test of the cache without prefixes, hypothesis searches in the default run, and the
+long one draws from seeds; QUIRE_FUZZ_SEED replays one.
+"""
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from quire.cache.block_pool import OutOfBlocksError
+from quire.cache.block_table import NULL_BLOCK
+from quire.cache.manager import KVCacheManager
+from quire.cache.prefix_cache import PrefixMatch
+from quire.core.config import CacheConfig
+from quire.core.plan import BlockCopy
+
+MAX_SEQUENCES = 6
+GARBAGE = -1
+SCOPES = (None, "salt")
+
+Choose = Callable[[int], int]  # a number below the one given
+
+
+@dataclass
+class Live:
+    """A sequence as its owner knows it, its table as the worker sees it, and its part in the step under way."""
+
+    tokens: list[int]
+    scope: str | None
+    worker_table: list[int]
+    num_computed: int           # by steps that have succeeded
+    is_in_step: bool = False    # the step copies or writes for it
+    has_appended: bool = False
+    copies: list[BlockCopy] = field(default_factory=list)
+    writes: range = range(0)    # positions
+    writer: "Live | None" = None  # whose writes of this step it shares, having forked from it
+
+
+class World:
+    """The real cache, a memory, and what sequences are owed."""
+
+    def __init__(self, num_blocks: int, block_size: int, window: int | None) -> None:
+        self.cache = KVCacheManager(CacheConfig(num_blocks, block_size, window, enable_prefix_caching=True))
+        self.num_blocks, self.block_size, self.window = num_blocks, block_size, window
+        self.live: dict[int, Live] = {}
+        self.memory: dict[tuple[int, int], int] = {}
+        self.known: list[list[int]] = [[]]  # tokens of all sequences so far
+        self.new_ids = count()
+        self.seen: Counter[str] = Counter()
+
+    # --- verbs ----------------------------------------------------------------------------------------------------
+
+    def begin(self, choose: Choose) -> None:
+        """Begin like another sequence, for a while, with what is found of that."""
+        model = self.known[-1 - choose(len(self.known))]
+        tokens = model[: choose(len(model) + 1)] + [choose(2) for _ in range(1 + choose(6))]
+        scope, seq_id = SCOPES[choose(5) == 0], next(self.new_ids)
+        match = self.cache.match(tokens, len(tokens), scope)
+        self._check_match(match, tokens, scope)
+        if match.is_pending and choose(3):
+            return
+        copy = self.cache.create(seq_id, tokens, scope, match)
+        assert self.cache.num_tokens(seq_id) == match.num_tokens - (0 if copy else match.num_inside)
+        begun = Live(tokens, scope, self.cache.block_ids(seq_id), match.num_tokens - match.num_inside)
+        if copy is not None:
+            begun.is_in_step, begun.copies = True, [copy]
+        self.live[seq_id] = begun
+        self.known.append(tokens)
+        self.seen.update(found=match.num_tokens > 0, inside=copy is not None, pending=match.is_pending)
+
+    def append(self, seq_id: int, num_wanted: int) -> None:
+        """Append up to so many known tokens, or one new one; once in a step."""
+        sequence, before = self.live[seq_id], self.cache.num_tokens(seq_id)
+        if sequence.has_appended:
+            return
+        if before == len(sequence.tokens):
+            sequence.tokens.append(num_wanted % 2)
+        num_new = min(1 + num_wanted, len(sequence.tokens) - before)
+        try:
+            update = self.cache.append(seq_id, num_new)
+        except OutOfBlocksError:
+            assert self.cache.num_tokens(seq_id) == before
+            most = -(-(before + num_new) // self.block_size) - len(self.cache.block_ids(seq_id)) + 1
+            assert self.cache.num_free_blocks < most
+            self.seen["full"] += 1
+            return
+        sequence.is_in_step = sequence.has_appended = True
+        if update is not None:
+            self.seen.update(adopted=update.first_column < before // self.block_size, stored=update.is_stored)
+            sequence.worker_table[update.first_column :] = update.blocks
+            sequence.copies += [] if update.copy is None else [update.copy]
+        if update is None or not update.is_stored:
+            sequence.writes = range(before, before + num_new)
+
+    def fork(self, parent_id: int) -> None:
+        """Fork what has been computed, or what has been appended in this step."""
+        parent, child_id = self.live[parent_id], next(self.new_ids)
+        if parent.is_in_step and not parent.has_appended:
+            return
+        tokens = parent.tokens.copy()
+        self.cache.fork(parent_id, child_id, tokens)
+        self.live[child_id] = Live(
+            tokens, parent.scope, self.cache.block_ids(child_id), 0 if parent.is_in_step else parent.num_computed,
+            is_in_step=parent.is_in_step, has_appended=parent.is_in_step,
+            writer=(parent.writer or parent) if parent.is_in_step else None,
+        )
+        self.known.append(tokens)
+
+    def end_one(self, seq_id: int) -> None:
+        """End a sequence, unless another has just copied a block that both hold: such two are preempted together."""
+        sources = {copy.src for sequence in self.live.values() for copy in sequence.copies}
+        if sources.isdisjoint(self.cache.block_ids(seq_id)):
+            self.free(seq_id)
+
+    def free(self, seq_id: int) -> None:
+        """End a sequence; between two steps, all that it has computed must be found at once."""
+        sequence = self.live.pop(seq_id)
+        self._pass_on(sequence)
+        self.cache.free(seq_id, sequence.num_computed)
+        if self.window is None and not any(each.is_in_step for each in [sequence, *self.live.values()]):
+            num_full = sequence.num_computed // self.block_size
+            found = self.cache.match(sequence.tokens, num_full * self.block_size, sequence.scope)
+            assert len(found.blocks) == num_full
+
+    def _pass_on(self, sequence: Live) -> None:
+        """Let a fork do what the step was to do for the sequence as well: its blocks are still being computed."""
+        heir, *others = [each for each in self.live.values() if each.writer is sequence] or [None]
+        if heir is not None:
+            heir.copies, heir.writes, heir.writer = sequence.copies, sequence.writes, None
+        for other in others:
+            other.writer = heir
+
+    def end_step(self) -> None:
+        """Do what the step was to do: copies, writes, reads."""
+        self._copy()
+        for sequence in self.live.values():
+            for position in sequence.writes:
+                self._write(sequence, position, digest(sequence.tokens, sequence.scope, position))
+        self.cache.end_step()
+        for seq_id, sequence in self.live.items():
+            table = self.cache.block_ids(seq_id)
+            if sequence.is_in_step:
+                sequence.num_computed, table = self.cache.num_tokens(seq_id), sequence.worker_table
+            sequence.is_in_step = sequence.has_appended = False
+            sequence.copies, sequence.writes, sequence.writer = [], range(0), None
+            self._check_readable(sequence, table)
+
+    def fail_step(self) -> None:
+        """Leave garbage behind; whoever took part is preempted."""
+        self._copy()
+        for sequence in self.live.values():
+            for position in sequence.writes:
+                self._write(sequence, position, GARBAGE)
+        for seq_id in [seq_id for seq_id, sequence in self.live.items() if sequence.is_in_step]:
+            self.free(seq_id)
+        self.cache.end_step()
+
+    def end(self) -> None:
+        """End everything: nothing is in use, and nothing is lost."""
+        self.fail_step()
+        for seq_id in list(self.live):
+            self.free(seq_id)
+        self.check()
+        assert self.cache.num_free_blocks == self.num_blocks
+
+    # --- checks ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The cache's own invariants, and: no block in two scopes, none lost, every worker up to date."""
+        self.cache.check()
+        scopes: dict[int, str | None] = {}
+        for seq_id, sequence in self.live.items():
+            blocks = self.cache.block_ids(seq_id)
+            held = [pair for pair in zip(blocks, sequence.worker_table, strict=True) if pair[0] != NULL_BLOCK]
+            for block, _ in held:
+                assert scopes.setdefault(block, sequence.scope) == sequence.scope, "a block in two scopes"
+            if any(block != seen_by_worker for block, seen_by_worker in held):
+                self._check_is_told_later(seq_id)
+        assert self.cache._prefixes is not None
+        in_use = scopes.keys() | set(self.cache._prefixes.sources)
+        assert self.cache.num_free_blocks == self.num_blocks - len(in_use)
+        stats = self.cache.stats()
+        assert stats.used_blocks == len(in_use)
+        assert stats.used_blocks + stats.cached_blocks + stats.free_blocks == self.num_blocks
+
+    def _check_is_told_later(self, seq_id: int) -> None:
+        """An adoption whose append then found no blocks: the worker hears of it with the next append."""
+        assert self.cache._paths[seq_id].first_adopted is not None
+        assert not self.live[seq_id].has_appended
+
+    def _check_match(self, match: PrefixMatch, tokens: list[int], scope: str | None) -> None:
+        assert match.num_tokens < len(tokens)
+        held = [(block, self.block_size) for block in match.blocks]
+        if match.num_inside:
+            held.append((match.source, match.num_inside))
+        for column, (block, num_tokens) in enumerate(held):
+            for offset in range(num_tokens):
+                expected = digest(tokens, scope, column * self.block_size + offset)
+                assert self.memory.get((block, offset)) == expected, f"block {block} is not what was looked for"
+
+    def _check_readable(self, sequence: Live, table: list[int]) -> None:
+        first = 0 if self.window is None else max(0, sequence.num_computed - self.window + 1)
+        for position in range(first, sequence.num_computed):
+            column, offset = divmod(position, self.block_size)
+            read = self.memory.get((table[column], offset))
+            assert read == digest(sequence.tokens, sequence.scope, position), f"wrong keys at {position}"
+
+    # --- the worker -----------------------------------------------------------------------------------------------
+
+    def _copy(self) -> None:
+        copies = [copy for sequence in self.live.values() for copy in sequence.copies]
+        assert not {copy.dst for copy in copies} & {copy.src for copy in copies}, "a copy of a copy"
+        for src, dst in copies:
+            for offset in range(self.block_size):
+                self.memory[dst, offset] = self.memory.get((src, offset), GARBAGE)
+
+    def _write(self, sequence: Live, position: int, content: int) -> None:
+        column, offset = divmod(position, self.block_size)
+        self.memory[sequence.worker_table[column], offset] = content
+
+
+def digest(tokens: list[int], scope: str | None, position: int) -> int:
+    """What keys and values at a position depend on, as a number that is never GARBAGE."""
+    return hash((SCOPES.index(scope), *tokens[: position + 1])) & (2**62 - 1)
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """The verbs as rules; numbers say which sequence is meant, however many there are."""
+
+    @initialize(
+        num_blocks=st.integers(1, 16), block_size=st.integers(1, 4), window=st.none() | st.none() | st.integers(1, 9)
+    )
+    def begin_world(self, num_blocks: int, block_size: int, window: int | None) -> None:
+        self.world = World(num_blocks, block_size, window)
+
+    def pick(self, index: int) -> int:
+        return sorted(self.world.live)[index % len(self.world.live)]
+
+    def has_sequences(self) -> bool:
+        return len(self.world.live) > 0
+
+    def has_room(self) -> bool:
+        return len(self.world.live) < MAX_SEQUENCES
+
+    @precondition(has_room)
+    @rule(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        self.world.begin(lambda end: data.draw(st.integers(0, end - 1)))
+
+    @precondition(has_room)
+    @rule(data=st.data(), num_tokens=st.integers(0, 12))
+    def begin_and_append(self, data: st.DataObject, num_tokens: int) -> None:
+        before = set(self.world.live)
+        self.begin(data)
+        for seq_id in self.world.live.keys() - before:
+            self.world.append(seq_id, num_tokens)
+
+    @precondition(has_sequences)
+    @rule(index=st.integers(0, MAX_SEQUENCES - 1), num_tokens=st.integers(0, 12))
+    def append(self, index: int, num_tokens: int) -> None:
+        self.world.append(self.pick(index), num_tokens)
+
+    @precondition(has_sequences)
+    @rule(num_steps=st.integers(1, 4), token=st.integers(0, 1))
+    def decode(self, num_steps: int, token: int) -> None:
+        for _ in range(num_steps):
+            for seq_id in sorted(self.world.live):
+                self.world.append(seq_id, token)
+            self.world.end_step()
+
+    @precondition(lambda self: self.has_sequences() and self.has_room())
+    @rule(index=st.integers(0, MAX_SEQUENCES - 1))
+    def fork(self, index: int) -> None:
+        self.world.fork(self.pick(index))
+
+    @precondition(has_sequences)
+    @rule(index=st.integers(0, MAX_SEQUENCES - 1))
+    def free(self, index: int) -> None:
+        self.world.end_one(self.pick(index))
+
+    @rule()
+    def end_step(self) -> None:
+        self.world.end_step()
+
+    @rule()
+    def fail_step(self) -> None:
+        self.world.fail_step()
+
+    @invariant()
+    def is_sound(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.end()
+
+
+PrefixMachine.TestCase.settings = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, derandomize=True, print_blob=True
+)
+TestPrefixMachine = PrefixMachine.TestCase
+
+
+def random_life(rng: random.Random, num_steps: int) -> Counter[str]:
+    """One cache from start to end: `num_steps` operations, a check after each. Returns what it has seen."""
+    world = World(rng.randint(1, 40), rng.choice((1, 2, 3, 4, 8)), rng.choice((None, None, rng.randint(1, 16))))
+    for _ in range(num_steps):
+        random_step(world, rng)
+        world.check()
+    world.end()
+    world.seen["evicted"] += world.cache.stats().evicted_blocks
+    return world.seen
+
+
+def random_step(world: World, rng: random.Random) -> None:
+    """One operation; the weights keep pools nearly full."""
+    if not world.live or (len(world.live) < MAX_SEQUENCES and rng.random() < 0.15):
+        world.begin(rng.randrange)
+        return
+    seq_id = rng.choice(list(world.live))
+    verb = rng.choices(("one", "chunk", "fork", "free", "end", "fail"), (50, 15, 5, 8, 30, 1))[0]
+    if verb == "one":
+        world.append(seq_id, 0)
+    elif verb == "chunk":
+        world.append(seq_id, rng.randint(0, 20))
+    elif verb == "fork" and len(world.live) < MAX_SEQUENCES:
+        world.fork(seq_id)
+    elif verb == "free":
+        world.end_one(seq_id)
+    elif verb == "fail":
+        world.fail_step()
+    else:
+        world.end_step()
+
+
+def test_random_lives_see_everything_that_can_happen() -> None:
+    seen = Counter[str]()
+    for seed in range(10):
+        seen += random_life(random.Random(seed), 200)
+    assert set(seen) == {"found", "inside", "pending", "full", "adopted", "stored", "evicted"}
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(3600)
+def test_a_million_random_steps_keep_every_promise() -> None:
+    first_seed = int(os.environ.get("QUIRE_FUZZ_SEED") or random.SystemRandom().randrange(2**32))
+    num_steps = int(os.environ.get("QUIRE_FUZZ_STEPS") or 10**6)
+    steps_per_life = 500
+    for seed in range(first_seed, first_seed + -(-num_steps // steps_per_life)):
+        try:
+            random_life(random.Random(seed), steps_per_life)
+        except BaseException as fault:
+            fault.add_note(f"replay with QUIRE_FUZZ_SEED={seed} QUIRE_FUZZ_STEPS={steps_per_life}")
+            raise
