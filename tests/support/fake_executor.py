@@ -61,6 +61,7 @@ class FakeExecutor:
         self._tables: dict[int, list[int]] = {}
         self._plan: StepPlan | None = None
         self.trace: list[tuple[object, ...]] = []
+        self.num_computed = 0  # tokens, over all steps
 
     def submit(self, plan: StepPlan) -> None:
         self._plan = plan
@@ -70,11 +71,15 @@ class FakeExecutor:
         assert plan is not None
         self.trace.append((plan.rows, plan.starts, plan.counts, plan.copies, plan.sample_rows, plan.table_blocks))
         assert 0 < sum(plan.counts) <= self._budget
+        self.num_computed += sum(plan.counts)
         assert len(set(plan.rows)) == len(plan.rows), "a row advances twice in one step"
         assert all(0 <= row < self._max_num_seqs for row in plan.rows)
         self._apply(plan)
-        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
-            self._write(row, start, count)
+        for entry, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True)):
+            if entry in plan.stored_entries:
+                assert count == 1, "only one token is computed again"
+            else:
+                self._write(row, start, count)
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             self._read(row, start, start + count)
         return StepResult([self._sample(plan, i) for i in range(len(plan.sample_rows))])

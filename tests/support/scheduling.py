@@ -6,12 +6,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.cache.block_table import NULL_BLOCK
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import SequenceDelta
 from quire.core.sampling_params import SamplingParams
-from quire.core.sequence import Request
+from quire.core.sequence import NO_ROW, Request
 from quire.scheduling.scheduler import Scheduler
 from support.fake_executor import VOCAB_SIZE, FakeExecutor, expected_tokens
 
@@ -41,22 +42,27 @@ class Harness:
     budget: int = 16
     max_model_len: int = 1 << 20
     window: int | None = None
+    caching: bool = False
     outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
     num_steps: int = 0
 
     def __post_init__(self) -> None:
-        self.cache = KVCacheManager(CacheConfig(self.num_blocks, self.block_size, self.window))
+        self.cache = KVCacheManager(CacheConfig(self.num_blocks, self.block_size, self.window, self.caching))
         config = SchedulerConfig(self.max_num_seqs, self.budget, self.max_model_len)
         self.scheduler = Scheduler(config, self.cache)
         self.executor = FakeExecutor(self.num_blocks, self.block_size, self.max_num_seqs, self.budget, self.window)
         self.requests: dict[int, Request] = {}
 
-    def add(self, prompt_len: int, eos: Iterable[int] = (), **params: object) -> Request:
-        """Queue a request with a prompt of its own."""
+    def add(
+        self, prompt: int | list[int], eos: Iterable[int] = (), salt: str | None = None, **params: object
+    ) -> Request:
+        """Queue a request with a prompt of its own, so many tokens long, or with this one."""
         request_id = len(self.requests)
-        prompt = [(request_id * 7 + i) % VOCAB_SIZE for i in range(prompt_len)]
+        if isinstance(prompt, int):
+            prompt = [(request_id * 7 + i) % VOCAB_SIZE for i in range(prompt)]
         request = make_request(request_id, prompt, SamplingParams(**params), frozenset(eos))  # type: ignore[arg-type]
+        request.cache_salt = salt
         self.scheduler.add(request)
         self.requests[request_id] = request
         return request
@@ -71,7 +77,7 @@ class Harness:
         self.executor.submit(plan)
         deltas = self.scheduler.update(plan, self.executor.collect())
         self.num_steps += 1
-        self.scheduler.check()
+        self.check()
         for delta in deltas:
             key = delta.request_id, delta.index
             assert key not in self.reasons, "a delta after the last"
@@ -79,6 +85,16 @@ class Harness:
             if delta.finish_reason is not None:
                 self.reasons[key] = delta.finish_reason
         return deltas
+
+    def check(self) -> None:
+        """Check every invariant, and that requests with different salts have no block in common."""
+        self.scheduler.check()
+        salts: dict[int, str | None] = {}
+        for request in self.scheduler.running:
+            for sequence in request.live:
+                for block in self.cache.block_ids(sequence.seq_id) if sequence.row != NO_ROW else ():
+                    if block != NULL_BLOCK:
+                        assert salts.setdefault(block, request.cache_salt) == request.cache_salt
 
     def run(self, max_steps: int = 100_000) -> None:
         """Step until nothing is left; everything must have been given back then."""
@@ -113,7 +129,7 @@ def random_params(rng: random.Random) -> dict[str, Any]:
 
 
 def random_run(seed: int) -> Harness:
-    """Random pool, limits, arrivals, lengths, n, stops and aborts; safety after each step, liveness at the end."""
+    """Random pool, limits, arrivals, prompts, n, stops and aborts; safety after each step, liveness at the end."""
     rng = random.Random(seed)
     block_size, longest_prompt = rng.choice([1, 2, 3, 4, 4, 8, 16]), rng.choice([3, 12, 40])
     typical_blocks = (longest_prompt + 40 * rng.randint(1, 2)) // block_size + 1
@@ -124,7 +140,9 @@ def random_run(seed: int) -> Harness:
         budget=rng.choice([1, 2, 3, 7, 16, 64]),
         max_model_len=rng.choice([60, 1 << 20]),
         window=rng.choice([None, None, None, rng.randint(1, 24)]),
+        caching=rng.random() < 0.7,
     )
+    prompts = RandomPrompts(rng, longest_prompt)
     arrivals_left, arrival_rate, early_end_rate = rng.randint(1, 12), rng.choice([0.1, 1.0]), rng.choice([0, 0.03])
     ended_early: set[int] = set()
     while arrivals_left or harness.scheduler.has_requests:
@@ -132,17 +150,40 @@ def random_run(seed: int) -> Harness:
             arrivals_left -= 1
             with suppress(InvalidRequestError):
                 eos = rng.sample(range(VOCAB_SIZE), 2)
-                harness.add(rng.randint(1, longest_prompt), eos, **random_params(rng))
+                harness.add(prompts.draw(harness), eos, rng.choice([None, None, "salt"]), **random_params(rng))
         if harness.requests and rng.random() < early_end_rate:
             victim = rng.choice(list(harness.requests))
             is_abort = rng.random() < 0.5
             scheduler = harness.scheduler
             if scheduler.abort(victim) if is_abort else scheduler.finish(victim, rng.randrange(5)):
                 ended_early.add(victim)
-            scheduler.check()
+            harness.check()
         harness.step()
         assert harness.num_steps < 20_000, "no end in sight"
     assert harness.cache.num_free_blocks == harness.num_blocks
     for request in harness.requests.values():
         harness.assert_right(request, whole=request.request_id not in ended_early)
     return harness
+
+
+class RandomPrompts:
+    """Prompts that share beginnings with each other, and with what earlier requests were answered."""
+
+    def __init__(self, rng: random.Random, longest: int) -> None:
+        self._rng, self._longest = rng, longest
+        self._alphabet = rng.choice([2, VOCAB_SIZE])
+        self._earlier: list[list[int]] = []
+
+    def draw(self, harness: Harness) -> list[int]:
+        """The beginning of an earlier prompt, or of an answer to it, then tokens of its own."""
+        rng, length = self._rng, self._rng.randint(1, self._longest)
+        begun = list[int]()
+        if self._earlier and rng.random() < 0.7:
+            request_id = rng.randrange(len(harness.requests)) if harness.requests else 0
+            answered = harness.outputs.get((request_id, 0), [])
+            known = harness.requests[request_id].prompt_token_ids + answered if harness.requests else []
+            begun = rng.choice([known, known, rng.choice(self._earlier)])
+            begun = begun[: rng.choice([len(begun), rng.randint(0, len(begun))])][:length]
+        prompt = begun + [rng.randrange(self._alphabet) for _ in range(length - len(begun))]
+        self._earlier.append(prompt)
+        return prompt

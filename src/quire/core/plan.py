@@ -41,7 +41,8 @@ class StepPlan:
     whatever stood there: a row whose sequence has ended is not named again until it has a new owner.
     Entry i advances row `rows[i]` over positions [starts[i], starts[i] + counts[i]). Sample j is drawn from the
     logits of entry `sample_entries[j]`'s last token and becomes the next token of row `sample_rows[j]`: the same
-    row in most cases, the rows of all branches when a prompt of n > 1 has just been computed.
+    row in most cases, the rows of all branches when a prompt of n > 1 has just been computed. Entries in
+    `stored_entries` are of one token whose keys and values are in the cache: its logits are wanted, nothing is written.
     """
 
     new_rows: list[NewRow] = field(default_factory=list)
@@ -54,6 +55,7 @@ class StepPlan:
     counts: list[int] = field(default_factory=list)
     sample_rows: list[int] = field(default_factory=list)
     sample_entries: list[int] = field(default_factory=list)
+    stored_entries: list[int] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:

@@ -30,6 +30,7 @@ class Sequence:
     token_ids: list[int]              # the prompt, then the output
     num_prompt_tokens: int
     num_computed_tokens: int = 0
+    num_lost_tokens: int = 0          # that a preemption took, and that have not been looked for yet
     row: int = NO_ROW                 # the worker's row while running
     status: SequenceStatus = SequenceStatus.WAITING
 
@@ -56,9 +57,11 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()            # of the model; empty with ignore_eos
     stop_token_ids: frozenset[int] = frozenset()           # params.stop_token_ids
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+    cache_salt: str | None = None     # requests find only what those with the same salt have computed
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of positions 1, 2, ... as far as computed
     num_preemptions: int = 0
+    num_cached_tokens: int = 0        # of the prompt, found in the cache when the request was first let in
 
     @property
     def arrival(self) -> int:

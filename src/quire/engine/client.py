@@ -238,7 +238,7 @@ class EngineClient:
 
     def _take_step(self, step: Stepped) -> None:
         self.state = step.state
-        self._queued.difference_update(request_id for request_id, _ in step.admissions)
+        self._queued.difference_update(admission.request_id for admission in step.admissions)
         self._outputs.note_admitted(step.admissions, step.started_s)
         processed = self._outputs.process(step.deltas, time.monotonic())
         for request_id, index in processed.finish:

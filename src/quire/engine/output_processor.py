@@ -72,6 +72,7 @@ class _OpenRequest:
     last_token_s: list[float | None]             # of each branch
     touched: set[int]                            # branches that have something new
     num_unfinished: int
+    num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
@@ -120,11 +121,15 @@ class OutputProcessor:
         )
 
     def note_admitted(self, admissions: Iterable[Admission], now_s: float) -> None:
-        """Take down when requests first ran, and how often they have been preempted: each return is an admission."""
-        for request_id, num_preemptions in admissions:
-            opened = self._requests.get(request_id)
+        """Take down when requests first ran, what they found in the cache then, and how often they were preempted.
+
+        Each return after a preemption is an admission.
+        """
+        for admission in admissions:
+            opened = self._requests.get(admission.request_id)
             if opened is not None:
-                opened.metrics.num_preemptions = num_preemptions
+                opened.metrics.num_preemptions = admission.num_preemptions
+                opened.num_cached_tokens = admission.num_cached_tokens
                 if opened.metrics.first_scheduled_s is None:
                     opened.metrics.first_scheduled_s = now_s
 
@@ -184,6 +189,7 @@ class OutputProcessor:
             outputs=_take_touched(request) if is_delta else [branch.snapshot() for branch in request.branches],
             finished=is_finished,
             prompt_logprobs=request.prompt_logprobs,
+            num_cached_tokens=request.num_cached_tokens,
             metrics=replace(request.metrics),
         )
         if is_delta:

@@ -66,11 +66,14 @@ class PersistentBatch:
         token_rows = np.repeat(rows, counts)                                                    # [T]
         positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], counts)  # [T]
         blocks = self.block_tables[token_rows, positions // self.block_size].astype(np.int64)
+        slots = blocks * self.block_size + positions % self.block_size
+        if plan.stored_entries:
+            slots[query_starts[plan.stored_entries]] = -1
         max_blocks = -(-int(stops.max()) // self.block_size)
         forward = ForwardBatch(
             token_ids=torch.from_numpy(self.token_ids[token_rows, positions].astype(np.int64)),
             positions=torch.from_numpy(positions),
-            slot_mapping=torch.from_numpy(blocks * self.block_size + positions % self.block_size),
+            slot_mapping=torch.from_numpy(slots),
             query_starts=torch.from_numpy(query_starts),
             context_lens=torch.from_numpy(stops.astype(np.int32)),
             block_tables=torch.from_numpy(self.block_tables[rows, :max_blocks]),

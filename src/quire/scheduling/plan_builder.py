@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from quire.cache.block_table import TableUpdate
-from quire.core.plan import NewRow, StepPlan
+from quire.core.plan import BlockCopy, NewRow, StepPlan
 from quire.core.sequence import Request, Sequence
 
 
@@ -15,18 +15,28 @@ class Mark(NamedTuple):
     copies: int
     entries: int
     samples: int
+    stored: int
+    forked: int
 
 
 class PlanBuilder:
-    """A plan under construction. `planned[i]` is the sequence of entry i, `sampled[j]` that of sample j."""
+    """A plan under construction. `planned[i]` is the sequence of entry i, `sampled[j]` that of sample j.
+
+    `forked`: sequences that begin with tokens of another's prompt, which is computed when the step is over.
+    """
 
     def __init__(self) -> None:
         self.plan = StepPlan()
         self.planned: list[Sequence] = []
         self.sampled: list[tuple[Request, Sequence]] = []
+        self.forked: list[Sequence] = []
 
-    def begin_row(self, request: Request, sequence: Sequence, block_ids: list[int]) -> None:
-        """Tell the worker about a sequence that has just been given a row."""
+    def begin_row(
+        self, request: Request, sequence: Sequence, block_ids: list[int], copy: BlockCopy | None = None
+    ) -> None:
+        """Tell the worker about a sequence that has just been given a row, and of the copy that it begins with."""
+        if copy is not None:
+            self.plan.copies.append(copy)
         self.plan.new_rows.append(
             NewRow(
                 row=sequence.row,
@@ -50,6 +60,8 @@ class PlanBuilder:
         if update is not None:
             if update.copy is not None:
                 plan.copies.append(update.copy)
+            if update.is_stored:
+                plan.stored_entries.append(len(self.planned) - 1)
             for column, block in enumerate(update.blocks, start=update.first_column):
                 plan.table_rows.append(row)
                 plan.table_columns.append(column)
@@ -64,7 +76,15 @@ class PlanBuilder:
     def mark(self) -> Mark:
         """Remember how long the plan is now."""
         plan = self.plan
-        return Mark(len(plan.new_rows), len(plan.table_rows), len(plan.copies), len(plan.rows), len(plan.sample_rows))
+        return Mark(
+            new_rows=len(plan.new_rows),
+            tables=len(plan.table_rows),
+            copies=len(plan.copies),
+            entries=len(plan.rows),
+            samples=len(plan.sample_rows),
+            stored=len(plan.stored_entries),
+            forked=len(self.forked),
+        )
 
     def cut(self, mark: Mark) -> None:
         """Forget everything planned after `mark`: its request has been preempted within the same step."""
@@ -73,4 +93,5 @@ class PlanBuilder:
         del plan.table_rows[mark.tables :], plan.table_columns[mark.tables :], plan.table_blocks[mark.tables :]
         del plan.rows[mark.entries :], plan.starts[mark.entries :], plan.counts[mark.entries :]
         del plan.sample_rows[mark.samples :], plan.sample_entries[mark.samples :]
-        del self.planned[mark.entries :], self.sampled[mark.samples :]
+        del plan.stored_entries[mark.stored :]
+        del self.planned[mark.entries :], self.sampled[mark.samples :], self.forked[mark.forked :]

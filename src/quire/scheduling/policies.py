@@ -8,8 +8,8 @@ from quire.core.sequence import Request
 class FirstComeFirstServed:
     """Serve in order of arrival, preempt in the opposite order (Kwon et al. 2023, section 4.5).
 
-    A preempted request arrived before everything that still waits, so it returns to the front and the queue stays
-    sorted.
+    A preempted request returns to its place. In most cases that is the front: only a request that waits for another to
+    compute their common prefix is passed over, so that later ones run before it.
     """
 
     def __init__(self) -> None:
@@ -24,19 +24,17 @@ class FirstComeFirstServed:
 
     def give_back(self, request: Request) -> None:
         """Queue a preempted request again."""
-        assert not self._queue or request.arrival < self._queue[0].arrival, "preempted out of order"
-        self._queue.appendleft(request)
+        place = 0
+        while place < len(self._queue) and self._queue[place].arrival < request.arrival:
+            place += 1
+        self._queue.insert(place, request)
 
-    def first(self) -> Request:
-        """Return the request that must be served next."""
-        return self._queue[0]
-
-    def take(self) -> Request:
-        """Remove and return the request that is served next."""
-        return self._queue.popleft()
+    def first(self, num_passed: int = 0) -> Request:
+        """Return the request that must be served next, when so many before it are passed over."""
+        return self._queue[num_passed]
 
     def remove(self, request: Request) -> None:
-        """Take out a request that was aborted while it waited."""
+        """Take out a request that is served now, or that was aborted while it waited."""
         self._queue.remove(request)
 
     def victim(self, running: list[Request]) -> Request:

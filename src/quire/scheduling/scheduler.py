@@ -1,18 +1,22 @@
 """The scheduler: waiting and running requests become a `StepPlan`; a `StepResult` becomes their new state.
 
 One rule and no phases: a sequence has known tokens and computed tokens, and a step advances the second toward the
-first by at most the token budget. Chunked prefill, decoding and recomputation after a preemption all follow from it.
+first by at most the token budget. Chunked prefill, decoding, recomputation after a preemption and what is found in the
+prefix cache all follow from it.
 
 Requests are served first come, first served. Every running request is planned before any waiting one. When blocks
 run out, the latest arrival gives way as a whole and is recomputed later (Kwon et al. 2023, section 4.5). The first in
 order never gives way, and no request is accepted that could not finish alone: what is accepted always finishes.
+A waiting request whose next block is being computed in this step is passed over: in the next step it finds that block.
 Pure Python: no torch, no clock, no I/O.
 """
 
+from bisect import insort
 from itertools import count
 
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.manager import KVCacheManager
+from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
 from quire.core.config import SchedulerConfig
 from quire.core.outputs import SequenceDelta
 from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
@@ -37,7 +41,7 @@ class Scheduler:
         self.running: list[Request] = []                    # in order of arrival
         self.admitted: list[Request] = []                   # by the last plan
         self.num_preemptions = 0
-        self.num_recomputed_tokens = 0                      # computed once, and to be computed again
+        self.num_recomputed_tokens = 0                      # computed once, lost, and not found in the cache
         self._requests: dict[int, Request] = {}
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._num_seats = 0                                 # unfinished sequences of running requests
@@ -162,11 +166,9 @@ class Scheduler:
         copy finds them filled.
         """
         first, *others = request.live
-        if first.row == NO_ROW:
-            self._give_row(first)
-            self.cache.create(first.seq_id)
-            self._builder.begin_row(request, first, [])
         target = first.num_prompt_tokens if others else len(first.token_ids)
+        if first.row == NO_ROW:
+            self._begin(request, first, NO_MATCH)                       # its gang's first has ended before the fork
         used = self._advance(request, first, target, budget)
         if used is not None and first.num_computed_tokens + used == target:
             for other in others:
@@ -176,39 +178,98 @@ class Scheduler:
     def _fork(self, request: Request, first: Sequence, other: Sequence) -> None:
         """Let `other` share all blocks of `first`, and draw its first token from the same logits if it has none."""
         self._give_row(other)
-        self.cache.fork(first.seq_id, other.seq_id)
+        self.cache.fork(first.seq_id, other.seq_id, other.token_ids)
         self._builder.begin_row(request, other, self.cache.block_ids(other.seq_id))
-        other.num_computed_tokens = first.num_prompt_tokens
+        self._builder.forked.append(other)
+        self.num_recomputed_tokens += max(0, other.num_lost_tokens - other.num_prompt_tokens)
+        other.num_lost_tokens = 0
         if other.num_output_tokens == 0:
             self._builder.sample(request, other)
 
     def _admit(self, budget: int, promised: int) -> None:
         """Let waiting requests run, in order, while rows, blocks and budget last."""
-        while budget > 0 and len(self.waiting) > 0:
-            request = self.waiting.first()
-            if not self._has_room(request, promised):
+        num_passed = 0
+        while budget > 0 and num_passed < len(self.waiting):
+            request = self.waiting.first(num_passed)
+            if not self._may_have_room(request, promised):
                 return
-            self.waiting.take()
-            self.running.append(request)
+            match = self._match(request)
+            if match.is_pending:
+                num_passed += 1
+                continue
+            num_spare = self._num_spare_blocks(request, match, promised)
+            if num_spare < 0 and self.running:                          # alone it fits: see AdmissionLimits
+                return
+            self.waiting.remove(request)
+            insort(self.running, request, key=_arrival)
             self.admitted.append(request)
             self._num_seats += len(request.live)
-            used = self._advance_prompt(request, budget)
+            used = self._advance_admitted(request, match if num_spare > 0 else match.of_whole_blocks(), budget)
             assert used is not None, "admitted without room"
             budget -= used
             promised += self._promised_blocks(request)
 
-    def _has_room(self, request: Request, promised: int) -> bool:
-        """Whether a waiting request may run: rows for its branches, blocks for what is known, and head-room.
+    def _may_have_room(self, request: Request, promised: int) -> bool:
+        """Whether there are rows for a waiting request's branches, and a block for each sequence: a quick look."""
+        num_seats = self._num_seats + len(request.live)
+        if num_seats > self.config.max_num_seqs:
+            return False
+        return not self.running or self.cache.num_free_blocks - promised >= num_seats
+
+    def _num_spare_blocks(self, request: Request, match: PrefixMatch, promised: int) -> int:
+        """Return how many blocks stay free when a waiting request has all that it needs; below 0 it has no room.
 
         One block for each running sequence is kept back, so that what is let in is not thrown out again at once. A
         request that was preempted in this very step has no room: somebody else took one of its blocks.
         """
         num_seats = self._num_seats + len(request.live)
-        if num_seats > self.config.max_num_seqs:
-            return False
-        if not self.running:
-            return True                                                 # alone it fits: see AdmissionLimits
-        return self.cache.num_free_blocks - promised >= self._known_blocks(request) + num_seats
+        num_needed = self._known_blocks(request) - match.num_in_use + num_seats
+        return self.cache.num_free_blocks - promised - num_needed
+
+    def _match(self, request: Request) -> PrefixMatch:
+        """Look up what the first branch of a waiting request begins with: at most the prompt, if others fork from it.
+
+        Whoever wants prompt logprobs computes the whole prompt.
+        """
+        if request.params.prompt_logprobs is not None:
+            return NO_MATCH
+        first = request.live[0]
+        match = self._match_sequence(request, first)
+        if len(request.live) == 1 or first.num_output_tokens == 0 or self._has_prompt(request, match):
+            return match
+        return self.cache.match(first.token_ids, first.num_prompt_tokens, request.cache_salt)
+
+    def _match_sequence(self, request: Request, sequence: Sequence) -> PrefixMatch:
+        return self.cache.match(sequence.token_ids, len(sequence.token_ids), request.cache_salt)
+
+    def _has_prompt(self, request: Request, match: PrefixMatch) -> bool:
+        """Whether a match has the whole prompt, but for a block that is not full: no branch has to wait for another."""
+        return len(match.blocks) > 0 and len(match.blocks) >= request.live[0].num_prompt_tokens // self.cache.block_size
+
+    def _advance_admitted(self, request: Request, match: PrefixMatch, budget: int) -> int | None:
+        """Begin with what has been found, and plan the first tokens.
+
+        The branches of a preempted gang go their own ways at once if their prompt has been found.
+        """
+        first, *others = request.live
+        self._begin(request, first, match)
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = first.num_computed_tokens
+            if request.params.prompt_logprobs is None:
+                self.cache.note_query(first.num_prompt_tokens, first.num_computed_tokens)
+        if first.num_output_tokens > 0 and self._has_prompt(request, match):
+            for other in others:
+                self._begin(request, other, self._match_sequence(request, other).of_whole_blocks())
+        return self._advance_gang(request, budget)
+
+    def _begin(self, request: Request, sequence: Sequence, match: PrefixMatch) -> None:
+        """Give a sequence a row, and the tokens of a match."""
+        self._give_row(sequence)
+        copy = self.cache.create(sequence.seq_id, sequence.token_ids, request.cache_salt, match)
+        sequence.num_computed_tokens = self.cache.num_tokens(sequence.seq_id)
+        self.num_recomputed_tokens += max(0, sequence.num_lost_tokens - sequence.num_computed_tokens)
+        sequence.num_lost_tokens = 0
+        self._builder.begin_row(request, sequence, self.cache.block_ids(sequence.seq_id), copy)
 
     def _known_blocks(self, request: Request) -> int:
         """Return the blocks that all known tokens of a waiting request will take, its prompt shared by all branches."""
@@ -233,6 +294,9 @@ class Scheduler:
         assert plan is self._builder.plan, "a result for another plan"
         for sequence, num_tokens in zip(self._builder.planned, plan.counts, strict=True):
             sequence.num_computed_tokens += num_tokens
+        for sequence in self._builder.forked:
+            sequence.num_computed_tokens = sequence.num_prompt_tokens
+        self.cache.end_step()
         for chunk in result.prompt_logprobs:
             self._take_prompt_logprobs(chunk)
         deltas = []
@@ -257,10 +321,11 @@ class Scheduler:
     def undo(self) -> None:
         """Take back a plan whose step failed: what runs is queued again, in its order, and will be computed anew.
 
-        Nobody knows how far the step came, so nothing that stands in rows and blocks is trusted.
+        Nobody knows how far the step came, so nothing that it wrote is trusted.
         """
         for request in self.running[::-1]:
             self._preempt(request)
+        self.cache.end_step()
 
     def _take_prompt_logprobs(self, chunk: PromptLogprobsChunk) -> None:
         """Keep the logprobs of prompt positions that were not known yet: a recomputed prompt brings them again."""
@@ -279,7 +344,7 @@ class Scheduler:
     def _take_back(self, sequence: Sequence) -> None:
         """Free the row and the blocks of a sequence, if it has any."""
         if sequence.row != NO_ROW:
-            self.cache.free(sequence.seq_id)
+            self.cache.free(sequence.seq_id, sequence.num_computed_tokens)
             self._free_rows.append(sequence.row)
             sequence.row = NO_ROW
 
@@ -295,10 +360,10 @@ class Scheduler:
             (self.running if is_running else self.waiting).remove(request)
 
     def _preempt(self, request: Request) -> None:
-        """Take everything from a running request and queue it again; its tokens will be computed anew."""
-        self.num_recomputed_tokens += _num_computed_tokens(request)
+        """Take everything from a running request and queue it again; what is not found then will be computed anew."""
         for sequence in request.live:
             self._take_back(sequence)
+            sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_computed_tokens)
             sequence.num_computed_tokens = 0
             sequence.status = SequenceStatus.WAITING
         self.running.remove(request)
@@ -325,7 +390,5 @@ class Scheduler:
         assert len(self.running) + len(self.waiting) == len(self._requests)
 
 
-def _num_computed_tokens(request: Request) -> int:
-    """Return how many tokens of a running request have been computed, those that its branches share counted once."""
-    first, *others = request.live
-    return first.num_computed_tokens + sum(max(0, s.num_computed_tokens - s.num_prompt_tokens) for s in others)
+def _arrival(request: Request) -> int:
+    return request.arrival

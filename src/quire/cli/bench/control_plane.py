@@ -50,6 +50,6 @@ def _busy_engine(num_seqs: int, prompt_len: int, block_size: int, max_tokens: in
     engine = Engine(scheduler, LocalExecutor(NullWorker(batch).execute))
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
     for request_id in range(num_seqs):
-        prompt = [_PROMPT_TOKEN] * (prompt_len + request_id % block_size)
+        prompt = [request_id % _VOCAB_SIZE] * (prompt_len + request_id % block_size)
         engine.add(Request(request_id, prompt, params, seed=request_id, max_tokens=max_tokens))
     return engine
