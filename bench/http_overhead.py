@@ -105,7 +105,7 @@ def main(
     flags = list(engine_flags or [])
     if model is not None and model.startswith("-"):  # no model before the --
         model, flags = None, [model, *flags]
-    engine = [*([] if model is None else [model]), *flags]
+    engine = [*([] if model is None else [model]), "--no-enable-prefix-caching", *flags]  # each turn does the same work
     http: list[float] = []
     offline: list[float] = []
     with tempfile.TemporaryDirectory() as temporary:

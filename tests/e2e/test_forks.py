@@ -42,7 +42,7 @@ def test_branches_equal_independent_requests_with_their_seeds(
     ]
     with LLM(str(demo_model), block_size=BLOCK_SIZE, max_model_len=512, num_kv_blocks=num_kv_blocks) as llm:
         neighbour = SamplingParams(n=3, seed=5, max_tokens=60, ignore_eos=True)  # grows, and came first
-        outputs = llm.generate([long_prompt(16), long_prompt(length)], [neighbour, PARAMS], use_tqdm=False)
+        outputs = llm.generate([long_prompt(16)[::-1], long_prompt(length)], [neighbour, PARAMS], use_tqdm=False)
         independent = [
             answers_of(llm.generate([long_prompt(length)], own, use_tqdm=False)[0])[0] for own in alone
         ]

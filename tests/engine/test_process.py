@@ -366,7 +366,7 @@ def test_abort_frees_its_blocks_before_the_next_step() -> None:
 def test_requests_that_come_together_run_together() -> None:
     _, step, *_ = Script([request(i, prompt_len=3) for i in range(5)]).run()
     assert isinstance(step, Stepped)
-    assert [request_id for request_id, _ in step.admissions] == [0, 1, 2, 3, 4]
+    assert [admission.request_id for admission in step.admissions] == [0, 1, 2, 3, 4]
     assert step.num_computed_tokens == 15
 
 

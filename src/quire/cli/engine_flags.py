@@ -62,6 +62,9 @@ class EngineFlags:
     ] = None
     max_num_seqs: Annotated[int, _flag("sequences in one step")] = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: Annotated[int, _flag("tokens in one step")] = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    enable_prefix_caching: Annotated[
+        bool, _flag("keep what has been computed, and find it again for prompts that begin alike")
+    ] = True
     preemption_mode: Annotated[PreemptionMode, _flag("how a preempted request comes back")] = "auto"
     cpu_isa: Annotated[CpuIsa, _flag("instruction set of the CPU's kernels; auto is the best there is")] = "auto"
     seed: Annotated[int, _flag("of requests that bring none")] = 0

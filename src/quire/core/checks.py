@@ -67,6 +67,13 @@ def check_token_ids(field: str, value: object) -> tuple[int, ...]:
     return tuple(ids)  # type: ignore[arg-type]
 
 
+def check_text(field: str, value: object, max_chars: int) -> str:
+    """Return `value` if it is a string of 1 to `max_chars` characters."""
+    if not isinstance(value, str) or not 0 < len(value) <= max_chars or not _is_unicode([value]):
+        refuse(field, value, f"a string of 1 to {max_chars} characters of valid Unicode")
+    return value
+
+
 def check_strings(field: str, value: object) -> tuple[str, ...]:
     """Return `value` as a tuple if it is a list of strings, none of them empty."""
     texts = _elements(field, value, "a list of strings that are not empty")

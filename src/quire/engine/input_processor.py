@@ -1,9 +1,9 @@
 """From what a user gave to a `Request`: everything is checked here, once, before anything is queued."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
-from quire.core.checks import shown
+from quire.core.checks import check_text, shown
 from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import arrival_seed
@@ -14,25 +14,40 @@ from quire.text.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text."""
+    """A prompt as text, and who may share what is computed for it: prompts with the same salt."""
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
     """A prompt as token ids."""
 
     prompt_token_ids: list[int]
+    cache_salt: NotRequired[str]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
 class TokenizedPrompt(NamedTuple):
-    """A prompt as the engine takes it, and its text if it came as one."""
+    """A prompt as the engine takes it, its text if it came as one, and its salt."""
 
     text: str | None
     token_ids: list[int]
+    cache_salt: str | None = None
+
+    def salted(self, cache_salt: str | None) -> "TokenizedPrompt":
+        """Return the prompt with a salt, which has been checked."""
+        return self if cache_salt is None else self._replace(cache_salt=cache_salt)
+
+
+MAX_SALT_CHARS = 1024  # the cache holds each salt for as long as it holds anything under it
+
+
+def check_cache_salt(cache_salt: object) -> str | None:
+    """Return a salt, or None for none. InvalidRequestError for anything else."""
+    return None if cache_salt is None else check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
 
 
 class InputProcessor:
@@ -85,13 +100,15 @@ class InputProcessor:
         return TokenizedPrompt(text, self._check_token_ids(self._tokenizer.encode(text, add_special_tokens=False)))
 
     def _tokenize_dict(self, prompt: TextPrompt | TokensPrompt) -> TokenizedPrompt:
-        given = set(prompt)
-        if given == {"prompt"} and isinstance(prompt["prompt"], str):  # type: ignore[typeddict-item]
-            return self.tokenize(prompt["prompt"])  # type: ignore[typeddict-item]
-        if given == {"prompt_token_ids"}:
-            return TokenizedPrompt(None, self._check_token_ids(prompt["prompt_token_ids"]))  # type: ignore[typeddict-item]
+        given, salt = set(prompt), check_cache_salt(prompt.get("cache_salt"))
+        if given - {"cache_salt"} == {"prompt"} and isinstance(prompt["prompt"], str):  # type: ignore[typeddict-item]
+            return self.tokenize(prompt["prompt"]).salted(salt)  # type: ignore[typeddict-item]
+        if given - {"cache_salt"} == {"prompt_token_ids"}:
+            token_ids = self._check_token_ids(prompt["prompt_token_ids"])  # type: ignore[typeddict-item]
+            return TokenizedPrompt(None, token_ids, salt)
         raise InvalidRequestError(
             f'a prompt given as a dict must be {{"prompt": str}} or {{"prompt_token_ids": [int, ...]}}, '
+            f'with or without "cache_salt": str, '
             f"got keys {shown(', '.join(sorted(map(str, given))))}",
             param="prompt",
         )
@@ -137,6 +154,7 @@ class InputProcessor:
             eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             bad_words_token_ids=self._bad_words(params),
+            cache_salt=prompt.cache_salt,
         )
 
     def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:

@@ -60,7 +60,10 @@ def size_engine(options: EngineOptions, limits: ModelLimits, free_bytes: int) ->
         max_num_batched_tokens=options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
         max_model_len=min(longest, capacity),
     )
-    return CacheConfig(num_blocks, options.block_size, limits.sliding_window), scheduler
+    cache = CacheConfig(
+        num_blocks, options.block_size, limits.sliding_window, enable_prefix_caching=options.enable_prefix_caching
+    )
+    return cache, scheduler
 
 
 def _num_blocks(

@@ -41,7 +41,6 @@ def test_every_parameter_of_openai_is_known() -> None:
         ("parallel_tool_calls", False),
         ("use_beam_search", True),
         ("length_penalty", 1.2),
-        ("cache_salt", "x"),
         ("priority", 1),
         ("structured_outputs", {"json": {}}),
         ("tools", "x" * 1_000_000),

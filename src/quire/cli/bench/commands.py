@@ -1,5 +1,6 @@
 """`quire bench throughput`, `latency`, `serve` and `control-plane`."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ from quire.cli.bench.flags import RunFlags, WorkloadFlags
 from quire.cli.bench.machine import machine_facts
 from quire.cli.bench.passes import latency_pass, throughput_pass, watched_pass
 from quire.cli.bench.serve_flags import ArrivalFlags, LimitFlags, PromptFlags, SearchFlags, ServerFlags
-from quire.cli.bench.workloads import WorkItem
+from quire.cli.bench.workloads import WorkItem, renewed
 from quire.cli.engine_flags import EngineFlags
 from quire.cli.flag_groups import COMMAND_SETTINGS, flag, with_flag_groups
 
@@ -32,7 +33,7 @@ def throughput(engine: EngineFlags, workload: WorkloadFlags, run: RunFlags) -> N
     with engine.load() as llm:
         items = workload.build(llm.vocab_size, engine.seed)
         facts = _warm_up(llm, items, engine, workload)
-        passes = [throughput_pass(llm, items) for _ in range(run.repeats)]
+        passes = [throughput_pass(llm, pass_items) for pass_items in _new_passes(items, run.repeats)]
     record = report.throughput_record(passes)
     report.print_tables("throughput", report.SPREAD_COLUMNS, record["figures"], facts)
     report.write_json(run.json, {"benchmark": "throughput"} | record | facts)
@@ -50,7 +51,7 @@ def latency(
     with engine.load() as llm:
         items = workload.build(llm.vocab_size, engine.seed)
         facts = _warm_up(llm, items, engine, workload)
-        passes = [latency_pass(llm, items, concurrency) for _ in range(run.repeats)]
+        passes = [latency_pass(llm, pass_items, concurrency) for pass_items in _new_passes(items, run.repeats)]
     record = report.latency_record(passes)
     report.print_tables("latency, seconds", report.DISTRIBUTION_COLUMNS, record["figures"], facts)
     report.write_json(run.json, {"benchmark": "latency", "concurrency": concurrency} | record | facts)
@@ -97,6 +98,11 @@ def control_plane(load: ControlPlaneFlags, run: RunFlags) -> None:
     facts = {"load": asdict(load), "machine": machine_facts()}
     report.print_tables("control plane, us per sequence and step", report.SPREAD_COLUMNS, record["figures"], facts)
     report.write_json(run.json, {"benchmark": "control-plane"} | record | facts)
+
+
+def _new_passes(items: list[WorkItem], count: int) -> Iterator[list[WorkItem]]:
+    """Yield the workload `count` times, each time of other tokens: no pass finds in the cache what another has left."""
+    return (renewed(items, len(items), first_round) for first_round in range(1, count + 1))
 
 
 def _warm_up(llm: "LLM", items: list[WorkItem], engine: EngineFlags, workload: WorkloadFlags) -> report.Record:

@@ -98,6 +98,7 @@ class GenerationBody(Body):
     bad_words: Strings = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    cache_salt: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

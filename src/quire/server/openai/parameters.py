@@ -33,7 +33,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     # of the contract, to come
-    "cache_salt": (),
     "length_penalty": (1, 1.0),
     "priority": (0,),
     "use_beam_search": (False,),

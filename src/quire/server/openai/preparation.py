@@ -38,15 +38,20 @@ def check_num_choices(num_prompts: int, n: int) -> None:
         invalid(f"{num_prompts} prompts with n {n}: a call may have at most {MAX_CHOICES} choices", param="n")
 
 
-async def prepare_prompts(service: Service, prompts: list[Prompt], params: SamplingParams) -> list[PreparedRequest]:
+async def prepare_prompts(
+    service: Service, prompts: list[Prompt], params: SamplingParams, cache_salt: str | None
+) -> list[PreparedRequest]:
     """Return a request for each prompt. InvalidRequestError for the first that cannot be served."""
-    return await _in_thread(service, service.client.inputs.tokenize, prompts, params)
+    inputs = service.client.inputs
+    return await _in_thread(service, lambda prompt: inputs.tokenize(prompt).salted(cache_salt), prompts, params)
 
 
-async def prepare_chat(service: Service, body: ChatBody, params: SamplingParams) -> list[PreparedRequest]:
+async def prepare_chat(
+    service: Service, body: ChatBody, params: SamplingParams, cache_salt: str | None
+) -> list[PreparedRequest]:
     """Return the request for a conversation, as a list of one."""
-    text = await render(service, body.messages, body)
-    return await _in_thread(service, service.client.inputs.tokenize_rendered, [text], params)
+    inputs, text = service.client.inputs, await render(service, body.messages, body)
+    return await _in_thread(service, lambda text: inputs.tokenize_rendered(text).salted(cache_salt), [text], params)
 
 
 async def render(service: Service, messages: list[ChatMessage], options: TemplateOptions) -> str:

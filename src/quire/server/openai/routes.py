@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from quire.core.sampling_params import SamplingParams
 from quire.engine.client import PreparedRequest
+from quire.engine.input_processor import check_cache_salt
 from quire.server.errors import invalid
 from quire.server.openai.answer_format import Call, encode
 from quire.server.openai.answering import EventStream, json_response, whole_answer
@@ -42,14 +43,14 @@ async def create_completion(request: Request) -> Response:
     body = await read_body(request, CompletionBody)
     call_id, model = f"cmpl-{uuid.uuid4().hex}", service.check_model(body.model)
     record = _begun_record(request, call_id, model, body)
-    params = sampling_params(body, service)
+    params, salt = sampling_params(body, service), check_cache_salt(body.cache_salt)
     prompts = as_prompts(body.prompt)
     check_num_choices(len(prompts), params.n)
     if body.echo and service.client.tokenizer is None:
         invalid("the model has no tokenizer: there is no text to echo", param="echo")
     record.num_prompts = len(prompts)
     with service.let_in(len(prompts)):
-        requests = await prepare_prompts(service, prompts, params)
+        requests = await prepare_prompts(service, prompts, params, salt)
         call = _call(call_id, model, body, params, requests, hides_output=body.max_tokens == 0)
         answer_format = CompletionFormat(call, service.client.tokenizer, echo=bool(body.echo))
         generation = await Generation.begin(service, call, record, arrival_s)
@@ -65,12 +66,12 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_body(request, ChatBody)
     call_id, model = f"chatcmpl-{uuid.uuid4().hex}", service.check_model(body.model)
     record = _begun_record(request, call_id, model, body)
-    params = sampling_params(body, service)
+    params, salt = sampling_params(body, service), check_cache_salt(body.cache_salt)
     check_num_choices(1, params.n)
     record.num_prompts = 1
     with service.let_in(1, param="messages"):
         with field_names(body):
-            requests = await prepare_chat(service, body, params)
+            requests = await prepare_chat(service, body, params, salt)
         call = _call(call_id, model, body, params, requests)
         answer_format = ChatFormat(call, service.client.tokenizer)
         generation = await Generation.begin(service, call, record, arrival_s)
