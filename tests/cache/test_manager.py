@@ -262,6 +262,6 @@ class TestCheck:
         begin(manager, 1, 5)
         manager.fork(1, 2)
         manager._tables[2].num_tokens = 6
-        manager._tables[2].writable_end = 6
+        manager._tables[2]._writable_end = 6
         with pytest.raises(AssertionError, match="sequence 2 wrote into 1"):
             manager.check()

@@ -240,8 +240,9 @@ class TestAdoption:
         compute(manager, 0, PROMPT[:8])
         compute(manager, 1, PROMPT[:8])
         assert manager.stats().used_blocks == 4
+        manager.publish()
+        assert (manager.block_ids(1), manager.stats().used_blocks) == ([0, 1], 2)
         assert manager.append(1, 1) == TableUpdate(0, [0, 1, 3]), "the worker is told from the first new column on"
-        assert (manager.block_ids(1), manager.stats().used_blocks) == ([0, 1, 3], 3)
         manager.check()
 
     def test_decodes_that_say_the_same_share_what_they_said(self) -> None:
@@ -250,6 +251,7 @@ class TestAdoption:
         for seq_id, tokens in enumerate(both):
             begin(manager, seq_id, tokens)
         for token in range(11):
+            manager.publish()
             for seq_id, tokens in enumerate(both):
                 tokens.append(token)
                 manager.append(seq_id, 1)
@@ -257,7 +259,8 @@ class TestAdoption:
             manager.check()
         first, second = manager.block_ids(0), manager.block_ids(1)
         assert (first[:3], len(first)) == (second[:3], 4)
-        assert manager.stats().used_blocks == 3 + 2
+        manager.publish()
+        assert (manager.block_ids(1), manager.stats().used_blocks) == (first, 4)
 
     def test_adoption_waits_for_whoever_computes_the_block_now(self) -> None:
         manager = make()
@@ -265,10 +268,22 @@ class TestAdoption:
             manager.create(seq_id, PROMPT)
             manager.append(seq_id, 12)
         manager.check()
+        assert manager.block_ids(1) == [3, 4, 5]
         manager.end_step()
-        manager.append(0, 1)
+        manager.publish()
         assert manager.append(1, 1) == TableUpdate(0, [0, 1, 2, 5])
         manager.check()
+
+    def test_ended_sequence_adopts_nothing_that_is_still_being_computed(self) -> None:
+        manager = make()
+        compute(manager, 0, PROMPT[:8])
+        manager.create(1, PROMPT, "salt")
+        manager.append(1, 8)
+        manager.create(2, PROMPT, "salt")
+        manager.free(2, num_computed=0)
+        manager.free(0, num_computed=8)
+        manager.check()
+        assert match(manager, PROMPT, "salt").is_pending
 
     def test_worker_hears_of_an_adoption_even_if_the_append_had_to_be_tried_again(self) -> None:
         manager = make(num_blocks=7)
@@ -277,9 +292,10 @@ class TestAdoption:
         manager._paths[1].token_ids = PROMPT
         manager.create(2)
         manager.append(2, 12)
+        manager.publish()
+        assert manager.block_ids(1) == [0, 1]
         with pytest.raises(Exception, match="need 3 blocks, 2 of 7"):
             manager.append(1, 9)
-        assert manager.block_ids(1) == [0, 1]
         manager.free(2)
         update = manager.append(1, 8)
         assert update is not None
@@ -293,6 +309,7 @@ class TestAdoption:
         manager.append(1, 5)
         manager.end_step()
         compute(manager, 2, [1])
+        manager.publish()
         with pytest.raises(Exception, match="need 2 blocks, 1 of 5"):
             manager.append(1, 11)
         assert manager.append(1, 1) == TableUpdate(0, [0, 3])
@@ -305,6 +322,7 @@ class TestAdoption:
         branches = [[*PROMPT[:9], 1], [*PROMPT[:9], 2]]
         manager._paths[1].token_ids = branches[0]
         manager.fork(1, 2, branches[1])
+        manager.publish()
         for seq_id in (1, 2):
             manager.append(seq_id, 1)
             manager.check()

@@ -104,6 +104,13 @@ class World:
         if update is None or not update.is_stored:
             sequence.writes = range(before, before + num_new)
 
+    def publish(self) -> None:
+        """Let everything be found, at the beginning of a step."""
+        if not any(sequence.is_in_step for sequence in self.live.values()):
+            self.cache.publish()
+            for seq_id, sequence in self.live.items():
+                self._check_is_found(sequence, self.cache.num_tokens(seq_id))
+
     def fork(self, parent_id: int) -> None:
         """Fork what has been computed, or what has been appended in this step."""
         parent, child_id = self.live[parent_id], next(self.new_ids)
@@ -129,10 +136,8 @@ class World:
         sequence = self.live.pop(seq_id)
         self._pass_on(sequence)
         self.cache.free(seq_id, sequence.num_computed)
-        if self.window is None and not any(each.is_in_step for each in [sequence, *self.live.values()]):
-            num_full = sequence.num_computed // self.block_size
-            found = self.cache.match(sequence.tokens, num_full * self.block_size, sequence.scope)
-            assert len(found.blocks) == num_full
+        if not any(each.is_in_step for each in [sequence, *self.live.values()]):
+            self._check_is_found(sequence, sequence.num_computed)
 
     def _pass_on(self, sequence: Live) -> None:
         """Let a fork do what the step was to do for the sequence as well: its blocks are still being computed."""
@@ -175,6 +180,13 @@ class World:
         self.check()
         assert self.cache.num_free_blocks == self.num_blocks
 
+    def _check_is_found(self, sequence: Live, num_tokens: int) -> None:
+        """All full blocks can be found, but those behind one that was given up when it had left the window."""
+        if self.window is None:
+            num_full = num_tokens // self.block_size
+            found = self.cache.match(sequence.tokens, num_full * self.block_size, sequence.scope)
+            assert len(found.blocks) == num_full
+
     # --- checks ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -196,8 +208,8 @@ class World:
         assert stats.used_blocks + stats.cached_blocks + stats.free_blocks == self.num_blocks
 
     def _check_is_told_later(self, seq_id: int) -> None:
-        """An adoption whose append then found no blocks: the worker hears of it with the next append."""
-        assert self.cache._paths[seq_id].first_adopted is not None
+        """An adoption: the worker hears of it with the next append, before it computes anything on the table."""
+        assert self.cache._tables[seq_id]._first_replaced is not None
         assert not self.live[seq_id].has_appended
 
     def _check_match(self, match: PrefixMatch, tokens: list[int], scope: str | None) -> None:
@@ -280,6 +292,10 @@ class PrefixMachine(RuleBasedStateMachine):
                 self.world.append(seq_id, token)
             self.world.end_step()
 
+    @rule()
+    def publish(self) -> None:
+        self.world.publish()
+
     @precondition(lambda self: self.has_sequences() and self.has_room())
     @rule(index=st.integers(0, MAX_SEQUENCES - 1))
     def fork(self, index: int) -> None:
@@ -331,7 +347,7 @@ def random_step(world: World, rng: random.Random) -> None:
         world.begin(rng.randrange)
         return
     seq_id = rng.choice(list(world.live))
-    verb = rng.choices(("one", "chunk", "fork", "free", "end", "fail"), (50, 15, 5, 8, 30, 1))[0]
+    verb = rng.choices(("one", "chunk", "fork", "free", "end", "fail", "publish"), (50, 15, 5, 8, 30, 1, 20))[0]
     if verb == "one":
         world.append(seq_id, 0)
     elif verb == "chunk":
@@ -340,6 +356,8 @@ def random_step(world: World, rng: random.Random) -> None:
         world.fork(seq_id)
     elif verb == "free":
         world.end_one(seq_id)
+    elif verb == "publish":
+        world.publish()
     elif verb == "fail":
         world.fail_step()
     else:

@@ -48,7 +48,10 @@ class TableUpdate(NamedTuple):
 class BlockTable:
     """The blocks of one sequence, in order of position. `num_tokens` counts the tokens that have slots."""
 
-    __slots__ = ("_block_size", "_num_dropped", "_num_stored", "_pool", "blocks", "num_tokens", "writable_end")
+    __slots__ = (
+        "_block_size", "_first_replaced", "_num_dropped", "_num_stored", "_pool", "_writable_end", "blocks",
+        "num_tokens",
+    )
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         if block_size < 1:
@@ -59,9 +62,10 @@ class BlockTable:
         self.num_tokens = 0
         self._num_dropped = 0   # leading columns that hold NULL_BLOCK
         self._num_stored = 0    # tokens that the blocks it began with hold, up to one more than num_tokens
+        self._first_replaced: int | None = None  # column from which on no update has told of the blocks
         # Tokens up to here need no new column and no copy. It stays at num_tokens while the last block may have other
         # owners. Only our own fork adds one, so it can be too low (an owner has left since) but never too high.
-        self.writable_end = 0
+        self._writable_end = 0
 
     @property
     def num_filled(self) -> int:
@@ -75,7 +79,7 @@ class BlockTable:
         the common case, a decode into a block of one's own, ends at the first comparison.
         """
         end = self.num_tokens + count
-        if end <= self.writable_end and count > 0:
+        if end <= self._writable_end and count > 0:
             self.num_tokens = end
             return None
         return self._grow(count)
@@ -90,15 +94,19 @@ class BlockTable:
         for block in blocks:
             self._pool.share(block)
         self.blocks = list(blocks)
-        self.num_tokens = self.writable_end = num_tokens
+        self.num_tokens = self._writable_end = num_tokens
         self._num_stored = len(blocks) * self._block_size
 
     def replace(self, column: int, block: int) -> None:
-        """Put another block with the same content in a column: equal content is stored once."""
+        """Put another block with the same content in a column: equal content is stored once.
+
+        The next append tells of it. Nothing may be computed on the table before that.
+        """
         self._pool.share(block)
         self._pool.release(self.blocks[column])
         self.blocks[column] = block
-        self.writable_end = self.num_tokens  # the next append looks closer, and somebody tells the worker then
+        self._first_replaced = column if self._first_replaced is None else min(column, self._first_replaced)
+        self._writable_end = self.num_tokens
 
     def num_blocks_to_append(self, count: int) -> int:
         """Return how many blocks `append(count)` would take from the pool, a copy of the last block included."""
@@ -115,7 +123,7 @@ class BlockTable:
         child.num_tokens = self.num_tokens
         child._num_dropped = self._num_dropped
         child._num_stored = self._num_stored
-        child.writable_end = self.writable_end = self.num_tokens
+        child._writable_end = self._writable_end = self.num_tokens
         return child
 
     def free(self) -> None:
@@ -127,7 +135,8 @@ class BlockTable:
         for block in reversed(self.blocks[self._num_dropped:]):
             self._pool.release(block)
         self.blocks = []
-        self.num_tokens = self._num_dropped = self._num_stored = self.writable_end = 0
+        self._first_replaced = None
+        self.num_tokens = self._num_dropped = self._num_stored = self._writable_end = 0
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return (block, offset in the block) of a token. IndexError past the end and where the block was dropped."""
@@ -159,8 +168,8 @@ class BlockTable:
         assert self._num_stored - self.num_tokens <= 1, f"{self._num_stored} stored of {self.num_tokens} tokens"
         assert columns[:dropped] == [NULL_BLOCK] * dropped, f"{dropped} columns dropped in {columns}"
         assert all(self._pool.ref_count(block) > 0 for block in columns[dropped:]), f"a free block in {columns}"
-        assert self.writable_end in {self.num_tokens, len(columns) * self._block_size}, f"end {self.writable_end}"
-        assert self.writable_end == self.num_tokens or self._pool.ref_count(columns[-1]) == 1, "shared but writable"
+        assert self._writable_end in {self.num_tokens, len(columns) * self._block_size}, f"end {self._writable_end}"
+        assert self._writable_end == self.num_tokens or self._pool.ref_count(columns[-1]) == 1, "shared but writable"
 
     def _must_copy_last(self) -> bool:
         """The next token goes into a block that somebody else owns too."""
@@ -181,11 +190,18 @@ class BlockTable:
             self._pool.release(copy.src)
         self.blocks += fresh
         self.num_tokens += count
-        self.writable_end = len(self.blocks) * self._block_size
-        return TableUpdate(first_column, fresh, copy) if fresh else None
+        self._writable_end = len(self.blocks) * self._block_size
+        return self._update(first_column, copy) if fresh or self._first_replaced is not None else None
 
     def _append_stored(self, count: int) -> TableUpdate:
         """Append the last of the tokens that the blocks hold already."""
         assert count == 1, f"{count} tokens appended where one was left out"
-        self.num_tokens = self.writable_end = self._num_stored
-        return TableUpdate(len(self.blocks), [], is_stored=True)
+        self.num_tokens = self._writable_end = self._num_stored
+        return self._update(len(self.blocks), is_stored=True)
+
+    def _update(self, first_column: int, copy: BlockCopy | None = None, *, is_stored: bool = False) -> TableUpdate:
+        """Return what nobody has been told of yet: columns from `first_column` on, and from the first replaced one."""
+        if self._first_replaced is not None:
+            first_column = max(min(first_column, self._first_replaced), self._num_dropped)
+            self._first_replaced = None
+        return TableUpdate(first_column, self.blocks[first_column:], copy, is_stored)

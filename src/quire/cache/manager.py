@@ -84,18 +84,15 @@ class KVCacheManager:
     def append(self, seq_id: int, count: int) -> TableUpdate | None:
         """Give slots to `count` more tokens; return what changed in the sequence's table, None if nothing did.
 
-        Blocks that have left the sliding window go back to the pool first; columns that become NULL_BLOCK that way
-        are not part of the update. Raises OutOfBlocksError without giving a slot when the pool lacks blocks.
+        Blocks that have left the sliding window are given up first; columns that become NULL_BLOCK that way are no
+        part of the update. Raises OutOfBlocksError without giving a slot when the pool lacks blocks.
         """
         table = self._tables[seq_id]
         if self._window is not None:
-            table.drop_before(table.num_tokens - self._window + 1)  # the next query looks back on window - 1 tokens
-        if self._prefixes is None or table.num_tokens + count <= table.writable_end:
-            update = table.append(count)
-        else:
-            update = self._append_full(seq_id, table, count)
-        if update is not None and update.copy is not None:
-            self._num_copied += 1
+            self._drop_unseen(seq_id, table, self._window)
+        update = table.append(count)
+        if update is not None:
+            self._note_update(seq_id, table, update, count)
         return update
 
     def fork(self, parent_id: int, child_id: int, token_ids: list[int] | None = None) -> None:
@@ -126,6 +123,18 @@ class KVCacheManager:
         """
         if self._prefixes is not None:
             self._prefixes.end_step()
+
+    def publish(self) -> None:
+        """Let all that has been computed be found, and give up what is there twice.
+
+        For the beginning of a step, before any sequence appends, when somebody wants to look or blocks are short.
+        """
+        if self._prefixes is None:
+            return
+        for seq_id, path in self._paths.items():
+            table = self._tables[seq_id]
+            if path.num_blocks < table.num_tokens // self.block_size:
+                self._prefixes.publish(path, table, table.num_tokens)
 
     def note_query(self, num_queried: int, num_found: int) -> None:
         """Count the tokens of a prompt that were looked up, and those that need not be computed."""
@@ -192,24 +201,21 @@ class KVCacheManager:
         ownerless = [block for block in self._tree.pending if self._pool.ref_count(block) == 0]
         assert not ownerless, f"nobody computes the pending blocks {ownerless}"
 
-    def _append_full(self, seq_id: int, table: BlockTable, count: int) -> TableUpdate | None:
-        """Append where the last block is full, or shared: once in `block_size` tokens. What was full is published.
-
-        Every step before this one has succeeded, or the sequence would have been freed.
-        """
-        path = self._paths.get(seq_id)
-        if path is None or self._prefixes is None:
-            return table.append(count)
-        self._prefixes.publish(path, table, table.num_tokens)
-        update = table.append(count)
-        if count > 1:
+    def _note_update(self, seq_id: int, table: BlockTable, update: TableUpdate, count: int) -> None:
+        """Count a copy; let others know which blocks a prefill is about to fill."""
+        if update.copy is not None:
+            self._num_copied += 1
+        path = self._paths.get(seq_id) if count > 1 else None
+        if self._prefixes is not None and path is not None:
             self._prefixes.pend(path, table)
-        if path.first_adopted is None:
-            return update
-        first, path.first_adopted = path.first_adopted, None
-        if update is None:
-            return TableUpdate(first, table.blocks[first:])
-        return update._replace(first_column=first, blocks=table.blocks[first:])
+
+    def _drop_unseen(self, seq_id: int, table: BlockTable, window: int) -> None:
+        """Give up the blocks that no query will see again: the next one looks back on `window` - 1 tokens."""
+        first_seen = table.num_tokens - window + 1
+        path = self._paths.get(seq_id)
+        if self._prefixes is not None and path is not None and path.num_blocks < first_seen // self.block_size:
+            self._prefixes.publish(path, table, table.num_tokens)
+        table.drop_before(first_seen)
 
     def _copy_inside(self, table: BlockTable, source: int, count: int) -> BlockCopy | None:
         """Append the first `count` tokens of a block by copying it. None, and nothing appended, for want of blocks."""

@@ -1,9 +1,10 @@
 """PrefixCache: what sequences have computed, found again by those that begin with the same tokens.
 
-Follows each sequence with a path: how many of its blocks are in the tree. Blocks enter the tree when they are full,
-as pending ones while the step that computes them runs. Where the tree holds a block already, the sequence adopts it and
-frees its own, so equal content is stored once. A match goes on inside of the block in which it ends: that block is
-copied, and only what differs is computed.
+Follows each sequence with a path: how many of its blocks are in the tree. What a prefill fills is in the tree at once,
+pending while its step runs. What decoding fills is published before anybody looks, or when the sequence ends, so that
+decoding by itself costs nothing here. Where the tree holds a block already, the sequence adopts it and frees its own:
+equal content is stored once. A match goes on inside of the block in which it ends: that block is copied, and only what
+differs is computed.
 """
 
 from collections.abc import Sequence
@@ -45,14 +46,9 @@ NO_MATCH = PrefixMatch()
 class Path:
     """One sequence's way through the tree."""
 
-    token_ids: list[int]            # all known ones; grows in the hands of the sequence's owner
+    token_ids: list[int]      # all known ones; grows in the hands of the sequence's owner
     scope: Scope
-    num_blocks: int = 0               # leading columns of its table that are in the tree
-    first_adopted: int | None = None  # column from which on the worker does not know the table
-
-    def note_adopted(self, column: int) -> None:
-        """Take down that a column has got another block."""
-        self.first_adopted = column if self.first_adopted is None else min(column, self.first_adopted)
+    num_blocks: int = 0       # leading columns of its table that are in the tree
 
 
 class PrefixCache:
@@ -118,7 +114,6 @@ class PrefixCache:
                 return
             elif found != block:
                 table.replace(column, found)
-                path.note_adopted(column)
             node, path.num_blocks = found, column + 1
 
     def pend(self, path: Path, table: BlockTable) -> None:

@@ -97,11 +97,19 @@ class Scheduler:
         """Choose who runs in the next step. The plan is empty only if nothing waits or runs."""
         self._builder = PlanBuilder()
         self.admitted = []
+        if self._needs_prefixes():
+            self.cache.publish()
         budget, promised = self._plan_running(self.config.max_num_batched_tokens)
         self._admit(budget, promised)
         plan = self._builder.plan
         assert not plan.is_empty or not self._requests, "requests are here, but none of them can run"
         return plan
+
+    def _needs_prefixes(self) -> bool:
+        """Whether somebody may be let in and will look for prefixes, or blocks are short: none may be there twice."""
+        if len(self.waiting) > 0 and self._may_have_room(self.waiting.first(), promised=0):
+            return True
+        return self.cache.num_free_blocks < self._num_seats
 
     def _plan_running(self, budget: int) -> tuple[int, int]:
         """Plan running requests in order. Return the budget left, and the blocks promised to branches yet to run.
