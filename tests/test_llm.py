@@ -46,6 +46,19 @@ def test_every_form_of_prompt_is_the_same_prompt(llm: LLM) -> None:
     assert llm.generate(ids, GREEDY, use_tqdm=False)[0].prompt_token_ids == ids
 
 
+def test_prompt_that_was_asked_before_is_found_in_the_cache(demo_model: Path) -> None:
+    prompt = list(range(10, 50))
+    for enabled, expected in ((True, [0, 32, 32, 0]), (False, [0, 0, 0, 0])):
+        with LLM(str(demo_model), max_model_len=256, enable_prefix_caching=enabled) as llm:
+            salted: Any = {"prompt_token_ids": prompt, "cache_salt": "x"}
+            outputs = [llm.generate(one, GREEDY, use_tqdm=False)[0] for one in (prompt, prompt, prompt, salted)]
+            stats = llm.kv_stats()
+        assert [output.num_cached_tokens for output in outputs] == expected
+        assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+        assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == ((160, 64) if enabled else (0, 0))
+        assert (stats.used_blocks, stats.cached_blocks) == (0, 4 if enabled else 0)
+
+
 def test_outputs_keep_the_order_of_prompts_and_their_own_parameters(llm: LLM) -> None:
     lengths = [9, 1, 30, 4, 17]
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]

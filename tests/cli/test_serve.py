@@ -108,3 +108,10 @@ def test_what_cannot_work_is_one_line(arguments: list[str], words: list[str], ru
 def test_wrong_usage_is_told_apart(run: Run) -> None:
     assert run("serve", "--stall-limit", "10").code == 2
     assert run("serve", "--port", "http").code == 2
+
+
+def test_prefix_caching_is_on_unless_it_is_switched_off(run: Run, started: Started) -> None:
+    for arguments, enabled in (((), True), (("--no-enable-prefix-caching",), False)):
+        assert run("serve", *arguments).code == 0
+        engine, _ = started.pop()
+        assert engine.enable_prefix_caching is enabled

@@ -68,7 +68,7 @@ def test_completion(client: OpenAI, reciter: Reciter) -> None:
         length, length, 2 * length
     )
     assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert answer.usage.prompt_tokens_details.cached_tokens in range(length)
 
 
 def test_list_of_prompts(client: OpenAI, reciter: Reciter) -> None:

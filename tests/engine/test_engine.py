@@ -28,14 +28,16 @@ class FailingExecutor:
         return result
 
 
+@pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("seed", range(10))
-def test_failed_steps_change_no_tokens_and_lose_no_blocks(seed: int) -> None:
+def test_failed_steps_change_no_tokens_and_lose_no_blocks(seed: int, caching: bool) -> None:
     rng = random.Random(seed)
-    harness = Harness(num_blocks=24, block_size=4, budget=rng.choice([3, 16]))
+    harness = Harness(num_blocks=24, block_size=4, budget=rng.choice([3, 16]), caching=caching)
     executor = FailingExecutor(harness.executor, rng)
     engine = Engine(harness.scheduler, executor)
     for _ in range(6):
-        harness.add(rng.randint(1, 14), n=rng.choice([1, 3]), max_tokens=rng.randint(1, 12), ignore_eos=True)
+        prompt = [0, 1, 2, 3, 4, 5, 6, 7, 8][: rng.randint(0, 9)] + [9] * rng.randint(1, 5)
+        harness.add(prompt, n=rng.choice([1, 3]), max_tokens=rng.randint(1, 12), ignore_eos=True)
     while harness.scheduler.has_requests:
         try:
             deltas = engine.step()
@@ -48,3 +50,13 @@ def test_failed_steps_change_no_tokens_and_lose_no_blocks(seed: int) -> None:
     assert harness.cache.num_free_blocks == harness.num_blocks
     for request in harness.requests.values():
         harness.assert_right(request)
+
+
+def test_admission_tells_what_was_found_at_first() -> None:
+    harness = Harness(num_blocks=24, block_size=4, caching=True)
+    engine = Engine(harness.scheduler, harness.executor)
+    prompt = list(range(10))
+    for expected in (0, 8):
+        request = harness.add([*prompt, 49], max_tokens=1)
+        engine.step()
+        assert [tuple(admission) for admission in engine.admissions] == [(request.request_id, 0, expected)]

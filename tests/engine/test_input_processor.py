@@ -54,6 +54,21 @@ def test_token_ids_are_taken_as_they_are(inputs: InputProcessor, prompt: Any) ->
     assert inputs.tokenize(prompt) == TokenizedPrompt(None, [5, 0, 399])
 
 
+def test_prompt_in_a_dict_may_have_a_salt(inputs: InputProcessor, tokenizer: Tokenizer) -> None:
+    text = inputs.tokenize({"prompt": TEXT, "cache_salt": "a"})
+    assert text == TokenizedPrompt(TEXT, tokenizer.encode(TEXT), "a")
+    assert inputs.tokenize({"prompt_token_ids": [5], "cache_salt": "b"}) == TokenizedPrompt(None, [5], "b")
+    assert inputs.make_request(0, text, SamplingParams()).cache_salt == "a"
+    assert inputs.make_request(0, inputs.tokenize(TEXT), SamplingParams()).cache_salt is None
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 1025, 5, "\ud800"], ids=["empty", "too long", "no text", "no Unicode"])
+def test_salt_that_is_none_is_refused(inputs: InputProcessor, salt: Any) -> None:  # noqa: ANN401
+    with pytest.raises(InvalidRequestError, match="cache_salt must be a string of 1 to 1024 characters") as refused:
+        inputs.tokenize({"prompt": TEXT, "cache_salt": salt})
+    assert refused.value.param == "cache_salt"
+
+
 def test_prompt_is_a_copy_that_its_giver_cannot_change(inputs: InputProcessor) -> None:
     given = [1, 2, 3]
     prompt = inputs.tokenize(given)

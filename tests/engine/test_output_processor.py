@@ -448,6 +448,13 @@ def test_preemptions_are_counted_and_the_first_admission_stays(tokenizer: Tokeni
     assert (metrics.first_scheduled_s, metrics.num_preemptions) == (100.2, 2)
 
 
+def test_tokens_found_in_the_cache_are_told(tokenizer: Tokenizer) -> None:
+    processor = start(tokenizer)
+    processor.note_admitted([Admission(7, 0, 3)], 100.2)
+    processor.note_admitted([Admission(7, 1, 3)], 100.4)
+    assert run(processor, [9])[0][0].num_cached_tokens == 3
+
+
 def test_step_tells_first_tokens_gaps_and_ends(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer, n=2)
     first = processor.process([SequenceDelta(7, 0, [9]), SequenceDelta(7, 1, [9])], 101.0)

@@ -60,3 +60,9 @@ def test_sliding_window_reaches_the_cache() -> None:
 
 def test_free_memory_is_read_from_the_system() -> None:
     assert 2**20 < free_memory_bytes() < 2**50
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_prefix_caching_is_as_asked_for(enabled: bool) -> None:
+    cache, _ = size_engine(EngineOptions(enable_prefix_caching=enabled), LLAMA_8B, free_bytes=10 * GIB)
+    assert cache.enable_prefix_caching is enabled

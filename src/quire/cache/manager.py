@@ -138,6 +138,8 @@ class KVCacheManager:
 
     def note_query(self, num_queried: int, num_found: int) -> None:
         """Count the tokens of a prompt that were looked up, and those that need not be computed."""
+        if self._prefixes is None:
+            return
         self._num_queried += num_queried
         self._num_found += num_found
 

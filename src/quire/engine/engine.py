@@ -46,7 +46,10 @@ class Engine:
     @property
     def admissions(self) -> list[Admission]:
         """Requests that the last step let in."""
-        return [Admission(request.request_id, request.num_preemptions) for request in self.scheduler.admitted]
+        return [
+            Admission(request.request_id, request.num_preemptions, request.num_cached_tokens)
+            for request in self.scheduler.admitted
+        ]
 
     def kv_stats(self) -> KVStats:
         """Return the state of the KV cache between two steps."""

@@ -22,8 +22,10 @@ def test_completion_has_the_shape_of_openai(server: OpenAIServer) -> None:
     assert answer.pop("id").startswith("cmpl-")
     assert answer.pop("created") > 0
     assert answer.pop("system_fingerprint").startswith("quire-")
+    details = answer["usage"].pop("prompt_tokens_details")
+    assert list(details) == ["cached_tokens"]
+    assert details["cached_tokens"] in range(4)
     usage = {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
-    usage |= {"prompt_tokens_details": {"cached_tokens": 0}}  # type: ignore[dict-item]
     assert answer == {"object": "text_completion", "model": NAME, "usage": usage}
 
 
@@ -138,6 +140,43 @@ def test_logprobs_of_prompts(server: OpenAIServer) -> None:
     for token, position in zip(ids[1:], completion[1:], strict=True):
         assert set(position[str(token)]) == {"logprob", "rank", "decoded_token"}
         assert min(entry["rank"] for entry in position.values()) == 1
+
+
+def cached_tokens(answer: dict[str, Any]) -> int:
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert isinstance(cached, int)
+    return cached
+
+
+def test_usage_tells_how_much_of_the_prompts_was_found_in_the_cache(server: OpenAIServer) -> None:
+    prompt = [7 + i for i in range(40)]
+    answers = [server.ask(COMPLETIONS, prompt=prompt, **GREEDY) for _ in range(2)]
+    assert [cached_tokens(answer) for answer in answers] == [0, 32]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    several = server.ask(COMPLETIONS, prompt=[prompt, prompt[:32], [3] * 20], n=2, seed=1, max_tokens=2)
+    assert cached_tokens(several) == 32 + 31
+    stream = server.stream(COMPLETIONS, prompt=prompt, stream_options={"include_usage": True}, **GREEDY)
+    assert cached_tokens(stream[-1]) == 32
+    messages = [{"role": "user", "content": "x " * 40}]
+    first, second = (cached_tokens(server.ask(CHAT, messages=messages, **GREEDY)) for _ in range(2))
+    assert second >= first + 32, "the first may have found what the template writes before every message"
+
+
+def test_salts_keep_what_was_asked_apart(server: OpenAIServer) -> None:
+    prompt = [300 + i for i in range(40)]
+    salts: list[dict[str, Any]] = [{"cache_salt": salt} for salt in ("a", "b", "a")] + [{}, {"cache_salt": None}]
+    answers = [server.ask(COMPLETIONS, prompt=prompt, **salt, **GREEDY) for salt in salts]
+    assert [cached_tokens(answer) for answer in answers] == [0, 0, 32, 0, 32]
+    messages = [{"role": "user", "content": "y " * 40}]
+    chats = [server.ask(CHAT, messages=messages, **salt, **GREEDY) for salt in salts[:3]]
+    assert [cached_tokens(answer) > 32 for answer in chats] == [False, False, True]
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 1025, 5, ["a"]])
+def test_salt_that_is_none_is_refused(server: OpenAIServer, salt: Any) -> None:  # noqa: ANN401 (JSON)
+    for path, asked in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": MESSAGES})):
+        status, error = server.refusal(path, cache_salt=salt, **asked)
+        assert (status, error["param"]) == (400, "cache_salt")
 
 
 def test_models(server: OpenAIServer) -> None:
