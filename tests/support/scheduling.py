@@ -69,11 +69,12 @@ class Harness:
 
     def step(self) -> list[SequenceDelta]:
         """Run one step and check every invariant after it."""
-        preemptions = self.scheduler.num_preemptions
+        before = list(self.scheduler.running)
         plan = self.scheduler.schedule()
         if plan.is_empty:
             return []
-        assert self.scheduler.num_preemptions == preemptions or not self.scheduler.admitted
+        for victim in (request for request in before if request not in self.scheduler.running):
+            assert all(request.arrival < victim.arrival for request in self.scheduler.admitted), "let in past a victim"
         self.executor.submit(plan)
         deltas = self.scheduler.update(plan, self.executor.collect())
         self.num_steps += 1
