@@ -78,7 +78,7 @@ def test_requests_that_are_cut_leave_nothing(crowded_server: ServerProcess, reci
     wait_until_idle(crowded_server.url)  # two seconds are the aim
     samples = read_metrics(crowded_server.url)
     assert samples["quire:requests_aborted_total"] > NUM_REQUESTS / 10
-    assert samples['quire:kv_blocks{state="free"}'] == 144
+    assert samples['quire:kv_blocks{state="free"}'] + samples['quire:kv_blocks{state="cached"}'] == 144
     body = {"prompt": reciter.prompt(), "max_tokens": len(reciter.script), "temperature": 0}
     answer = httpx.post(f"{crowded_server.url}/v1/completions", json=body, timeout=LIMIT_S).json()
     assert answer["choices"][0]["text"] == TEXT

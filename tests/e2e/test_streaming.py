@@ -121,6 +121,8 @@ def test_pieces_add_up_to_the_whole(server: OpenAIServer, path: str, settings: d
     *chunks, last = server.stream(path, **body, stream_options={"include_usage": True})
     check_chunks(chunks, path)
     assert joined(chunks) == {choice["index"]: parts_of(choice) | ends_of(choice) for choice in whole["choices"]}
+    for usage in (last["usage"], whole["usage"]):  # the second of two equal prompts finds it in the cache
+        usage.pop("prompt_tokens_details")
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
     for name in ("prompt_token_ids", "prompt_logprobs"):  # a chat tells them beside its choices
         assert [chunk[name] for chunk in chunks if name in chunk] == [whole[name] for _ in range(name in whole)]

@@ -210,7 +210,8 @@ async def crowded_run() -> tuple[list[RequestOutput], Page]:
 
     Return the answers, and how it stands when all is done.
     """
-    metrics, options = Watched(), EngineOptions(num_kv_blocks=16, max_model_len=160)
+    metrics = Watched()
+    options = EngineOptions(num_kv_blocks=16, max_model_len=160, enable_prefix_caching=False)  # else all share a prompt
     client = await EngineClient.connect(EngineChild.spawn(options), options, metrics)
     try:
         branches = SamplingParams(max_tokens=60, ignore_eos=True, seed=1, n=2)
