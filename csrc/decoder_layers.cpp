@@ -112,7 +112,10 @@ private:
 template <typename T>
 void run_layers(const Kernels& kernels, const std::vector<LayerWeights>& layers, const LayersRun<T>& run) {
     const Runner<T> runner(kernels, run, layers.front());
-    for (std::size_t i = 0; i < layers.size(); i++) runner.layer(layers[i], run.keys[i], run.values[i], i > 0);
+    for (std::size_t i = 0; i < layers.size(); i++) {
+        runner.layer(layers[i], run.keys[i], run.values[i], i > 0);
+        *run.progress = *run.progress + 1;
+    }
 }
 
 template void run_layers(const Kernels&, const std::vector<LayerWeights>&, const LayersRun<bf16>&);

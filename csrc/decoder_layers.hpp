@@ -41,6 +41,7 @@ struct LayersRun {
     const std::int32_t *block_tables, *query_starts, *context_lens;
     long table_stride, num_seqs;
     const std::vector<T*>&keys, &values;  // the caches, of each layer
+    volatile std::int64_t* progress;      // one more after each layer; another thread may look
 };
 
 template <typename T>

@@ -32,12 +32,12 @@ public:
     }
 
     void run(Address x, Address residual, long num_tokens, Address positions, Address slots, Address block_tables,
-             Address query_starts, Address context_lens, long table_stride, long num_seqs) const {
+             Address query_starts, Address context_lens, long table_stride, long num_seqs, Address progress) const {
         run_layers<T>(*chosen, layers_,
                       {at<T>(x), at<T>(residual), num_tokens, width_, num_heads_, num_kv_heads_, head_dim_, block_size_,
                        at<const std::int64_t>(positions), at<const std::int64_t>(slots), at<const std::int32_t>(block_tables),
                        at<const std::int32_t>(query_starts), at<const std::int32_t>(context_lens), table_stride, num_seqs,
-                       keys_, values_});
+                       keys_, values_, at<std::int64_t>(progress)});
     }
 
 private:

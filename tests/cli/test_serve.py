@@ -15,7 +15,7 @@ from quire.server.options import ServerOptions
 Run = Callable[..., Any]
 Started = list[tuple[EngineOptions, ServerOptions]]
 
-NOT_LANDED = ["stall-limit", "swap", "tensor-parallel", "gpu-memory"]
+NOT_LANDED = ["swap", "tensor-parallel", "gpu-memory"]
 
 
 @pytest.fixture
@@ -52,14 +52,14 @@ def test_flags_reach_the_engine_and_the_server(run: Run, started: Started) -> No
         "--served-model-name", "one", "--served_model_name", "two",
         "--max-queued-requests", "7", "--max-n", "3",
         "--max-logprobs", "5", "--max-body-bytes", "1KiB",
-        "--shutdown-timeout", "1.5", "--allow-unauthenticated", "--max-num-seqs", "9",
+        "--shutdown-timeout", "1.5", "--stall-limit", "7", "--allow-unauthenticated", "--max-num-seqs", "9",
     )
     assert ran.code == 0
     ((engine, options),) = started
     assert engine == EngineOptions(model="some/model", max_num_seqs=9, max_num_batched_tokens=2048, max_logprobs=5)
     assert options == ServerOptions(
         host="::1", port=0, served_model_name=("one", "two"), allow_unauthenticated=True, max_queued_requests=7,
-        max_n=3, max_body_bytes=1024, shutdown_timeout=1.5,
+        max_n=3, max_body_bytes=1024, shutdown_timeout=1.5, stall_limit=7.0,
     )
 
 
@@ -106,7 +106,7 @@ def test_what_cannot_work_is_one_line(arguments: list[str], words: list[str], ru
 
 
 def test_wrong_usage_is_told_apart(run: Run) -> None:
-    assert run("serve", "--stall-limit", "10").code == 2
+    assert run("serve", "--tensor-parallel-size", "2").code == 2
     assert run("serve", "--port", "http").code == 2
 
 

@@ -25,6 +25,7 @@ from quire.engine.client import EngineClient, RequestStream
 from quire.engine.engine import Engine
 from quire.engine.options import EngineOptions
 from quire.engine.process import EngineLoop
+from quire.engine.pulse import Pulse
 from quire.engine.wire import (
     Abort,
     Add,
@@ -314,6 +315,9 @@ def stand_in_engine(last_bytes: bytes) -> EngineChild:
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
+NO_PULSE = Pulse(lambda: 0, lambda: None)
+
+
 class Script:
     """Drives an `EngineLoop` over a real scheduler: each report is answered with the next commands, or with none."""
 
@@ -327,7 +331,7 @@ class Script:
         self._answers = iter(answers)
 
     def run(self) -> list[Report]:
-        loop = EngineLoop(Engine(self.harness.scheduler, self.harness.executor), self._commands, self._take)
+        loop = EngineLoop(Engine(self.harness.scheduler, self.harness.executor), self._commands, self._take, NO_PULSE)
         with pytest.raises(Script.OverError):
             loop.run()
         return self.reports
@@ -393,6 +397,6 @@ def test_lost_block_is_found_when_the_quiet_lasts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(process, "QUIET_S", 0.0)
     harness = Harness(num_blocks=64)
     harness.cache._pool.allocate(1)
-    loop = EngineLoop(Engine(harness.scheduler, harness.executor), SimpleQueue(), lambda report: None)
+    loop = EngineLoop(Engine(harness.scheduler, harness.executor), SimpleQueue(), lambda report: None, NO_PULSE)
     with pytest.raises(AssertionError, match="but held"):
         loop.run()

@@ -82,6 +82,15 @@ def test_logits_are_float32(dtype: str, write_llama: Callable[..., Path], back_e
     assert logits.shape == (3, 96)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_progress_counts_layers_and_heads(
+    dtype: str, write_llama: Callable[..., Path], back_end: BackEnd, paged_runner: Callable
+) -> None:
+    decoder = load_model(write_llama(), dtype=dtype, back_end=back_end)
+    paged_runner(decoder).step({"a": tokens_of(3, 9)})
+    assert decoder.progress.tolist() == [decoder.spec.num_layers + 1]
+
+
 @pytest.mark.skipif(not STORIES.is_dir(), reason="needs ../shared/data/models/stories260K")
 def test_stories_continue_token_for_token(back_end: BackEnd, paged_runner: Callable) -> None:
     decoder = load_model(STORIES, back_end=back_end)

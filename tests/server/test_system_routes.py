@@ -20,6 +20,13 @@ def test_server_without_an_engine_is_neither() -> None:
         assert int(response.headers["Retry-After"]) >= 1
 
 
+def test_server_whose_engine_stands_still_is_neither_until_it_goes_on() -> None:
+    app = make_app(stall_limit=2.0)
+    for stalled_s, status in ((1.9, 200), (2.1, 503), (0.0, 200)):
+        app.state.service.client.stalled_s = stalled_s
+        assert {ask(app, "GET", url).status_code for url in ("/health", "/ready")} == {status}
+
+
 def test_draining_server_is_healthy_and_not_ready() -> None:
     app = make_app()
     app.state.service.is_draining = True

@@ -31,6 +31,7 @@ class StandInEngine:
     def __init__(self) -> None:
         self.is_alive = True
         self.num_queued = 0
+        self.stalled_s = 0.0
         self.tokenizer = None
 
 

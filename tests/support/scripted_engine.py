@@ -17,6 +17,7 @@ from quire.engine import process
 from quire.engine.child import EngineChild
 from quire.engine.engine import Engine
 from quire.engine.options import EngineOptions
+from quire.engine.pulse import Pulse
 from quire.engine.wire import Located, Ready, Start
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS = 16, 40_000, 64
@@ -61,7 +62,8 @@ def serve(connection: process.Connection, commands: SimpleQueue[bytes]) -> NoRet
     harness = Harness(NUM_BLOCKS, BLOCK_SIZE, max_num_seqs=MAX_NUM_SEQS, budget=1 << 20)
     limits = harness.scheduler.limits
     connection.send(Ready(limits, 1 << 20, VOCAB_SIZE, frozenset(), "none", "none", 0, 0, 0))
-    process.EngineLoop(Engine(harness.scheduler, FailingExecutor()), commands, connection.send).run()
+    engine, pulse = Engine(harness.scheduler, FailingExecutor()), Pulse(lambda: 0, lambda: None)
+    process.EngineLoop(engine, commands, connection.send, pulse).run()
 
 
 if __name__ == "__main__":

@@ -30,6 +30,9 @@ class ServerFlags:
     max_queued_requests: Annotated[int, _flag("requests that may wait; more are answered with 429")] = 1024
     max_n: Annotated[int, _flag("highest n and beam width of a request")] = 64
     max_body_bytes: Annotated[str, _flag("longest body of a request; 512KiB, 4MiB", metavar="SIZE")] = "4MiB"
+    stall_limit: Annotated[
+        float, _flag("seconds without progress while work is pending, after which /health is 503")
+    ] = 10.0
     shutdown_timeout: Annotated[float, _flag("seconds that open requests get after SIGTERM")] = 30.0
 
     def options(self) -> ServerOptions:

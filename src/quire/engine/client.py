@@ -27,6 +27,7 @@ from quire.engine.output_processor import EndedRequest, OutputKind, OutputProces
 from quire.engine.wire import (
     Abort,
     Add,
+    Alive,
     EngineDeadError,
     EngineState,
     Failed,
@@ -88,6 +89,7 @@ class EngineClient:
         self._outputs = OutputProcessor(tokenizer)
         self._streams: dict[int, RequestStream] = {}      # whose last output has not been taken
         self._queued: set[int] = set()                    # sent, and never yet let into a step
+        self._is_idle, self._last_progress_s = True, 0.0  # as the engine's last report says, and when it came
         self._request_ids = itertools.count()
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._listener: asyncio.Task[None] | None = None
@@ -147,6 +149,8 @@ class EngineClient:
             kind=kind,
         )
         stream = self._streams[request.request_id] = RequestStream(self, request.request_id)
+        if self._has_rest:
+            self._last_progress_s = time.monotonic()
         self._queued.add(request.request_id)
         self._send(message)
         try:
@@ -188,6 +192,19 @@ class EngineClient:
         """Whether the engine still answers."""
         return not self._death.done()
 
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the engine has come any further, although it has work; 0 while it has none."""
+        return 0.0 if self._has_rest else time.monotonic() - self._last_progress_s
+
+    @property
+    def _has_rest(self) -> bool:
+        return self._is_idle and not self._queued
+
+    def log_stacks(self) -> None:
+        """Make the engine write to its error stream where every thread stands, as soon as it can."""
+        self._child.process.send_signal(signal.SIGUSR1)
+
     async def death(self) -> EngineDeadError:
         """Wait until the engine has died or the client was closed; return why."""
         return EngineDeadError(await asyncio.shield(self._death))
@@ -224,7 +241,10 @@ class EngineClient:
             await self._end_child()
 
     def _take(self, report: Report) -> None:
+        self._is_idle, self._last_progress_s = isinstance(report, Idle), time.monotonic()
         match report:
+            case Alive():
+                pass
             case Stepped():
                 self._take_step(report)
             case Idle(state):

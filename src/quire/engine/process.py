@@ -10,9 +10,11 @@ it loads and in the middle of a step. Signals of the terminal and of service man
 drains, then closes. Here they are blocked from the start (`quire.engine.child`).
 """
 
+import faulthandler
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -24,10 +26,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from quire.core.frames import frame, read_frame
 from quire.engine.engine import Engine
+from quire.engine.pulse import Pulse
 from quire.engine.wire import (
     FAULT,
     Abort,
     Add,
+    Alive,
     EngineState,
     Finish,
     Idle,
@@ -54,14 +58,15 @@ class Connection:
 
     def __init__(self, connection: socket.socket) -> None:
         self.exit_status = 0  # of the process, when the stream has ended
-        self._socket = connection
+        self._socket, self._sending = connection, threading.Lock()
         self._input = connection.makefile("rb")
 
     def send(self, report: Report) -> None:
         """Send a report; wait while the other side does not read."""
         message = frame(report)
         try:
-            self._socket.sendall(message)
+            with self._sending:
+                self._socket.sendall(message)
         except OSError:
             self._end()
 
@@ -85,8 +90,10 @@ class Connection:
 class EngineLoop:
     """Commands in, steps, reports out. Every change of what waits or runs is followed by a report."""
 
-    def __init__(self, engine: Engine, commands: SimpleQueue[bytes], send: Callable[[Report], None]) -> None:
-        self._engine, self._commands, self._send = engine, commands, send
+    def __init__(
+        self, engine: Engine, commands: SimpleQueue[bytes], send: Callable[[Report], None], pulse: Pulse
+    ) -> None:
+        self._engine, self._commands, self._send, self._pulse = engine, commands, send, pulse
 
     def run(self) -> NoReturn:
         """Step for as long as the process lives."""
@@ -110,6 +117,7 @@ class EngineLoop:
                 raise AssertionError("started twice")
 
     def _step(self) -> None:
+        self._pulse.work()
         engine, started_s = self._engine, time.monotonic()
         deltas = engine.step()
         self._send(Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, self._state()))
@@ -119,6 +127,7 @@ class EngineLoop:
 
         When the quiet lasts, look once for lost blocks and rows: a leak shall be found by us, not by users.
         """
+        self._pulse.rest()
         self._send(Idle(self._state()))
         try:
             command = self._commands.get(timeout=QUIET_S)
@@ -140,6 +149,7 @@ class EngineLoop:
 
 def main() -> None:
     """Serve the socket whose number is the only argument."""
+    faulthandler.register(signal.SIGUSR1)  # whoever finds that nothing goes on asks where every thread stands
     logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
     connection, commands = Connection(socket.socket(fileno=int(sys.argv[1]))), SimpleQueue[bytes]()
     listener = threading.Thread(target=connection.read_into, args=(commands,), name="commands", daemon=True)
@@ -168,7 +178,10 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     gc.freeze()  # else a full collection looks through all of torch: 75 ms in the middle of a step
     gc.enable()
     connection.send(_ready(assembled))
-    EngineLoop(assembled.engine, commands, connection.send).run()
+    progress = assembled.model.progress
+    pulse = Pulse(lambda: int(progress[0]), lambda: connection.send(Alive()))
+    pulse.start()
+    EngineLoop(assembled.engine, commands, connection.send, pulse).run()
 
 
 def _ready(assembled: "AssembledEngine") -> Ready:

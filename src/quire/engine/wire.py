@@ -105,7 +105,11 @@ class Idle(msgspec.Struct, tag="idle", array_like=True, frozen=True):
     state: EngineState
 
 
-Report = Located | Ready | Failed | Stepped | Idle
+class Alive(msgspec.Struct, tag="alive", array_like=True, frozen=True):
+    """The step under way takes its time, and has come further."""
+
+
+Report = Located | Ready | Failed | Stepped | Idle | Alive
 
 
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode

@@ -35,13 +35,13 @@ class BackEnd:
     """One implementation of every op; each field has the signature of the function of its name in the op's module.
 
     `linear` makes a layer from a weight, as `linear.PackedLinear` does; `rms_norm` and `layer_norm` make a norm from
-    its parameters, as `norm.RMSNorm` and `norm.LayerNorm` do. `fuse_layers` makes one call of a whole stack of layers;
-    None where the stack is to be composed of the other ops.
+    its parameters, as `norm.RMSNorm` and `norm.LayerNorm` do. `fuse_layers` makes one call of a whole stack of layers,
+    which adds 1 to a counter, int64 [1], after each; None where the stack is to be composed of the other ops.
     """
 
     name: str
     linear: Callable[..., linear.Linear]
-    fuse_layers: Callable[[Sequence[LayerParts]], RunLayers | None]
+    fuse_layers: Callable[[Sequence[LayerParts], Tensor], RunLayers | None]
     cache_layout: cache_layout.CacheLayout
     prepare_attention: Callable[..., paged_attention.AttentionPlan]
     paged_attention: Callable[..., Tensor]
@@ -59,7 +59,7 @@ class BackEnd:
 TORCH = BackEnd(
     name="torch",
     linear=linear.PackedLinear,
-    fuse_layers=lambda layers: None,
+    fuse_layers=lambda layers, progress: None,
     cache_layout=cache_layout.PLAIN,
     prepare_attention=paged_attention.prepare,
     paged_attention=paged_attention.paged_attention,

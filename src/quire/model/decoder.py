@@ -26,7 +26,8 @@ class Decoder:
         self._embedding = Embedding(spec, weights)
         cos_sin = _rotary_table(spec, max_positions, weights.device)
         self._layers = [_make_layer(spec, weights.layer(i), i, cos_sin) for i in range(spec.num_layers)]
-        self._run_layers = _fused(self._layers, weights.back_end) or self._layer_by_layer
+        self.progress = torch.zeros(1, dtype=torch.int64)  # layers and heads run since start; any thread may look
+        self._run_layers = _fused(self._layers, weights.back_end, self.progress) or self._layer_by_layer
         final_norm = weights.names.final_norm if spec.has_final_norm else None
         self._final_norm = None if final_norm is None else make_norm(spec, weights, final_norm, spec.hidden_size)
         self._head = Head(spec, weights, self._embedding.tokens)
@@ -46,6 +47,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
+        self.progress += 1
         return self._head(hidden)
 
     def _layer_by_layer(
@@ -61,6 +63,7 @@ class Decoder:
         step, residual = Step(positions, slot_mapping, plan), None
         for layer, layer_keys, layer_values in zip(self._layers, keys, values, strict=True):
             x, residual = layer(x, residual, step, layer_keys, layer_values)
+            self.progress += 1
         return x, residual
 
     def _finish(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -111,10 +114,12 @@ def _projection(weights: WeightReader, module: str | None, out_size: int, in_siz
     return weights.linear([module], [out_size], in_size, has_bias=False)
 
 
-def _fused(layers: list[Layer], back_end: BackEnd) -> RunLayers | None:
+def _fused(layers: list[Layer], back_end: BackEnd, progress: Tensor) -> RunLayers | None:
     """Return the layers as one call, if the back end can make one of them."""
     pre_norm = [layer for layer in layers if isinstance(layer, PreNormLayer)]
-    return back_end.fuse_layers([layer.parts for layer in pre_norm]) if len(pre_norm) == len(layers) else None
+    if len(pre_norm) < len(layers):
+        return None
+    return back_end.fuse_layers([layer.parts for layer in pre_norm], progress)
 
 
 def _rotary_table(spec: DecoderSpec, max_positions: int, device: torch.device) -> Tensor | None:

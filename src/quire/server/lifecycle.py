@@ -24,6 +24,7 @@ from quire.server.listener import url_of
 from quire.server.metrics import Metrics
 from quire.server.options import ServerOptions
 from quire.server.service import Service
+from quire.server.stall_watch import watch_for_stalls
 from quire.server.stop_signals import StopSignals
 from quire.server.templates import TemplateRenderer
 
@@ -90,12 +91,14 @@ async def _connect(child: EngineChild, engine: EngineOptions, options: ServerOpt
 async def _serve(service: Service, http: HttpServer, signals: StopSignals) -> int:
     """Serve until a signal has drained everything or the engine is dead; return the exit status."""
     death = asyncio.create_task(service.client.death())
+    watch = asyncio.create_task(watch_for_stalls(service.client, service.options.stall_limit))
     await signals.wait_or(death)
     if signals.came:
         await _drain(service, http)
     else:
         log.error("%s; the server ends", death.result())
         await signals.wait_or(asyncio.create_task(asyncio.sleep(UNHEALTHY_S)))
+    watch.cancel()
     return 1 if death.done() else 0
 
 

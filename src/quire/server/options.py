@@ -7,6 +7,7 @@ from quire.core.errors import ConfigError
 
 _HIGHEST_PORT = 65535
 _LONGEST_SHUTDOWN_S = 86400.0
+_SHORTEST_STALL_S, _LONGEST_STALL_S = 1.0, 86400.0  # the engine gives signs of life four times a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class ServerOptions:
     max_queued_requests: int = 1024
     max_n: int = 64
     max_body_bytes: int = 4 << 20
+    stall_limit: float = 10.0                        # seconds
     shutdown_timeout: float = 30.0                   # seconds
 
     def __post_init__(self) -> None:
@@ -32,6 +34,11 @@ class ServerOptions:
         for name in ("max_queued_requests", "max_n", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not _SHORTEST_STALL_S <= self.stall_limit <= _LONGEST_STALL_S:
+            raise ConfigError(
+                f"stall_limit must be from {_SHORTEST_STALL_S:g} to {_LONGEST_STALL_S:g} seconds, "
+                f"got {self.stall_limit}"
+            )
         if not 0 <= self.shutdown_timeout <= _LONGEST_SHUTDOWN_S:
             raise ConfigError(
                 f"shutdown_timeout must be from 0 to {_LONGEST_SHUTDOWN_S:g} seconds, got {self.shutdown_timeout}"

@@ -12,7 +12,7 @@ router = APIRouter(tags=["system"])
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Answer 200 while the engine lives, 503 when it is dead."""
+    """Answer 200 while the engine rests or gets on with its work, 503 when it is dead or stands still."""
     _check_engine(request.app.state.service)
     return JSONResponse({})
 
@@ -44,3 +44,6 @@ async def metrics(request: Request) -> Response:
 def _check_engine(service: Service) -> None:
     if not service.client.is_alive:
         raise engine_unhealthy("the engine process has ended; the server ends too")
+    limit_s = service.options.stall_limit
+    if service.client.stalled_s > limit_s:
+        raise engine_unhealthy(f"the engine has work and made no progress for more than {limit_s:g} s (stall_limit)")

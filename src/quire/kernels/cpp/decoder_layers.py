@@ -18,19 +18,19 @@ from quire.kernels.norm import Norm
 _LAYERS = pair("DecoderLayers")
 
 
-def fuse_layers(layers: Sequence[LayerParts]) -> RunLayers | None:
+def fuse_layers(layers: Sequence[LayerParts], progress: Tensor) -> RunLayers | None:
     """Return layers that run as one; None for dtypes that the kernels serve by conversion only."""
     first = layers[0].attention_norm
     assert isinstance(first, CppNorm)
-    return CppLayers(layers, first) if kernel_dtype(first.dtype) == first.dtype else None
+    return CppLayers(layers, first, progress) if kernel_dtype(first.dtype) == first.dtype else None
 
 
 class CppLayers:
     """A `RunLayers`. Keeps the parts, whose memory the extension reads."""
 
-    def __init__(self, layers: Sequence[LayerParts], norm: CppNorm) -> None:
+    def __init__(self, layers: Sequence[LayerParts], norm: CppNorm, progress: Tensor) -> None:
         first = layers[0]
-        self._parts = layers
+        self._parts, self._progress = layers, progress
         self._width, self._dtype = norm.width, norm.dtype
         self._num_kv_heads, self._head_dim = first.num_kv_heads, first.head_dim
         sizes = (self._width, first.num_heads, first.num_kv_heads, first.head_dim)
@@ -69,6 +69,7 @@ class CppLayers:
             plan.context_lens.data_ptr(),
             plan.block_tables.stride(0),
             len(plan.context_lens),
+            self._progress.data_ptr(),
         )
         return x, residual
 
