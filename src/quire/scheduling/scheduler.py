@@ -22,6 +22,7 @@ from quire.core.outputs import SequenceDelta
 from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
 from quire.core.seeds import branch_seed
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
+from quire.scheduling.entrance import Entrance
 from quire.scheduling.limits import AdmissionLimits
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import FirstComeFirstServed
@@ -37,6 +38,7 @@ class Scheduler:
         self.limits = AdmissionLimits(
             cache.num_blocks, cache.block_size, config.max_num_seqs, config.max_model_len
         )
+        self.entrance = Entrance(cache, config.max_num_seqs)
         self.waiting = FirstComeFirstServed()
         self.running: list[Request] = []                    # in order of arrival
         self.admitted: list[Request] = []                   # by the last plan
@@ -44,7 +46,6 @@ class Scheduler:
         self.num_recomputed_tokens = 0                      # computed once, lost, and not found in the cache
         self._requests: dict[int, Request] = {}
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._num_seats = 0                                 # unfinished sequences of running requests
         self._seq_ids = count()
         self._builder = PlanBuilder()                       # of the step that is under way
 
@@ -97,26 +98,26 @@ class Scheduler:
         """Choose who runs in the next step. The plan is empty only if nothing waits or runs."""
         self._builder = PlanBuilder()
         self.admitted = []
+        self.entrance.open()
         if self._needs_prefixes():
             self.cache.publish()
-        budget, promised = self._plan_running(self.config.max_num_batched_tokens)
-        self._admit(budget, promised)
+        self._admit(self._plan_running(self.config.max_num_batched_tokens))
         plan = self._builder.plan
         assert not plan.is_empty or not self._requests, "requests are here, but none of them can run"
         return plan
 
     def _needs_prefixes(self) -> bool:
         """Whether somebody may be let in and will look for prefixes, or blocks are short: none may be there twice."""
-        if len(self.waiting) > 0 and self._may_have_room(self.waiting.first(), promised=0):
+        if len(self.waiting) > 0 and self.entrance.may_have_room(self.waiting.first()):
             return True
-        return self.cache.num_free_blocks < self._num_seats
+        return self.cache.num_free_blocks < self.entrance.num_seats
 
-    def _plan_running(self, budget: int) -> tuple[int, int]:
-        """Plan running requests in order. Return the budget left, and the blocks promised to branches yet to run.
+    def _plan_running(self, budget: int) -> int:
+        """Plan running requests in order. Return the budget left.
 
         Whoever else still has known tokens to compute used up the budget, so nobody can be admitted in its way.
         """
-        promised, index = 0, 0
+        index = 0
         while budget > 0 and index < len(self.running):
             request = self.running[index]
             live = request.live
@@ -128,12 +129,12 @@ class Scheduler:
                 if used is None:
                     self._builder.cut(mark)
                 elif waited_to_fork:
-                    promised += self._promised_blocks(request)
+                    self.entrance.promise(request)
             if used is None:
                 break                                                   # the request itself, the latest, was preempted
             budget -= used
             index += 1
-        return budget, promised
+        return budget
 
     def _advance(self, request: Request, sequence: Sequence, target: int, budget: int) -> int | None:
         """Plan up to `budget` tokens of a sequence toward `target`. None if its own request had to be preempted."""
@@ -194,65 +195,28 @@ class Scheduler:
         if other.num_output_tokens == 0:
             self._builder.sample(request, other)
 
-    def _admit(self, budget: int, promised: int) -> None:
+    def _admit(self, budget: int) -> None:
         """Let waiting requests run, in order, while rows, blocks and budget last."""
         num_passed = 0
         while budget > 0 and num_passed < len(self.waiting):
             request = self.waiting.first(num_passed)
-            if not self._may_have_room(request, promised):
+            if not self.entrance.may_have_room(request):
                 return
-            match = self._match(request)
+            match = self.entrance.match(request)
             if match.is_pending:
                 num_passed += 1
                 continue
-            num_spare = self._num_spare_blocks(request, match, promised)
+            num_spare = self.entrance.num_spare_blocks(request, match)
             if num_spare < 0 and self.running:                          # alone it fits: see AdmissionLimits
                 return
             self.waiting.remove(request)
             insort(self.running, request, key=_arrival)
             self.admitted.append(request)
-            self._num_seats += len(request.live)
+            self.entrance.num_seats += len(request.live)
             used = self._advance_admitted(request, match if num_spare > 0 else match.of_whole_blocks(), budget)
             assert used is not None, "admitted without room"
             budget -= used
-            promised += self._promised_blocks(request)
-
-    def _may_have_room(self, request: Request, promised: int) -> bool:
-        """Whether there are rows for a waiting request's branches, and a block for each sequence: a quick look."""
-        num_seats = self._num_seats + len(request.live)
-        if num_seats > self.config.max_num_seqs:
-            return False
-        return not self.running or self.cache.num_free_blocks - promised >= num_seats
-
-    def _num_spare_blocks(self, request: Request, match: PrefixMatch, promised: int) -> int:
-        """Return how many blocks stay free when a waiting request has all that it needs; below 0 it has no room.
-
-        One block for each running sequence is kept back, so that what is let in is not thrown out again at once. A
-        request that was preempted in this very step has no room: somebody else took one of its blocks.
-        """
-        num_seats = self._num_seats + len(request.live)
-        num_needed = self._known_blocks(request) - match.num_in_use + num_seats
-        return self.cache.num_free_blocks - promised - num_needed
-
-    def _match(self, request: Request) -> PrefixMatch:
-        """Look up what the first branch of a waiting request begins with: at most the prompt, if others fork from it.
-
-        Whoever wants prompt logprobs computes the whole prompt.
-        """
-        if request.params.prompt_logprobs is not None:
-            return NO_MATCH
-        first = request.live[0]
-        match = self._match_sequence(request, first)
-        if len(request.live) == 1 or first.num_output_tokens == 0 or self._has_prompt(request, match):
-            return match
-        return self.cache.match(first.token_ids, first.num_prompt_tokens, request.cache_salt)
-
-    def _match_sequence(self, request: Request, sequence: Sequence) -> PrefixMatch:
-        return self.cache.match(sequence.token_ids, len(sequence.token_ids), request.cache_salt)
-
-    def _has_prompt(self, request: Request, match: PrefixMatch) -> bool:
-        """Whether a match has the whole prompt, but for a block that is not full: no branch has to wait for another."""
-        return len(match.blocks) > 0 and len(match.blocks) >= request.live[0].num_prompt_tokens // self.cache.block_size
+            self.entrance.promise(request)
 
     def _advance_admitted(self, request: Request, match: PrefixMatch, budget: int) -> int | None:
         """Begin with what has been found, and plan the first tokens.
@@ -265,9 +229,9 @@ class Scheduler:
             request.num_cached_tokens = first.num_computed_tokens
             if request.params.prompt_logprobs is None:
                 self.cache.note_query(first.num_prompt_tokens, first.num_computed_tokens)
-        if first.num_output_tokens > 0 and self._has_prompt(request, match):
+        if first.num_output_tokens > 0 and self.entrance.has_prompt(request, match):
             for other in others:
-                self._begin(request, other, self._match_sequence(request, other).of_whole_blocks())
+                self._begin(request, other, self.entrance.match_sequence(request, other).of_whole_blocks())
         return self._advance_gang(request, budget)
 
     def _begin(self, request: Request, sequence: Sequence, match: PrefixMatch) -> None:
@@ -278,22 +242,6 @@ class Scheduler:
         self.num_recomputed_tokens += max(0, sequence.num_lost_tokens - sequence.num_computed_tokens)
         sequence.num_lost_tokens = 0
         self._builder.begin_row(request, sequence, self.cache.block_ids(sequence.seq_id), copy)
-
-    def _known_blocks(self, request: Request) -> int:
-        """Return the blocks that all known tokens of a waiting request will take, its prompt shared by all branches."""
-        cache, live = self.cache, request.live
-        shared = live[0].num_prompt_tokens // cache.block_size
-        return shared + sum(cache.blocks_for(len(sequence.token_ids)) - shared for sequence in live)
-
-    def _promised_blocks(self, request: Request) -> int:
-        """Return the most blocks that a gang whose prompt is under way may take for what is known of its branches."""
-        cache, blocks = self.cache, 0
-        shared = request.live[0].num_prompt_tokens // cache.block_size
-        for sequence in request.live:
-            has_row = sequence.row != NO_ROW
-            held = cache.num_tokens(sequence.seq_id) // cache.block_size if has_row else shared
-            blocks += cache.blocks_for(len(sequence.token_ids)) - held
-        return blocks
 
     # --- the result -----------------------------------------------------------------------------------------------
 
@@ -362,7 +310,7 @@ class Scheduler:
         self._take_back(sequence)
         sequence.status = SequenceStatus.FINISHED
         request.live.remove(sequence)
-        self._num_seats -= is_running
+        self.entrance.num_seats -= is_running
         if not request.live:
             del self._requests[request.request_id]
             (self.running if is_running else self.waiting).remove(request)
@@ -376,7 +324,7 @@ class Scheduler:
             sequence.status = SequenceStatus.WAITING
         self.running.remove(request)
         self.waiting.give_back(request)
-        self._num_seats -= len(request.live)
+        self.entrance.num_seats -= len(request.live)
         request.num_preemptions += 1
         self.num_preemptions += 1
 
@@ -388,7 +336,7 @@ class Scheduler:
         arrivals = [request.arrival for request in self.running]
         assert arrivals == sorted(arrivals), "running requests are out of order"
         sequences = [sequence for request in self.running for sequence in request.live]
-        assert self._num_seats == len(sequences) <= self.config.max_num_seqs
+        assert self.entrance.num_seats == len(sequences) <= self.config.max_num_seqs
         rows = [sequence.row for sequence in sequences if sequence.row != NO_ROW]
         assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs)), "rows lost or doubled"
         for sequence in sequences:

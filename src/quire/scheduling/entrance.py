@@ -1,0 +1,85 @@
+"""Whether a waiting request may run now: rows and blocks for it, and what it finds in the cache.
+
+Room means blocks for all known tokens, and one for each running sequence besides, so that what is let in is not thrown
+out again at once. A gang that has only begun its prompt takes more blocks later than it holds: these are promised.
+"""
+
+from quire.cache.manager import KVCacheManager
+from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
+from quire.core.sequence import NO_ROW, Request, Sequence
+
+
+class Entrance:
+    """Counts the seats that are taken, and the blocks promised in this step; asks the cache, and changes nothing."""
+
+    def __init__(self, cache: KVCacheManager, max_num_seqs: int) -> None:
+        self._cache = cache
+        self._max_num_seqs = max_num_seqs
+        self._num_promised = 0  # blocks
+        self.num_seats = 0      # unfinished sequences of running requests
+
+    # --- room -----------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begin a step: nothing is promised yet."""
+        self._num_promised = 0
+
+    def promise(self, request: Request) -> None:
+        """Keep blocks back for what is known of a gang's branches that this step does not reach."""
+        self._num_promised += self._blocks_to_come(request)
+
+    def may_have_room(self, request: Request) -> bool:
+        """Whether there are rows for a waiting request's branches, and a block for each sequence: a quick look."""
+        num_seats = self.num_seats + len(request.live)
+        if num_seats > self._max_num_seqs:
+            return False
+        return self.num_seats == 0 or self._cache.num_free_blocks - self._num_promised >= num_seats
+
+    def num_spare_blocks(self, request: Request, match: PrefixMatch) -> int:
+        """Return how many blocks stay free when a waiting request has all that it needs; below 0 it has no room.
+
+        A request that was preempted in this very step has no room: somebody else took one of its blocks.
+        """
+        num_seats = self.num_seats + len(request.live)
+        num_needed = self._known_blocks(request) - match.num_in_use + num_seats
+        return self._cache.num_free_blocks - self._num_promised - num_needed
+
+    def _known_blocks(self, request: Request) -> int:
+        """Return the blocks that all known tokens of a waiting request will take, its prompt shared by all branches."""
+        cache, live = self._cache, request.live
+        shared = live[0].num_prompt_tokens // cache.block_size
+        return shared + sum(cache.blocks_for(len(sequence.token_ids)) - shared for sequence in live)
+
+    def _blocks_to_come(self, request: Request) -> int:
+        """Return the most blocks that a gang may take for what is known of its branches, past what it holds."""
+        cache, blocks = self._cache, 0
+        shared = request.live[0].num_prompt_tokens // cache.block_size
+        for sequence in request.live:
+            has_row = sequence.row != NO_ROW
+            held = cache.num_tokens(sequence.seq_id) // cache.block_size if has_row else shared
+            blocks += cache.blocks_for(len(sequence.token_ids)) - held
+        return blocks
+
+    # --- what is there already ------------------------------------------------------------------------------------
+
+    def match(self, request: Request) -> PrefixMatch:
+        """Look up what the first branch of a waiting request begins with: at most the prompt, if others fork from it.
+
+        Whoever wants prompt logprobs computes the whole prompt.
+        """
+        if request.params.prompt_logprobs is not None:
+            return NO_MATCH
+        first = request.live[0]
+        match = self.match_sequence(request, first)
+        if len(request.live) == 1 or first.num_output_tokens == 0 or self.has_prompt(request, match):
+            return match
+        return self._cache.match(first.token_ids, first.num_prompt_tokens, request.cache_salt)
+
+    def match_sequence(self, request: Request, sequence: Sequence) -> PrefixMatch:
+        """Look up what one branch begins with."""
+        return self._cache.match(sequence.token_ids, len(sequence.token_ids), request.cache_salt)
+
+    def has_prompt(self, request: Request, match: PrefixMatch) -> bool:
+        """Whether a match has the whole prompt, but for a block that is not full: no branch has to wait for another."""
+        num_full = request.live[0].num_prompt_tokens // self._cache.block_size
+        return len(match.blocks) > 0 and len(match.blocks) >= num_full
