@@ -8,7 +8,7 @@ A table may begin with full blocks that others have computed. If those hold all 
 token is computed once more, because its logits are wanted, and not written again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
@@ -49,7 +49,7 @@ class BlockTable:
     """The blocks of one sequence, in order of position. `num_tokens` counts the tokens that have slots."""
 
     __slots__ = (
-        "_block_size", "_first_replaced", "_num_dropped", "_num_stored", "_pool", "_writable_end", "blocks",
+        "_block_size", "_copied", "_first_replaced", "_num_dropped", "_num_stored", "_pool", "_writable_end", "blocks",
         "num_tokens",
     )
 
@@ -63,6 +63,7 @@ class BlockTable:
         self._num_dropped = 0   # leading columns that hold NULL_BLOCK
         self._num_stored = 0    # tokens that the blocks it began with hold, up to one more than num_tokens
         self._first_replaced: int | None = None  # column from which on no update has told of the blocks
+        self._copied: tuple[int, int] | None = None  # how many tokens there were at the last copy, and its source
         # Tokens up to here need no new column and no copy. It stays at num_tokens while the last block may have other
         # owners. Only our own fork adds one, so it can be too low (an owner has left since) but never too high.
         self._writable_end = 0
@@ -116,15 +117,32 @@ class BlockTable:
 
     def fork(self) -> "BlockTable":
         """Return a table of the same tokens that shares every block."""
-        child = BlockTable(self._pool, self._block_size)
-        for block in self.blocks[self._num_dropped:]:
-            self._pool.share(block)
-        child.blocks = self.blocks.copy()
-        child.num_tokens = self.num_tokens
-        child._num_dropped = self._num_dropped
-        child._num_stored = self._num_stored
-        child._writable_end = self._writable_end = self.num_tokens
-        return child
+        self._writable_end = self.num_tokens
+        return self._twin(self._pool, self.blocks.copy())
+
+    def moved(self, pool: BlockPool, places: Mapping[int, int]) -> "BlockTable":
+        """Return a table of the same tokens in another pool, to share what that has at places[b] for each block b."""
+        return self._twin(pool, [NULL_BLOCK if block == NULL_BLOCK else places[block] for block in self.blocks])
+
+    def retract(self, num_tokens: int) -> bool:
+        """Take back the append of a step that does not run, after which there are `num_tokens` again.
+
+        True if a copy is not to be made either. Blocks that have left the sliding window do not come back.
+        """
+        if num_tokens == self.num_tokens:
+            return False
+        assert num_tokens < self.num_tokens, f"{num_tokens} tokens are more than {self.num_tokens}"
+        self.num_tokens = self._writable_end = num_tokens
+        while len(self.blocks) > blocks_for(self.num_filled, self._block_size):
+            self._pool.release(self.blocks.pop())
+        copied, self._copied = self._copied, None
+        if copied is None or copied[0] != num_tokens:
+            return False
+        src = copied[1]
+        self._pool.share(src)
+        self._pool.release(self.blocks[-1])
+        self.blocks[-1] = src
+        return True
 
     def free(self) -> None:
         """Give up every block; the table is empty afterwards.
@@ -135,7 +153,7 @@ class BlockTable:
         for block in reversed(self.blocks[self._num_dropped:]):
             self._pool.release(block)
         self.blocks = []
-        self._first_replaced = None
+        self._first_replaced = self._copied = None
         self.num_tokens = self._num_dropped = self._num_stored = self._writable_end = 0
 
     def locate(self, position: int) -> tuple[int, int]:
@@ -171,6 +189,17 @@ class BlockTable:
         assert self._writable_end in {self.num_tokens, len(columns) * self._block_size}, f"end {self._writable_end}"
         assert self._writable_end == self.num_tokens or self._pool.ref_count(columns[-1]) == 1, "shared but writable"
 
+    def _twin(self, pool: BlockPool, blocks: list[int]) -> "BlockTable":
+        """Return a table of the same tokens that shares these blocks of a pool."""
+        twin = BlockTable(pool, self._block_size)
+        for block in blocks[self._num_dropped:]:
+            pool.share(block)
+        twin.blocks = blocks
+        twin.num_tokens = twin._writable_end = self.num_tokens
+        twin._num_dropped = self._num_dropped
+        twin._num_stored = self._num_stored
+        return twin
+
     def _must_copy_last(self) -> bool:
         """The next token goes into a block that somebody else owns too."""
         is_full = self.num_filled % self._block_size == 0
@@ -187,6 +216,7 @@ class BlockTable:
         if self._must_copy_last():
             first_column -= 1
             copy = BlockCopy(self.blocks.pop(), fresh[0])
+            self._copied = self.num_tokens, copy.src
             self._pool.release(copy.src)
         self.blocks += fresh
         self.num_tokens += count

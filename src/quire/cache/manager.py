@@ -1,18 +1,21 @@
 """KVCacheManager: the only door through which the scheduler touches memory.
 
 Knows sequences by id, and by the tokens under which their blocks can be found again. fork, append and free are all that
-decoding algorithms need (Kwon et al. 2023, section 5.2). No call waits, and a call that fails changes nothing.
+decoding algorithms need (Kwon et al. 2023, section 5.2); whole requests may be swapped out and in. No call waits, and a
+call that fails changes nothing.
 
 A step is what lies between two calls of `end_step`: each sequence appends at most once in it.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate, blocks_for
 from quire.cache.prefix_cache import NO_MATCH, Path, PrefixCache, PrefixMatch
 from quire.cache.prefix_tree import NONE, PrefixTree, Scope
+from quire.cache.swap_space import SwapSpace
 from quire.core.config import CacheConfig
 from quire.core.outputs import KVStats
 from quire.core.plan import BlockCopy
@@ -25,12 +28,22 @@ class _Tables(dict[int, BlockTable]):
         raise ValueError(f"sequence {seq_id} has no block table")
 
 
+class Footprint(NamedTuple):
+    """The blocks of a gang, each counted once, and how many of them others hold as well."""
+
+    num_blocks: int
+    num_held_by_others: int
+
+
 class KVCacheManager:
-    """The block tables of all running sequences, over one pool, and the prefixes that can be found in it."""
+    """The block tables of all running sequences, over one pool, and the prefixes that can be found in it.
+
+    Those of swapped sequences stand in the swap space, if there is one.
+    """
 
     __slots__ = (
-        "_num_copied", "_num_found", "_num_queried", "_paths", "_pool", "_prefixes", "_tables", "_tree", "_window",
-        "block_size", "num_blocks",
+        "_arriving", "_num_copied", "_num_found", "_num_queried", "_paths", "_pool", "_prefixes", "_swap", "_tables",
+        "_tree", "_window", "block_size", "num_blocks",
     )
 
     def __init__(self, config: CacheConfig) -> None:
@@ -41,7 +54,9 @@ class KVCacheManager:
         self._pool = BlockPool(config.num_blocks, self._tree)
         self._prefixes = None if self._tree is None else PrefixCache(self._pool, self._tree)
         self._tables = _Tables()
+        self._swap = SwapSpace(config.num_swap_blocks) if config.num_swap_blocks else None
         self._paths: dict[int, Path] = {}     # of sequences whose blocks may be found by others
+        self._arriving: dict[int, Path] = {}  # of those that the step under way swaps in: to be found at its end
         self._num_copied = 0                  # blocks, since start
         self._num_queried = self._num_found = 0  # prompt tokens, since start
 
@@ -102,14 +117,25 @@ class KVCacheManager:
         """
         self._refuse_taken(child_id)
         self._tables[child_id] = self._tables[parent_id].fork()
-        path = self._paths.get(parent_id)
-        if path is not None and token_ids is not None:
-            self._paths[child_id] = Path(token_ids, path.scope, path.num_blocks)
+        for paths in (self._paths, self._arriving):
+            path = paths.get(parent_id)
+            if path is not None and token_ids is not None:
+                paths[child_id] = Path(token_ids, path.scope, path.num_blocks)
 
     def free(self, seq_id: int, num_computed: int = 0) -> None:
-        """End a sequence: give up its share of every block. Those of its first `num_computed` tokens can be found."""
+        """End a sequence, swapped out or not: give up its share of every block.
+
+        The blocks of its first `num_computed` tokens can be found; but none that the step under way was to swap in.
+        """
+        if self._swap is not None and seq_id in self._swap:
+            self._swap.free(seq_id)
+        else:
+            self._free_in_cache(seq_id, num_computed)
+
+    def _free_in_cache(self, seq_id: int, num_computed: int) -> None:
         table = self._tables[seq_id]
         path = self._paths.pop(seq_id, None)
+        self._arriving.pop(seq_id, None)
         if self._prefixes is not None and path is not None:
             self._prefixes.withdraw(path, table)
             self._prefixes.publish(path, table, num_computed)
@@ -123,6 +149,10 @@ class KVCacheManager:
         """
         if self._prefixes is not None:
             self._prefixes.end_step()
+        if self._swap is not None:
+            self._swap.end_step()
+            self._paths |= self._arriving
+            self._arriving.clear()
 
     def publish(self) -> None:
         """Let all that has been computed be found, and give up what is there twice.
@@ -151,13 +181,87 @@ class KVCacheManager:
         """Return how many tokens of the sequence have slots."""
         return self._tables[seq_id].num_tokens
 
+    # --- swapping -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free_swap_blocks(self) -> int:
+        """Blocks of the swap space that can be taken, 0 if there is none."""
+        return 0 if self._swap is None else self._swap.num_free_blocks
+
+    def footprint(self, seq_ids: Sequence[int]) -> Footprint:
+        """Return how many blocks some sequences hold together."""
+        holders = Counter(b for seq_id in seq_ids for b in self._tables[seq_id].blocks if b != NULL_BLOCK)
+        return Footprint(len(holders), sum(self._pool.ref_count(block) > num for block, num in holders.items()))
+
+    def retract(self, seq_id: int, num_tokens: int) -> None:
+        """Take back what a sequence has appended in the step under way: it has `num_tokens` again, all computed."""
+        table, path = self._tables[seq_id], self._paths.get(seq_id)
+        if self._prefixes is not None and path is not None:
+            self._prefixes.withdraw(path, table)
+        self._num_copied -= table.retract(num_tokens)
+
+    def swap_out(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
+        """Move a gang that appends nothing in this step to the swap space; return what has to be copied, first of all.
+
+        Raises OutOfBlocksError for want of swap blocks; nothing has moved then. What could be found in the cache still
+        can.
+        """
+        swap, tables = self._swap, {seq_id: self._tables[seq_id] for seq_id in seq_ids}
+        if swap is None:
+            raise OutOfBlocksError("there is no swap space")
+        assert self._arriving.keys().isdisjoint(seq_ids), f"{seq_ids} swapped in and out in one step"
+        if self._window is not None:
+            for seq_id, table in tables.items():
+                self._drop_unseen(seq_id, table, self._window)
+        copies = swap.take(tables)
+        for seq_id, table in tables.items():
+            path = self._paths.get(seq_id)
+            self._free_in_cache(seq_id, table.num_tokens)
+            if path is not None:
+                swap.paths[seq_id] = path
+        return copies
+
+    def num_blocks_to_swap_in(self, seq_ids: Sequence[int]) -> int:
+        """Return how many blocks `swap_in` would take."""
+        return 0 if self._swap is None else self._swap.num_blocks_to_return(seq_ids, self._pool, self._found(seq_ids))
+
+    def swap_in(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
+        """Move a gang back; return what has to be copied after all that is swapped out. What the cache holds is not.
+
+        Raises OutOfBlocksError, and changes nothing, when the pool lacks blocks.
+        """
+        assert self._swap is not None, "there is no swap space"
+        found, paths = self._found(seq_ids), self._swap.paths
+        arriving = {seq_id: paths[seq_id] for seq_id in seq_ids if seq_id in paths}
+        tables, copies = self._swap.give_back(seq_ids, self._pool, found)
+        self._tables |= tables
+        self._arriving |= arriving
+        return copies
+
+    def _found(self, seq_ids: Sequence[int]) -> dict[int, int]:
+        """Return which blocks of swapped sequences have their content in the prefix tree, too, and where.
+
+        Sets how far their paths go.
+        """
+        found = dict[int, int]()
+        if self._swap is None or self._prefixes is None:
+            return found
+        for seq_id in seq_ids:
+            table, path = self._swap.table(seq_id), self._swap.paths.get(seq_id)
+            if path is not None:
+                places = self._prefixes.find(path, table.num_filled)
+                found.update(zip(table.blocks, places, strict=False))
+                path.num_blocks = len(places)
+        found.pop(NULL_BLOCK, None)
+        return found
+
     # --- seen -----------------------------------------------------------------------------------------------------
 
     def stats(self) -> KVStats:
         """Return the state of the cache now, every token with a slot counted as computed. Linear in the sequences."""
         pool, num_blocks_by_owners = self._pool, self._pool.count_blocks_by_owners()
         del num_blocks_by_owners[0]
-        return KVStats(
+        stats = KVStats(
             block_size=self.block_size,
             total_blocks=self.num_blocks,
             used_blocks=self.num_blocks - pool.num_free_blocks,
@@ -172,6 +276,7 @@ class KVCacheManager:
             prefix_queries_tokens=self._num_queried,
             prefix_hits_tokens=self._num_found,
         )
+        return stats if self._swap is None else self._swap.add_stats(stats)
 
     def check(self) -> None:
         """Assert every invariant: tables, pool and tree sound, reference counts equal to holders, nothing leaked.
@@ -189,6 +294,11 @@ class KVCacheManager:
                 holders[block] += 1
                 num_filled = min(self.block_size, table.num_filled - column * self.block_size)
                 assert filled.setdefault(block, num_filled) == num_filled, f"sequence {seq_id} wrote into {block}"
+        if self._swap is not None:
+            self._swap.check()
+            both = [seq_id for seq_id in self._tables if seq_id in self._swap]
+            assert not both, f"sequences {both} are in the cache and in the swap space"
+        assert self._arriving.keys() <= self._tables.keys() - self._paths.keys(), "a path without a table, or two"
         counts = {block: self._pool.ref_count(block) for block in range(self.num_blocks)}
         assert {block: count for block, count in counts.items() if count} == holders, f"{counts} but held {holders}"
         self._check_prefixes()
@@ -232,7 +342,7 @@ class KVCacheManager:
         return BlockCopy(source, update.blocks[0])
 
     def _refuse_taken(self, seq_id: int) -> None:
-        if seq_id in self._tables:
+        if seq_id in self._tables or (self._swap is not None and seq_id in self._swap):
             raise ValueError(f"sequence {seq_id} already has a block table")
 
     def _tail_waste_slots(self) -> int:

@@ -9,6 +9,7 @@ differs is computed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
@@ -84,6 +85,11 @@ class PrefixCache:
         if parent is None or end <= start:
             return NONE, 0
         return self._tree.longest_match_inside(parent, token_ids[start:end])
+
+    def find(self, path: Path, stop: int) -> list[int]:
+        """Return the full blocks that hold a path's first `stop` tokens, as far as they are there."""
+        tree = self._tree
+        return list(takewhile(lambda block: block not in tree.pending, tree.walk(path.scope, path.token_ids, stop)))
 
     def hold(self, source: int) -> None:
         """Keep a block as it is until the step under way has copied from it."""

@@ -1,8 +1,12 @@
 """How an engine is cut: one small frozen record per floor, resolved once at start and never changed after."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from quire.core.errors import ConfigError
+
+Recovery = Literal["recompute", "swap"]                # how a preempted request comes back
+PreemptionMode = Literal["auto", "recompute", "swap"]  # auto: the cheaper of the two
 
 KERNEL_BLOCK_SIZES = (8, 16, 32, 64, 128)  # tokens; cache and scheduler by themselves take any size from 1 up
 
@@ -13,17 +17,21 @@ class CacheConfig:
 
     `sliding_window`: tokens that a query may look back on, itself included, if every layer has such a window (the
     widest one); None when some layer looks back on everything. `enable_prefix_caching`: what sequences have computed is
-    kept while there is room, and found again by those that begin alike.
+    kept while there is room, and found again by those that begin alike. `num_swap_blocks`: places outside of the cache,
+    of the same size, for the blocks of preempted requests.
     """
 
     num_blocks: int
     block_size: int = 16
     sliding_window: int | None = None
     enable_prefix_caching: bool = True
+    num_swap_blocks: int = 0
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:
             raise ConfigError(f"num_kv_blocks must be at least 1, got {self.num_blocks}")
+        if self.num_swap_blocks < 0:
+            raise ConfigError(f"num_swap_blocks must be at least 0, got {self.num_swap_blocks}")
         if self.block_size < 1:
             raise ConfigError(f"block_size must be at least 1, got {self.block_size}")
         if self.sliding_window is not None and self.sliding_window < 1:
@@ -37,6 +45,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256                # rows of the worker: sequences that run at once
     max_num_batched_tokens: int = 2048     # the token budget of a step
     max_model_len: int = 2048              # prompt and output together, tokens
+    preemption_mode: PreemptionMode = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):

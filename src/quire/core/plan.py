@@ -13,7 +13,10 @@ from quire.core.sampling_params import SamplingParams
 
 
 class BlockCopy(NamedTuple):
-    """Copy one physical block over another, in every layer, before the step's forward pass (copy-on-write)."""
+    """Copy one physical block over another, in every layer, before the step's forward pass.
+
+    Within the cache (copy-on-write), from it to the swap space, or back: the list it is in tells the tiers.
+    """
 
     src: int
     dst: int
@@ -37,8 +40,10 @@ class NewRow:
 class StepPlan:
     """One step: who runs, how many tokens each, on which blocks.
 
-    Order of effects: `new_rows`, table entries, `copies`, then one forward pass over the entries. A new row replaces
-    whatever stood there: a row whose sequence has ended is not named again until it has a new owner.
+    Order of effects: `new_rows`, table entries, `swap_outs`, `swap_ins`, `copies`, then one forward pass over the
+    entries. So a block that is swapped out may be overwritten in the same step, and one that is swapped in may be
+    copied. A new row replaces whatever stood there: a row whose sequence has ended is not named again until it has a
+    new owner.
     Entry i advances row `rows[i]` over positions [starts[i], starts[i] + counts[i]). Sample j is drawn from the
     logits of entry `sample_entries[j]`'s last token and becomes the next token of row `sample_rows[j]`: the same
     row in most cases, the rows of all branches when a prompt of n > 1 has just been computed. Entries in
@@ -49,6 +54,8 @@ class StepPlan:
     table_rows: list[int] = field(default_factory=list)      # block table entry [table_rows[i], table_columns[i]]
     table_columns: list[int] = field(default_factory=list)
     table_blocks: list[int] = field(default_factory=list)    # becomes table_blocks[i]
+    swap_outs: list[BlockCopy] = field(default_factory=list)  # src in the cache, dst in the swap space
+    swap_ins: list[BlockCopy] = field(default_factory=list)   # the other way
     copies: list[BlockCopy] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -72,6 +79,17 @@ class PromptLogprobsChunk:
     tokens: list[TokenLogprobs]
 
 
+class MeasuredRates(NamedTuple):
+    """What the worker does per second, of late: the scheduler has no clock. None: not known yet."""
+
+    prefill_tokens_per_s: float | None = None
+    swap_out_blocks_per_s: float | None = None
+    swap_in_blocks_per_s: float | None = None
+
+
+UNMEASURED = MeasuredRates()
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step gave: one token per sample of the plan, in the plan's order."""
@@ -79,3 +97,5 @@ class StepResult:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None       # None: no sample asked for them
     prompt_logprobs: list[PromptLogprobsChunk] = field(default_factory=list)
+    swap_s: float = 0.0                                      # spent on swapping, both ways
+    rates: MeasuredRates = UNMEASURED
