@@ -271,7 +271,7 @@ def test_large_frames_in_both_directions_never_stop_each_other(
 
 @pytest.mark.parametrize(
     "last_bytes",
-    [frame(Idle(EngineState(0, 0, 0, 0)))[:2], frame(Idle(EngineState(0, 0, 0, 0)))[:7], b""],
+    [frame(Idle(EngineState(0, 0, 0)))[:2], frame(Idle(EngineState(0, 0, 0)))[:7], b""],
     ids=["part of a length", "part of a report", "nothing"],
 )
 def test_engine_that_dies_within_a_report_is_dead(last_bytes: bytes) -> None:

@@ -169,7 +169,7 @@ def test_parameters_keep_their_types(own: SamplingParams) -> None:
 @pytest.mark.parametrize("value", [-math.inf, -0.0, 5e-324, -1.0000000000000002])
 def test_logprobs_arrive_bit_for_bit(value: float) -> None:
     delta = SequenceDelta(1, 0, [2], [TokenLogprobs([2], [value], [1])])
-    report = decode_report(body_of(Stepped(0.0, 1, [], [delta], EngineState(1, 0, 0, 0))))
+    report = decode_report(body_of(Stepped(0.0, 1, [], [delta], EngineState(1, 0, 0))))
     assert isinstance(report, Stepped)
     assert report.deltas[0].logprobs is not None
     assert report.deltas[0].logprobs[0].logprobs[0].hex() == value.hex()

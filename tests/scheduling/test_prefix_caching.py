@@ -202,7 +202,8 @@ class TestPreemption:
         harness.step()
         assert admitted(harness) == [victim.request_id]
         assert counts(harness)[0] <= 8, "all was there but the block in which it ended, and one that was needed"
-        assert harness.scheduler.num_recomputed_tokens == counts(harness)[0] - 1 < victim.live[0].num_tokens - 20
+        recomputed = harness.scheduler.recovery.num_recomputed_tokens
+        assert recomputed == counts(harness)[0] - 1 < victim.live[0].num_tokens - 20
         finish(harness, victim)
 
     def test_recomputed_tokens_are_those_that_were_lost(self) -> None:
@@ -211,11 +212,11 @@ class TestPreemption:
         victim = harness.add(12, max_tokens=40, ignore_eos=True)
         while not victim.num_preemptions:
             harness.step()
-        assert harness.scheduler.num_recomputed_tokens == 0, "not yet"
+        assert harness.scheduler.recovery.num_recomputed_tokens == 0, "not yet"
         num_computed = victim.live[0].num_tokens - 1
         harness.scheduler.abort(first.request_id)
         harness.step()
-        assert harness.scheduler.num_recomputed_tokens == num_computed
+        assert harness.scheduler.recovery.num_recomputed_tokens == num_computed
         finish(harness, victim)
 
     @pytest.mark.parametrize("caching", [False, True])
@@ -225,9 +226,10 @@ class TestPreemption:
         requests = [harness.add(8, max_tokens=40, ignore_eos=True) for _ in range(12)]
         finish(harness, *requests)
         needed = sum(8 + 40 - 1 - request.num_cached_tokens for request in requests)
-        assert harness.scheduler.num_preemptions > 0
-        found_whole = harness.executor.num_computed - needed - harness.scheduler.num_recomputed_tokens
-        assert 0 <= found_whole <= harness.scheduler.num_preemptions
+        recovery = harness.scheduler.recovery
+        assert recovery.num_preemptions["recompute"] > 0
+        found_whole = harness.executor.num_computed - needed - recovery.num_recomputed_tokens
+        assert 0 <= found_whole <= recovery.num_preemptions["recompute"]
 
     def test_branches_of_a_preempted_gang_find_their_own_ways(self) -> None:
         harness = harness_of(num_blocks=40, budget=64)

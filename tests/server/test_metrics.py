@@ -118,7 +118,7 @@ def kv_stats(**values: int) -> KVStats:
     )
 
 
-IDLE = EngineState(0, 0, 0, 0)
+IDLE = EngineState(0, 0, 0)
 
 
 # --- the contract -----------------------------------------------------------------------------------------------------
@@ -261,28 +261,40 @@ def test_run_of_an_engine_is_counted_as_users_saw_it(demo_model: Path) -> None:
 
 def test_gauges_show_the_newest_state_and_keep_the_last_cache() -> None:
     metrics = Metrics("tiny")
-    metrics.stepped(stepped(EngineState(3, 2, 5, 70, kv_stats(copied_blocks=6))), processed())
-    metrics.stepped(stepped(EngineState(4, 1, 6, 80)), processed())
+    metrics.stepped(stepped(EngineState(3, 2, 5, kv_stats(copied_blocks=6))), processed())
+    metrics.stepped(stepped(EngineState(4, 1, 7)), processed())
     page = Page(metrics)
     assert (page["vllm:num_requests_running"], page["vllm:num_requests_waiting"]) == (4, 1)
-    assert (page["vllm:num_preemptions_total"], page["quire:recomputed_tokens_total"]) == (6, 80)
-    assert page.by("quire:preemptions_total", "mode") == {"recompute": 6, "swap": 0}
+    assert page["quire:num_requests_swapped"] == 7
     assert page.by("quire:kv_blocks", "state") == {"free": 5, "cached": 1, "used": 4}
     assert page.by("quire:kv_block_ref_count", "refs") == {"1": 3, "2": 1, "3-4": 0, "5-8": 0, "9+": 0}
     assert (page["vllm:kv_cache_usage_perc"], page["quire:kv_tail_waste_ratio"]) == (0.4, 0.25)
     assert page["quire:kv_blocks_copied_total"] == 6
 
 
-def test_figures_of_parts_to_come_are_passed_on() -> None:
-    kv = kv_stats(swapped_in_blocks=1, swapped_out_blocks=2, prefix_queries_tokens=3, prefix_hits_tokens=4)
+def test_counters_of_the_cache_are_passed_on() -> None:
+    kv = kv_stats(
+        swapped_in_blocks=1,
+        swapped_out_blocks=2,
+        prefix_queries_tokens=3,
+        prefix_hits_tokens=4,
+        preemptions={"recompute": 6, "swap": 5},
+        recomputed_tokens=80,
+        swap_s=0.5,
+        recompute_s=1.5,
+        recovery_saved_s=2.5,
+    )
     page = Page(Metrics("tiny", kv))
     assert page.by("quire:kv_blocks_swapped_total", "direction") == {"in": 1, "out": 2}
     assert (page["vllm:prefix_cache_queries_total"], page["vllm:prefix_cache_hits_total"]) == (3, 4)
+    assert page.by("quire:preemptions_total", "mode") == {"recompute": 6, "swap": 5}
+    assert (page["vllm:num_preemptions_total"], page["quire:recomputed_tokens_total"]) == (11, 80)
+    assert [page[f"quire:{name}_seconds_total"] for name in ("swap", "recompute", "recovery_saved")] == [0.5, 1.5, 2.5]
 
 
 def test_requests_that_the_engine_does_not_know_yet_wait_too() -> None:
     metrics = Metrics("tiny")
-    metrics.idled(EngineState(0, 2, 0, 0))
+    metrics.idled(EngineState(0, 2, 0))
     assert [Page(metrics, num_queued)["vllm:num_requests_waiting"] for num_queued in (0, 2, 7)] == [2, 2, 7]
 
 

@@ -120,6 +120,11 @@ class KVStats:
     evicted_blocks: int = 0           # cached ones given up since start
     swapped_out_blocks: int = 0       # since start
     swapped_in_blocks: int = 0        # since start
+    preemptions: dict[str, int] = field(default_factory=dict)  # since start, by the way back: "recompute", "swap"
+    recomputed_tokens: int = 0        # since start: computed once, lost to a preemption, and not found in the cache
+    swap_s: float = 0.0               # seconds since start that blocks were moved
+    recompute_s: float = 0.0          # seconds since start that recomputed tokens took, by the rate of prefills
+    recovery_saved_s: float = 0.0     # seconds since start that `auto` has saved, by the rates when it chose
     prefix_queries_tokens: int = 0    # since start
     prefix_hits_tokens: int = 0       # since start
 

@@ -13,10 +13,11 @@ NO_ROW = -1
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands. A preempted sequence is waiting again: preempting is ending and queueing anew."""
+    """Where a sequence stands. A preempted sequence is waiting again, or swapped; either way it gets a new row."""
 
     WAITING = "waiting"    # holds no blocks and no row
     RUNNING = "running"    # holds a row; its blocks cover its computed tokens
+    SWAPPED = "swapped"    # holds no row; blocks in the swap space cover its computed tokens
     FINISHED = "finished"  # ended; holds nothing
 
 

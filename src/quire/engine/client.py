@@ -76,7 +76,7 @@ class EngineClient:
         options: EngineOptions, observer: Observer | None,
     ) -> None:
         self.ready, self.tokenizer = ready, tokenizer
-        self.state = EngineState(0, 0, 0, 0)
+        self.state = EngineState(0, 0, 0)
         self.inputs = InputProcessor(
             tokenizer,
             ready.limits,

@@ -1,5 +1,7 @@
 """The step loop: schedule, execute, update (Yu et al. 2022)."""
 
+from dataclasses import replace
+
 from quire.core.outputs import Admission, KVStats, SequenceDelta
 from quire.core.sequence import Request
 from quire.execution.executor import Executor
@@ -52,5 +54,13 @@ class Engine:
         ]
 
     def kv_stats(self) -> KVStats:
-        """Return the state of the KV cache between two steps."""
-        return self.scheduler.cache.stats()
+        """Return the state of the KV cache between two steps, and what preemptions have cost."""
+        recovery = self.scheduler.recovery
+        return replace(
+            self.scheduler.cache.stats(),
+            preemptions=recovery.num_preemptions.copy(),
+            recomputed_tokens=recovery.num_recomputed_tokens,
+            swap_s=recovery.swap_s,
+            recompute_s=recovery.recompute_s,
+            recovery_saved_s=recovery.saved_s,
+        )

@@ -141,8 +141,7 @@ class EngineLoop:
         return EngineState(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            num_preemptions=scheduler.num_preemptions,
-            num_recomputed_tokens=scheduler.num_recomputed_tokens,
+            num_swapped=len(scheduler.swapped),
             kv=self._engine.kv_stats(),
         )
 
@@ -196,6 +195,7 @@ def _ready(assembled: "AssembledEngine") -> Ready:
         num_parameters=model.num_parameters,
         weights_bytes=model.weight_bytes,
         kv_bytes_per_token=assembled.kv_bytes_per_token,
+        num_swap_blocks=assembled.engine.kv_stats().swap_total_blocks,
     )
 
 

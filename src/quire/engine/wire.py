@@ -70,6 +70,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     num_parameters: int
     weights_bytes: int
     kv_bytes_per_token: int
+    num_swap_blocks: int = 0
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
@@ -80,12 +81,11 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
 
 class EngineState(msgspec.Struct, array_like=True, frozen=True):
-    """Counters and gauges after a step. `kv` is None only before the first."""
+    """Gauges and counters after a step. `kv` is None only before the first."""
 
     num_running: int
     num_waiting: int
-    num_preemptions: int                # since start, as the next
-    num_recomputed_tokens: int
+    num_swapped: int
     kv: KVStats | None = None
 
 

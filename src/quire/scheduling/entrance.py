@@ -1,4 +1,4 @@
-"""Whether a waiting request may run now: rows and blocks for it, and what it finds in the cache.
+"""Whether a request that waits, or is swapped out, may run now: rows and blocks for it, and what it finds in the cache.
 
 Room means blocks for all known tokens, and one for each running sequence besides, so that what is let in is not thrown
 out again at once. A gang that has only begun its prompt takes more blocks later than it holds: these are promised.
@@ -6,7 +6,7 @@ out again at once. A gang that has only begun its prompt takes more blocks later
 
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
-from quire.core.sequence import NO_ROW, Request, Sequence
+from quire.core.sequence import Request, Sequence, SequenceStatus
 
 
 class Entrance:
@@ -29,7 +29,7 @@ class Entrance:
         self._num_promised += self._blocks_to_come(request)
 
     def may_have_room(self, request: Request) -> bool:
-        """Whether there are rows for a waiting request's branches, and a block for each sequence: a quick look."""
+        """Whether there are rows for a request's branches, and a block for each sequence: a quick look."""
         num_seats = self.num_seats + len(request.live)
         if num_seats > self._max_num_seqs:
             return False
@@ -44,6 +44,13 @@ class Entrance:
         num_needed = self._known_blocks(request) - match.num_in_use + num_seats
         return self._cache.num_free_blocks - self._num_promised - num_needed
 
+    def num_spare_blocks_on_return(self, request: Request) -> int:
+        """Return how many blocks stay free when a swapped request has all that it had, and its known tokens' blocks."""
+        swapped = [sequence.seq_id for sequence in request.live if sequence.status is SequenceStatus.SWAPPED]
+        num_seats = self.num_seats + len(request.live)
+        num_needed = self._cache.num_blocks_to_swap_in(swapped) + self._blocks_to_come(request) + num_seats
+        return self._cache.num_free_blocks - self._num_promised - num_needed
+
     def _known_blocks(self, request: Request) -> int:
         """Return the blocks that all known tokens of a waiting request will take, its prompt shared by all branches."""
         cache, live = self._cache, request.live
@@ -51,12 +58,18 @@ class Entrance:
         return shared + sum(cache.blocks_for(len(sequence.token_ids)) - shared for sequence in live)
 
     def _blocks_to_come(self, request: Request) -> int:
-        """Return the most blocks that a gang may take for what is known of its branches, past what it holds."""
+        """Return the most blocks that a gang may take for what is known of its branches, past what it holds.
+
+        Of a running one the last block may have to be copied. A swapped one is given a block for that besides.
+        """
         cache, blocks = self._cache, 0
-        shared = request.live[0].num_prompt_tokens // cache.block_size
         for sequence in request.live:
-            has_row = sequence.row != NO_ROW
-            held = cache.num_tokens(sequence.seq_id) // cache.block_size if has_row else shared
+            if sequence.status is SequenceStatus.RUNNING:
+                held = cache.num_tokens(sequence.seq_id) // cache.block_size
+            elif sequence.status is SequenceStatus.SWAPPED:
+                held = cache.blocks_for(sequence.num_computed_tokens)
+            else:
+                held = sequence.num_prompt_tokens // cache.block_size   # it will share those
             blocks += cache.blocks_for(len(sequence.token_ids)) - held
         return blocks
 

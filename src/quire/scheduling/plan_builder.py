@@ -23,6 +23,7 @@ class PlanBuilder:
     """A plan under construction. `planned[i]` is the sequence of entry i, `sampled[j]` that of sample j.
 
     `forked`: sequences that begin with tokens of another's prompt, which is computed when the step is over.
+    `swapped_out`: requests whose blocks go out in this step.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,7 @@ class PlanBuilder:
         self.planned: list[Sequence] = []
         self.sampled: list[tuple[Request, Sequence]] = []
         self.forked: list[Sequence] = []
+        self.swapped_out: list[Request] = []
 
     def begin_row(
         self, request: Request, sequence: Sequence, block_ids: list[int], copy: BlockCopy | None = None
@@ -87,7 +89,7 @@ class PlanBuilder:
         )
 
     def cut(self, mark: Mark) -> None:
-        """Forget everything planned after `mark`: its request has been preempted within the same step."""
+        """Forget what a request was to compute since `mark`: it has been preempted within the same step."""
         plan = self.plan
         del plan.new_rows[mark.new_rows :], plan.copies[mark.copies :]
         del plan.table_rows[mark.tables :], plan.table_columns[mark.tables :], plan.table_blocks[mark.tables :]

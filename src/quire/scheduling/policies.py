@@ -1,4 +1,4 @@
-"""Who comes first, and who gives way: the policies of the scheduler as small replaceable classes."""
+"""Who comes first, and who gives way: the scheduler's policies, small and replaceable. A third is in recovery.py."""
 
 from collections import deque
 
@@ -17,6 +17,10 @@ class FirstComeFirstServed:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def __contains__(self, request: Request) -> bool:
+        """Whether a request waits here."""
+        return request in self._queue
 
     def add(self, request: Request) -> None:
         """Queue a new arrival."""
@@ -40,3 +44,19 @@ class FirstComeFirstServed:
     def victim(self, running: list[Request]) -> Request:
         """Choose whom to preempt: the latest arrival. `running` is in order of arrival and not empty."""
         return running[-1]
+
+
+def next_to_enter(
+    waiting: FirstComeFirstServed, swapped: FirstComeFirstServed, num_passed: int = 0
+) -> Request | None:
+    """Return who is to run next, when so many waiting requests are passed over; None if there is nobody.
+
+    While anything is swapped out nothing new comes in: of those that wait, only who was preempted and arrived earlier.
+    """
+    first_waiting = waiting.first(num_passed) if num_passed < len(waiting) else None
+    if len(swapped) == 0:
+        return first_waiting
+    first_swapped = swapped.first()
+    if first_waiting is None or first_waiting.num_preemptions == 0 or first_waiting.arrival > first_swapped.arrival:
+        return first_swapped
+    return first_waiting

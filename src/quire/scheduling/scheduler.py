@@ -5,8 +5,9 @@ first by at most the token budget. Chunked prefill, decoding, recomputation afte
 prefix cache all follow from it.
 
 Requests are served first come, first served. Every running request is planned before any waiting one. When blocks
-run out, the latest arrival gives way as a whole and is recomputed later (Kwon et al. 2023, section 4.5). The first in
-order never gives way, and no request is accepted that could not finish alone: what is accepted always finishes.
+run out, the latest arrival gives way as a whole; it is computed again later, or swapped out and in (Kwon et al. 2023,
+section 4.5). While anything is swapped out nothing new is let in. The first in order never gives way, and no request is
+accepted that could not finish alone: what is accepted always finishes.
 A waiting request whose next block is being computed in this step is passed over: in the next step it finds that block.
 Pure Python: no torch, no clock, no I/O.
 """
@@ -25,7 +26,8 @@ from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
 from quire.scheduling.entrance import Entrance
 from quire.scheduling.limits import AdmissionLimits
 from quire.scheduling.plan_builder import PlanBuilder
-from quire.scheduling.policies import FirstComeFirstServed
+from quire.scheduling.policies import FirstComeFirstServed, next_to_enter
+from quire.scheduling.recovery import RecoveryPolicy
 from quire.scheduling.stops import finish_reason
 
 
@@ -39,11 +41,11 @@ class Scheduler:
             cache.num_blocks, cache.block_size, config.max_num_seqs, config.max_model_len
         )
         self.entrance = Entrance(cache, config.max_num_seqs)
+        self.recovery = RecoveryPolicy(config.preemption_mode, cache.block_size)
         self.waiting = FirstComeFirstServed()
+        self.swapped = FirstComeFirstServed()
         self.running: list[Request] = []                    # in order of arrival
         self.admitted: list[Request] = []                   # by the last plan
-        self.num_preemptions = 0
-        self.num_recomputed_tokens = 0                      # computed once, lost, and not found in the cache
         self._requests: dict[int, Request] = {}
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._seq_ids = count()
@@ -53,7 +55,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether anything waits or runs."""
+        """Whether anything waits, runs or is swapped out."""
         return bool(self._requests)
 
     def add(self, request: Request) -> None:
@@ -108,7 +110,8 @@ class Scheduler:
 
     def _needs_prefixes(self) -> bool:
         """Whether somebody may be let in and will look for prefixes, or blocks are short: none may be there twice."""
-        if len(self.waiting) > 0 and self.entrance.may_have_room(self.waiting.first()):
+        request = next_to_enter(self.waiting, self.swapped)
+        if request is not None and self.entrance.may_have_room(request):
             return True
         return self.cache.num_free_blocks < self.entrance.num_seats
 
@@ -190,18 +193,22 @@ class Scheduler:
         self.cache.fork(first.seq_id, other.seq_id, other.token_ids)
         self._builder.begin_row(request, other, self.cache.block_ids(other.seq_id))
         self._builder.forked.append(other)
-        self.num_recomputed_tokens += max(0, other.num_lost_tokens - other.num_prompt_tokens)
+        self.recovery.note_recomputed(max(0, other.num_lost_tokens - other.num_prompt_tokens))
         other.num_lost_tokens = 0
         if other.num_output_tokens == 0:
             self._builder.sample(request, other)
 
     def _admit(self, budget: int) -> None:
-        """Let waiting requests run, in order, while rows, blocks and budget last."""
+        """Let swapped and waiting requests run, in order, while rows, blocks and budget last."""
         num_passed = 0
-        while budget > 0 and num_passed < len(self.waiting):
-            request = self.waiting.first(num_passed)
+        while budget > 0 and (request := next_to_enter(self.waiting, self.swapped, num_passed)) is not None:
             if not self.entrance.may_have_room(request):
                 return
+            if request in self.swapped:
+                if self.entrance.num_spare_blocks_on_return(request) < 0 and self.running:
+                    return
+                budget -= self._return(request, budget)
+                continue
             match = self.entrance.match(request)
             if match.is_pending:
                 num_passed += 1
@@ -209,14 +216,31 @@ class Scheduler:
             num_spare = self.entrance.num_spare_blocks(request, match)
             if num_spare < 0 and self.running:                          # alone it fits: see AdmissionLimits
                 return
-            self.waiting.remove(request)
-            insort(self.running, request, key=_arrival)
-            self.admitted.append(request)
-            self.entrance.num_seats += len(request.live)
+            self._let_in(request)
             used = self._advance_admitted(request, match if num_spare > 0 else match.of_whole_blocks(), budget)
             assert used is not None, "admitted without room"
             budget -= used
             self.entrance.promise(request)
+
+    def _let_in(self, request: Request) -> None:
+        """Move a request from its queue to those that run."""
+        self._leave_queue(request)
+        insort(self.running, request, key=_arrival)
+        self.admitted.append(request)
+        self.entrance.num_seats += len(request.live)
+
+    def _return(self, request: Request, budget: int) -> int:
+        """Swap a request in, and plan its next tokens. Return how many."""
+        self._let_in(request)
+        swapped = [sequence for sequence in request.live if sequence.status is SequenceStatus.SWAPPED]
+        self._builder.plan.swap_ins.extend(self.cache.swap_in([sequence.seq_id for sequence in swapped]))
+        for sequence in swapped:
+            self._give_row(sequence)
+            self._builder.begin_row(request, sequence, self.cache.block_ids(sequence.seq_id))
+        used = self._advance_gang(request, budget)
+        assert used is not None, "swapped in without room"
+        self.entrance.promise(request)
+        return used
 
     def _advance_admitted(self, request: Request, match: PrefixMatch, budget: int) -> int | None:
         """Begin with what has been found, and plan the first tokens.
@@ -239,7 +263,7 @@ class Scheduler:
         self._give_row(sequence)
         copy = self.cache.create(sequence.seq_id, sequence.token_ids, request.cache_salt, match)
         sequence.num_computed_tokens = self.cache.num_tokens(sequence.seq_id)
-        self.num_recomputed_tokens += max(0, sequence.num_lost_tokens - sequence.num_computed_tokens)
+        self.recovery.note_recomputed(max(0, sequence.num_lost_tokens - sequence.num_computed_tokens))
         sequence.num_lost_tokens = 0
         self._builder.begin_row(request, sequence, self.cache.block_ids(sequence.seq_id), copy)
 
@@ -253,6 +277,7 @@ class Scheduler:
         for sequence in self._builder.forked:
             sequence.num_computed_tokens = sequence.num_prompt_tokens
         self.cache.end_step()
+        self.recovery.note_step(result)
         for chunk in result.prompt_logprobs:
             self._take_prompt_logprobs(chunk)
         deltas = []
@@ -277,10 +302,16 @@ class Scheduler:
     def undo(self) -> None:
         """Take back a plan whose step failed: what runs is queued again, in its order, and will be computed anew.
 
-        Nobody knows how far the step came, so nothing that it wrote is trusted.
+        Nobody knows how far the step came, so nothing that it wrote is trusted, in the swap space either. What was
+        swapped out before, and did not come back in this step, is as it was.
         """
         for request in self.running[::-1]:
-            self._preempt(request)
+            self.recovery.count("recompute")
+            request.num_preemptions += 1
+            self._lose(request)
+        for request in self._builder.swapped_out:
+            if request in self.swapped:                                 # else it was aborted while the step ran
+                self._lose(request)
         self.cache.end_step()
 
     def _take_prompt_logprobs(self, chunk: PromptLogprobsChunk) -> None:
@@ -299,10 +330,14 @@ class Scheduler:
 
     def _take_back(self, sequence: Sequence) -> None:
         """Free the row and the blocks of a sequence, if it has any."""
-        if sequence.row != NO_ROW:
+        if sequence.row != NO_ROW or sequence.status is SequenceStatus.SWAPPED:
             self.cache.free(sequence.seq_id, sequence.num_computed_tokens)
-            self._free_rows.append(sequence.row)
-            sequence.row = NO_ROW
+        if sequence.row != NO_ROW:
+            self._free_row(sequence)
+
+    def _free_row(self, sequence: Sequence) -> None:
+        self._free_rows.append(sequence.row)
+        sequence.row = NO_ROW
 
     def _end(self, request: Request, sequence: Sequence) -> None:
         """End a branch for good; with the last one the request ends."""
@@ -313,20 +348,52 @@ class Scheduler:
         self.entrance.num_seats -= is_running
         if not request.live:
             del self._requests[request.request_id]
-            (self.running if is_running else self.waiting).remove(request)
+            self._leave_queue(request)
+
+    def _leave_queue(self, request: Request) -> None:
+        """Take a request out of where it stands: the running, the swapped or the waiting ones."""
+        if request in self.running:
+            self.running.remove(request)
+            self.entrance.num_seats -= len(request.live)
+        elif request in self.swapped:
+            self.swapped.remove(request)
+        else:
+            self.waiting.remove(request)
 
     def _preempt(self, request: Request) -> None:
-        """Take everything from a running request and queue it again; what is not found then will be computed anew."""
+        """Take everything from a running request, to come back in one way or the other.
+
+        Some of its branches may have been planned in this very step: that is taken back first.
+        """
+        held = [sequence for sequence in request.live if sequence.row != NO_ROW]
+        for sequence in held:
+            self.cache.retract(sequence.seq_id, sequence.num_computed_tokens)
+        request.num_preemptions += 1
+        footprint = self.cache.footprint([sequence.seq_id for sequence in held])
+        if self.recovery.choose(request, footprint, self.cache.num_free_swap_blocks) == "swap":
+            self._swap_out(request, held)
+        else:
+            self._lose(request)
+
+    def _swap_out(self, request: Request, held: list[Sequence]) -> None:
+        """Queue a running request among the swapped ones; its computed tokens stay computed."""
+        self._builder.plan.swap_outs.extend(self.cache.swap_out([sequence.seq_id for sequence in held]))
+        self._builder.swapped_out.append(request)
+        for sequence in held:
+            self._free_row(sequence)
+            sequence.status = SequenceStatus.SWAPPED
+        self._leave_queue(request)
+        self.swapped.give_back(request)
+
+    def _lose(self, request: Request) -> None:
+        """Free all that a request holds and queue it again; what is not found then will be computed anew."""
         for sequence in request.live:
             self._take_back(sequence)
             sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_computed_tokens)
             sequence.num_computed_tokens = 0
             sequence.status = SequenceStatus.WAITING
-        self.running.remove(request)
+        self._leave_queue(request)
         self.waiting.give_back(request)
-        self.entrance.num_seats -= len(request.live)
-        request.num_preemptions += 1
-        self.num_preemptions += 1
 
     # --- invariants -----------------------------------------------------------------------------------------------
 
@@ -343,7 +410,7 @@ class Scheduler:
             assert (sequence.row != NO_ROW) == (sequence.status is SequenceStatus.RUNNING)
             if sequence.row != NO_ROW:
                 assert self.cache.num_tokens(sequence.seq_id) == sequence.num_computed_tokens < sequence.num_tokens
-        assert len(self.running) + len(self.waiting) == len(self._requests)
+        assert len(self.running) + len(self.waiting) + len(self.swapped) == len(self._requests)
 
 
 def _arrival(request: Request) -> int:

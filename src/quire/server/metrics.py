@@ -13,6 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from quire.core.config import Recovery
 from quire.core.outputs import FinishReason, KVStats
 from quire.engine.output_processor import EndedRequest, ProcessedStep
 from quire.engine.wire import EngineState, Stepped
@@ -41,7 +42,7 @@ class Metrics(Collector):
 
     def __init__(self, model_name: str, kv: KVStats | None = None) -> None:
         self.model_name = model_name
-        self._state = EngineState(0, 0, 0, 0)
+        self._state = EngineState(0, 0, 0)
         self._kv = kv or _UNTOLD
         self._num_queued = 0
         self._num_prompt_tokens = self._num_generation_tokens = self._num_aborted = 0
@@ -110,17 +111,19 @@ class Metrics(Collector):
         yield from self._histograms.families({"model_name": self.model_name})
 
     def _engine_families(self) -> Iterator[Metric]:
-        state, model = self._state, {"model_name": self.model_name}
+        state, kv, model = self._state, self._kv, {"model_name": self.model_name}
         num_waiting = max(state.num_waiting, self._num_queued)      # the engine knows of the latest only after a step
         yield gauge("vllm:num_requests_running", "Requests that hold blocks.", (model, state.num_running))
         yield gauge("vllm:num_requests_waiting", "Requests in the queue, also preempted ones.", (model, num_waiting))
-        yield gauge("quire:num_requests_swapped", "Requests whose blocks are in host memory.", ({}, 0))
-        yield counter("vllm:num_preemptions_total", "Requests that lost their blocks.", (model, state.num_preemptions))
-        preemptions = {"recompute": state.num_preemptions, "swap": 0}
+        yield gauge("quire:num_requests_swapped", "Requests in the swap space.", ({}, state.num_swapped))
+        preemptions = {mode: kv.preemptions.get(mode, 0) for mode in get_args(Recovery)}
+        num_preemptions = sum(preemptions.values())
+        yield counter("vllm:num_preemptions_total", "Requests that lost their blocks.", (model, num_preemptions))
         yield counter("quire:preemptions_total", "Preemptions by the way back.", *by("mode", preemptions))
-        yield counter(
-            "quire:recomputed_tokens_total", "Computed tokens lost to preemptions.", ({}, state.num_recomputed_tokens)
-        )
+        yield counter("quire:recomputed_tokens_total", "Tokens computed again.", ({}, kv.recomputed_tokens))
+        yield counter("quire:swap_seconds_total", "Time spent on moving blocks.", ({}, kv.swap_s))
+        yield counter("quire:recompute_seconds_total", "Time spent on computing tokens again.", ({}, kv.recompute_s))
+        yield counter("quire:recovery_saved_seconds_total", "Time that auto has saved.", ({}, kv.recovery_saved_s))
 
     def _cache_families(self) -> Iterator[Metric]:
         kv, model = self._kv, {"model_name": self.model_name}
@@ -132,7 +135,7 @@ class Metrics(Collector):
         yield gauge("quire:kv_tail_waste_ratio", "Share of used slots that hold no token.", ({}, kv.tail_waste_ratio))
         yield gauge("quire:kv_block_ref_count", "Blocks in use by their owners.", *by("refs", ref_counts))
         yield counter("quire:kv_blocks_copied_total", "Blocks copied before a write.", ({}, kv.copied_blocks))
-        yield counter("quire:kv_blocks_swapped_total", "Blocks moved to and from the host.", *by("direction", swapped))
+        yield counter("quire:kv_blocks_swapped_total", "Blocks swapped out and in.", *by("direction", swapped))
         yield counter("vllm:prefix_cache_queries_total", "Tokens looked up.", (model, kv.prefix_queries_tokens))
         yield counter("vllm:prefix_cache_hits_total", "Tokens found.", (model, kv.prefix_hits_tokens))
 

@@ -1,0 +1,69 @@
+"""How a preempted request comes back: swapped out and in, or computed again; and what that has cost.
+
+`auto` takes for each victim what is cheaper at the rates that the worker has measured: moving its blocks out and back
+in, or a prefill of its computed tokens (Kwon et al. 2023, section 4.5, leaves the choice to the operator). A block that
+other requests hold as well is likely to be found in the cache on return: it goes out, but need not come in, nor be
+computed. While a rate is not known, the victim is swapped: only so does the rate of swapping become known, and that of
+prefills is known from the first prompt of more than one token on. docs/decisions/0008 has the figures.
+"""
+
+from quire.cache.manager import Footprint
+from quire.core.config import PreemptionMode, Recovery
+from quire.core.plan import UNMEASURED, StepResult
+from quire.core.sequence import Request
+
+
+class RecoveryPolicy:
+    """Chooses the way back, and keeps account of both. Seconds come from the worker, or from its rates."""
+
+    def __init__(self, mode: PreemptionMode, block_size: int) -> None:
+        self._mode = mode
+        self._block_size = block_size
+        self._rates = UNMEASURED
+        self.num_preemptions: dict[str, int] = {"recompute": 0, "swap": 0}  # by the way back, since start, as all here
+        self.num_recomputed_tokens = 0  # computed once, lost, and not found in the cache
+        self.swap_s = 0.0               # spent on moving blocks: measured
+        self.recompute_s = 0.0          # spent on computing tokens again: from the rate of prefills
+        self.saved_s = 0.0              # by the choices of `auto`: what the other way would have cost more
+
+    def choose(self, request: Request, footprint: Footprint, num_free_swap_blocks: int) -> Recovery:
+        """Choose for a victim that holds such blocks, and count it as preempted.
+
+        It is computed again where the swap space has no room for all of them.
+        """
+        recovery: Recovery = "recompute"
+        if self._mode != "recompute" and 0 < footprint.num_blocks <= num_free_swap_blocks:
+            recovery = "swap" if self._mode == "swap" else self._cheaper(footprint, _num_computed_tokens(request))
+        self.count(recovery)
+        return recovery
+
+    def count(self, recovery: Recovery) -> None:
+        """Count a preemption by its way back."""
+        self.num_preemptions[recovery] += 1
+
+    def note_step(self, result: StepResult) -> None:
+        """Take over what the worker has measured."""
+        self._rates = result.rates
+        self.swap_s += result.swap_s
+
+    def note_recomputed(self, num_tokens: int) -> None:
+        """Count tokens that are computed again."""
+        self.num_recomputed_tokens += num_tokens
+        if self._rates.prefill_tokens_per_s is not None:
+            self.recompute_s += num_tokens / self._rates.prefill_tokens_per_s
+
+    def _cheaper(self, footprint: Footprint, num_tokens: int) -> Recovery:
+        tokens_per_s, blocks_out_per_s, blocks_in_per_s = self._rates
+        if tokens_per_s is None or blocks_out_per_s is None or blocks_in_per_s is None:
+            return "swap"
+        num_blocks_back = footprint.num_blocks - footprint.num_held_by_others
+        swap_s = footprint.num_blocks / blocks_out_per_s + num_blocks_back / blocks_in_per_s
+        recompute_s = max(0, num_tokens - footprint.num_held_by_others * self._block_size) / tokens_per_s
+        self.saved_s += abs(swap_s - recompute_s)
+        return "swap" if swap_s < recompute_s else "recompute"
+
+
+def _num_computed_tokens(request: Request) -> int:
+    """Return how many tokens a gang has computed, the prompt once for all branches."""
+    first, *others = request.live
+    return first.num_computed_tokens + sum(max(0, o.num_computed_tokens - o.num_prompt_tokens) for o in others)
