@@ -13,6 +13,7 @@ import typer
 import quire
 from quire.cli.config_file import load_config
 from quire.cli.flag_groups import flag
+from quire.core.config import PreemptionMode
 from quire.engine.options import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
@@ -20,7 +21,6 @@ from quire.engine.options import (
     Device,
     Dtype,
     EngineOptions,
-    PreemptionMode,
 )
 
 if TYPE_CHECKING:
@@ -59,6 +59,16 @@ class EngineFlags:
     ] = None
     num_kv_blocks: Annotated[
         int | None, _flag("exact number of KV blocks; wins over the above", show_default="from the above")
+    ] = None
+    swap_space: Annotated[
+        str | None,
+        _flag("bytes of a file for the blocks of preempted requests; 4GiB", show_default="none", metavar="SIZE"),
+    ] = None
+    num_swap_blocks: Annotated[
+        int | None, _flag("exact number of its blocks; wins over the above", show_default="from the above")
+    ] = None
+    swap_dir: Annotated[
+        str | None, _flag("where that file is", show_default="the temporary directory", metavar="FOLDER")
     ] = None
     max_num_seqs: Annotated[int, _flag("sequences in one step")] = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: Annotated[int, _flag("tokens in one step")] = DEFAULT_MAX_NUM_BATCHED_TOKENS

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 import torch
 
 from quire.cache.manager import KVCacheManager
+from quire.core.config import CacheConfig
 from quire.engine.engine import Engine
 from quire.engine.input_processor import InputProcessor
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, free_memory_bytes, size_engine
 from quire.execution.batch import PersistentBatch
 from quire.execution.executor import LocalExecutor
+from quire.execution.swap_storage import allocate_swap_space
+from quire.execution.swapper import Swapper
 from quire.execution.worker import Worker
 from quire.kernels.back_end import choose_back_end
 from quire.model.config import read_config, spec_from_config
@@ -53,12 +56,13 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
     token_bytes = kv_bytes_per_token(spec, back_end.cache_layout.dtype(model.dtype))
     limits = ModelLimits(spec.max_position_embeddings, token_bytes, spec.sliding_window)
     cache_config, scheduler_config = size_engine(options, limits, free_memory_bytes())
-    scheduler = Scheduler(scheduler_config, KVCacheManager(cache_config))
     batch = PersistentBatch(
         scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size, spec.vocab_size
     )
     cache = KVCache.allocate(spec, cache_config.num_blocks, cache_config.block_size, model.dtype, back_end)
-    executor = LocalExecutor(Worker(model, cache, batch).execute)
+    swapper = None if cache_config.num_swap_blocks == 0 else _swapper(options, cache_config, model, cache)
+    executor = LocalExecutor(Worker(model, cache, batch, swapper).execute)
+    scheduler = Scheduler(scheduler_config, KVCacheManager(cache_config))
     ends = eos_token_ids(folder, config)
     inputs = InputProcessor(
         tokenizer,
@@ -69,3 +73,10 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
         max_logprobs=options.max_logprobs,
     )
     return AssembledEngine(Engine(scheduler, executor), inputs, tokenizer, model, ends, limits.kv_bytes_per_token)
+
+
+def _swapper(options: EngineOptions, config: CacheConfig, model: Decoder, cache: KVCache) -> Swapper:
+    space = allocate_swap_space(
+        model.spec, config.num_swap_blocks, config.block_size, model.dtype, model.back_end, options.swap_dir
+    )
+    return Swapper(cache, space, model.back_end.swap_blocks)

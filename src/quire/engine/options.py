@@ -5,13 +5,12 @@ import sys
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from quire.core.config import KERNEL_BLOCK_SIZES
+from quire.core.config import KERNEL_BLOCK_SIZES, PreemptionMode
 from quire.core.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu"]
 CpuIsa = Literal["auto", "amx", "avx512", "portable"]
-PreemptionMode = Literal["auto", "recompute"]
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 MAX_NUM_SEQS = 1 << 16  # every row is a place for max_model_len tokens
@@ -19,7 +18,7 @@ MAX_NUM_SEQS = 1 << 16  # every row is a place for max_model_len tokens
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def parse_bytes(value: int | str, name: str) -> int:
+def parse_bytes(value: int | str, name: str, low: int = 1) -> int:
     """Return a number of bytes from an integer or a text such as "512MiB" or "4GiB". ConfigError names `name`."""
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -28,8 +27,8 @@ def parse_bytes(value: int | str, name: str) -> int:
         if match is None or match[2].upper() not in _UNITS:
             raise ConfigError(f"{name} must be bytes such as 512MiB or 4GiB, got {value!r}")
         size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if size < 1:
-        raise ConfigError(f"{name} must be at least 1 byte, got {value!r}")
+    if size < low:
+        raise ConfigError(f"{name} must be at least {low} bytes, got {value!r}")
     return size
 
 
@@ -46,6 +45,7 @@ class EngineOptions:
     num_kv_blocks: int | None = None
     swap_space: int | str | None = None
     num_swap_blocks: int | None = None
+    swap_dir: str | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
@@ -63,6 +63,7 @@ class EngineOptions:
         self._check_choice("preemption_mode", get_args(PreemptionMode))
         for name in ("max_model_len", "num_kv_blocks", "max_num_batched_tokens"):
             self._check_count(name, 1)
+        self._check_count("num_swap_blocks", 0)
         self._check_count("max_num_seqs", 1, MAX_NUM_SEQS)
         self._check_count("max_logprobs", 0)
         self._check_count("block_size", 1)
@@ -70,22 +71,29 @@ class EngineOptions:
             raise ConfigError(f"block_size must be one of {KERNEL_BLOCK_SIZES}, got {self.block_size}")
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+        self._check_swap()
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         self._refuse_unsupported()
 
+    def _check_swap(self) -> None:
+        swap_bytes = 0 if self.swap_space is None else parse_bytes(self.swap_space, "swap_space", low=0)
+        num_swap_blocks = swap_bytes if self.num_swap_blocks is None else self.num_swap_blocks
+        if self.preemption_mode == "swap" and num_swap_blocks == 0:
+            raise ConfigError("preemption_mode 'swap' needs a swap space; set swap_space or num_swap_blocks above 0")
+        if self.swap_dir is not None and not isinstance(self.swap_dir, str):
+            raise ConfigError(f"swap_dir must be a path as text, got {self.swap_dir!r}")
+
     def _refuse_unsupported(self) -> None:
         """Refuse settings of parts that do not exist yet; their defaults describe the engine as it is."""
-        if self.swap_space not in (None, 0) or self.num_swap_blocks not in (None, 0):
-            raise ConfigError("swap_space and num_swap_blocks are not supported yet: preemption recomputes")
         if self.tensor_parallel_size != 1:
             raise ConfigError(f"tensor_parallel_size {self.tensor_parallel_size!r} is not supported yet, only 1")
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
-        if (name, value) in (("device", "cuda"), ("preemption_mode", "swap")):
+        if (name, value) == ("device", "cuda"):
             raise ConfigError(f"{name} {value!r} is not supported yet, only {', '.join(choices)}")
         if value not in choices:
             raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

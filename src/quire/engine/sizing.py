@@ -2,8 +2,9 @@
 
 import os
 from dataclasses import dataclass
+from typing import cast
 
-from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.config import CacheConfig, PreemptionMode, SchedulerConfig
 from quire.core.errors import ConfigError
 from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions, parse_bytes
 
@@ -59,9 +60,14 @@ def size_engine(options: EngineOptions, limits: ModelLimits, free_bytes: int) ->
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
         max_model_len=min(longest, capacity),
+        preemption_mode=cast(PreemptionMode, options.preemption_mode),
     )
     cache = CacheConfig(
-        num_blocks, options.block_size, limits.sliding_window, enable_prefix_caching=options.enable_prefix_caching
+        num_blocks,
+        options.block_size,
+        limits.sliding_window,
+        enable_prefix_caching=options.enable_prefix_caching,
+        num_swap_blocks=_num_swap_blocks(options, block_bytes),
     )
     return cache, scheduler
 
@@ -84,3 +90,16 @@ def _num_blocks(
             f"takes {block_bytes} bytes"
         )
     return num_blocks
+
+
+def _num_swap_blocks(options: EngineOptions, block_bytes: int) -> int:
+    """Return num_swap_blocks if it is set, else what swap_space holds; none if neither is."""
+    if options.num_swap_blocks is not None:
+        return options.num_swap_blocks
+    swap_bytes = 0 if options.swap_space is None else parse_bytes(options.swap_space, "swap_space", low=0)
+    if 0 < swap_bytes < block_bytes:
+        raise ConfigError(
+            f"swap_space of {swap_bytes} bytes holds no KV block; one block of {options.block_size} tokens takes "
+            f"{block_bytes} bytes"
+        )
+    return swap_bytes // block_bytes

@@ -1,6 +1,7 @@
 """KVCache: the tensors that hold keys and values, two per layer, cut into blocks. Knows no owner of a block."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,24 +24,37 @@ class KVCache:
 
     @classmethod
     def allocate(
-        cls, spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, back_end: BackEnd
+        cls,
+        spec: DecoderSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        back_end: BackEnd,
+        take: Callable[[int], Tensor] | None = None,
     ) -> "KVCache":
-        """Return a cache for a model of `dtype`. Of zeros: a tile may reach past a context, and 0 x NaN is NaN."""
-        layout = back_end.cache_layout
+        """Return a cache for a model of `dtype`. Of zeros: a tile may reach past a context, and 0 x NaN is NaN.
+
+        `take` gives memory for one tensor, uint8 [num_bytes] of zeros, aligned; None is the host's.
+        """
+        layout, take = back_end.cache_layout, take or _zeros
+        cache_dtype = layout.dtype(dtype)
+
+        def tensor(shape: tuple[int, ...]) -> Tensor:
+            return take(math.prod(shape) * cache_dtype.itemsize).view(cache_dtype).view(shape)
+
         shapes = layout.shapes(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype)
-        keys, values = ([_zeros(shape, layout.dtype(dtype)) for _ in range(spec.num_layers)] for shape in shapes)
+        keys, values = ([tensor(shape) for _ in range(spec.num_layers)] for shape in shapes)
         return cls(keys, values, block_size)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _zeros(num_bytes: int) -> Tensor:
     """Return zeros that take memory only where something has been written.
 
     NumPy asks the system for zero pages; `torch.zeros` writes them, 4 s for each GB of a cache that may stay empty.
     """
-    num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
     skipped = -memory.ctypes.data % ALIGNMENT
-    return torch.from_numpy(memory[skipped : skipped + num_bytes]).view(dtype).view(shape)
+    return torch.from_numpy(memory[skipped : skipped + num_bytes])
 
 
 def kv_bytes_per_token(spec: DecoderSpec, dtype: torch.dtype) -> int:

@@ -32,19 +32,24 @@ def _table(name: str, ready: Ready) -> Table:
 
 def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
     limits = ready.limits
-    num_tokens = limits.num_blocks * limits.block_size
     blocks_each = -(-limits.max_model_len // limits.block_size)
     num_fitting = min(limits.num_blocks // blocks_each, limits.max_num_seqs)
-    cache_bytes = _in_units(num_tokens * ready.kv_bytes_per_token)
     return [
         ("model", name),
         ("weights", f"{_in_units(ready.weights_bytes)}, {ready.num_parameters:,} parameters of {ready.dtype}"),
         ("device", ready.device),
-        ("KV cache", f"{limits.num_blocks:,} blocks of {limits.block_size}: {num_tokens:,} tokens, {cache_bytes}"),
-        ("swap", "none"),
+        ("KV cache", _blocks(limits.num_blocks, ready)),
+        ("swap", _blocks(ready.num_swap_blocks, ready) if ready.num_swap_blocks else "none"),
         ("longest request", f"{limits.max_model_len:,} tokens"),
         ("of that length", f"{num_fitting:,} at once"),
     ]
+
+
+def _blocks(num_blocks: int, ready: Ready) -> str:
+    """Return what so many blocks hold."""
+    num_tokens = num_blocks * ready.limits.block_size
+    num_bytes = _in_units(num_tokens * ready.kv_bytes_per_token)
+    return f"{num_blocks:,} blocks of {ready.limits.block_size}: {num_tokens:,} tokens, {num_bytes}"
 
 
 def _in_units(num_bytes: float) -> str:
