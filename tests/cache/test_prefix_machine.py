@@ -1,9 +1,11 @@
-"""Random lives of sequences that find each other's prefixes: match, adopt, pend, fork, evict, fail, in any order.
+"""Random lives of sequences that find each other's prefixes: match, adopt, pend, fork, evict, swap, fail, in any order.
 
-Each slot of the memory holds a digest of all tokens up to it, and of the scope. A step collects copies and writes and
-does them at its end, from tables that were built of updates alone, as a worker's are. So one look at every position
-shows a block that was shared wrongly, given up too early, written twice or never. A step that fails leaves garbage in
-all that it was to write. As in the test of the cache without prefixes, hypothesis searches in the default run, and the
+Each slot of the memory holds a digest of all tokens up to it, and of the scope. A step collects swaps, copies and
+writes, and does them at its end, from tables that were built of updates alone, as a worker's are. So one look at every
+position shows a block that was shared wrongly, given up too early, written twice or never. A step that fails leaves
+garbage in all that it was to write, in the swap space too.
+
+As in the test of the cache without prefixes, hypothesis searches in the default run, and the
 long one draws from seeds; QUIRE_FUZZ_SEED replays one.
 """
 
@@ -46,16 +48,27 @@ class Live:
     copies: list[BlockCopy] = field(default_factory=list)
     writes: range = range(0)    # positions
     writer: "Live | None" = None  # whose writes of this step it shares, having forked from it
+    has_begun_in_step: bool = False  # with a copy, or with what another computes
+
+    def leave_step(self) -> None:
+        """Take no part in the step, or no more."""
+        self.is_in_step = self.has_appended = self.has_begun_in_step = False
+        self.copies, self.writes, self.writer = [], range(0), None
 
 
 class World:
     """The real cache, a memory, and what sequences are owed."""
 
-    def __init__(self, num_blocks: int, block_size: int, window: int | None) -> None:
-        self.cache = KVCacheManager(CacheConfig(num_blocks, block_size, window, enable_prefix_caching=True))
+    def __init__(self, num_blocks: int, block_size: int, window: int | None, num_swap_blocks: int) -> None:
+        self.cache = KVCacheManager(CacheConfig(num_blocks, block_size, window, True, num_swap_blocks))
         self.num_blocks, self.block_size, self.window = num_blocks, block_size, window
+        self.num_swap_blocks = num_swap_blocks
         self.live: dict[int, Live] = {}
+        self.swapped: dict[int, Live] = {}     # in the step under way if they go out in it
+        self.swap_outs: list[BlockCopy] = []   # of the step under way
+        self.swap_ins: list[BlockCopy] = []
         self.memory: dict[tuple[int, int], int] = {}
+        self.swap_memory: dict[tuple[int, int], int] = {}
         self.known: list[list[int]] = [[]]  # tokens of all sequences so far
         self.new_ids = count()
         self.seen: Counter[str] = Counter()
@@ -75,7 +88,7 @@ class World:
         assert self.cache.num_tokens(seq_id) == match.num_tokens - (0 if copy else match.num_inside)
         begun = Live(tokens, scope, self.cache.block_ids(seq_id), match.num_tokens - match.num_inside)
         if copy is not None:
-            begun.is_in_step, begun.copies = True, [copy]
+            begun.is_in_step, begun.has_begun_in_step, begun.copies = True, True, [copy]
         self.live[seq_id] = begun
         self.known.append(tokens)
         self.seen.update(found=match.num_tokens > 0, inside=copy is not None, pending=match.is_pending)
@@ -120,16 +133,84 @@ class World:
         self.cache.fork(parent_id, child_id, tokens)
         self.live[child_id] = Live(
             tokens, parent.scope, self.cache.block_ids(child_id), 0 if parent.is_in_step else parent.num_computed,
-            is_in_step=parent.is_in_step, has_appended=parent.is_in_step,
+            is_in_step=parent.is_in_step, has_appended=parent.is_in_step, has_begun_in_step=parent.is_in_step,
             writer=(parent.writer or parent) if parent.is_in_step else None,
         )
         self.known.append(tokens)
 
     def end_one(self, seq_id: int) -> None:
-        """End a sequence, unless another has just copied a block that both hold: such two are preempted together."""
-        sources = {copy.src for sequence in self.live.values() for copy in sequence.copies}
-        if sources.isdisjoint(self.cache.block_ids(seq_id)):
+        """End a sequence, unless the step copies a block that it holds for another, or swaps it in.
+
+        The first two are preempted together, the last is not preempted in that step.
+        """
+        if not self._is_copied(seq_id) and seq_id not in self.cache._arriving:
             self.free(seq_id)
+
+    def _is_copied(self, seq_id: int) -> bool:
+        sources = {copy.src for sequence in self.live.values() for copy in sequence.copies}
+        return not sources.isdisjoint(self.cache.block_ids(seq_id))
+
+    def retract(self) -> None:
+        """Take back what was appended in this step, unless somebody has begun with a part of it."""
+        if any(sequence.has_begun_in_step for sequence in self.live.values()):
+            return
+        for seq_id, sequence in self.live.items():
+            if sequence.has_appended:
+                self.cache.retract(seq_id, sequence.num_computed)
+                self.seen.update(retracted=True, copy_retracted=bool(sequence.copies))
+                sequence.worker_table = self.cache.block_ids(seq_id)
+                is_arriving = seq_id in self.cache._arriving
+                sequence.leave_step()
+                sequence.is_in_step = is_arriving
+
+    def swap_out(self, seq_ids: list[int]) -> None:
+        """Swap out those of some sequences that take no part in the step, and whose blocks it does not copy."""
+        gang = [seq_id for seq_id in seq_ids if not self.live[seq_id].is_in_step and not self._is_copied(seq_id)]
+        num_blocks = self.cache.footprint(gang).num_blocks
+        try:
+            copies = self.cache.swap_out(gang)
+        except OutOfBlocksError:
+            assert self.cache.num_free_swap_blocks < num_blocks
+            self.seen["swap space full"] += 1
+            return
+        assert len(copies) <= num_blocks, "a block moved twice"
+        self.swap_outs += copies
+        for seq_id in gang:
+            sequence = self.swapped[seq_id] = self.live.pop(seq_id)
+            sequence.is_in_step = True
+        self.seen.update(swapped_out=bool(gang), shared_out=num_blocks < sum(map(self._num_held, gang)))
+
+    def _num_held(self, seq_id: int) -> int:
+        return sum(block != NULL_BLOCK for block in self.swapped[seq_id].worker_table)
+
+    def swap_in(self, seq_ids: list[int]) -> None:
+        """Bring back those of some sequences that went out in an earlier step."""
+        gang = [seq_id for seq_id in seq_ids if not self.swapped[seq_id].is_in_step]
+        need, num_free = self.cache.num_blocks_to_swap_in(gang), self.cache.num_free_blocks
+        try:
+            copies = self.cache.swap_in(gang)
+        except OutOfBlocksError:
+            assert need > num_free
+            self.seen["no room to return"] += 1
+            return
+        assert len(copies) <= need == num_free - self.cache.num_free_blocks
+        self.swap_ins += copies
+        for seq_id in gang:
+            sequence = self.live[seq_id] = self.swapped.pop(seq_id)
+            sequence.worker_table, sequence.is_in_step = self.cache.block_ids(seq_id), True
+        num_returned = len({block for s in gang for block in self.cache.block_ids(s) if block != NULL_BLOCK})
+        self.seen.update(swapped_in=bool(copies), found_on_return=len(copies) < num_returned)
+
+    def end_swapped(self, seq_id: int) -> None:
+        """End a sequence that went out in an earlier step."""
+        if not self.swapped[seq_id].is_in_step:
+            self.free_swapped(seq_id)
+            self.seen["swapped ended"] += 1
+
+    def free_swapped(self, seq_id: int) -> None:
+        """End a sequence that is swapped out."""
+        del self.swapped[seq_id]
+        self.cache.free(seq_id)
 
     def free(self, seq_id: int) -> None:
         """End a sequence; between two steps, all that it has computed must be found at once."""
@@ -148,7 +229,8 @@ class World:
             other.writer = heir
 
     def end_step(self) -> None:
-        """Do what the step was to do: copies, writes, reads."""
+        """Do what the step was to do: swaps, copies, writes, reads."""
+        self._swap()
         self._copy()
         for sequence in self.live.values():
             for position in sequence.writes:
@@ -158,18 +240,24 @@ class World:
             table = self.cache.block_ids(seq_id)
             if sequence.is_in_step:
                 sequence.num_computed, table = self.cache.num_tokens(seq_id), sequence.worker_table
-            sequence.is_in_step = sequence.has_appended = False
-            sequence.copies, sequence.writes, sequence.writer = [], range(0), None
+            sequence.leave_step()
             self._check_readable(sequence, table)
+        for sequence in self.swapped.values():
+            sequence.leave_step()
 
     def fail_step(self) -> None:
         """Leave garbage behind; whoever took part is preempted."""
+        for memory, copies in ((self.swap_memory, self.swap_outs), (self.memory, self.swap_ins)):
+            memory.update({(copy.dst, offset): GARBAGE for copy in copies for offset in range(self.block_size)})
+        self.swap_outs, self.swap_ins = [], []
         self._copy()
         for sequence in self.live.values():
             for position in sequence.writes:
                 self._write(sequence, position, GARBAGE)
         for seq_id in [seq_id for seq_id, sequence in self.live.items() if sequence.is_in_step]:
             self.free(seq_id)
+        for seq_id in [seq_id for seq_id, sequence in self.swapped.items() if sequence.is_in_step]:
+            self.free_swapped(seq_id)
         self.cache.end_step()
 
     def end(self) -> None:
@@ -177,8 +265,11 @@ class World:
         self.fail_step()
         for seq_id in list(self.live):
             self.free(seq_id)
+        for seq_id in list(self.swapped):
+            self.free_swapped(seq_id)
         self.check()
         assert self.cache.num_free_blocks == self.num_blocks
+        assert self.cache.num_free_swap_blocks == self.num_swap_blocks
 
     def _check_is_found(self, sequence: Live, num_tokens: int) -> None:
         """All full blocks can be found, but those behind one that was given up when it had left the window."""
@@ -231,6 +322,17 @@ class World:
 
     # --- the worker -----------------------------------------------------------------------------------------------
 
+    def _swap(self) -> None:
+        for copies, source, target in (
+            (self.swap_outs, self.memory, self.swap_memory),
+            (self.swap_ins, self.swap_memory, self.memory),
+        ):
+            assert len({copy.dst for copy in copies}) == len(copies), "two blocks into one"
+            for src, dst in copies:
+                for offset in range(self.block_size):
+                    target[dst, offset] = source.get((src, offset), GARBAGE)
+        self.swap_outs, self.swap_ins = [], []
+
     def _copy(self) -> None:
         copies = [copy for sequence in self.live.values() for copy in sequence.copies]
         assert not {copy.dst for copy in copies} & {copy.src for copy in copies}, "a copy of a copy"
@@ -252,19 +354,28 @@ class PrefixMachine(RuleBasedStateMachine):
     """The verbs as rules; numbers say which sequence is meant, however many there are."""
 
     @initialize(
-        num_blocks=st.integers(1, 16), block_size=st.integers(1, 4), window=st.none() | st.none() | st.integers(1, 9)
+        num_blocks=st.integers(1, 16),
+        block_size=st.integers(1, 4),
+        window=st.none() | st.none() | st.integers(1, 9),
+        num_swap_blocks=st.integers(1, 24),
     )
-    def begin_world(self, num_blocks: int, block_size: int, window: int | None) -> None:
-        self.world = World(num_blocks, block_size, window)
+    def begin_world(self, num_blocks: int, block_size: int, window: int | None, num_swap_blocks: int) -> None:
+        self.world = World(num_blocks, block_size, window, num_swap_blocks)
 
     def pick(self, index: int) -> int:
         return sorted(self.world.live)[index % len(self.world.live)]
+
+    def pick_swapped(self, index: int) -> int:
+        return sorted(self.world.swapped)[index % len(self.world.swapped)]
+
+    def has_swapped(self) -> bool:
+        return len(self.world.swapped) > 0
 
     def has_sequences(self) -> bool:
         return len(self.world.live) > 0
 
     def has_room(self) -> bool:
-        return len(self.world.live) < MAX_SEQUENCES
+        return len(self.world.live) + len(self.world.swapped) < MAX_SEQUENCES
 
     @precondition(has_room)
     @rule(data=st.data())
@@ -306,6 +417,23 @@ class PrefixMachine(RuleBasedStateMachine):
     def free(self, index: int) -> None:
         self.world.end_one(self.pick(index))
 
+    @precondition(has_sequences)
+    @rule(indices=st.sets(st.integers(0, MAX_SEQUENCES - 1), min_size=1), retracts=st.booleans())
+    def swap_out(self, indices: set[int], retracts: bool) -> None:
+        if retracts:
+            self.world.retract()
+        self.world.swap_out(sorted({self.pick(index) for index in indices}))
+
+    @precondition(has_swapped)
+    @rule(indices=st.sets(st.integers(0, MAX_SEQUENCES - 1), min_size=1))
+    def swap_in(self, indices: set[int]) -> None:
+        self.world.swap_in(sorted({self.pick_swapped(index) for index in indices}))
+
+    @precondition(has_swapped)
+    @rule(index=st.integers(0, MAX_SEQUENCES - 1))
+    def end_swapped(self, index: int) -> None:
+        self.world.end_swapped(self.pick_swapped(index))
+
     @rule()
     def end_step(self) -> None:
         self.world.end_step()
@@ -332,7 +460,8 @@ TestPrefixMachine = PrefixMachine.TestCase
 
 def random_life(rng: random.Random, num_steps: int) -> Counter[str]:
     """One cache from start to end: `num_steps` operations, a check after each. Returns what it has seen."""
-    world = World(rng.randint(1, 40), rng.choice((1, 2, 3, 4, 8)), rng.choice((None, None, rng.randint(1, 16))))
+    window = rng.choice((None, None, rng.randint(1, 16)))
+    world = World(rng.randint(1, 40), rng.choice((1, 2, 3, 4, 8)), window, rng.randint(1, 40))
     for _ in range(num_steps):
         random_step(world, rng)
         world.check()
@@ -343,21 +472,33 @@ def random_life(rng: random.Random, num_steps: int) -> Counter[str]:
 
 def random_step(world: World, rng: random.Random) -> None:
     """One operation; the weights keep pools nearly full."""
-    if not world.live or (len(world.live) < MAX_SEQUENCES and rng.random() < 0.15):
-        world.begin(rng.randrange)
+    has_room = len(world.live) + len(world.swapped) < MAX_SEQUENCES
+    if world.swapped and rng.random() < 0.15:
+        returning = rng.sample(sorted(world.swapped), rng.randint(1, len(world.swapped)))
+        world.swap_in(returning) if rng.random() < 0.9 else world.end_swapped(returning[0])
+        return
+    if not world.live or (has_room and rng.random() < 0.15):
+        world.begin(rng.randrange) if has_room else world.end_step()
         return
     seq_id = rng.choice(list(world.live))
-    verb = rng.choices(("one", "chunk", "fork", "free", "end", "fail", "publish"), (50, 15, 5, 8, 30, 1, 20))[0]
+    verbs = ("one", "chunk", "fork", "free", "end", "fail", "publish", "retract", "swap")
+    verb = rng.choices(verbs, (50, 15, 8, 8, 30, 1, 20, 6, 8))[0]
     if verb == "one":
         world.append(seq_id, 0)
     elif verb == "chunk":
         world.append(seq_id, rng.randint(0, 20))
-    elif verb == "fork" and len(world.live) < MAX_SEQUENCES:
+    elif verb == "fork" and has_room:
         world.fork(seq_id)
     elif verb == "free":
         world.end_one(seq_id)
     elif verb == "publish":
         world.publish()
+    elif verb in ("retract", "swap"):
+        if verb == "retract":
+            for each in list(world.live):
+                world.append(each, 0)
+            world.retract()
+        world.swap_out(rng.sample(sorted(world.live), rng.randint(1, len(world.live))))
     elif verb == "fail":
         world.fail_step()
     else:
@@ -368,7 +509,11 @@ def test_random_lives_see_everything_that_can_happen() -> None:
     seen = Counter[str]()
     for seed in range(10):
         seen += random_life(random.Random(seed), 200)
-    assert set(seen) == {"found", "inside", "pending", "full", "adopted", "stored", "evicted"}
+    assert set(seen) == {
+        *("found", "inside", "pending", "full", "adopted", "stored", "evicted"),
+        *("swapped_out", "shared_out", "swap space full", "retracted", "copy_retracted"),
+        *("swapped_in", "found_on_return", "no room to return", "swapped ended"),
+    }
 
 
 @pytest.mark.fuzz

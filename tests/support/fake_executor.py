@@ -7,7 +7,7 @@ request must come to is known without running any scheduler (`expected_tokens`).
 """
 
 from quire.cache.block_table import NULL_BLOCK
-from quire.core.plan import NewRow, StepPlan, StepResult
+from quire.core.plan import UNMEASURED, BlockCopy, MeasuredRates, NewRow, StepPlan, StepResult
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import branch_seed
 
@@ -47,21 +47,34 @@ def expected_tokens(
 
 
 class FakeExecutor:
-    """Runs plans on digests. `window`: how far back a query looks, as in the cache's configuration."""
+    """Runs plans on digests. `window`: how far back a query looks, as in the cache's configuration.
+
+    `rates`: what it claims to have measured.
+    """
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, window: int | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        budget: int,
+        window: int | None = None,
+        num_swap_blocks: int = 0,
+        rates: MeasuredRates = UNMEASURED,
     ) -> None:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._budget = budget
         self._window = window
+        self._rates = rates
         self._slots = [EMPTY] * (num_blocks * block_size)
+        self._swap_slots = [EMPTY] * (num_swap_blocks * block_size)
         self._rows: dict[int, NewRow] = {}
         self._tables: dict[int, list[int]] = {}
         self._plan: StepPlan | None = None
         self.trace: list[tuple[object, ...]] = []
         self.num_computed = 0  # tokens, over all steps
+        self.num_swapped = 0   # blocks, out and in
 
     def submit(self, plan: StepPlan) -> None:
         self._plan = plan
@@ -82,9 +95,39 @@ class FakeExecutor:
                 self._write(row, start, count)
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             self._read(row, start, start + count)
-        return StepResult([self._sample(plan, i) for i in range(len(plan.sample_rows))])
+        return StepResult([self._sample(plan, i) for i in range(len(plan.sample_rows))], rates=self._rates)
+
+    def fail(self, plan: StepPlan) -> None:
+        """Leave garbage behind wherever a plan says that something is to be written."""
+        self._begin(plan)
+        for _, block in plan.swap_outs:
+            self._fill(self._swap_slots, block, [EMPTY] * self._block_size)
+        for _, block in plan.swap_ins + plan.copies:
+            self._fill(self._slots, block, [EMPTY] * self._block_size)
+        for entry, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True)):
+            for position in range(start, start + count) if entry not in plan.stored_entries else ():
+                self._slots[self._slot(row, position)] = EMPTY
 
     def _apply(self, plan: StepPlan) -> None:
+        self._begin(plan)
+        self._copy(plan.swap_outs, self._slots, self._swap_slots)
+        self._copy(plan.swap_ins, self._swap_slots, self._slots)
+        self.num_swapped += len(plan.swap_outs) + len(plan.swap_ins)
+        assert not {copy.dst for copy in plan.copies} & {copy.src for copy in plan.copies}, "a copy of a copy"
+        self._copy(plan.copies, self._slots, self._slots)
+
+    def _copy(self, copies: list[BlockCopy], sources: list[int], destinations: list[int]) -> None:
+        size = self._block_size
+        assert len({copy.dst for copy in copies}) == len(copies), "two copies into one block"
+        for src, dst in copies:
+            assert sources[src * size] != EMPTY, f"block {src} is copied, but nothing was ever written there"
+            self._fill(destinations, dst, sources[src * size : (src + 1) * size])
+
+    def _fill(self, slots: list[int], block: int, content: list[int]) -> None:
+        assert 0 <= block < len(slots) // self._block_size, f"no block {block}"
+        slots[block * self._block_size : (block + 1) * self._block_size] = content
+
+    def _begin(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
             self._rows[new.row] = new
             self._tables[new.row] = list(new.block_ids)
@@ -92,11 +135,6 @@ class FakeExecutor:
             table = self._tables[row]
             table.extend([NULL_BLOCK] * (column + 1 - len(table)))
             table[column] = block
-        size = self._block_size
-        assert len({copy.dst for copy in plan.copies}) == len(plan.copies), "two copies into one block"
-        assert not {copy.dst for copy in plan.copies} & {copy.src for copy in plan.copies}, "a copy of a copy"
-        for src, dst in plan.copies:
-            self._slots[dst * size : (dst + 1) * size] = self._slots[src * size : (src + 1) * size]
 
     def _slot(self, row: int, position: int) -> int:
         block = self._tables[row][position // self._block_size]

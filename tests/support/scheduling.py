@@ -8,9 +8,10 @@ from typing import Any
 
 from quire.cache.block_table import NULL_BLOCK
 from quire.cache.manager import KVCacheManager
-from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.config import CacheConfig, PreemptionMode, SchedulerConfig
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import SequenceDelta
+from quire.core.plan import UNMEASURED, MeasuredRates, StepPlan
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import NO_ROW, Request
 from quire.scheduling.scheduler import Scheduler
@@ -43,15 +44,28 @@ class Harness:
     max_model_len: int = 1 << 20
     window: int | None = None
     caching: bool = False
+    num_swap_blocks: int = 0
+    mode: PreemptionMode = "auto"
+    rates: MeasuredRates = UNMEASURED
     outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
     num_steps: int = 0
 
     def __post_init__(self) -> None:
-        self.cache = KVCacheManager(CacheConfig(self.num_blocks, self.block_size, self.window, self.caching))
-        config = SchedulerConfig(self.max_num_seqs, self.budget, self.max_model_len)
+        self.cache = KVCacheManager(
+            CacheConfig(self.num_blocks, self.block_size, self.window, self.caching, self.num_swap_blocks)
+        )
+        config = SchedulerConfig(self.max_num_seqs, self.budget, self.max_model_len, self.mode)
         self.scheduler = Scheduler(config, self.cache)
-        self.executor = FakeExecutor(self.num_blocks, self.block_size, self.max_num_seqs, self.budget, self.window)
+        self.executor = FakeExecutor(
+            self.num_blocks,
+            self.block_size,
+            self.max_num_seqs,
+            self.budget,
+            self.window,
+            self.num_swap_blocks,
+            self.rates,
+        )
         self.requests: dict[int, Request] = {}
 
     def add(
@@ -67,14 +81,16 @@ class Harness:
         self.requests[request_id] = request
         return request
 
-    def step(self) -> list[SequenceDelta]:
+    def step(self, *, fails: bool = False) -> list[SequenceDelta]:
         """Run one step and check every invariant after it."""
-        before = list(self.scheduler.running)
-        plan = self.scheduler.schedule()
+        plan = self._schedule()
         if plan.is_empty:
             return []
-        for victim in (request for request in before if request not in self.scheduler.running):
-            assert all(request.arrival < victim.arrival for request in self.scheduler.admitted), "let in past a victim"
+        if fails:
+            self.executor.fail(plan)
+            self.scheduler.undo()
+            self.check()
+            return []
         self.executor.submit(plan)
         deltas = self.scheduler.update(plan, self.executor.collect())
         self.num_steps += 1
@@ -86,6 +102,18 @@ class Harness:
             if delta.finish_reason is not None:
                 self.reasons[key] = delta.finish_reason
         return deltas
+
+    def _schedule(self) -> StepPlan:
+        """Make a plan, and check who was let in: nobody past a victim, nobody new while anything is swapped out."""
+        scheduler, before = self.scheduler, list(self.scheduler.running)
+        plan = scheduler.schedule()
+        for victim in (request for request in before if request not in scheduler.running):
+            assert all(request.arrival < victim.arrival for request in scheduler.admitted), "let in past a victim"
+        if len(scheduler.swapped) > 0:
+            assert all(request.num_preemptions > 0 for request in scheduler.admitted), "let in past a swapped request"
+            first = scheduler.swapped.first().arrival
+            assert all(request.arrival < first for request in scheduler.admitted), "returned out of order"
+        return plan
 
     def check(self) -> None:
         """Check every invariant, and that requests with different salts have no block in common."""
@@ -102,7 +130,12 @@ class Harness:
         while self.scheduler.has_requests:
             assert self.num_steps < max_steps, "no end in sight"
             self.step()
+        self.assert_empty()
+
+    def assert_empty(self) -> None:
+        """Everything has been given back."""
         assert self.cache.num_free_blocks == self.num_blocks
+        assert self.cache.num_free_swap_blocks == self.num_swap_blocks
 
     def expected(self, request: Request) -> list[list[int]]:
         """What the branches of a request must come to."""
@@ -117,9 +150,11 @@ class Harness:
             assert got == (tokens if whole else tokens[: len(got)])
 
 
-def random_params(rng: random.Random) -> dict[str, Any]:
+def random_params(rng: random.Random, *, crowded: bool) -> dict[str, Any]:
     """Random sampling parameters as far as the scheduler looks at them."""
-    max_tokens = rng.randint(1, 40)
+    max_tokens = rng.randint(20 if crowded else 1, 40)
+    if crowded and rng.random() < 0.8:
+        return {"n": rng.choice([1, 1, 2, 3]), "max_tokens": max_tokens, "ignore_eos": True}
     return {
         "n": rng.choice([1, 1, 1, 2, 3, 5]),
         "max_tokens": max_tokens,
@@ -129,29 +164,39 @@ def random_params(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def random_run(seed: int) -> Harness:
-    """Random pool, limits, arrivals, prompts, n, stops and aborts; safety after each step, liveness at the end."""
+def random_run(seed: int, *, crowded: bool = False) -> Harness:
+    """Random pool, limits, requests, stops, aborts and failures; safety after each step, liveness at the end.
+
+    Crowded: long answers that come in all at once, in a pool for few of them, so that most are preempted.
+    """
     rng = random.Random(seed)
-    block_size, longest_prompt = rng.choice([1, 2, 3, 4, 4, 8, 16]), rng.choice([3, 12, 40])
-    typical_blocks = (longest_prompt + 40 * rng.randint(1, 2)) // block_size + 1
+    block_size = rng.choice([1, 2, 3, 4] if crowded else [1, 2, 3, 4, 4, 8, 16])
+    longest_prompt = rng.choice([3, 12] if crowded else [3, 12, 40])
+    typical_blocks = (longest_prompt + 40 * (1 if crowded else rng.randint(1, 2))) // block_size + 1
     harness = Harness(
-        num_blocks=max(2, int(typical_blocks * rng.uniform(0.7, 3.0))),
+        num_blocks=max(2, int(typical_blocks * rng.uniform(0.7, 1.5 if crowded else 3.0))),
         block_size=block_size,
-        max_num_seqs=rng.choice([1, 8, 8, 16]),
+        max_num_seqs=24 if crowded else rng.choice([1, 8, 8, 16]),
         budget=rng.choice([1, 2, 3, 7, 16, 64]),
         max_model_len=rng.choice([60, 1 << 20]),
         window=rng.choice([None, None, None, rng.randint(1, 24)]),
         caching=rng.random() < 0.7,
+        num_swap_blocks=rng.choice([0, 1, typical_blocks // 2, *[10 * typical_blocks] * 4]),
+        mode=rng.choice(["auto", "recompute", "swap", "swap"]),
+        rates=MeasuredRates(*(rng.choice([None, *[rng.uniform(1, 100)] * 5]) for _ in range(3))),
     )
     prompts = RandomPrompts(rng, longest_prompt)
-    arrivals_left, arrival_rate, early_end_rate = rng.randint(1, 12), rng.choice([0.1, 1.0]), rng.choice([0, 0.03])
+    arrivals_left = rng.randint(*((6, 20) if crowded else (1, 12)))
+    arrival_rate = 1.0 if crowded else rng.choice([0.1, 1.0])
+    early_end_rate, failure_rate = rng.choice([0, 0.03]), rng.choice([0, 0, 0.02])
     ended_early: set[int] = set()
     while arrivals_left or harness.scheduler.has_requests:
         if arrivals_left and rng.random() < arrival_rate:
             arrivals_left -= 1
             with suppress(InvalidRequestError):
                 eos = rng.sample(range(VOCAB_SIZE), 2)
-                harness.add(prompts.draw(harness), eos, rng.choice([None, None, "salt"]), **random_params(rng))
+                params, salt = random_params(rng, crowded=crowded), rng.choice([None, None, "salt"])
+                harness.add(prompts.draw(harness), eos, salt, **params)
         if harness.requests and rng.random() < early_end_rate:
             victim = rng.choice(list(harness.requests))
             is_abort = rng.random() < 0.5
@@ -159,9 +204,9 @@ def random_run(seed: int) -> Harness:
             if scheduler.abort(victim) if is_abort else scheduler.finish(victim, rng.randrange(5)):
                 ended_early.add(victim)
             harness.check()
-        harness.step()
+        harness.step(fails=rng.random() < failure_rate)
         assert harness.num_steps < 20_000, "no end in sight"
-    assert harness.cache.num_free_blocks == harness.num_blocks
+    harness.assert_empty()
     for request in harness.requests.values():
         harness.assert_right(request, whole=request.request_id not in ended_early)
     return harness
