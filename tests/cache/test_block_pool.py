@@ -231,6 +231,13 @@ class TestCachedBlocks:
         self.release(pool, 1)
         assert pool.num_cached_blocks == 0, "what cannot be found is not kept"
 
+    def test_what_goes_with_a_parent_in_vain_can_be_taken_by_the_same_call(self, pool: BlockPool) -> None:
+        pool.allocate(1)
+        self.release(pool, 0, 2)
+        self.release(pool, 3)
+        assert sorted(pool.allocate(3)) == [0, 2, 3]
+        pool.check()
+
     def test_all_or_nothing_counts_cached_blocks(self, pool: BlockPool, tree: PrefixTree) -> None:
         self.release(pool, 2)
         with pytest.raises(OutOfBlocksError, match="need 3 blocks, 2 of 5 are free"):

@@ -70,7 +70,7 @@ class BlockPool:
         self._next_unused = min(first_unused + count - len(blocks), self.num_blocks)
         blocks.extend(range(first_unused, self._next_unused))
         while len(blocks) < count:
-            blocks.append(self._evict())
+            blocks.append(self._freed.pop() if self._freed else self._evict())  # one eviction may free several
         for block in blocks:
             self._ref_counts[block] = 1
         self._num_by_owners[0] -= count
