@@ -7,7 +7,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 from quire.core.beam_search_params import BeamSearchParams
-from quire.core.outputs import CompletionOutput, KVStats, Logprob, RequestMetrics, RequestOutput
+from quire.core.outputs import CompletionOutput, KVStats, Logprob, PinnedPrefix, RequestMetrics, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import branch_seed
 from quire.core.version import __version__ as __version__
@@ -21,6 +21,7 @@ __all__ = [
     "CompletionOutput",
     "KVStats",
     "Logprob",
+    "PinnedPrefix",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

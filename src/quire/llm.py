@@ -12,13 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.errors import InvalidRequestError
-from quire.core.outputs import KVStats, RequestOutput
+from quire.core.outputs import KVStats, PinnedPrefix, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.engine.assembly import AssembledEngine, assemble
-from quire.engine.input_processor import Prompt, TokenizedPrompt
+from quire.engine.input_processor import InputProcessor, Prompt, TokenizedPrompt
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputProcessor
+from quire.engine.pinned_prefixes import PinnedPrefixes
 from quire.text.chat_template import Message
 from quire.text.tokenizer import Tokenizer
 
@@ -76,6 +77,7 @@ class LLM:
         )
         self._assembled: AssembledEngine | None = assemble(options, takes_text=True)
         self._outputs = OutputProcessor(self._assembled.tokenizer)
+        self._pinned = PinnedPrefixes(self._assembled.inputs.limits.block_size)
         self._num_requests = 0                           # accepted so far; also the next one's id
         self._unclaimed: dict[str, RequestOutput] = {}   # outputs for another iterator than the one that stepped
 
@@ -107,6 +109,13 @@ class LLM:
         if self._assembled is None:
             raise RuntimeError("this LLM is closed")
         return self._assembled
+
+    @property
+    def _inputs(self) -> InputProcessor:
+        """What checks requests, by the limits as they are now."""
+        assembled = self._engine
+        assembled.inputs.limits = assembled.engine.scheduler.limits
+        return assembled.inputs
 
     def generate(
         self,
@@ -166,6 +175,32 @@ class LLM:
         _ = self._engine  # a closed LLM says so first
         raise InvalidRequestError("beam search is not supported yet", param="beam_width")
 
+    def pin_prefix(self, prefix: Prompt) -> PinnedPrefix:
+        """Compute a prefix once and keep it until it is unpinned: prompts that begin with it compute the rest only.
+
+        A prefix is a prompt as for `generate`; one with a salt serves prompts with the same salt. Pinned twice, it
+        gets two ids, and its blocks are stored once. InvalidRequestError if what was promised would break: a request
+        of max_model_len, or one that is under way, could not run beside it.
+        """
+        prompt = self._inputs.tokenize(prefix)
+        request = self._inputs.make_pin(self._pinned.next_request_id(), prompt)
+        try:
+            self._finish_all([(request, prompt)], use_tqdm=False)
+            return self._pinned.add(request)
+        except BaseException:
+            self._abort({str(request.request_id)})
+            raise
+
+    def unpin_prefix(self, prefix_id: str) -> None:
+        """Let a pinned prefix go; what uses it goes on. UnknownPrefixError if it is not here (any more)."""
+        engine = self._engine.engine
+        engine.abort(self._pinned.remove(prefix_id))
+
+    def pinned_prefixes(self) -> list[PinnedPrefix]:
+        """Return what is pinned, in the order in which it was."""
+        _ = self._engine  # a closed LLM says so
+        return list(self._pinned)
+
     def kv_stats(self) -> KVStats:
         """Return the state of the KV cache between two steps."""
         return self._engine.engine.kv_stats()
@@ -176,7 +211,7 @@ class LLM:
         self, prompts: list[TokenizedPrompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[tuple[Request, TokenizedPrompt]]:
         """Check every request and queue none. A refused call uses no request id up: seeds derive from them."""
-        inputs = self._engine.inputs
+        inputs = self._inputs
         params = _one_each(sampling_params, len(prompts))
         requests = [
             (inputs.make_request(request_id, prompt, own), prompt)

@@ -1,4 +1,4 @@
-"""Random lives of sequences that find each other's prefixes: match, adopt, pend, fork, evict, swap, fail, in any order.
+"""Random lives of sequences that find each other's prefixes: match, adopt, pend, fork, pin, evict, swap, fail.
 
 Each slot of the memory holds a digest of all tokens up to it, and of the scope. A step collects swaps, copies and
 writes, and does them at its end, from tables that were built of updates alone, as a worker's are. So one look at every
@@ -29,6 +29,7 @@ from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
 
 MAX_SEQUENCES = 6
+MAX_PINS = 4
 GARBAGE = -1
 SCOPES = (None, "salt")
 
@@ -56,6 +57,15 @@ class Live:
         self.copies, self.writes, self.writer = [], range(0), None
 
 
+@dataclass
+class Pinned:
+    """A prefix as it was when it was pinned, and the blocks that it held then."""
+
+    tokens: list[int]
+    scope: str | None
+    table: list[int]
+
+
 class World:
     """The real cache, a memory, and what sequences are owed."""
 
@@ -69,6 +79,7 @@ class World:
         self.swap_ins: list[BlockCopy] = []
         self.memory: dict[tuple[int, int], int] = {}
         self.swap_memory: dict[tuple[int, int], int] = {}
+        self.pinned: dict[int, Pinned] = {}
         self.known: list[list[int]] = [[]]  # tokens of all sequences so far
         self.new_ids = count()
         self.seen: Counter[str] = Counter()
@@ -84,7 +95,7 @@ class World:
         self._check_match(match, tokens, scope)
         if match.is_pending and choose(3):
             return
-        copy = self.cache.create(seq_id, tokens, scope, match)
+        copy = self.cache.create(seq_id, tokens, scope, match, keeps_all=choose(4) == 0)
         assert self.cache.num_tokens(seq_id) == match.num_tokens - (0 if copy else match.num_inside)
         begun = Live(tokens, scope, self.cache.block_ids(seq_id), match.num_tokens - match.num_inside)
         if copy is not None:
@@ -137,6 +148,30 @@ class World:
             writer=(parent.writer or parent) if parent.is_in_step else None,
         )
         self.known.append(tokens)
+
+    def pin(self, seq_id: int) -> None:
+        """Pin a sequence that has computed all that it was given, and has not let go of anything."""
+        sequence, table = self.live[seq_id], self.cache.block_ids(seq_id)
+        is_between_steps = not any(each.is_in_step for each in self.live.values())
+        num_tokens = self.cache.num_tokens(seq_id)
+        if not is_between_steps or num_tokens == 0 or num_tokens < sequence.num_computed or NULL_BLOCK in table:
+            return
+        if self.cache._tables[seq_id].num_filled > num_tokens:
+            return  # its last token is to be computed again
+        pin_id = next(self.new_ids)
+        self.cache.pin(pin_id, seq_id)
+        assert self.cache._prefixes is not None
+        table = self.cache._prefixes.pins._pins[pin_id].table.blocks
+        self.pinned[pin_id] = Pinned(sequence.tokens[:num_tokens], sequence.scope, table.copy())
+        self.seen.update(pinned=True, tail=num_tokens % self.block_size > 0)
+
+    def unpin(self, pin_id: int) -> None:
+        """Let a pin go; between two steps, all of its full blocks are found as long as nobody takes them."""
+        pinned = self.pinned.pop(pin_id)
+        assert self.cache.unpin(pin_id)
+        assert not self.cache.unpin(pin_id)
+        num_full = len(pinned.tokens) // self.block_size
+        assert len(self.cache.match(pinned.tokens, len(pinned.tokens), pinned.scope).blocks) == num_full
 
     def end_one(self, seq_id: int) -> None:
         """End a sequence, unless the step copies a block that it holds for another, or swaps it in.
@@ -268,6 +303,9 @@ class World:
         for seq_id in list(self.swapped):
             self.free_swapped(seq_id)
         self.check()
+        for pin_id in list(self.pinned):
+            self.unpin(pin_id)
+        self.check()
         assert self.cache.num_free_blocks == self.num_blocks
         assert self.cache.num_free_swap_blocks == self.num_swap_blocks
 
@@ -291,11 +329,16 @@ class World:
                 assert scopes.setdefault(block, sequence.scope) == sequence.scope, "a block in two scopes"
             if any(block != seen_by_worker for block, seen_by_worker in held):
                 self._check_is_told_later(seq_id)
+        for pinned in self.pinned.values():
+            self._check_pinned(pinned)
+            for block in pinned.table:
+                assert scopes.setdefault(block, pinned.scope) == pinned.scope, "a block in two scopes"
         assert self.cache._prefixes is not None
         in_use = scopes.keys() | set(self.cache._prefixes.sources)
         assert self.cache.num_free_blocks == self.num_blocks - len(in_use)
         stats = self.cache.stats()
         assert stats.used_blocks == len(in_use)
+        assert stats.pinned_blocks == len({block for pinned in self.pinned.values() for block in pinned.table})
         assert stats.used_blocks + stats.cached_blocks + stats.free_blocks == self.num_blocks
 
     def _check_is_told_later(self, seq_id: int) -> None:
@@ -312,6 +355,17 @@ class World:
             for offset in range(num_tokens):
                 expected = digest(tokens, scope, column * self.block_size + offset)
                 assert self.memory.get((block, offset)) == expected, f"block {block} is not what was looked for"
+
+    def _check_pinned(self, pinned: Pinned) -> None:
+        """A pin is found whole, to the last token, and holds what it held."""
+        tokens = [*pinned.tokens, 2]  # which nobody has
+        found = self.cache.match(tokens, len(tokens), pinned.scope)
+        assert (found.num_tokens, found.is_pending) == (len(pinned.tokens), False)
+        self._check_match(found, tokens, pinned.scope)
+        for position in range(len(pinned.tokens)):
+            column, offset = divmod(position, self.block_size)
+            kept = self.memory.get((pinned.table[column], offset))
+            assert kept == digest(tokens, pinned.scope, position), f"a pin has lost position {position}"
 
     def _check_readable(self, sequence: Live, table: list[int]) -> None:
         first = 0 if self.window is None else max(0, sequence.num_computed - self.window + 1)
@@ -412,6 +466,16 @@ class PrefixMachine(RuleBasedStateMachine):
     def fork(self, index: int) -> None:
         self.world.fork(self.pick(index))
 
+    @precondition(lambda self: self.has_sequences() and len(self.world.pinned) < MAX_PINS)
+    @rule(index=st.integers(0, MAX_SEQUENCES - 1))
+    def pin(self, index: int) -> None:
+        self.world.pin(self.pick(index))
+
+    @precondition(lambda self: len(self.world.pinned) > 0)
+    @rule(index=st.integers(0, MAX_PINS - 1))
+    def unpin(self, index: int) -> None:
+        self.world.unpin(list(self.world.pinned)[index % len(self.world.pinned)])
+
     @precondition(has_sequences)
     @rule(index=st.integers(0, MAX_SEQUENCES - 1))
     def free(self, index: int) -> None:
@@ -481,14 +545,21 @@ def random_step(world: World, rng: random.Random) -> None:
         world.begin(rng.randrange) if has_room else world.end_step()
         return
     seq_id = rng.choice(list(world.live))
-    verbs = ("one", "chunk", "fork", "free", "end", "fail", "publish", "retract", "swap")
-    verb = rng.choices(verbs, (50, 15, 8, 8, 30, 1, 20, 6, 8))[0]
+    verbs = {
+        "one": 50, "chunk": 15, "fork": 8, "free": 8, "end": 30, "fail": 1, "publish": 20, "retract": 6, "swap": 8,
+        "pin": 6, "unpin": 4,
+    }  # fmt: skip
+    verb = rng.choices(list(verbs), list(verbs.values()))[0]
     if verb == "one":
         world.append(seq_id, 0)
     elif verb == "chunk":
         world.append(seq_id, rng.randint(0, 20))
     elif verb == "fork" and has_room:
         world.fork(seq_id)
+    elif verb == "pin" and len(world.pinned) < MAX_PINS:
+        world.pin(seq_id)
+    elif verb == "unpin" and world.pinned:
+        world.unpin(rng.choice(list(world.pinned)))
     elif verb == "free":
         world.end_one(seq_id)
     elif verb == "publish":
@@ -510,7 +581,7 @@ def test_random_lives_see_everything_that_can_happen() -> None:
     for seed in range(10):
         seen += random_life(random.Random(seed), 200)
     assert set(seen) == {
-        *("found", "inside", "pending", "full", "adopted", "stored", "evicted"),
+        *("found", "inside", "pending", "full", "adopted", "stored", "evicted", "pinned", "tail"),
         *("swapped_out", "shared_out", "swap space full", "retracted", "copy_retracted"),
         *("swapped_in", "found_on_return", "no room to return", "swapped ended"),
     }

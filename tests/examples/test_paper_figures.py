@@ -130,21 +130,28 @@ def test_p9_survivors_that_grow_before_the_losers_leave_do_not_fit_into_nine() -
         manager.append(4, 4)
 
 
-def test_p10_requests_map_onto_a_kept_prefix_and_copy_its_last_block() -> None:
-    """A provider's prefix of 10 tokens is kept by a sequence of its own; two requests add 5 and 6 tokens to it."""
-    manager = cache(num_blocks=16)
-    prefix, first, second = 0, 1, 2
-    begin(manager, prefix, 10)
-    assert (manager.block_ids(prefix), filled(manager, prefix)) == ([0, 1, 2], [4, 4, 2])
+def test_p10_requests_map_onto_a_pinned_prefix_and_copy_its_last_block() -> None:
+    """A provider's prefix of 10 tokens is computed once and pinned; two requests add 5 and 6 tokens to it."""
+    manager, tokens = cache(num_blocks=16), list(range(100, 110))
+    manager.create(0, tokens)
+    manager.append(0, 10)
+    manager.end_step()
+    assert (manager.block_ids(0), filled(manager, 0)) == ([0, 1, 2], [4, 4, 2])
+    manager.pin(7, 0)
+    manager.free(0)
 
-    for request, num_suffix_tokens, blocks in ((first, 5, [3, 4]), (second, 6, [5, 6])):
-        manager.fork(prefix, request)
-        update = manager.append(request, num_suffix_tokens)  # slots, and so computed tokens, for the suffix alone
-        assert update == TableUpdate(first_column=2, blocks=blocks, copy=BlockCopy(src=2, dst=blocks[0]))
+    for request, num_suffix_tokens, blocks in ((1, 5, [3, 4]), (2, 6, [5, 6])):
+        prompt = tokens + [request] * num_suffix_tokens
+        copy = manager.create(request, prompt, match=manager.match(prompt, len(prompt)))
+        assert copy == BlockCopy(src=2, dst=blocks[0])
+        assert manager.num_tokens(request) == 10           # what is left to compute is the suffix
+        manager.append(request, num_suffix_tokens)
+        manager.end_step()
         assert manager.block_ids(request) == [0, 1, *blocks]
-    assert ref_counts(manager, range(3)) == {0: 3, 1: 3, 2: 1, 3: 1, 4: 1, 5: 1, 6: 1}
+    manager.check()
+    assert manager.stats().ref_counts == {"1": 5, "2": 0, "3-4": 2, "5-8": 0, "9+": 0}
 
-    manager.free(first)
-    manager.free(second)
-    assert manager.block_ids(prefix) == [0, 1, 2]
-    assert manager.stats().used_blocks == 3
+    manager.free(1)
+    manager.free(2)
+    stats = manager.stats()
+    assert (stats.used_blocks, stats.pinned_blocks, stats.copied_blocks) == (3, 3, 2)

@@ -8,7 +8,7 @@ A step is what lies between two calls of `end_step`: each sequence appends at mo
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool, OutOfBlocksError
@@ -81,19 +81,22 @@ class KVCacheManager:
         token_ids: list[int] | None = None,
         scope: Scope = None,
         match: PrefixMatch = NO_MATCH,
+        *,
+        keeps_all: bool = False,
     ) -> BlockCopy | None:
         """Begin a sequence, with the tokens of a match or with an empty table. ValueError if the id is taken.
 
         Returns the copy, if any, that has to be made before the forward pass of this step; for want of blocks, the
         match's tokens that need one are left out. `token_ids` is the list of all its known tokens, which its owner
-        extends; without it, the sequence's blocks cannot be found by others.
+        extends; without it, the sequence's blocks cannot be found by others. `keeps_all`: it will be pinned, so it
+        holds its blocks also when they have left the sliding window.
         """
         self._refuse_taken(seq_id)
         table = self._tables[seq_id] = BlockTable(self._pool, self.block_size)
         if self._prefixes is None or token_ids is None:
             return None
         table.begin(match.blocks, match.num_tokens - match.num_inside)
-        self._paths[seq_id] = Path(token_ids, scope, len(match.blocks))
+        self._paths[seq_id] = Path(token_ids, scope, len(match.blocks), keeps_all)
         return None if match.source == NONE else self._copy_inside(table, match.source, match.num_inside)
 
     def append(self, seq_id: int, count: int) -> TableUpdate | None:
@@ -141,6 +144,36 @@ class KVCacheManager:
             self._prefixes.publish(path, table, num_computed)
         table.free()
         del self._tables[seq_id]
+
+    def pin(self, pin_id: int, seq_id: int) -> None:
+        """Keep the blocks of a sequence until `unpin`, whatever becomes of it. Needs prefix caching.
+
+        All of its tokens have been computed, and it holds all of its blocks. For the end of a step.
+        """
+        assert self._prefixes is not None, "prefix caching is off"
+        self._prefixes.pin(pin_id, self._paths[seq_id], self._tables[seq_id])
+
+    def unpin(self, pin_id: int) -> bool:
+        """Let a pin go; False if it is not here. Its full blocks stay cached; who uses them goes on."""
+        if self._prefixes is None or pin_id not in self._prefixes.pins:
+            return False
+        self._prefixes.pins.remove(pin_id)
+        return True
+
+    @property
+    def can_pin(self) -> bool:
+        """Whether prefixes can be found, so that it makes sense to keep them."""
+        return self._prefixes is not None
+
+    @property
+    def pins(self) -> tuple[int, ...]:
+        """The ids of all pins."""
+        return () if self._prefixes is None else tuple(self._prefixes.pins)
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks that pins hold, each counted once."""
+        return 0 if self._prefixes is None else self._prefixes.pins.num_blocks
 
     def end_step(self) -> None:
         """Take down that the step under way is over: what it has computed can be found from now on.
@@ -268,6 +301,7 @@ class KVCacheManager:
             cached_blocks=pool.num_cached_blocks,
             free_blocks=pool.num_free_blocks - pool.num_cached_blocks,
             shared_blocks=sum(num for owners, num in num_blocks_by_owners.items() if owners > 1),
+            pinned_blocks=self.num_pinned_blocks,
             num_sequences=len(self._tables),
             tail_waste_slots=self._tail_waste_slots(),
             ref_counts=_histogram(num_blocks_by_owners),
@@ -286,14 +320,14 @@ class KVCacheManager:
         self._pool.check()
         holders = Counter[int]() if self._prefixes is None else Counter(self._prefixes.sources)
         filled: dict[int, int] = {}
-        for seq_id, table in self._tables.items():
+        for owner, table in self._all_tables():
             table.check()
             for column, block in enumerate(table.blocks):
                 if block == NULL_BLOCK:
                     continue
                 holders[block] += 1
                 num_filled = min(self.block_size, table.num_filled - column * self.block_size)
-                assert filled.setdefault(block, num_filled) == num_filled, f"sequence {seq_id} wrote into {block}"
+                assert filled.setdefault(block, num_filled) == num_filled, f"{owner} wrote into {block}"
         if self._swap is not None:
             self._swap.check()
             both = [seq_id for seq_id in self._tables if seq_id in self._swap]
@@ -308,6 +342,7 @@ class KVCacheManager:
         if self._prefixes is None or self._tree is None:
             return
         self._tree.check()
+        self._prefixes.check_pins()
         for seq_id, path in self._paths.items():
             self._prefixes.check(path, self._tables[seq_id])
         ownerless = [block for block in self._tree.pending if self._pool.ref_count(block) == 0]
@@ -325,6 +360,8 @@ class KVCacheManager:
         """Give up the blocks that no query will see again: the next one looks back on `window` - 1 tokens."""
         first_seen = table.num_tokens - window + 1
         path = self._paths.get(seq_id)
+        if path is not None and path.keeps_all:
+            return
         if self._prefixes is not None and path is not None and path.num_blocks < first_seen // self.block_size:
             self._prefixes.publish(path, table, table.num_tokens)
         table.drop_before(first_seen)
@@ -345,9 +382,15 @@ class KVCacheManager:
         if seq_id in self._tables or (self._swap is not None and seq_id in self._swap):
             raise ValueError(f"sequence {seq_id} already has a block table")
 
+    def _all_tables(self) -> Iterator[tuple[str, BlockTable]]:
+        """Yield the tables of sequences and of pins, with what to call them."""
+        yield from ((f"sequence {seq_id}", table) for seq_id, table in self._tables.items())
+        if self._prefixes is not None:
+            yield from (("a pin", pin.table) for pin in self._prefixes.pins.values())
+
     def _tail_waste_slots(self) -> int:
         """Count the empty slots of blocks in use. All are in last blocks; a shared one is filled alike for all."""
-        tables = [table for table in self._tables.values() if table.blocks]
+        tables = [table for _, table in self._all_tables() if table.blocks]
         return sum({table.blocks[-1]: -table.num_filled % self.block_size for table in tables}.values())
 
 

@@ -4,7 +4,7 @@ Follows each sequence with a path: how many of its blocks are in the tree. What 
 pending while its step runs. What decoding fills is published before anybody looks, or when the sequence ends, so that
 decoding by itself costs nothing here. Where the tree holds a block already, the sequence adopts it and frees its own:
 equal content is stored once. A match goes on inside of the block in which it ends: that block is copied, and only what
-differs is computed.
+differs is computed. What is pinned is found like all else, to its last token.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import NULL_BLOCK, BlockTable
+from quire.cache.pins import Pin, Pins
 from quire.cache.prefix_tree import NONE, PrefixTree, Scope
 
 
@@ -50,6 +51,7 @@ class Path:
     token_ids: list[int]      # all known ones; grows in the hands of the sequence's owner
     scope: Scope
     num_blocks: int = 0       # leading columns of its table that are in the tree
+    keeps_all: bool = False   # no block is given up when it leaves the sliding window: it will be pinned
 
 
 class PrefixCache:
@@ -59,6 +61,7 @@ class PrefixCache:
         self._pool = pool
         self._tree = tree
         self._size = tree.block_size
+        self.pins = Pins(tree.block_size)
         self._sources: list[int] = []  # blocks that the step under way copies from, held until it is over
 
     # --- looking up -----------------------------------------------------------------------------------------------
@@ -82,9 +85,12 @@ class PrefixCache:
         start = len(blocks) * self._size
         parent = blocks[-1] if blocks else self._tree.root(scope)
         end = min(stop - 1, start + self._size)
-        if parent is None or end <= start:
+        if end <= start:
             return NONE, 0
-        return self._tree.longest_match_inside(parent, token_ids[start:end])
+        wanted = token_ids[start:end]
+        cached = (NONE, 0) if parent is None else self._tree.longest_match_inside(parent, wanted)
+        pinned = self.pins.longest_match_inside(blocks[-1] if blocks else NONE, scope, wanted)
+        return cached if cached[1] > pinned[1] else pinned  # if equal, what is kept anyway
 
     def find(self, path: Path, stop: int) -> list[int]:
         """Return the full blocks that hold a path's first `stop` tokens, as far as they are there."""
@@ -148,6 +154,13 @@ class PrefixCache:
             tree.remove(block)
             path.num_blocks -= 1
 
+    def pin(self, pin_id: int, path: Path, table: BlockTable) -> None:
+        """Keep what a sequence holds. All of its tokens have been computed, and no step is under way."""
+        assert table.num_filled == table.num_tokens, "the last token has not been computed"
+        self.publish(path, table, table.num_tokens)
+        assert path.num_blocks == table.num_tokens // self._size, f"{path.num_blocks} blocks of {table.blocks} found"
+        self.pins.add(pin_id, Pin(table.fork(), path.token_ids[: table.num_tokens], path.scope))
+
     def end_step(self) -> None:
         """Let pending nodes be found, and sources go: the step has succeeded, or nothing of it is left."""
         self._tree.pending.clear()
@@ -175,6 +188,13 @@ class PrefixCache:
                 return last
             path.num_blocks = 0
         return None if table.blocks[0] == NULL_BLOCK else self._tree.open_root(path.scope)
+
+    def check_pins(self) -> None:
+        """Assert that what is pinned can be found, block by block."""
+        self.pins.check()
+        for pin in self.pins.values():
+            full = pin.table.blocks[: len(pin.token_ids) // self._size]
+            assert list(self._tree.walk(pin.scope, pin.token_ids, len(pin.token_ids))) == full, f"{full} is not found"
 
     def check(self, path: Path, table: BlockTable) -> None:
         """Assert that a path's blocks stand in the tree under its tokens, as far as they are there."""

@@ -138,9 +138,9 @@ class PrefixTree:
 
         Looks at the youngest children only, and at none that is pending. (NONE, 0) if no child has any.
         """
-        wanted, best, most = array("i", token_ids).tobytes(), NONE, 0
+        wanted, best, most = as_bytes(token_ids), NONE, 0
         for child in islice(self.children(parent), MAX_CHILDREN_SEEN):
-            num_equal = 0 if child in self.pending else _num_equal_tokens(wanted, self._tokens(child))
+            num_equal = 0 if child in self.pending else num_equal_tokens(wanted, self._tokens(child))
             if num_equal > most:
                 best, most = child, num_equal
         return best, most
@@ -182,8 +182,13 @@ class PrefixTree:
         assert all(self._keys[block] is not None for block in self.pending), "a pending block is not in the tree"
 
 
-def _num_equal_tokens(left: bytes, right: bytes) -> int:
-    """Return how many 32-bit tokens two runs have in common at their beginnings. No loop over tokens."""
+def as_bytes(token_ids: Sequence[int]) -> bytes:
+    """Return a run of tokens as it stands in a key."""
+    return array("i", token_ids).tobytes()
+
+
+def num_equal_tokens(left: bytes, right: bytes) -> int:
+    """Return how many tokens two runs have in common at their beginnings. No loop over tokens."""
     num_bytes = min(len(left), len(right))
     differing = int.from_bytes(left[:num_bytes], "little") ^ int.from_bytes(right[:num_bytes], "little")
     if differing == 0:

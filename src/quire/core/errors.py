@@ -34,3 +34,10 @@ class ContextLengthError(InvalidRequestError):
 
     def __init__(self, message: str, *, param: str | None = "prompt") -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class UnknownPrefixError(InvalidRequestError):
+    """No pinned prefix has this id (any more)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="id", code="prefix_not_found")

@@ -97,10 +97,21 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """A prefix that was computed once and is kept until it is unpinned."""
+
+    id: str            # "prefix-" and 32 random digits
+    num_tokens: int
+    num_blocks: int    # that hold it; prefixes that begin alike share some
+    created: int       # seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
 class KVStats:
     """The KV cache at one moment. Blocks are counted once however many sequences share them.
 
     `cached_blocks`: without an owner, but their content can be found; they are given up when blocks are needed.
+    `pinned_blocks`: in use, as parts of pinned prefixes, whether or not sequences use them too.
     `tail_waste_ratio`: slots of blocks in use that hold no computed token, over all slots of blocks in use.
     `ref_counts`: how many blocks in use have 1, 2, 3-4, 5-8, 9+ owners.
     """
@@ -114,6 +125,7 @@ class KVStats:
     num_sequences: int
     tail_waste_slots: int
     ref_counts: dict[str, int] = field(default_factory=dict)
+    pinned_blocks: int = 0
     swap_total_blocks: int = 0
     swap_used_blocks: int = 0
     copied_blocks: int = 0            # since start

@@ -58,6 +58,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()            # of the model; empty with ignore_eos
     stop_token_ids: frozenset[int] = frozenset()           # params.stop_token_ids
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+    is_pin: bool = False              # when the prompt has been computed, it is kept under the request's id
     cache_salt: str | None = None     # requests find only what those with the same salt have computed
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of positions 1, 2, ... as far as computed

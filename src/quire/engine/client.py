@@ -12,10 +12,11 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self, TypeVar
 
-from quire.core.errors import EngineError
+from quire.core.errors import EngineError, InvalidRequestError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import RequestOutput
 from quire.core.sampling_params import SamplingParams
@@ -24,6 +25,7 @@ from quire.engine.child import EngineChild
 from quire.engine.input_processor import InputProcessor, TokenizedPrompt
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import EndedRequest, OutputKind, OutputProcessor, ProcessedStep
+from quire.engine.pinned_prefixes import PinnedPrefixes
 from quire.engine.wire import (
     Abort,
     Add,
@@ -35,6 +37,7 @@ from quire.engine.wire import (
     Idle,
     Located,
     Ready,
+    Refused,
     Report,
     RequestFailedError,
     Stepped,
@@ -85,11 +88,13 @@ class EngineClient:
             engine_seed=options.seed,
             max_logprobs=options.max_logprobs,
         )
+        self.pinned = PinnedPrefixes(ready.limits.block_size)
         self._child, self._writer, self._observer = child, writer, observer
         self._outputs = OutputProcessor(tokenizer)
         self._streams: dict[int, RequestStream] = {}      # whose last output has not been taken
         self._queued: set[int] = set()                    # sent, and never yet let into a step
         self._is_idle, self._last_progress_s = True, 0.0  # as the engine's last report says, and when it came
+        self._unpinning: dict[int, asyncio.Future[None]] = {}  # until the engine says that they are gone
         self._request_ids = itertools.count()
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._listener: asyncio.Task[None] | None = None
@@ -161,6 +166,36 @@ class EngineClient:
             stream.abort()
             raise
         return stream
+
+    # --- pinned prefixes ------------------------------------------------------------------------------------------
+
+    def prepare_pin(self, prompt: TokenizedPrompt) -> PreparedRequest:
+        """As `prepare`, for a request that pins its prompt. Once it has ended, `pinned.add` it, or `unpin` it."""
+        return PreparedRequest(self.inputs.make_pin(self.pinned.next_request_id(), prompt), prompt)
+
+    def unpin(self, request_id: int) -> None:
+        """Let go of what a request has pinned, or end it."""
+        self._send(frame(Abort(request_id)))
+
+    async def unpin_prefix(self, prefix_id: str) -> None:
+        """Let a pinned prefix go; its blocks are given up on return. UnknownPrefixError if it is not here."""
+        self._raise_if_dead()
+        request_id = self.pinned.remove(prefix_id)
+        gone = self._unpinning[request_id] = asyncio.get_running_loop().create_future()
+        self.unpin(request_id)
+        try:
+            await gone
+        finally:
+            del self._unpinning[request_id]
+
+    def _note_state(self, state: EngineState) -> None:
+        """Take down where the engine stands; hold requests against limits without what is pinned now."""
+        self.state, limits = state, self.inputs.limits
+        if state.num_pinned_blocks != limits.num_pinned_blocks:
+            self.inputs.limits = replace(limits, num_pinned_blocks=state.num_pinned_blocks)
+        for request_id, gone in self._unpinning.items():
+            if request_id not in state.pins and not gone.done():
+                gone.set_result(None)
 
     def _output(self, request_id: int) -> RequestOutput:
         output = self._outputs.output(request_id)
@@ -248,16 +283,18 @@ class EngineClient:
             case Stepped():
                 self._take_step(report)
             case Idle(state):
-                self.state = state
+                self._note_state(state)
                 if self._observer is not None:
                     self._observer.idled(state)
+            case Refused():
+                self._take_refusal(report)
             case Failed(_, message):
                 raise EngineDeadError(f"the engine has failed: {message}")
             case _:
                 raise AssertionError(f"not expected while running: {report}")
 
     def _take_step(self, step: Stepped) -> None:
-        self.state = step.state
+        self._note_state(step.state)
         self._queued.difference_update(admission.request_id for admission in step.admissions)
         self._outputs.note_admitted(step.admissions, step.started_s)
         processed = self._outputs.process(step.deltas, time.monotonic())
@@ -273,6 +310,12 @@ class EngineClient:
         if self._observer is not None:
             self._observer.stepped(step, processed)
 
+    def _take_refusal(self, refused: Refused) -> None:
+        stream = self._streams.get(refused.request_id)
+        if stream is not None:
+            error = InvalidRequestError(refused.message, param=refused.param, code=refused.code)
+            stream.fail(error, keeps_output=False)
+
     def _die(self, reason: str) -> None:
         if self._death.done():
             return
@@ -280,6 +323,9 @@ class EngineClient:
         self._queued.clear()
         for stream in self._streams.values():
             stream.fail(EngineDeadError(reason), keeps_output=True)
+        for gone in self._unpinning.values():
+            if not gone.done():
+                gone.set_exception(EngineDeadError(reason))
 
     async def _end_child(self) -> int:
         """End the engine process, if it is still there, and return its exit status."""

@@ -21,7 +21,7 @@ class Engine:
         self.scheduler.add(request)
 
     def abort(self, request_id: int) -> bool:
-        """End a request at once; False if it is not here (any more)."""
+        """End a request at once, and let go of what it has pinned; False if it is not here (any more)."""
         return self.scheduler.abort(request_id)
 
     def finish(self, request_id: int, index: int) -> bool:

@@ -42,6 +42,8 @@ class TokenizedPrompt(NamedTuple):
         return self if cache_salt is None else self._replace(cache_salt=cache_salt)
 
 
+_ANY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)  # every request samples one
+
 MAX_SALT_CHARS = 1024  # the cache holds each salt for as long as it holds anything under it
 
 
@@ -51,7 +53,7 @@ def check_cache_salt(cache_salt: object) -> str | None:
 
 
 class InputProcessor:
-    """Checks prompts and parameters against the model and the engine's limits."""
+    """Checks prompts and parameters against the model and the engine's limits, which change with what is pinned."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class InputProcessor:
         max_logprobs: int,
     ) -> None:
         self._tokenizer = tokenizer
-        self._limits = limits
+        self.limits = limits
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._engine_seed = engine_seed
@@ -157,12 +159,18 @@ class InputProcessor:
             cache_salt=prompt.cache_salt,
         )
 
+    def make_pin(self, request_id: int, prompt: TokenizedPrompt) -> Request:
+        """Return a request that computes a prefix, which is then kept; its output means nothing. As `make_request`."""
+        request = self.make_request(request_id, prompt, _ANY_TOKEN)
+        request.is_pin = True
+        return request
+
     def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Return max_tokens, or the most that fits where it is None; raise if it could never run."""
         max_tokens = params.max_tokens
         if max_tokens is None:
-            max_tokens = max(1, params.min_tokens, self._limits.most_tokens(num_prompt_tokens, params.n))
-        self._limits.check_admissible(num_prompt_tokens, max_tokens, params.n)
+            max_tokens = max(1, params.min_tokens, self.limits.most_tokens(num_prompt_tokens, params.n))
+        self.limits.check_admissible(num_prompt_tokens, max_tokens, params.n)
         return max_tokens
 
     def _check_logprobs(self, params: SamplingParams) -> None:

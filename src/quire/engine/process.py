@@ -24,7 +24,9 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
 
+from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame, read_frame
+from quire.core.sequence import Request
 from quire.engine.engine import Engine
 from quire.engine.pulse import Pulse
 from quire.engine.wire import (
@@ -37,6 +39,7 @@ from quire.engine.wire import (
     Idle,
     Located,
     Ready,
+    Refused,
     Report,
     Start,
     Stepped,
@@ -108,13 +111,19 @@ class EngineLoop:
     def _obey(self, message: bytes) -> None:
         match decode_command(message):
             case Add(request):
-                self._engine.add(request)
+                self._add(request)
             case Abort(request_id):
                 self._engine.abort(request_id)
             case Finish(request_id, index):
                 self._engine.finish(request_id, index)
             case Start():
                 raise AssertionError("started twice")
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._engine.add(request)
+        except InvalidRequestError as error:
+            self._send(Refused(request.request_id, str(error), error.param, error.code))
 
     def _step(self) -> None:
         self._pulse.work()
@@ -143,6 +152,8 @@ class EngineLoop:
             num_waiting=len(scheduler.waiting),
             num_swapped=len(scheduler.swapped),
             kv=self._engine.kv_stats(),
+            pins=scheduler.cache.pins,
+            num_pinned_blocks=scheduler.limits.num_pinned_blocks,
         )
 
 

@@ -28,13 +28,13 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
-    """Queue a request, which has been checked against the engine's limits."""
+    """Queue a request, which has been checked against the engine's limits as they were last told."""
 
     request: Request
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
-    """End a request, if it is still there."""
+    """End a request, if it is still there, and let go of what it has pinned."""
 
     request_id: int
 
@@ -87,6 +87,8 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     num_waiting: int
     num_swapped: int
     kv: KVStats | None = None
+    pins: tuple[int, ...] = ()          # requests whose prompts are kept
+    num_pinned_blocks: int = 0          # of AdmissionLimits
 
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True, frozen=True):
@@ -109,7 +111,16 @@ class Alive(msgspec.Struct, tag="alive", array_like=True, frozen=True):
     """The step under way takes its time, and has come further."""
 
 
-Report = Located | Ready | Failed | Stepped | Idle | Alive
+class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+    """A request that was added cannot run, because of pins that its sender had not been told of, or cannot pin."""
+
+    request_id: int
+    message: str
+    param: str | None
+    code: str | None
+
+
+Report = Located | Ready | Failed | Stepped | Idle | Alive | Refused
 
 
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode

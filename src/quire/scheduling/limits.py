@@ -1,27 +1,32 @@
 """What can ever run: the limits that a request is held against before it is queued, as plain data.
 
+A request must fit into the pool without what is pinned, and nothing is pinned that would break what was promised.
+
 The scheduler refuses by them, and whoever makes requests, in this process or in another, asks them first.
 """
 
 from dataclasses import dataclass
 
-from quire.cache.block_table import worst_case_blocks
+from quire.cache.block_table import blocks_for, worst_case_blocks
 from quire.core.errors import ContextLengthError, InvalidRequestError
+
+MAX_PINNED_PREFIXES = 64  # those that are still being computed count too
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """The longest sequence, the rows of a step, and the whole pool of KV blocks."""
+    """The longest sequence, the rows of a step, and the whole pool of KV blocks, of which some are pinned."""
 
     num_blocks: int
     block_size: int           # tokens
     max_num_seqs: int
     max_model_len: int        # prompt and output together, tokens
+    num_pinned_blocks: int = 0    # also those that a pin under way may take
 
     def most_tokens(self, num_prompt_tokens: int, n: int) -> int:
         """Return the most output tokens that a request could be given: by the model's length and by the pool."""
         full = num_prompt_tokens // self.block_size
-        blocks_per_branch = full + (self.num_blocks - full) // n
+        blocks_per_branch = full + (self._num_usable_blocks - full) // n
         longest = min(self.max_model_len, blocks_per_branch * self.block_size)
         return longest - num_prompt_tokens
 
@@ -33,11 +38,34 @@ class AdmissionLimits:
             )
         self._check_length(num_prompt_tokens, max_tokens)
         need = worst_case_blocks(num_prompt_tokens, max_tokens, n, self.block_size)
-        if need > self.num_blocks:
+        if need > self._num_usable_blocks:
+            pinned = f", {self.num_pinned_blocks} of them pinned" if self.num_pinned_blocks else ""
             raise ContextLengthError(
                 f"a prompt of {num_prompt_tokens} tokens with max_tokens {max_tokens} and n {n} may need {need} KV "
-                f"blocks of {self.block_size} tokens, but there are {self.num_blocks} (num_kv_blocks)"
+                f"blocks of {self.block_size} tokens, but there are {self.num_blocks} (num_kv_blocks){pinned}"
             )
+
+    def check_pinnable(self, num_tokens: int, num_pins: int, most_needed: int) -> None:
+        """Raise InvalidRequestError if a prefix cannot be kept beside `num_pins` others.
+
+        What was promised stays true: a sequence of max_model_len fits, and so does each request that was let in;
+        `most_needed` is the worst case of the largest, in blocks.
+        """
+        if num_pins >= MAX_PINNED_PREFIXES:
+            raise InvalidRequestError(f"{num_pins} prefixes are pinned already, and no more can be", param="prompt")
+        own, longest = blocks_for(num_tokens, self.block_size), blocks_for(self.max_model_len, self.block_size)
+        reserved = max(longest, most_needed)
+        if own + reserved > self._num_usable_blocks:
+            reason = f"max_model_len {self.max_model_len}" if longest == reserved else "a request that was let in"
+            raise InvalidRequestError(
+                f"a prefix of {num_tokens} tokens takes {own} KV blocks of {self.block_size} tokens, but of all "
+                f"{self.num_blocks} (num_kv_blocks) {self.num_pinned_blocks} are pinned and {reason} needs {reserved}",
+                param="prompt",
+            )
+
+    @property
+    def _num_usable_blocks(self) -> int:
+        return self.num_blocks - self.num_pinned_blocks
 
     def _check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Refuse in OpenAI's words: by them litellm and langchain tell that a context is too long."""

@@ -13,12 +13,15 @@ Pure Python: no torch, no clock, no I/O.
 """
 
 from bisect import insort
+from dataclasses import replace
 from itertools import count
 
 from quire.cache.block_pool import OutOfBlocksError
+from quire.cache.block_table import worst_case_blocks
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
 from quire.core.config import SchedulerConfig
+from quire.core.errors import InvalidRequestError
 from quire.core.outputs import SequenceDelta
 from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
 from quire.core.seeds import branch_seed
@@ -63,6 +66,8 @@ class Scheduler:
         assert request.request_id not in self._requests, f"request {request.request_id} added twice"
         num_prompt_tokens = len(request.prompt_token_ids)
         self.limits.check_admissible(num_prompt_tokens, request.max_tokens, request.params.n)
+        if request.is_pin:
+            self._check_pinnable(num_prompt_tokens)
         request.live = [
             Sequence(
                 seq_id=next(self._seq_ids),
@@ -75,12 +80,17 @@ class Scheduler:
         ]
         self._requests[request.request_id] = request
         self.waiting.add(request)
+        if request.is_pin:
+            self._count_pinned_blocks()
 
     def abort(self, request_id: int) -> bool:
-        """End a request at once, wherever it is; its blocks are free on return. False if it is not here (any more)."""
+        """End a request at once, wherever it is; its blocks are free on return. False if it is not here (any more).
+
+        A prefix that it has pinned is unpinned.
+        """
         request = self._requests.get(request_id)
         if request is None:
-            return False
+            return self._unpin(request_id)
         for sequence in list(request.live):
             self._end(request, sequence)
         return True
@@ -93,6 +103,32 @@ class Scheduler:
             return False
         self._end(request, sequence)
         return True
+
+    # --- pinned prefixes --------------------------------------------------------------------------------------------
+
+    def _check_pinnable(self, num_tokens: int) -> None:
+        """Raise InvalidRequestError if a prefix of so many tokens cannot be kept beside all that was let in."""
+        if not self.cache.can_pin:
+            raise InvalidRequestError("nothing can be pinned: prefix caching is off (enable_prefix_caching)")
+        num_pins = len(self.cache.pins) + sum(request.is_pin for request in self._requests.values())
+        most_needed = max(map(self._worst_case_blocks, self._requests.values()), default=0)
+        self.limits.check_pinnable(num_tokens, num_pins, most_needed)
+
+    def _worst_case_blocks(self, request: Request) -> int:
+        num_prompt_tokens, n = len(request.prompt_token_ids), request.params.n
+        return worst_case_blocks(num_prompt_tokens, request.max_tokens, n, self.cache.block_size)
+
+    def _unpin(self, request_id: int) -> bool:
+        is_here = self.cache.unpin(request_id)
+        if is_here:
+            self._count_pinned_blocks()
+        return is_here
+
+    def _count_pinned_blocks(self) -> None:
+        """Take down what is pinned. A pin that is under way counts with all that it may come to hold."""
+        under_way = (request for request in self._requests.values() if request.is_pin)
+        promised = sum(self.cache.blocks_for(len(request.prompt_token_ids)) for request in under_way)
+        self.limits = replace(self.limits, num_pinned_blocks=self.cache.num_pinned_blocks + promised)
 
     # --- the plan -------------------------------------------------------------------------------------------------
 
@@ -261,7 +297,9 @@ class Scheduler:
     def _begin(self, request: Request, sequence: Sequence, match: PrefixMatch) -> None:
         """Give a sequence a row, and the tokens of a match."""
         self._give_row(sequence)
-        copy = self.cache.create(sequence.seq_id, sequence.token_ids, request.cache_salt, match)
+        copy = self.cache.create(
+            sequence.seq_id, sequence.token_ids, request.cache_salt, match, keeps_all=request.is_pin
+        )
         sequence.num_computed_tokens = self.cache.num_tokens(sequence.seq_id)
         self.recovery.note_recomputed(max(0, sequence.num_lost_tokens - sequence.num_computed_tokens))
         sequence.num_lost_tokens = 0
@@ -295,6 +333,8 @@ class Scheduler:
                 delta.prompt_logprobs = request.prompt_logprobs
             delta.finish_reason, delta.stop_reason = finish_reason(request, sequence)
             if delta.finish_reason is not None:
+                if request.is_pin:
+                    self.cache.pin(request.request_id, sequence.seq_id)  # without the token, which nobody wants
                 self._end(request, sequence)
             deltas.append(delta)
         return deltas
@@ -349,6 +389,8 @@ class Scheduler:
         if not request.live:
             del self._requests[request.request_id]
             self._leave_queue(request)
+            if request.is_pin:
+                self._count_pinned_blocks()
 
     def _leave_queue(self, request: Request) -> None:
         """Take a request out of where it stands: the running, the swapped or the waiting ones."""
@@ -411,6 +453,15 @@ class Scheduler:
             if sequence.row != NO_ROW:
                 assert self.cache.num_tokens(sequence.seq_id) == sequence.num_computed_tokens < sequence.num_tokens
         assert len(self.running) + len(self.waiting) + len(self.swapped) == len(self._requests)
+        self._check_pinned()
+
+    def _check_pinned(self) -> None:
+        """Assert that pins leave room for each request, and that their blocks are counted."""
+        limits = self.limits
+        self._count_pinned_blocks()
+        assert limits == self.limits, f"{limits}, but {self.limits} counted"
+        most_needed = max(map(self._worst_case_blocks, self._requests.values()), default=0)
+        assert most_needed + limits.num_pinned_blocks <= limits.num_blocks, "a request that cannot run beside the pins"
 
 
 def _arrival(request: Request) -> int:

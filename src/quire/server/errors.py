@@ -3,7 +3,7 @@
 from typing import Any, NoReturn
 
 from quire.core.checks import shown
-from quire.core.errors import InvalidRequestError
+from quire.core.errors import InvalidRequestError, UnknownPrefixError
 from quire.engine.wire import EngineDeadError
 
 INVALID = "invalid_request_error"
@@ -77,6 +77,8 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case UnknownPrefixError():
+            return ApiError(404, str(error), param=error.param, code=error.code)
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.param, code=error.code)
         case EngineDeadError():

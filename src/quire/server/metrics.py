@@ -132,6 +132,7 @@ class Metrics(Collector):
         swapped = {"in": kv.swapped_in_blocks, "out": kv.swapped_out_blocks}
         yield gauge("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0 to 1.", (model, kv.usage))
         yield gauge("quire:kv_blocks", "Blocks of the KV cache.", *by("state", blocks))
+        yield gauge("quire:kv_blocks_pinned", "Used blocks of pinned prefixes.", ({}, kv.pinned_blocks))
         yield gauge("quire:kv_tail_waste_ratio", "Share of used slots that hold no token.", ({}, kv.tail_waste_ratio))
         yield gauge("quire:kv_block_ref_count", "Blocks in use by their owners.", *by("refs", ref_counts))
         yield counter("quire:kv_blocks_copied_total", "Blocks copied before a write.", ({}, kv.copied_blocks))

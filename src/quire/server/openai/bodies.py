@@ -136,6 +136,19 @@ class DetokenizeBody(Body):
     tokens: Annotated[Any, _as(list[int])]
 
 
+class PrefixBody(Body):
+    """The body of /v1/prefixes."""
+
+    prompt: Annotated[Any, _as(str | list[int])]
+    cache_salt: str | None = None
+
+
+def takes(body_type: type[BaseModel]) -> dict[str, Any]:
+    """Describe a body that a route decodes by itself."""
+    content = {"application/json": {"schema": schema_of(body_type)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 def schema_of(body_type: type[BaseModel]) -> dict[str, Any]:
     """Return the JSON schema of a body in one piece: openapi.json has no place for definitions of its own."""
     schema = body_type.model_json_schema()

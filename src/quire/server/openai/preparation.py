@@ -82,7 +82,7 @@ async def _in_thread(
 
     A prompt that does not fit is told before what all come to: clients look for that, and shorten it.
     """
-    limits = service.client.ready.limits
+    limits = service.client.inputs.limits
 
     def prepare() -> list[PreparedRequest]:
         tokenized: list[TokenizedPrompt] = []

@@ -8,7 +8,6 @@ import uuid
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
 
 from quire.core.sampling_params import SamplingParams
 from quire.engine.client import PreparedRequest
@@ -16,7 +15,7 @@ from quire.engine.input_processor import check_cache_salt
 from quire.server.errors import invalid
 from quire.server.openai.answer_format import Call, encode
 from quire.server.openai.answering import EventStream, json_response, whole_answer
-from quire.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, schema_of
+from quire.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, takes
 from quire.server.openai.chat_format import ChatFormat
 from quire.server.openai.completion_format import CompletionFormat
 from quire.server.openai.decoding import read_body
@@ -30,13 +29,7 @@ from quire.server.service import RequestRecord, Service
 router = APIRouter()
 
 
-def _takes(body_type: type[BaseModel]) -> dict[str, Any]:
-    """Describe a body that the route decodes by itself."""
-    content = {"application/json": {"schema": schema_of(body_type)}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-@router.post("/v1/completions", openapi_extra=_takes(CompletionBody))
+@router.post("/v1/completions", openapi_extra=takes(CompletionBody))
 async def create_completion(request: Request) -> Response:
     """Continue one prompt or several."""
     arrival_s, service = time.monotonic(), _service(request)
@@ -59,7 +52,7 @@ async def create_completion(request: Request) -> Response:
     return await whole_answer(request, service, generation, answer_format)
 
 
-@router.post("/v1/chat/completions", openapi_extra=_takes(ChatBody))
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatBody))
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     arrival_s, service = time.monotonic(), _service(request)
@@ -80,7 +73,7 @@ async def create_chat_completion(request: Request) -> Response:
     return await whole_answer(request, service, generation, answer_format)
 
 
-@router.post("/tokenize", openapi_extra=_takes(TokenizeBody))
+@router.post("/tokenize", openapi_extra=takes(TokenizeBody))
 async def tokenize(request: Request) -> Response:
     """Turn a prompt or a conversation into token ids."""
     service = _service(request)
@@ -90,7 +83,7 @@ async def tokenize(request: Request) -> Response:
         return json_response(await tokenized(service, body))
 
 
-@router.post("/detokenize", openapi_extra=_takes(DetokenizeBody))
+@router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
 async def detokenize(request: Request) -> Response:
     """Turn token ids into text."""
     service = _service(request)
