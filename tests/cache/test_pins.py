@@ -84,6 +84,7 @@ def test_longer_match_in_the_tree_wins() -> None:
     manager = make()
     pin(manager, 1, PREFIX[:9])
     compute(manager, 1, [*PREFIX, 111])
+    manager.publish()
     assert match(manager, [*PREFIX, OTHER]).num_tokens == 11
 
 

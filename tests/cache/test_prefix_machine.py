@@ -541,8 +541,15 @@ def random_step(world: World, rng: random.Random) -> None:
         returning = rng.sample(sorted(world.swapped), rng.randint(1, len(world.swapped)))
         world.swap_in(returning) if rng.random() < 0.9 else world.end_swapped(returning[0])
         return
+    if not world.live and not has_room:
+        world.end_step()
+        return
     if not world.live or (has_room and rng.random() < 0.15):
-        world.begin(rng.randrange) if has_room else world.end_step()
+        for _ in range(rng.choice((1, 2))):  # the second may find that the first is at work on what it needs
+            before = set(world.live)
+            world.begin(rng.randrange)
+            for begun in world.live.keys() - before:
+                world.append(begun, rng.randint(0, 20))
         return
     seq_id = rng.choice(list(world.live))
     verbs = {
@@ -578,7 +585,7 @@ def random_step(world: World, rng: random.Random) -> None:
 
 def test_random_lives_see_everything_that_can_happen() -> None:
     seen = Counter[str]()
-    for seed in range(10):
+    for seed in range(20):
         seen += random_life(random.Random(seed), 200)
     assert set(seen) == {
         *("found", "inside", "pending", "full", "adopted", "stored", "evicted", "pinned", "tail"),

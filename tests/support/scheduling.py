@@ -50,6 +50,7 @@ class Harness:
     outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
     num_steps: int = 0
+    num_pinned: int = 0
 
     def __post_init__(self) -> None:
         self.cache = KVCacheManager(
@@ -69,17 +70,27 @@ class Harness:
         self.requests: dict[int, Request] = {}
 
     def add(
-        self, prompt: int | list[int], eos: Iterable[int] = (), salt: str | None = None, **params: object
+        self,
+        prompt: int | list[int],
+        eos: Iterable[int] = (),
+        salt: str | None = None,
+        *,
+        is_pin: bool = False,
+        **params: object,
     ) -> Request:
         """Queue a request with a prompt of its own, so many tokens long, or with this one."""
         request_id = len(self.requests)
         if isinstance(prompt, int):
             prompt = [(request_id * 7 + i) % VOCAB_SIZE for i in range(prompt)]
         request = make_request(request_id, prompt, SamplingParams(**params), frozenset(eos))  # type: ignore[arg-type]
-        request.cache_salt = salt
+        request.cache_salt, request.is_pin = salt, is_pin
         self.scheduler.add(request)
         self.requests[request_id] = request
         return request
+
+    def pin(self, prefix: list[int], salt: str | None = None) -> Request:
+        """Queue a request that pins its prompt."""
+        return self.add(prefix, salt=salt, is_pin=True, max_tokens=1, temperature=0.0)
 
     def step(self, *, fails: bool = False) -> list[SequenceDelta]:
         """Run one step and check every invariant after it."""
@@ -126,15 +137,15 @@ class Harness:
                         assert salts.setdefault(block, request.cache_salt) == request.cache_salt
 
     def run(self, max_steps: int = 100_000) -> None:
-        """Step until nothing is left; everything must have been given back then."""
+        """Step until nothing is left; everything but what is pinned must have been given back then."""
         while self.scheduler.has_requests:
             assert self.num_steps < max_steps, "no end in sight"
             self.step()
         self.assert_empty()
 
     def assert_empty(self) -> None:
-        """Everything has been given back."""
-        assert self.cache.num_free_blocks == self.num_blocks
+        """Everything has been given back but what is pinned."""
+        assert self.cache.num_free_blocks == self.num_blocks - self.cache.num_pinned_blocks
         assert self.cache.num_free_swap_blocks == self.num_swap_blocks
 
     def expected(self, request: Request) -> list[list[int]]:
@@ -165,7 +176,7 @@ def random_params(rng: random.Random, *, crowded: bool) -> dict[str, Any]:
 
 
 def random_run(seed: int, *, crowded: bool = False) -> Harness:
-    """Random pool, limits, requests, stops, aborts and failures; safety after each step, liveness at the end.
+    """Random pool, limits, requests, stops, aborts, pins and failures; safety after each step, liveness at the end.
 
     Crowded: long answers that come in all at once, in a pool for few of them, so that most are preempted.
     """
@@ -189,23 +200,33 @@ def random_run(seed: int, *, crowded: bool = False) -> Harness:
     arrivals_left = rng.randint(*((6, 20) if crowded else (1, 12)))
     arrival_rate = 1.0 if crowded else rng.choice([0.1, 1.0])
     early_end_rate, failure_rate = rng.choice([0, 0.03]), rng.choice([0, 0, 0.02])
-    ended_early: set[int] = set()
+    pin_rate, ended_early = rng.choice([0, 0, 0.3]), set[int]()
     while arrivals_left or harness.scheduler.has_requests:
         if arrivals_left and rng.random() < arrival_rate:
             arrivals_left -= 1
             with suppress(InvalidRequestError):
                 eos = rng.sample(range(VOCAB_SIZE), 2)
                 params, salt = random_params(rng, crowded=crowded), rng.choice([None, None, "salt"])
-                harness.add(prompts.draw(harness), eos, salt, **params)
+                prompt = prompts.draw(harness)
+                if rng.random() < pin_rate:
+                    harness.pin(prompt, salt)
+                else:
+                    harness.add(prompt, eos, salt, **params)
         if harness.requests and rng.random() < early_end_rate:
             victim = rng.choice(list(harness.requests))
             is_abort = rng.random() < 0.5
             scheduler = harness.scheduler
-            if scheduler.abort(victim) if is_abort else scheduler.finish(victim, rng.randrange(5)):
+            if victim in harness.cache.pins:
+                assert scheduler.abort(victim)
+            elif scheduler.abort(victim) if is_abort else scheduler.finish(victim, rng.randrange(5)):
                 ended_early.add(victim)
             harness.check()
         harness.step(fails=rng.random() < failure_rate)
         assert harness.num_steps < 20_000, "no end in sight"
+    for pin in harness.cache.pins:
+        harness.num_pinned += 1
+        assert harness.scheduler.abort(pin)
+        harness.check()
     harness.assert_empty()
     for request in harness.requests.values():
         harness.assert_right(request, whole=request.request_id not in ended_early)
