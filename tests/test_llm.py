@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,9 +13,10 @@ from unittest.mock import Mock
 import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
-from quire.core.errors import ConfigError, InvalidRequestError, ModelError
+from quire.core.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelError, UnknownPrefixError
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputProcessor
+from quire.engine.pinned_prefixes import PinnedPrefixes
 from quire.model.decoder import Decoder
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -219,6 +220,89 @@ def test_bad_messages_are_refused(llm: LLM, messages: Any) -> None:  # noqa: ANN
         llm.chat(messages, GREEDY, use_tqdm=False)
 
 
+def test_pinned_prefix_is_computed_once_and_kept_until_it_is_unpinned(demo_model: Path) -> None:
+    text = "import os\n"
+    with LLM(str(demo_model), max_model_len=128, num_kv_blocks=32) as llm:
+        assert llm.tokenizer is not None
+        ids = llm.tokenizer.encode(text)
+        first, second = llm.pin_prefix(text), llm.pin_prefix({"prompt_token_ids": [*ids, 5]})
+        assert (first.num_tokens, first.num_blocks) == (len(ids), 1)
+        assert first.id != second.id
+        assert llm.pinned_prefixes() == [first, second]
+        assert llm.kv_stats().pinned_blocks == 2
+        prompts = [[*ids, 7, 8], [*ids, 5, 6]]
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output.num_cached_tokens for output in outputs] == [len(ids), len(ids) + 1]
+        llm.unpin_prefix(first.id)
+        with pytest.raises(UnknownPrefixError, match=f"no pinned prefix '{first.id}'"):
+            llm.unpin_prefix(first.id)
+        assert llm.pinned_prefixes() == [second]
+        llm.unpin_prefix(second.id)
+        assert llm.kv_stats().used_blocks == llm.kv_stats().pinned_blocks == 0
+
+
+def test_pin_draws_no_seed_of_others(demo_model: Path) -> None:
+    params, found = SamplingParams(max_tokens=12, ignore_eos=True), []
+    for pins in (False, True):
+        with LLM(str(demo_model), max_model_len=128, num_kv_blocks=32) as llm:
+            if pins:
+                llm.pin_prefix("def ")
+            output = llm.generate("def f", params, use_tqdm=False)[0]
+            found.append((output.request_id, output.outputs[0].token_ids))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "told"),
+    [
+        ([1] * 128, r"has 128 tokens, but .* 128 tokens \(max_model_len\)"),
+        ([1] * 100, r"100 tokens takes 7 KV blocks of 16 .* all 12 \(num_kv_blocks\) 0 are pinned .* 128 needs 8"),
+        ([], "prompt is empty"),
+        ([4096], "prompt token ids must be integers from 0 to 4095, got 4096"),
+        ({"prompt": "x", "cache_salt": ""}, "cache_salt must be a string of 1 to 1024 characters"),
+    ],
+)
+def test_prefix_that_cannot_be_pinned_is_refused(demo_model: Path, prefix: Any, told: str) -> None:  # noqa: ANN401
+    with LLM(str(demo_model), max_model_len=128, num_kv_blocks=12) as llm:
+        with pytest.raises(InvalidRequestError, match=told):
+            llm.pin_prefix(prefix)
+        assert llm.pinned_prefixes() == []
+        assert len(llm.generate("x", GREEDY, use_tqdm=False)) == 1
+
+
+def test_limits_follow_what_is_pinned(demo_model: Path) -> None:
+    params = SamplingParams(n=4, max_tokens=30, ignore_eos=True)  # two blocks for each branch
+    with LLM(str(demo_model), max_model_len=64, num_kv_blocks=10) as llm:
+        pinned = llm.pin_prefix([5] * 40)
+        with pytest.raises(ContextLengthError, match=r"may need 8 KV .* are 10 \(num_kv_blocks\), 3 of them pinned"):
+            llm.generate([6], params, use_tqdm=False)
+        most = llm.generate([6], replace(params, max_tokens=None), use_tqdm=False)[0]
+        assert [len(branch.token_ids) for branch in most.outputs] == [15] * 4
+        llm.unpin_prefix(pinned.id)
+        assert len(llm.generate([6], params, use_tqdm=False)[0].outputs) == 4
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt])
+def test_pin_that_fails_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch, fault: type[BaseException]) -> None:
+    for place in (Decoder, OutputProcessor, PinnedPrefixes):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, "forward" if place is Decoder else "process" if place is OutputProcessor else "add",
+                          Mock(side_effect=fault))
+            with pytest.raises(fault):
+                llm.pin_prefix([5] * 40)
+        assert llm.kv_stats().used_blocks == 0
+        assert llm.pinned_prefixes() == []
+        assert not llm._engine.engine.scheduler.has_requests
+
+
+def test_pins_of_other_calls_run_beside_a_stream(llm: LLM) -> None:
+    stream = llm.stream("def f(", GREEDY)
+    next(stream)
+    pinned = llm.pin_prefix([5] * 20)
+    assert [output.finished for output in stream][-1]
+    llm.unpin_prefix(pinned.id)
+
+
 def test_metrics_are_in_order(llm: LLM) -> None:
     metrics = llm.generate("x", GREEDY, use_tqdm=False)[0].metrics
     assert metrics is not None
@@ -296,6 +380,9 @@ def test_closed_llm_refuses_every_call(demo_model: Path) -> None:
         lambda: llm.stream("x"),
         lambda: llm.beam_search("x", beam),
         llm.kv_stats,
+        lambda: llm.pin_prefix("x"),
+        lambda: llm.unpin_prefix("x"),
+        llm.pinned_prefixes,
         llm.__enter__,
     ):
         with pytest.raises(RuntimeError, match="closed"):

@@ -185,3 +185,39 @@ def test_burst_computes_its_prefix_once(model: Model) -> None:
     assert [output.num_cached_tokens for output in outputs] == [0] + [160] * 15
     assert stats.prefix_hits_tokens == 15 * 160
     assert stats.prefix_queries_tokens == sum(len(prompt) for prompt in prompts)
+
+
+@pytest.mark.parametrize(("block_size", "budget", "length"), [(8, 16, 61), (64, 2048, 90)])
+def test_pinned_prefix_of_any_length_changes_nothing(
+    model: Model, block_size: int, budget: int, length: int
+) -> None:
+    """Hits that end at the pin's end, inside of its last block, and the pin itself as a prompt; alone and together."""
+    pin = PREFIX[:length]
+    lengths = [length, length - 1, length // block_size * block_size + 1]
+    prompts = [pin, *(prompt_that_hits(num, num + 5) for num in lengths)]
+    with model.llm(block_size=block_size, max_num_batched_tokens=budget, num_kv_blocks=1024 // block_size) as llm:
+        pinned = llm.pin_prefix(pin)
+        assert llm.kv_stats().pinned_blocks == llm.kv_stats().used_blocks == pinned.num_blocks
+        found = []
+        for kind, prompt in product((0, 2), prompts):  # one branch, and four
+            (output,) = outputs = ask(llm, [prompt], kind)
+            assert_exact(model, outputs, kind)
+            found.append(output.num_cached_tokens)
+        assert found[:2] == [length - 1, length]
+        llm.unpin_prefix(pinned.id)
+        assert llm.kv_stats().used_blocks == 0
+        assert_exact(model, ask(llm, prompts, 0), 0)
+
+
+def test_pinned_prefix_survives_a_flood_and_preemptions(model: Model) -> None:
+    pin = PREFIX[:85]
+    with model.llm(block_size=8, num_kv_blocks=(MAX_MODEL_LEN + 128) // 8) as llm:
+        llm.pin_prefix(pin)
+        prompts = [random_tokens(100 + i, 80) for i in range(4)] + [prompt_that_hits(85, 92 + i) for i in range(3)]
+        outputs = ask(llm, prompts, 0, num_tokens=40)
+        assert_exact(model, outputs, 0)
+        assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
+        assert llm.kv_stats().evicted_blocks > 0
+        (output,) = ask(llm, [[*pin, 3, 4]], 0)
+        assert output.num_cached_tokens == 85
+        assert_exact(model, [output], 0)

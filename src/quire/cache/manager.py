@@ -154,7 +154,7 @@ class KVCacheManager:
         self._prefixes.pin(pin_id, self._paths[seq_id], self._tables[seq_id])
 
     def unpin(self, pin_id: int) -> bool:
-        """Let a pin go; False if it is not here. Its full blocks stay cached; who uses them goes on."""
+        """Let a pin go, between two steps; False if it is not here. Full blocks stay cached; who uses them goes on."""
         if self._prefixes is None or pin_id not in self._prefixes.pins:
             return False
         self._prefixes.pins.remove(pin_id)
