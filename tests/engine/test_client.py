@@ -14,11 +14,11 @@ import pytest
 import uvloop
 
 from quire import LLM, SamplingParams
-from quire.core.errors import InvalidRequestError
-from quire.core.outputs import CompletionOutput, RequestOutput, SequenceDelta
+from quire.core.errors import InvalidRequestError, UnknownPrefixError
+from quire.core.outputs import CompletionOutput, PinnedPrefix, RequestOutput, SequenceDelta
 from quire.engine.branch_output import BranchOutput
 from quire.engine.client import EngineClient
-from quire.engine.input_processor import Prompt
+from quire.engine.input_processor import Prompt, TokenizedPrompt
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind
 from quire.engine.wire import RequestFailedError
@@ -182,6 +182,75 @@ def test_request_that_cannot_run_is_refused_before_it_is_sent(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=told):
         client.prepare(client.inputs.tokenize("x"), params)
+
+
+# --- pins -------------------------------------------------------------------------------------------------------------
+
+
+async def pin(client: EngineClient, prefix: Prompt) -> PinnedPrefix:
+    prepared = client.prepare_pin(client.inputs.tokenize(prefix))
+    await read(await client.add(prepared, external_id="x", arrival_s=0.0))
+    return client.pinned.add(prepared.request)
+
+
+def test_limits_follow_what_the_engine_has_pinned(client: EngineClient, runner: asyncio.Runner) -> None:
+    async def run() -> None:
+        before = client.inputs.limits
+        pinned = await pin(client, [5] * 40)
+        assert client.inputs.limits == replace(before, num_pinned_blocks=3)
+        assert (await answer(client, [*[5] * 40, 6], GREEDY)).num_cached_tokens == 40
+        await client.unpin_prefix(pinned.id)
+        assert client.inputs.limits == before
+        assert client.state.pins == ()
+        with pytest.raises(UnknownPrefixError):
+            await client.unpin_prefix(pinned.id)
+
+    runner.run(run())
+
+
+def test_requests_that_cross_a_pin_are_refused_by_the_engine(
+    client: EngineClient, runner: asyncio.Runner, recorder: Recorder
+) -> None:
+    """Both were checked before either was sent."""
+    limits = client.inputs.limits
+    longest = limits.max_model_len // limits.block_size
+    params = replace(LONG, n=MAX_NUM_SEQS, max_tokens=limits.max_model_len - 1)
+    assert limits.num_blocks == longest * MAX_NUM_SEQS, "the gang takes everything"
+
+    async def run() -> None:
+        for pin_first in (True, False):
+            prepared = [
+                client.prepare_pin(TokenizedPrompt(None, [5] * 40)),
+                client.prepare(TokenizedPrompt(None, [6]), params),
+            ]
+            kept, refused = prepared if pin_first else reversed(prepared)
+            stream = await client.add(kept, external_id="x", arrival_s=0.0)
+            with pytest.raises(InvalidRequestError, match="pinned") as told:
+                await read(await client.add(refused, external_id="x", arrival_s=0.0))
+            assert told.value.param == "prompt"
+            if pin_first:
+                await read(stream)
+                await client.unpin_prefix(client.pinned.add(kept.request).id)
+            stream.abort()
+        stream = await client.add(prepared[1], external_id="x", arrival_s=0.0)
+        unread = await client.add(prepared[0], external_id="x", arrival_s=0.0)
+        await until(lambda: unread._error is not None)
+        unread.abort()
+        stream.abort()
+
+    runner.run(run())
+
+
+def test_unpinning_that_is_cancelled_goes_on(client: EngineClient, runner: asyncio.Runner) -> None:
+    async def run() -> None:
+        pinned = await pin(client, [5] * 40)
+        unpinning = asyncio.create_task(client.unpin_prefix(pinned.id))
+        await asyncio.sleep(0)
+        unpinning.cancel()
+        await asyncio.wait((unpinning,))
+        await until(lambda: client.state.pins == ())
+
+    runner.run(run())
 
 
 # --- slow readers -----------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from quire.engine.wire import (
     Idle,
     Located,
     Ready,
+    Refused,
     Report,
     Stepped,
 )
@@ -325,7 +326,7 @@ class Script:
         """The engine has come to rest, and nothing more is asked of it."""
 
     def __init__(self, *answers: list[Command]) -> None:
-        self.harness = Harness(num_blocks=64)
+        self.harness = Harness(num_blocks=64, max_model_len=80, caching=True)
         self.reports: list[Report] = []
         self._commands = SimpleQueue[bytes]()
         self._answers = iter(answers)
@@ -348,6 +349,12 @@ class Script:
 def request(request_id: int, prompt_len: int = 10, **params: object) -> Add:
     own = SamplingParams(max_tokens=30, ignore_eos=True, **params)  # type: ignore[arg-type]
     return Add(make_request(request_id, [request_id] * prompt_len, own))
+
+
+def pin(request_id: int, prompt_len: int = 10) -> Add:
+    made = make_request(request_id, [5] * prompt_len, SamplingParams(max_tokens=1, temperature=0.0))
+    made.is_pin = True
+    return Add(made)
 
 
 def kv_of(report: Report) -> KVStats:
@@ -383,6 +390,36 @@ def test_finish_ends_one_branch_and_leaves_the_others() -> None:
 
 def test_request_that_comes_and_goes_at_once_is_followed_by_a_report() -> None:
     assert [type(report) for report in Script([request(1), Abort(1)]).run()] == [Idle, Idle]
+
+
+def test_pin_stays_until_it_is_aborted() -> None:
+    reports = Script([pin(-1), pin(-2, 30)], [], [], [], [Abort(-1)]).run()
+    states = [report.state for report in reports if isinstance(report, Stepped | Idle)]
+    assert [(state.pins, state.num_pinned_blocks) for state in states] == [
+        ((), 0),
+        ((-1,), 3 + 8),      # the budget of a step is 16
+        ((-1,), 3 + 8),
+        ((-1, -2), 3 + 8 - 2),
+        ((-1, -2), 9),
+        ((-2,), 8),
+    ]
+    assert kv_of(reports[-1]).pinned_blocks == kv_of(reports[-1]).used_blocks == 8
+
+
+def test_request_that_pins_have_made_impossible_is_refused_and_the_engine_goes_on() -> None:
+    """It was checked against limits from before the pin; so was a pin that would break what was let in meanwhile."""
+    gang = request(2, n=4)  # 2 blocks, and 4 times 8: 34
+    _, refused, *_ = reports = Script([pin(-1, 79), pin(-3, 43), gang, request(3, n=2)]).run()
+    assert isinstance(refused, Refused)
+    assert (refused.request_id, refused.param, refused.code) == (2, "prompt", "context_length_exceeded")
+    assert "64 (num_kv_blocks), 31 of them pinned" in refused.message
+    steps = [report for report in reports if isinstance(report, Stepped)]
+    assert {delta.request_id for step in steps for delta in step.deltas} == {-1, -3, 3}
+
+    _, refused, *_ = Script([gang, pin(-1, 79), pin(-2, 79)]).run()
+    assert isinstance(refused, Refused)
+    assert (refused.request_id, refused.code) == (-2, None)
+    assert "a request that was let in needs 34" in refused.message
 
 
 def test_state_follows_every_step() -> None:

@@ -27,6 +27,7 @@ from quire.engine.wire import (
     Idle,
     Located,
     Ready,
+    Refused,
     Report,
     Start,
     Stepped,
@@ -38,6 +39,7 @@ from quire.engine.wire import (
 from quire.scheduling.limits import AdmissionLimits
 
 counts = st.integers(0, 2**63 - 1)
+request_ids = st.integers(-(2**63), 2**63 - 1)
 token_ids = st.lists(st.integers(0, MAX_INT), max_size=5)
 seconds = st.floats(0, 1e9)
 texts = st.text(max_size=20)
@@ -73,7 +75,7 @@ params = st.builds(
 )
 requests = st.builds(
     Request,
-    request_id=counts,
+    request_id=request_ids,
     prompt_token_ids=token_ids,
     params=params,
     seed=st.integers(MIN_SEED, MAX_SEED),
@@ -81,9 +83,13 @@ requests = st.builds(
     eos_token_ids=st.frozensets(st.integers(0, MAX_INT), max_size=3),
     stop_token_ids=st.frozensets(st.integers(0, MAX_INT), max_size=3),
     bad_words_token_ids=st.lists(token_ids.map(tuple), max_size=3).map(tuple),
+    is_pin=st.booleans(),
 )
 commands = st.one_of(
-    st.builds(Start, options), st.builds(Add, requests), st.builds(Abort, counts), st.builds(Finish, counts, counts)
+    st.builds(Start, options),
+    st.builds(Add, requests),
+    st.builds(Abort, request_ids),
+    st.builds(Finish, counts, counts),
 )
 
 logprobs = st.builds(
@@ -103,7 +109,8 @@ deltas = st.builds(
     stop_reason=st.none() | counts,
 )
 kv_stats = st.builds(KVStats, *[counts] * 8, ref_counts=st.dictionaries(texts, counts, max_size=3))
-states = st.builds(EngineState, counts, counts, counts, counts, st.none() | kv_stats)
+pins = st.lists(request_ids, max_size=3).map(tuple)
+states = st.builds(EngineState, counts, counts, counts, counts, st.none() | kv_stats, pins, counts)
 reports = st.one_of(
     st.builds(Located, texts),
     st.builds(
@@ -128,6 +135,7 @@ reports = st.one_of(
         states,
     ),
     st.builds(Idle, states),
+    st.builds(Refused, request_ids, texts, st.none() | texts, st.none() | texts),
 )
 
 

@@ -1,0 +1,265 @@
+"""Pinned prefixes over HTTP: answers, refusals, and that nothing of a pin is left behind."""
+
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.engine.options import EngineOptions
+from quire.server.errors import shutting_down
+from support.http_app import ask, make_app
+from support.openai_server import LIMIT_S, NAME, OpenAIServer, openai_server
+
+PREFIXES, COMPLETIONS = "/v1/prefixes", "/v1/completions"
+PREFIX = [5 + i for i in range(41)]  # two blocks of 16, and nine tokens
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+OCCUPYING: dict[str, Any] = {"prompt": "a", "n": 8, "max_tokens": 900, "ignore_eos": True}
+
+
+def options(demo_model: Path) -> EngineOptions:
+    return EngineOptions(model=str(demo_model), max_num_seqs=8, max_model_len=1024, num_kv_blocks=512)
+
+
+@pytest.fixture(scope="module")
+def running_server(demo_model: Path) -> Iterator[OpenAIServer]:
+    with openai_server(options(demo_model), max_queued_requests=20, max_n=8) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running_server: OpenAIServer) -> Iterator[OpenAIServer]:
+    """Return the server; nothing is left pinned, and nothing else behind."""
+    yield running_server
+    for prefix in listed(running_server):
+        assert delete(running_server, prefix["id"]).status_code == 200
+    running_server.wait_until(running_server.is_idle)
+
+
+def listed(server: OpenAIServer) -> list[dict[str, Any]]:
+    answer = server.http.get(PREFIXES).json()
+    assert answer["object"] == "list"
+    return list(answer["data"])
+
+
+def delete(server: OpenAIServer, prefix_id: str) -> httpx.Response:
+    return server.http.delete(f"{PREFIXES}/{prefix_id}")
+
+
+def cached_tokens(server: OpenAIServer, prompt: object, **body: object) -> int:
+    answer = server.ask(COMPLETIONS, prompt=prompt, **GREEDY | body)
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def num_pinned(server: OpenAIServer) -> int:
+    return server.service.client.inputs.limits.num_pinned_blocks
+
+
+def post(server: OpenAIServer, path: str, **body: object) -> socket.socket:
+    """Send a body on a connection of its own."""
+    content = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), timeout=LIMIT_S)
+    connection.sendall(b"POST %s HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(content)))
+    connection.sendall(content)
+    return connection
+
+
+def test_pin_is_made_listed_found_and_deleted(server: OpenAIServer) -> None:
+    pinned = server.ask(PREFIXES, prompt=PREFIX)
+    assert pinned["id"].startswith("prefix-")
+    assert pinned["created"] > 0
+    shape = {"id": pinned["id"], "object": "prefix", "created": pinned["created"], "num_tokens": 41, "num_blocks": 3}
+    assert pinned == shape
+    assert listed(server) == [pinned]
+    assert num_pinned(server) == 3
+    assert 'quire:kv_blocks_pinned 3.0\n' in server.http.get("/metrics").text
+    assert [cached_tokens(server, [*PREFIX, 900, last]) for last in (1, 2)] == [41, 42]
+
+    response = delete(server, pinned["id"])
+    assert (response.status_code, response.json()) == (
+        200, {"id": pinned["id"], "object": "prefix.deleted", "deleted": True},
+    )  # fmt: skip
+    assert (listed(server), num_pinned(server)) == ([], 0)
+    assert cached_tokens(server, [*PREFIX, 901]) >= 32, "full blocks stay cached"
+
+
+def test_same_prefix_twice_has_two_ids_and_one_set_of_blocks(server: OpenAIServer) -> None:
+    first, second = server.ask(PREFIXES, prompt=PREFIX), server.ask(PREFIXES, prompt=PREFIX)
+    assert first["id"] != second["id"]
+    assert listed(server) == [first, second]
+    assert num_pinned(server) == 3
+    delete(server, first["id"])
+    assert cached_tokens(server, [*PREFIX, 902]) == 41
+
+
+def test_text_is_what_a_prompt_of_that_text_begins_with(server: OpenAIServer) -> None:
+    text = "import os\nimport sys\n\n\ndef main("
+    pinned = server.ask(PREFIXES, prompt=text)
+    tokens = server.ask("/tokenize", prompt=text)["tokens"]
+    assert pinned["num_tokens"] == len(tokens)
+    assert cached_tokens(server, [*tokens, 903]) == len(tokens)
+
+
+def test_salted_pin_serves_its_salt_only(server: OpenAIServer) -> None:
+    prefix = [100 + i for i in range(20)]
+    pinned = server.ask(PREFIXES, prompt=prefix, cache_salt="mine")
+    assert "mine" not in json.dumps([pinned, *listed(server)])
+    found = [cached_tokens(server, [*prefix, 9], **salt) for salt in ({}, {"cache_salt": "x"}, {"cache_salt": "mine"})]
+    assert found == [0, 0, 20]
+
+
+@pytest.mark.parametrize("prefix_id", ["prefix-0", "-1", "0", "x" * 3000, "%00", "..."])
+def test_unknown_prefix_is_not_found(server: OpenAIServer, prefix_id: str) -> None:
+    server.ask(PREFIXES, prompt=PREFIX)
+    response = delete(server, prefix_id)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["code"]) == (404, "invalid_request_error", "prefix_not_found")
+    assert error["param"] == "id"
+    assert len(listed(server)) == 1
+
+
+def test_prefix_is_deleted_once(server: OpenAIServer) -> None:
+    pinned = server.ask(PREFIXES, prompt=PREFIX)
+    assert [delete(server, pinned["id"]).status_code for _ in range(2)] == [200, 404]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "code"),
+    [
+        ({}, 400, "prompt", None),
+        ({"prompt": None}, 400, "prompt", None),
+        ({"prompt": []}, 400, "prompt", None),
+        ({"prompt": ["a", "b"]}, 400, "prompt", None),
+        ({"prompt": {"prompt": "x"}}, 400, "prompt", None),
+        ({"prompt": [4096]}, 400, "prompt", None),
+        ({"prompt": "x", "cache_salt": ""}, 400, "cache_salt", None),
+        ({"prompt": "x", "cache_salt": 5}, 400, "cache_salt", None),
+        ({"prompt": "x", "model": "other"}, 404, "model", "model_not_found"),
+        ({"prompt": [1] * 1024}, 400, "prompt", "context_length_exceeded"),
+    ],
+)
+def test_bad_body_is_refused(
+    server: OpenAIServer, body: dict[str, Any], status: int, param: str, code: str | None
+) -> None:
+    got, error = server.refusal(PREFIXES, **body)
+    assert (got, error["type"], error["param"], error["code"]) == (status, "invalid_request_error", param, code)
+    assert (listed(server), num_pinned(server)) == ([], 0)
+
+
+def test_pin_that_would_break_a_promise_is_refused_with_the_numbers(server: OpenAIServer) -> None:
+    """Of 512 blocks the longest request keeps 64, or eight branches that run already 8 x 57 and one."""
+    for salt in range(7):
+        server.ask(PREFIXES, prompt=[7] * 1023, cache_salt=str(salt))
+    status, error = server.refusal(PREFIXES, prompt=[7] * 1023, cache_salt="8")
+    assert (status, error["param"], error["code"]) == (400, "prompt", None)
+    told = "a prefix of 1023 tokens takes 64 KV blocks of 16 tokens, but of all 512 (num_kv_blocks) 448 are pinned and"
+    assert error["message"] == f"{told} max_model_len 1024 needs 64"
+    status, error = server.refusal(COMPLETIONS, **OCCUPYING)
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert "448 of them pinned" in error["message"]
+    for prefix in listed(server):
+        delete(server, prefix["id"])
+    with post(server, COMPLETIONS, **OCCUPYING):
+        server.wait_until(lambda: server.service.client.state.num_running == 1)
+        status, error = server.refusal(PREFIXES, prompt=[7] * 1023)
+        assert status == 400
+        assert "a request that was let in needs 456" in error["message"]
+
+
+def test_client_that_goes_leaves_nothing_pinned(server: OpenAIServer) -> None:
+    with post(server, COMPLETIONS, **OCCUPYING):
+        server.wait_until(lambda: server.service.client.state.num_running == 1)
+        connection = post(server, PREFIXES, prompt=PREFIX)
+        server.wait_until(lambda: num_pinned(server) == 3)
+        connection.close()
+        server.wait_until(lambda: num_pinned(server) == 0)
+    assert listed(server) == []
+
+
+def test_client_that_goes_at_any_moment_leaves_what_is_listed(server: OpenAIServer) -> None:
+    client, answers = server.service.client, server.service.answers
+    moments: list[Callable[[], bool]] = [
+        lambda: True,
+        lambda: len(answers) > 0,
+        lambda: num_pinned(server) > len(client.state.pins),
+        lambda: client.state.num_running > 0,
+        lambda: len(client.state.pins) > 0,
+    ]
+    for index, has_come in enumerate(moments * 2):
+        connection = post(server, PREFIXES, prompt=[20 + index, *[7] * 900])
+        server.wait_until(lambda has_come=has_come: has_come() or len(client.state.pins) > 0)  # type: ignore[misc]
+        connection.close()
+        for prefix in listed(server):
+            delete(server, prefix["id"])
+    server.wait_until(lambda: len(server.service.answers) + server.service.client.num_open == 0)
+    server.wait_until(lambda: len(server.service.client.state.pins) == len(list(server.service.client.pinned)))
+    assert num_pinned(server) == sum(prefix["num_blocks"] for prefix in listed(server))
+
+
+def test_end_of_the_server_unpins_what_is_under_way(server: OpenAIServer) -> None:
+    with post(server, COMPLETIONS, **OCCUPYING), post(server, PREFIXES, prompt=PREFIX) as connection:
+        server.wait_until(lambda: num_pinned(server) == 3)
+        server.on_loop(lambda: server.service.answers.end_all(shutting_down()))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 503 ")
+        server.wait_until(lambda: num_pinned(server) == 0)
+
+
+def test_log_tells_what_a_pin_has_cost(server: OpenAIServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "quire.requests"):
+        server.ask(PREFIXES, prompt=PREFIX)
+        server.wait_until(lambda: bool(caplog.messages))
+    line = json.loads(caplog.messages[0])
+    told = {name: line[name] for name in ("path", "status", "model", "num_prompts", "prompt_tokens")}
+    assert told == {"path": PREFIXES, "status": 200, "model": NAME, "num_prompts": 1, "prompt_tokens": 41}
+
+
+def test_openapi_describes_the_routes(server: OpenAIServer) -> None:
+    paths = server.http.get("/openapi.json").json()["paths"]
+    schema = paths[PREFIXES]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert (set(schema["properties"]), schema["required"]) == ({"model", "prompt", "cache_salt"}, ["prompt"])
+    assert set(paths[PREFIXES]) == {"get", "post"}
+    assert set(paths[PREFIXES + "/{prefix_id}"]) == {"delete"}
+
+
+def test_other_methods_are_not_allowed(server: OpenAIServer) -> None:
+    assert server.http.head(PREFIXES).status_code == 200
+    for method, path in (("GET", PREFIXES + "/x"), ("DELETE", PREFIXES)):
+        response = server.http.request(method, path)
+        assert (response.status_code, response.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", PREFIXES), ("GET", PREFIXES), ("DELETE", PREFIXES + "/x")])
+def test_routes_ask_for_a_key_and_for_little(method: str, path: str) -> None:
+    app = make_app(api_key=("secret",), max_body_bytes=100)
+    response = ask(app, method, path)
+    assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+    if method == "POST":
+        headers = {"Authorization": "Bearer secret"}
+        response = ask(app, method, path, headers=headers, json={"prompt": "x" * 100})
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+
+
+def test_death_of_the_engine_ends_who_waits(demo_model: Path) -> None:
+    with openai_server(options(demo_model), max_n=8) as server:
+        pinned = server.ask(PREFIXES, prompt=PREFIX)
+        occupying, pinning = post(server, COMPLETIONS, **OCCUPYING), post(server, PREFIXES, prompt=PREFIX)
+        with occupying, pinning:
+            server.wait_until(lambda: num_pinned(server) == 3 + 3)
+            pid = server.child.process.pid
+            os.kill(pid, signal.SIGSTOP)
+            with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0)) as deleting:
+                path = f"{PREFIXES}/{pinned['id']}".encode()
+                deleting.sendall(b"DELETE %s HTTP/1.1\r\nHost: test\r\n\r\n" % path)
+                server.wait_until(lambda: len(server.service.answers) == 3)
+                os.kill(pid, signal.SIGKILL)
+                for connection in (pinning, deleting):
+                    answer = connection.recv(65536)
+                    assert answer.startswith(b"HTTP/1.1 503 ")
+                    assert b"engine_unhealthy" in answer
+        assert delete(server, pinned["id"]).status_code == 503
