@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from quire.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, PrefixBody, TokenizeBody
 from quire.server.openai.parameters import UNSUPPORTED
 from support.clients import LIMIT_S
 from support.metrics_page import wait_until_idle
@@ -43,6 +43,7 @@ WHOLE: dict[str, tuple[dict[str, Any], type]] = {
     "/v1/chat/completions": ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, **GENERATION}, ChatBody),
     "/tokenize": ({"messages": MESSAGES, **TEMPLATE}, TokenizeBody),
     "/detokenize": ({"tokens": [5, 6, 300]}, DetokenizeBody),
+    "/v1/prefixes": ({"prompt": [5, 6, 7], "cache_salt": "s"}, PrefixBody),
 }
 JUNK: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 7, 2**31, 2**63, 2**64, -(2**70), 10**400),
@@ -160,5 +161,7 @@ def test_faulty_bodies_get_an_answer_or_a_clear_error(small_server: ServerProces
             error.add_note(f"{response.status_code} {response.text[:500]!r} for {body[:1000]!r}")
             raise
     assert {response.status_code for _, response in asked} >= {200, 400}
+    for prefix in httpx.get(f"{small_server.url}/v1/prefixes").json()["data"]:
+        assert httpx.delete(f"{small_server.url}/v1/prefixes/{prefix['id']}").status_code == 200
     wait_until_idle(small_server.url)
     assert "Traceback" not in small_server.log

@@ -29,6 +29,7 @@ GAUGES: dict[str, list[dict[str, str]]] = {
     "vllm:num_requests_running": [MODEL],
     "vllm:num_requests_waiting": [MODEL],
     "vllm:kv_cache_usage_perc": [MODEL],
+    "quire:kv_blocks_pinned": [{}],
     "quire:kv_blocks": [{"state": state} for state in ("free", "cached", "used")],
     "quire:kv_tail_waste_ratio": [{}],
     "quire:kv_block_ref_count": [{"refs": refs} for refs in ("1", "2", "3-4", "5-8", "9+")],

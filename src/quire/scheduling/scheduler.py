@@ -81,7 +81,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         self.waiting.add(request)
         if request.is_pin:
-            self._count_pinned_blocks()
+            self._note_pins()
 
     def abort(self, request_id: int) -> bool:
         """End a request at once, wherever it is; its blocks are free on return. False if it is not here (any more).
@@ -111,24 +111,32 @@ class Scheduler:
         if not self.cache.can_pin:
             raise InvalidRequestError("nothing can be pinned: prefix caching is off (enable_prefix_caching)")
         num_pins = len(self.cache.pins) + sum(request.is_pin for request in self._requests.values())
-        most_needed = max(map(self._worst_case_blocks, self._requests.values()), default=0)
-        self.limits.check_pinnable(num_tokens, num_pins, most_needed)
+        self.limits.check_pinnable(num_tokens, num_pins, self._most_needed_blocks())
 
-    def _worst_case_blocks(self, request: Request) -> int:
-        num_prompt_tokens, n = len(request.prompt_token_ids), request.params.n
-        return worst_case_blocks(num_prompt_tokens, request.max_tokens, n, self.cache.block_size)
+    def _most_needed_blocks(self) -> int:
+        """Return the worst case of the largest request that is here."""
+        return max(
+            (
+                worst_case_blocks(len(each.prompt_token_ids), each.max_tokens, each.params.n, self.cache.block_size)
+                for each in self._requests.values()
+            ),
+            default=0,
+        )
 
     def _unpin(self, request_id: int) -> bool:
         is_here = self.cache.unpin(request_id)
         if is_here:
-            self._count_pinned_blocks()
+            self._note_pins()
         return is_here
 
-    def _count_pinned_blocks(self) -> None:
-        """Take down what is pinned. A pin that is under way counts with all that it may come to hold."""
+    def _note_pins(self) -> None:
+        self.limits = replace(self.limits, num_pinned_blocks=self._num_pinned_blocks())
+
+    def _num_pinned_blocks(self) -> int:
+        """Count what is pinned. A pin that is under way counts with all that it may come to hold."""
         under_way = (request for request in self._requests.values() if request.is_pin)
         promised = sum(self.cache.blocks_for(len(request.prompt_token_ids)) for request in under_way)
-        self.limits = replace(self.limits, num_pinned_blocks=self.cache.num_pinned_blocks + promised)
+        return self.cache.num_pinned_blocks + promised
 
     # --- the plan -------------------------------------------------------------------------------------------------
 
@@ -390,7 +398,7 @@ class Scheduler:
             del self._requests[request.request_id]
             self._leave_queue(request)
             if request.is_pin:
-                self._count_pinned_blocks()
+                self._note_pins()
 
     def _leave_queue(self, request: Request) -> None:
         """Take a request out of where it stands: the running, the swapped or the waiting ones."""
@@ -457,11 +465,9 @@ class Scheduler:
 
     def _check_pinned(self) -> None:
         """Assert that pins leave room for each request, and that their blocks are counted."""
-        limits = self.limits
-        self._count_pinned_blocks()
-        assert limits == self.limits, f"{limits}, but {self.limits} counted"
-        most_needed = max(map(self._worst_case_blocks, self._requests.values()), default=0)
-        assert most_needed + limits.num_pinned_blocks <= limits.num_blocks, "a request that cannot run beside the pins"
+        num_pinned = self._num_pinned_blocks()
+        assert self.limits.num_pinned_blocks == num_pinned, f"{self.limits}, but {num_pinned} blocks are pinned"
+        assert self._most_needed_blocks() + num_pinned <= self.cache.num_blocks, "no room for a request beside the pins"
 
 
 def _arrival(request: Request) -> int:
