@@ -558,7 +558,11 @@ def random_step(world: World, rng: random.Random) -> None:
             for begun in world.live.keys() - before:
                 world.append(begun, rng.randint(0, 20))
         return
-    seq_id = rng.choice(list(world.live))
+    random_verb(world, rng, rng.choice(list(world.live)), has_room)
+
+
+def random_verb(world: World, rng: random.Random, seq_id: int, has_room: bool) -> None:
+    """Something happens to a sequence, or to all of them."""
     verbs = {
         "one": 50, "chunk": 15, "fork": 8, "free": 8, "end": 30, "fail": 1, "publish": 20, "retract": 6, "swap": 8,
         "pin": 6, "unpin": 4,

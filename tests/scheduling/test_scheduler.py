@@ -327,7 +327,7 @@ def test_stop_tokens_and_lengths_end_a_sequence() -> None:
 @pytest.mark.parametrize("first_seed", range(0, 300, 50))
 def test_random_runs_are_safe_live_and_right(first_seed: int, crowded: bool) -> None:
     runs = [random_run(seed, crowded=crowded) for seed in range(first_seed, first_seed + 50)]
-    assert sum(harness.num_pinned for harness in runs) > 0
+    assert crowded or sum(harness.num_pinned for harness in runs) > 0
     assert sum(sum(harness.scheduler.recovery.num_preemptions.values()) for harness in runs) > 0
 
 
