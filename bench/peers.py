@@ -5,11 +5,13 @@
 (PEERS_VLLM, PEERS_OPENVINO and PEERS_OPENVINO_MODEL in the environment do the same as the options.)
 
 Each engine loads once, in a process of its own environment, and takes one workload after the other as it is told; the
-others sleep. All get the same token ids at once, greedy, with the answers' lengths given, and other ids in every turn,
-so that no prefix cache helps. A shared machine changes its speed: figures of one turn are compared with each other,
-and its speed stands beside each turn in the JSON. Every engine is warmed up first. The first model meets every peer,
-the others OpenVINO and vLLM. `--quick` tries everything in a few minutes; do that first, as vLLM compiles on its
-first start. More servers join http32: --server "llama.cpp=llama-server -m MODEL.gguf --port {port} -np 64 -kvu".
+others sleep. All get the same token ids at once, greedy, with the answers' lengths given, and other ids in every turn.
+Prefix caches are off, but for `--only prefix`, a burst that shares 512 tokens: there they are on, what a turn finds it
+has computed itself, and Quire without its cache takes part. A shared machine changes its speed: figures of one turn are
+compared with each other, and its speed stands beside each turn in the JSON. Every engine is warmed up first. The first
+model meets every peer, the others OpenVINO and vLLM. `--quick` tries everything in a few minutes; do that first, as
+vLLM compiles on its first start. More servers join http32: --server "llama.cpp=llama-server -m MODEL.gguf --port {port}
+-np 64 -kvu".
 """
 
 import json
@@ -31,11 +33,12 @@ from side_by_side import roster, table
 from side_by_side.calibration import Calibration
 from side_by_side.contest import Contest, ContestRecord
 from side_by_side.engines import EngineFailedError, EngineSpec
-from side_by_side.roster import Installed
+from side_by_side.roster import OURS, Installed
 
 PEERS = (Path(__file__).parents[1] / "../shared/peers").resolve()
 DEFAULT_MODELS = (PEERS / "bench-0.5b", PEERS / "bench-1b")
 READ_CHUNK = 1 << 24
+CACHES_ON = "prefix caches on"
 QUICK_REQUESTS, QUICK_PROMPT, QUICK_OUTPUT = 4, 64, 4
 
 Workloads = dict[str, list[WorkItem]]
@@ -75,6 +78,8 @@ class Session:
             for name in names:
                 items = self._workloads[name]
                 contest.play(name, items, plan.turns_of(items))
+            if way == CACHES_ON:
+                check_computed_once(contest.record)
 
     def table(self) -> str:
         """Return the table and, under it, what it depends on."""
@@ -104,7 +109,15 @@ class Session:
             measured = sorted(float(speed[name]) for speed in speeds if name in speed)
             parts += [f"{measured[0]:.3g} to {measured[-1]:.3g} {unit}"] if measured else []
         steal = [run.steal_share for record in records for turn in record.turns for run in turn.runs.values()]
+        parts += ["prefix caches on for the workload prefix alone, new token ids in every turn"]
         return ", ".join([*parts, f"steal at most {max(steal, default=0.0):.1%} of a run"])
+
+
+def check_computed_once(record: ContestRecord) -> None:
+    """Assert that Quire computed what prompts share once, as a burst that came at the same moment."""
+    for run in (turn.runs[OURS] for turn in record.turns):
+        computed = run.num_prompt_tokens - (run.num_cached_tokens or 0)
+        assert computed == run.least_to_compute, f"{computed} tokens computed: {run}"
 
 
 def warm_ups(workloads: Workloads, names: list[str]) -> Iterator[str]:
@@ -141,7 +154,7 @@ def ways(names: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield the ways to ask, and their workloads. What shares a prefix runs with prefix caches on, the others off."""
     http = [name for name in names if name.startswith("http")]
     yield "in process", [name for name in names if name not in (*http, "prefix")]
-    yield "prefix caches on", [name for name in names if name == "prefix"]
+    yield CACHES_ON, [name for name in names if name == "prefix"]
     yield "over HTTP", http
 
 
@@ -149,7 +162,7 @@ def engines_of(way: str, peers: Installed, model: Path, openvino_model: Path | N
     """Return who is asked in that way."""
     if way == "over HTTP":
         return roster.over_http(peers, model)
-    return roster.in_process(peers, model, openvino_model, prefix_caching=way == "prefix caches on")
+    return roster.in_process(peers, model, openvino_model, prefix_caching=way == CACHES_ON)
 
 
 def main(

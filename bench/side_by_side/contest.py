@@ -8,10 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from quire.cli.bench.statistics import Timeline, latencies
+from quire.cli.bench.statistics import latencies
 from quire.cli.bench.workloads import WorkItem, renewed
 from side_by_side.calibration import Calibration
-from side_by_side.engines import Engine, EngineFailedError, EngineSpec
+from side_by_side.engines import Answers, Engine, EngineFailedError, EngineSpec
 from side_by_side.process_tree import cpu_ticks, steal_share
 
 QUIET_WINDOW_S = 0.25
@@ -25,9 +25,11 @@ class Run:
 
     wall_s: float
     num_prompt_tokens: int
+    least_to_compute: int  # of the prompts' tokens
     num_output_tokens: int
     latencies: dict[str, dict[str, float]]  # mean and percentiles by name
     steal_share: float
+    num_cached_tokens: int | None  # of the prompts; None: the engine does not tell
 
 
 @dataclass(slots=True)
@@ -143,8 +145,8 @@ class Contest(AbstractContextManager["Contest"]):
             record.idle_s += time.perf_counter() - since_s
             record.idle_cpu_s += engine.cpu_s - cpu_s
         ticks = cpu_ticks()
-        timelines = engine.run(items)
-        run = turn.runs[title] = _run_of(items, timelines, steal_share(ticks, cpu_ticks()))
+        answers = engine.run(items)
+        run = turn.runs[title] = _run_of(items, answers, steal_share(ticks, cpu_ticks()))
         record.peak_rss_bytes = engine.peak_rss_bytes
         print(f"{turn.workload} #{turn.number} {title}: {run.wall_s:.3f} s", flush=True)
         self._settle()
@@ -175,11 +177,25 @@ class Contest(AbstractContextManager["Contest"]):
                 self._engines.pop(title).stop()
 
 
-def _run_of(items: Sequence[WorkItem], timelines: Sequence[Timeline], steal: float) -> Run:
+def least_to_compute(prompts: Sequence[list[int]]) -> int:
+    """Return the tokens that a cache without flaw computes: each behind the same ones once, and every prompt's last."""
+    prefixes: dict[tuple[int, int], int] = {}  # a prefix by the number of what it extends, and its last token
+    num_repeated = 0
+    for prompt in prompts:
+        number, num_known = 0, len(prefixes)
+        for token in prompt:
+            number = prefixes.setdefault((number, token), len(prefixes) + 1)
+        num_repeated += len(prefixes) == num_known
+    return len(prefixes) + num_repeated
+
+
+def _run_of(items: Sequence[WorkItem], answers: Answers, steal: float) -> Run:
     return Run(
-        wall_s=max(timeline.token_times_s[-1] for timeline in timelines),
+        wall_s=max(timeline.token_times_s[-1] for timeline in answers.timelines),
         num_prompt_tokens=sum(len(item.prompt_token_ids) for item in items),
+        least_to_compute=least_to_compute([item.prompt_token_ids for item in items]),
         num_output_tokens=sum(item.output_len for item in items),
-        latencies={name: sample._asdict() for name, sample in latencies(timelines).items()},
+        latencies={name: sample._asdict() for name, sample in latencies(answers.timelines).items()},
         steal_share=steal,
+        num_cached_tokens=answers.num_cached_tokens,
     )

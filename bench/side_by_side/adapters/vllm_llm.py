@@ -17,10 +17,10 @@ def load(settings: Settings) -> Loaded:
         "disable_log_stats": True,
     }
     engine = LLM(settings.model, **chosen).llm_engine
-    num_submitted = 0
+    num_submitted = num_cached_tokens = 0
 
     def run(requests: list[Request]) -> list[list[float]]:
-        nonlocal num_submitted
+        nonlocal num_submitted, num_cached_tokens
         first, token_times_s = num_submitted, [[] for _ in requests]
         num_submitted += len(requests)
         started_s = time.perf_counter()
@@ -32,9 +32,10 @@ def load(settings: Settings) -> Loaded:
             for output in outputs:
                 number = int(output.request_id.split("-")[0])  # it appends letters of its own to the id
                 token_times_s[number - first] += [now_s] * len(output.outputs[0].token_ids)
+                num_cached_tokens += (output.num_cached_tokens or 0) if output.finished else 0
         return token_times_s
 
-    return Loaded(run, {"vllm": vllm.__version__}, chosen)
+    return Loaded(run, {"vllm": vllm.__version__}, chosen, lambda: num_cached_tokens)
 
 
 def sampling_params(request: Request) -> SamplingParams:
