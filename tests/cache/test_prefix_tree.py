@@ -93,6 +93,12 @@ class TestLife:
             tree.remove(0)
         tree.check()
 
+    def test_tells_who_has_children(self, tree: PrefixTree) -> None:
+        insert_path(tree, [0, 1], A, B)
+        assert [tree.has_children(block) for block in (0, 1)] == [True, False]
+        tree.remove(1)
+        assert not tree.has_children(0)
+
     def test_removed_node_is_not_pending_any_more(self, tree: PrefixTree) -> None:
         insert_path(tree, [0], A)
         tree.pending.add(0)

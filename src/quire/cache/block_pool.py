@@ -105,6 +105,11 @@ class BlockPool:
         """
         tree, block = self._tree, self._cached.first()
         assert tree is not None, "cached without a tree"
+        if not tree.has_children(block):  # the rule: a table lets go of its last block first
+            self._cached.remove(block)
+            tree.remove(block)
+            self.num_evicted += 1
+            return block
         while (child := next((c for c in tree.children(block) if c in self._cached), None)) is not None:
             block = child
         removed = [each for each in tree.remove_all_below(block) if each in self._cached]

@@ -117,6 +117,10 @@ class PrefixTree:
                 path.append(child)
         return removed
 
+    def has_children(self, parent: int) -> bool:
+        """Whether a node or root has children."""
+        return parent in self._youngest
+
     def children(self, parent: int) -> Iterator[int]:
         """Yield the children of a node or root, the youngest first."""
         child = self._youngest.get(parent, NONE)
