@@ -21,7 +21,7 @@ from quire.cli.bench.workloads import WorkItem, open_text
 from quire.core.errors import ConfigError
 
 _COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
-_HASH_SPAN = 512  # tokens that one of Mooncake's hash ids stands for
+HASH_SPAN = 512  # tokens that one of Mooncake's hash ids stands for
 
 
 class _JsonRow(msgspec.Struct):
@@ -31,7 +31,9 @@ class _JsonRow(msgspec.Struct):
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
 
 
-class _Row(NamedTuple):
+class TraceRow(NamedTuple):
+    """One request of a trace."""
+
     arrival_s: float
     input_len: int
     output_len: int
@@ -71,7 +73,7 @@ def trace_workload(path: Path, part: TraceSlice, vocab_size: int, seed: int) -> 
     """
     fitting = (
         row
-        for row in _read(path)
+        for row in read_trace(path)
         if row.arrival_s >= part.start_s
         and min(row.input_len, row.output_len) >= 1
         and row.input_len + row.output_len <= part.max_total_len
@@ -92,11 +94,11 @@ def trace_workload(path: Path, part: TraceSlice, vocab_size: int, seed: int) -> 
     ]
 
 
-def _prompt(row: _Row, number: int, vocab_size: int, seed: int) -> list[int]:
+def _prompt(row: TraceRow, number: int, vocab_size: int, seed: int) -> list[int]:
     """Return random tokens: of the row alone, or in spans that depend on their hash id alone."""
     if not row.hash_ids:
         return _random_tokens((seed, number), row.input_len, vocab_size)
-    spans = [_random_tokens((seed, hash_id), _HASH_SPAN, vocab_size) for hash_id in row.hash_ids]
+    spans = [_random_tokens((seed, hash_id), HASH_SPAN, vocab_size) for hash_id in row.hash_ids]
     return [token for span in spans for token in span][: row.input_len]
 
 
@@ -104,9 +106,9 @@ def _random_tokens(seed: tuple[int, int], count: int, vocab_size: int) -> list[i
     return np.random.default_rng(seed).integers(vocab_size, size=count).tolist()  # type: ignore[no-any-return]
 
 
-def _read(path: Path) -> list[_Row]:
+def read_trace(path: Path) -> list[TraceRow]:
     """Return the rows in the order of their times. Raises ConfigError that names the first bad row."""
-    rows: list[_Row] = []
+    rows: list[TraceRow] = []
     try:
         with open_text(path) as lines:
             rows.extend(_checked(row) for row in _rows_of(path, lines))
@@ -117,21 +119,21 @@ def _read(path: Path) -> list[_Row]:
     return sorted(rows, key=attrgetter("arrival_s"))
 
 
-def _rows_of(path: Path, lines: TextIO) -> Iterator[_Row]:
+def _rows_of(path: Path, lines: TextIO) -> Iterator[TraceRow]:
     if path.name.endswith((".csv", ".csv.gz")):
         for record in csv.DictReader(lines):
             arrival_s, input_len, output_len = (record[column] for column in _COLUMNS)
-            yield _Row(float(arrival_s), int(input_len), int(output_len), [])
+            yield TraceRow(float(arrival_s), int(input_len), int(output_len), [])
     for line in lines:
         if line.strip():
             row = _json_row.decode(line)
-            yield _Row(row.timestamp / 1000, row.input_length, row.output_length, row.hash_ids)
+            yield TraceRow(row.timestamp / 1000, row.input_length, row.output_length, row.hash_ids)
 
 
-def _checked(row: _Row) -> _Row:
+def _checked(row: TraceRow) -> TraceRow:
     """Return the row. Raises ValueError for a time that is none, or hash ids that do not reach the prompt's end."""
     if not math.isfinite(row.arrival_s):
         raise ValueError(f"arrival_s must be a time, got {row.arrival_s}")
-    if row.hash_ids and len(row.hash_ids) * _HASH_SPAN < row.input_len:
-        raise ValueError(f"{len(row.hash_ids)} hash ids of {_HASH_SPAN} tokens do not cover {row.input_len} tokens")
+    if row.hash_ids and len(row.hash_ids) * HASH_SPAN < row.input_len:
+        raise ValueError(f"{len(row.hash_ids)} hash ids of {HASH_SPAN} tokens do not cover {row.input_len} tokens")
     return row
