@@ -23,13 +23,7 @@ _PROMPT_TOKEN = 1
 
 def us_per_sequence_and_step(num_seqs: int, steps: int, prompt_len: int, block_size: int) -> float:
     """Return the mean microseconds per sequence of `steps` decode steps of `num_seqs` sequences."""
-    prefill_steps = prompt_len + block_size  # at most: half of the token budget is left for prompts
-    engine = _busy_engine(num_seqs, prompt_len, block_size, max_tokens=prefill_steps + _WARM_UP_STEPS + steps + 1)
-    prefilled: set[int] = set()
-    while len(prefilled) < num_seqs:
-        prefilled.update(delta.request_id for delta in engine.step())
-    for _ in range(_WARM_UP_STEPS):
-        engine.step()
+    engine = decoding_engine(num_seqs, steps, prompt_len, block_size)
     started_s = time.perf_counter()
     for _ in range(steps):
         engine.step()
@@ -38,14 +32,32 @@ def us_per_sequence_and_step(num_seqs: int, steps: int, prompt_len: int, block_s
     return elapsed_s / steps / num_seqs * 1e6
 
 
-def _busy_engine(num_seqs: int, prompt_len: int, block_size: int, max_tokens: int) -> Engine:
+def decoding_engine(
+    num_seqs: int, steps: int, prompt_len: int, block_size: int, *, enable_prefix_caching: bool = True
+) -> Engine:
+    """Return an engine without a model whose `num_seqs` sequences will decode for `steps` steps, and are warm."""
+    prefill_steps = prompt_len + block_size  # at most: half of the token budget is left for prompts
+    max_tokens = prefill_steps + _WARM_UP_STEPS + steps + 1
+    engine = _busy_engine(num_seqs, prompt_len, block_size, max_tokens, enable_prefix_caching)
+    prefilled: set[int] = set()
+    while len(prefilled) < num_seqs:
+        prefilled.update(delta.request_id for delta in engine.step())
+    for _ in range(_WARM_UP_STEPS):
+        engine.step()
+    return engine
+
+
+def _busy_engine(
+    num_seqs: int, prompt_len: int, block_size: int, max_tokens: int, enable_prefix_caching: bool
+) -> Engine:
     """Return an engine without a model, with `num_seqs` requests in its queue and room for all of them."""
     longest = prompt_len + block_size + max_tokens
     num_blocks = num_seqs * -(-longest // block_size)
     scheduler_config = SchedulerConfig(
         max_num_seqs=num_seqs, max_num_batched_tokens=max(2048, 2 * num_seqs), max_model_len=longest
     )
-    scheduler = Scheduler(scheduler_config, KVCacheManager(CacheConfig(num_blocks, block_size)))
+    cache_config = CacheConfig(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+    scheduler = Scheduler(scheduler_config, KVCacheManager(cache_config))
     batch = PersistentBatch(num_seqs, longest, block_size, _VOCAB_SIZE)
     engine = Engine(scheduler, LocalExecutor(NullWorker(batch).execute))
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
