@@ -54,6 +54,9 @@ def test_prompt_that_was_asked_before_is_found_in_the_cache(demo_model: Path) ->
             salted: Any = {"prompt_token_ids": prompt, "cache_salt": "x"}
             outputs = [llm.generate(one, GREEDY, use_tqdm=False)[0] for one in (prompt, prompt, prompt, salted)]
             stats = llm.kv_stats()
+            stream = llm.stream(salted, GREEDY)
+            next(stream)
+            assert llm.kv_stats().blocks_by_owner == {"salt-2d711642": 3}  # the beginning of the SHA-256 of "x"
         assert [output.num_cached_tokens for output in outputs] == expected
         assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
         assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == ((160, 64) if enabled else (0, 0))

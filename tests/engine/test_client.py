@@ -311,6 +311,43 @@ def test_requests_wait_for_an_engine_that_stands_still(client: EngineClient, run
     runner.run(run())
 
 
+# --- the block map ----------------------------------------------------------------------------------------------------
+
+
+def test_block_map_shows_who_runs_and_disturbs_nobody(client: EngineClient, runner: asyncio.Runner) -> None:
+    async def run() -> None:
+        params = replace(LONG, n=4, max_tokens=200, seed=1, temperature=1.0)
+        alone = await answer(client, "def area(shape):", params)
+        stream = await add(client, "def area(shape):", params)
+        await until(lambda: client.state.num_running == 1)
+        maps = await asyncio.gather(*(client.block_map(0, 500, TIMEOUT_S) for _ in range(20)))
+        assert [len(shown.blocks) for shown in maps] == [500] * 20
+        branches = [holder.branch for shown in maps for holder in shown.holders if len(shown.holders) == 4]
+        assert branches[:4] == [0, 1, 2, 3]
+        assert without_history((await read(stream))[-1]) == without_history(alone)
+
+    runner.run(run())
+
+
+def test_block_map_that_takes_too_long_is_given_up_and_the_next_one_is_right(
+    client: EngineClient, runner: asyncio.Runner
+) -> None:
+    async def run() -> None:
+        pid = client._child.process.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            waiting = [asyncio.create_task(client.block_map(first, 1, timeout_s=0.05)) for first in range(3)]
+            await asyncio.wait(waiting)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert [type(task.exception()) for task in waiting] == [TimeoutError] * 3
+        shown = await client.block_map(7, 2, TIMEOUT_S)
+        assert [entry.block for entry in shown.blocks] == [7, 8]
+        assert not client._maps
+
+    runner.run(run())
+
+
 # --- aborts -----------------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from quire.engine.pulse import Pulse
 from quire.engine.wire import (
     Abort,
     Add,
+    BlocksShown,
     Command,
     EngineDeadError,
     EngineState,
@@ -38,6 +39,7 @@ from quire.engine.wire import (
     Ready,
     Refused,
     Report,
+    ShowBlocks,
     Stepped,
 )
 from quire.model.resolve import DEMO_MODEL
@@ -197,6 +199,23 @@ def test_death_of_the_engine_ends_every_stream_and_loses_no_finished_output(
 
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(run())
+
+
+def test_death_of_the_engine_is_told_to_all_who_wait_for_a_block_map(demo_model: Path) -> None:
+    async def run() -> None:
+        client = await connect(EngineOptions(str(demo_model)))
+        pid = client._child.process.pid
+        os.kill(pid, signal.SIGSTOP)
+        waiting = [asyncio.create_task(client.block_map(0, 1, TIMEOUT_S)) for _ in range(3)]
+        await until(lambda: bool(client._maps))
+        os.kill(pid, signal.SIGKILL)
+        for task in waiting:
+            with pytest.raises(EngineDeadError, match="killed by signal 9"):
+                await task
+        assert not client._maps
+        await client.close()
+
+    asyncio.run(run())
 
 
 def test_closing_ends_what_runs_and_the_process(demo_model: Path) -> None:
@@ -428,6 +447,27 @@ def test_state_follows_every_step() -> None:
     assert [(step.state.num_running, step.state.num_waiting) for step in steps[:2]] == [(2, 1), (3, 0)]
     assert [kv_of(step).num_sequences for step in steps[:2]] == [2, 3]
     assert steps[-1].state.num_running == kv_of(steps[-1]).used_blocks == 0
+
+
+def test_blocks_are_shown_between_two_steps_and_at_rest() -> None:
+    show = ShowBlocks(5, first=1, count=2)
+    reports = Script([show], [], [request(1, prompt_len=8)], [], [show]).run()
+    assert [type(report) for report in reports[:5]] == [Idle, BlocksShown, Idle, Stepped, Stepped]
+    at_rest, amid = [report for report in reports if isinstance(report, BlocksShown)]
+    assert (at_rest.number, amid.number) == (5, 5)
+    assert [(entry.block, entry.state) for entry in at_rest.map.blocks] == [(1, "free"), (2, "free")]
+    assert [entry.state for entry in amid.map.blocks] == ["used", "used"]
+    assert [(holder.request_id, holder.num_tokens) for holder in amid.map.holders] == [(1, 9)]
+
+
+def test_owners_are_counted_from_time_to_time_and_at_rest() -> None:
+    command = request(1)
+    command.request.owner = "key-1"
+    first, *steps, last = Script([command]).run()
+    assert kv_of(first).blocks_by_owner == kv_of(last).blocks_by_owner == {}
+    counts = [kv_of(step).blocks_by_owner for step in steps]
+    assert counts[0] == {"key-1": 3}
+    assert None in counts                               # thirty steps do not take half a second each
 
 
 def test_lost_block_is_found_when_the_quiet_lasts(monkeypatch: pytest.MonkeyPatch) -> None:

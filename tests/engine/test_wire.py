@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.core.block_map import BlockEntry, BlockHolder, BlockMap, BlockOwner
 from quire.core.checks import MAX_INT
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.frames import LENGTH_BYTES, frame, read_frame
@@ -19,6 +20,7 @@ from quire.engine.wire import (
     MAX_FAILURE_CHARS,
     Abort,
     Add,
+    BlocksShown,
     Command,
     EngineDeadError,
     EngineState,
@@ -29,6 +31,7 @@ from quire.engine.wire import (
     Ready,
     Refused,
     Report,
+    ShowBlocks,
     Start,
     Stepped,
     as_error,
@@ -84,12 +87,14 @@ requests = st.builds(
     stop_token_ids=st.frozensets(st.integers(0, MAX_INT), max_size=3),
     bad_words_token_ids=st.lists(token_ids.map(tuple), max_size=3).map(tuple),
     is_pin=st.booleans(),
+    owner=texts,
 )
 commands = st.one_of(
     st.builds(Start, options),
     st.builds(Add, requests),
     st.builds(Abort, request_ids),
     st.builds(Finish, counts, counts),
+    st.builds(ShowBlocks, counts, counts, counts),
 )
 
 logprobs = st.builds(
@@ -108,9 +113,18 @@ deltas = st.builds(
     finish_reason=st.sampled_from([None, "stop", "length", "abort"]),
     stop_reason=st.none() | counts,
 )
-kv_stats = st.builds(KVStats, *[counts] * 8, ref_counts=st.dictionaries(texts, counts, max_size=3))
+blocks_by_label = st.dictionaries(texts, counts, max_size=3)
+kv_stats = st.builds(
+    KVStats, *[counts] * 8, ref_counts=blocks_by_label, blocks_by_owner=st.none() | blocks_by_label
+)
+owners = st.lists(st.builds(BlockOwner, counts, counts, counts), max_size=2)
+entries = st.builds(BlockEntry, counts, st.sampled_from(["free", "cached", "used"]), st.just("kv"), counts, owners)
+holders = st.builds(BlockHolder, counts, st.sampled_from(["sequence", "other"]), counts, counts, counts, texts)
+maps = st.builds(
+    BlockMap, counts, kv_stats, st.lists(entries, max_size=3), st.lists(holders, max_size=3)
+)
 pins = st.lists(request_ids, max_size=3).map(tuple)
-states = st.builds(EngineState, counts, counts, counts, counts, st.none() | kv_stats, pins, counts)
+states = st.builds(EngineState, counts, counts, counts, st.none() | kv_stats, pins, counts)
 reports = st.one_of(
     st.builds(Located, texts),
     st.builds(
@@ -136,6 +150,7 @@ reports = st.one_of(
     ),
     st.builds(Idle, states),
     st.builds(Refused, request_ids, texts, st.none() | texts, st.none() | texts),
+    st.builds(BlocksShown, counts, maps),
 )
 
 

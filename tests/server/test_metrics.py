@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,7 +25,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 MODEL = {"model_name": "tiny"}
 TIMEOUT_S = 60
 
-# Transcribed from the contract: each metric, its type, and the label sets that are there from the start.
+# Transcribed from the contract and docs/metrics.md: each metric, its type, and the labels there from the start.
 GAUGES: dict[str, list[dict[str, str]]] = {
     "vllm:num_requests_running": [MODEL],
     "vllm:num_requests_waiting": [MODEL],
@@ -34,6 +35,9 @@ GAUGES: dict[str, list[dict[str, str]]] = {
     "quire:kv_tail_waste_ratio": [{}],
     "quire:kv_block_ref_count": [{"refs": refs} for refs in ("1", "2", "3-4", "5-8", "9+")],
     "quire:num_requests_swapped": [{}],
+    "quire:kv_blocks_shared": [{}],
+    "quire:kv_blocks_by_owner": [{"owner": "other"}],
+    "quire:kv_sequences": [{}],
 }
 COUNTERS: dict[str, list[dict[str, str]]] = {
     "vllm:prefix_cache_queries_total": [MODEL],
@@ -45,6 +49,7 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
     "quire:preemptions_total": [{"mode": mode} for mode in ("recompute", "swap")],
     "quire:recomputed_tokens_total": [{}],
     "quire:kv_blocks_copied_total": [{}],
+    "quire:kv_blocks_evicted_total": [{}],
     "quire:kv_blocks_swapped_total": [{"direction": direction} for direction in ("in", "out")],
     "quire:requests_refused_total": [{"reason": reason} for reason in ("server_overloaded", "shutting_down")],
     "quire:requests_aborted_total": [{}],
@@ -104,7 +109,7 @@ def processed(
     return ProcessedStep([], [], begun or [], gaps_s or [], ended or [], num_output_tokens)
 
 
-def kv_stats(**values: int) -> KVStats:
+def kv_stats(**values: Any) -> KVStats:  # noqa: ANN401
     return KVStats(
         block_size=16,
         total_blocks=10,
@@ -273,12 +278,22 @@ def test_gauges_show_the_newest_state_and_keep_the_last_cache() -> None:
     assert page["quire:kv_blocks_copied_total"] == 6
 
 
-def test_counters_of_the_cache_are_passed_on() -> None:
+def test_labels_of_owners_stay_and_are_told_when_they_were_counted() -> None:
+    metrics = Metrics("tiny")
+    for blocks_by_owner in ({"key-1": 3, "other": 2}, None, {"key-2": 1}):
+        metrics.stepped(stepped(EngineState(1, 0, 0, kv_stats(blocks_by_owner=blocks_by_owner))), processed())
+        if blocks_by_owner is None:
+            assert Page(metrics).by("quire:kv_blocks_by_owner", "owner") == {"key-1": 3, "other": 2}
+    assert Page(metrics).by("quire:kv_blocks_by_owner", "owner") == {"key-1": 0, "key-2": 1, "other": 0}
+
+
+def test_figures_of_the_cache_are_passed_on() -> None:
     kv = kv_stats(
         swapped_in_blocks=1,
         swapped_out_blocks=2,
         prefix_queries_tokens=3,
         prefix_hits_tokens=4,
+        evicted_blocks=5,
         preemptions={"recompute": 6, "swap": 5},
         recomputed_tokens=80,
         swap_s=0.5,
@@ -291,6 +306,8 @@ def test_counters_of_the_cache_are_passed_on() -> None:
     assert page.by("quire:preemptions_total", "mode") == {"recompute": 6, "swap": 5}
     assert (page["vllm:num_preemptions_total"], page["quire:recomputed_tokens_total"]) == (11, 80)
     assert [page[f"quire:{name}_seconds_total"] for name in ("swap", "recompute", "recovery_saved")] == [0.5, 1.5, 2.5]
+    assert page["quire:kv_blocks_evicted_total"] == 5
+    assert (page["quire:kv_blocks_shared"], page["quire:kv_sequences"]) == (1, 3)
 
 
 def test_requests_that_the_engine_does_not_know_yet_wait_too() -> None:

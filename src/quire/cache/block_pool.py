@@ -11,6 +11,7 @@ from collections import Counter
 
 from quire.cache.eviction import LeastRecentlyUsed
 from quire.cache.prefix_tree import PrefixTree
+from quire.core.block_map import BlockState
 from quire.core.errors import EngineError
 
 
@@ -51,6 +52,12 @@ class BlockPool:
         """Return the number of owners of `block`, 0 for a free or cached one."""
         assert 0 <= block < self.num_blocks, f"no block {block} in a pool of {self.num_blocks}"
         return self._ref_counts[block]
+
+    def state(self, block: int) -> BlockState:
+        """Return what a block is."""
+        if self.ref_count(block) > 0:
+            return "used"
+        return "cached" if block in self._cached else "free"
 
     def count_blocks_by_owners(self) -> Counter[int]:
         """Return how many blocks have how many owners; key 0 counts the free and cached ones."""

@@ -8,14 +8,16 @@ A step is what lies between two calls of `end_step`: each sequence appends at mo
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate, blocks_for
+from quire.cache.block_view import count_blocks, view_blocks
 from quire.cache.prefix_cache import NO_MATCH, Path, PrefixCache, PrefixMatch
 from quire.cache.prefix_tree import NONE, PrefixTree, Scope
 from quire.cache.swap_space import SwapSpace
+from quire.core.block_map import BlockEntry
 from quire.core.config import CacheConfig
 from quire.core.outputs import KVStats
 from quire.core.plan import BlockCopy
@@ -311,6 +313,14 @@ class KVCacheManager:
             prefix_hits_tokens=self._num_found,
         )
         return stats if self._swap is None else self._swap.add_stats(stats)
+
+    def view_blocks(self, first: int, count: int) -> list[BlockEntry]:
+        """Return what blocks [first, first + count) are, and which sequences hold them."""
+        return view_blocks(self._pool, self._tables, self.block_size, first, count)
+
+    def count_blocks(self, seq_ids: Iterable[int]) -> int:
+        """Return how many blocks these sequences hold, each counted once. Linear in their columns."""
+        return count_blocks(self.num_blocks, (self._tables[seq_id] for seq_id in seq_ids))
 
     def check(self) -> None:
         """Assert every invariant: tables, pool and tree sound, reference counts equal to holders, nothing leaked.

@@ -34,6 +34,9 @@ class ServerFlags:
         float, _flag("seconds without progress while work is pending, after which /health is 503")
     ] = 10.0
     shutdown_timeout: Annotated[float, _flag("seconds that open requests get after SIGTERM")] = 30.0
+    enable_debug: Annotated[
+        bool, _flag("serve /debug/kv and /debug/blocks: the KV cache, block by block", "--enable-debug")
+    ] = False
 
     def options(self) -> ServerOptions:
         """Return the options. ConfigError for a value that cannot work."""

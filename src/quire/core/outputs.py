@@ -113,7 +113,9 @@ class KVStats:
     `cached_blocks`: without an owner, but their content can be found; they are given up when blocks are needed.
     `pinned_blocks`: in use, as parts of pinned prefixes, whether or not sequences use them too.
     `tail_waste_ratio`: slots of blocks in use that hold no computed token, over all slots of blocks in use.
-    `ref_counts`: how many blocks in use have 1, 2, 3-4, 5-8, 9+ owners.
+    `ref_counts`: how many blocks in use have 1, 2, 3-4, 5-8, 9+ owners. `blocks_by_owner`: blocks in use by the label
+    of who asked (`quire.core.owner_labels`), where there is one; a block that two labels hold counts for both. None
+    if nobody has counted: an engine process does so from time to time.
     """
 
     block_size: int
@@ -139,6 +141,7 @@ class KVStats:
     recovery_saved_s: float = 0.0     # seconds since start that `auto` has saved, by the rates when it chose
     prefix_queries_tokens: int = 0    # since start
     prefix_hits_tokens: int = 0       # since start
+    blocks_by_owner: dict[str, int] | None = None
 
     @property
     def usage(self) -> float:

@@ -60,6 +60,7 @@ class Request:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     is_pin: bool = False              # when the prompt has been computed, it is kept under the request's id
     cache_salt: str | None = None     # requests find only what those with the same salt have computed
+    owner: str = ""                   # label of who asked: see quire.core.owner_labels
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of positions 1, 2, ... as far as computed
     num_preemptions: int = 0

@@ -14,8 +14,9 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
+from quire.core.block_map import BlockMap
 from quire.core.errors import EngineError, InvalidRequestError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import RequestOutput
@@ -30,6 +31,7 @@ from quire.engine.wire import (
     Abort,
     Add,
     Alive,
+    BlocksShown,
     EngineDeadError,
     EngineState,
     Failed,
@@ -40,6 +42,7 @@ from quire.engine.wire import (
     Refused,
     Report,
     RequestFailedError,
+    ShowBlocks,
     Stepped,
     as_error,
     decode_report,
@@ -96,6 +99,9 @@ class EngineClient:
         self._is_idle, self._last_progress_s = True, 0.0  # as the engine's last report says, and when it came
         self._unpinning: dict[int, asyncio.Future[None]] = {}  # until the engine says that they are gone
         self._request_ids = itertools.count()
+        self._maps: dict[int, asyncio.Future[BlockMap]] = {}  # asked for, by number; one at a time
+        self._map_numbers = itertools.count()
+        self._map_turn = asyncio.Lock()
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._listener: asyncio.Task[None] | None = None
         self._ending = ThreadPoolExecutor(1, "engine end")  # of our own: nobody's work may hold up bad news
@@ -222,6 +228,23 @@ class EngineClient:
 
     # --- the engine -----------------------------------------------------------------------------------------------
 
+    async def block_map(self, first: int, count: int, timeout_s: float) -> BlockMap:
+        """Return what blocks [first, first + count) of the KV cache are, as of the end of a step.
+
+        However many ask, the engine makes one map at a time, so at most one between two steps. TimeoutError if it was
+        not there in time; EngineDeadError if there is no engine any more.
+        """
+        async with asyncio.timeout(timeout_s), self._map_turn:
+            self._raise_if_dead()
+            number = next(self._map_numbers)
+            told: asyncio.Future[BlockMap] = asyncio.get_running_loop().create_future()
+            self._maps[number] = told
+            try:
+                self._send(frame(ShowBlocks(number, first, count)))
+                return await told
+            finally:
+                del self._maps[number]
+
     @property
     def is_alive(self) -> bool:
         """Whether the engine still answers."""
@@ -288,6 +311,10 @@ class EngineClient:
                     self._observer.idled(state)
             case Refused():
                 self._take_refusal(report)
+            case BlocksShown(number, block_map):
+                told = self._maps.get(number)
+                if told is not None and not told.done():  # else nobody waits any more
+                    told.set_result(block_map)
             case Failed(_, message):
                 raise EngineDeadError(f"the engine has failed: {message}")
             case _:
@@ -323,9 +350,10 @@ class EngineClient:
         self._queued.clear()
         for stream in self._streams.values():
             stream.fail(EngineDeadError(reason), keeps_output=True)
-        for gone in self._unpinning.values():
-            if not gone.done():
-                gone.set_exception(EngineDeadError(reason))
+        waiting: list[asyncio.Future[Any]] = [*self._unpinning.values(), *self._maps.values()]
+        for told in waiting:
+            if not told.done():
+                told.set_exception(EngineDeadError(reason))
 
     async def _end_child(self) -> int:
         """End the engine process, if it is still there, and return its exit status."""

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+from quire.core.block_map import BlockMap
 from quire.core.outputs import Admission, KVStats, SequenceDelta
 from quire.core.sequence import Request
+from quire.engine.kv_view import count_blocks_by_owner, view_holders
 from quire.execution.executor import Executor
 from quire.scheduling.scheduler import Scheduler
 
@@ -53,14 +55,23 @@ class Engine:
             for request in self.scheduler.admitted
         ]
 
-    def kv_stats(self) -> KVStats:
-        """Return the state of the KV cache between two steps, and what preemptions have cost."""
+    def kv_stats(self, *, by_owner: bool = True) -> KVStats:
+        """Return the state of the KV cache between two steps, and what preemptions have cost.
+
+        With `by_owner`, which takes longer, also who holds it.
+        """
         recovery = self.scheduler.recovery
         return replace(
             self.scheduler.cache.stats(),
+            blocks_by_owner=count_blocks_by_owner(self.scheduler) if by_owner else None,
             preemptions=recovery.num_preemptions.copy(),
             recomputed_tokens=recovery.num_recomputed_tokens,
             swap_s=recovery.swap_s,
             recompute_s=recovery.recompute_s,
             recovery_saved_s=recovery.saved_s,
         )
+
+    def block_map(self, first: int, count: int) -> BlockMap:
+        """Return blocks [first, first + count) of the KV cache between two steps, and whose they are."""
+        blocks = self.scheduler.cache.view_blocks(first, count)
+        return BlockMap(first, self.kv_stats(), blocks, view_holders(self.scheduler, blocks))

@@ -5,6 +5,7 @@ from typing import NamedTuple, NotRequired, TypedDict
 
 from quire.core.checks import check_text, shown
 from quire.core.errors import InvalidRequestError
+from quire.core.owner_labels import OwnerLabels
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import arrival_seed
 from quire.core.sequence import Request
@@ -31,15 +32,16 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
 class TokenizedPrompt(NamedTuple):
-    """A prompt as the engine takes it, its text if it came as one, and its salt."""
+    """A prompt as the engine takes it, its text if it came as one, its salt, and the key that it came with."""
 
     text: str | None
     token_ids: list[int]
     cache_salt: str | None = None
+    key_number: int = 0         # from 1; 0: none
 
-    def salted(self, cache_salt: str | None) -> "TokenizedPrompt":
-        """Return the prompt with a salt, which has been checked."""
-        return self if cache_salt is None else self._replace(cache_salt=cache_salt)
+    def salted(self, cache_salt: str | None, key_number: int = 0) -> "TokenizedPrompt":
+        """Return the prompt with a salt, which has been checked, and the number of its key."""
+        return self._replace(cache_salt=cache_salt, key_number=key_number)
 
 
 _ANY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)  # every request samples one
@@ -71,6 +73,7 @@ class InputProcessor:
         self._eos_token_ids = eos_token_ids
         self._engine_seed = engine_seed
         self._max_logprobs = max_logprobs
+        self._owners = OwnerLabels()
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """Return the prompt's tokens. InvalidRequestError for wrong types, ids out of range, nothing at all."""
@@ -157,6 +160,7 @@ class InputProcessor:
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             bad_words_token_ids=self._bad_words(params),
             cache_salt=prompt.cache_salt,
+            owner=self._owners.label(prompt.key_number, prompt.cache_salt),
         )
 
     def make_pin(self, request_id: int, prompt: TokenizedPrompt) -> Request:

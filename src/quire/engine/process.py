@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame, read_frame
+from quire.core.outputs import KVStats
 from quire.core.sequence import Request
 from quire.engine.engine import Engine
 from quire.engine.pulse import Pulse
@@ -34,6 +35,7 @@ from quire.engine.wire import (
     Abort,
     Add,
     Alive,
+    BlocksShown,
     EngineState,
     Finish,
     Idle,
@@ -41,6 +43,7 @@ from quire.engine.wire import (
     Ready,
     Refused,
     Report,
+    ShowBlocks,
     Start,
     Stepped,
     decode_command,
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 QUIET_S = 10.0  # without work, until the engine looks for lost blocks: 0.2 seconds for 500,000, so not between requests
+OWNERS_S = 0.5  # at least, between two counts of blocks by owner, which walk all block tables ...
+OWNERS_SHARE = 0.01  # ... and take no more of the time than this
 
 
 class Connection:
@@ -97,6 +102,7 @@ class EngineLoop:
         self, engine: Engine, commands: SimpleQueue[bytes], send: Callable[[Report], None], pulse: Pulse
     ) -> None:
         self._engine, self._commands, self._send, self._pulse = engine, commands, send, pulse
+        self._owners_due_s = 0.0
 
     def run(self) -> NoReturn:
         """Step for as long as the process lives."""
@@ -116,6 +122,8 @@ class EngineLoop:
                 self._engine.abort(request_id)
             case Finish(request_id, index):
                 self._engine.finish(request_id, index)
+            case ShowBlocks(number, first, count):
+                self._send(BlocksShown(number, self._engine.block_map(first, count)))
             case Start():
                 raise AssertionError("started twice")
 
@@ -151,10 +159,21 @@ class EngineLoop:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_swapped=len(scheduler.swapped),
-            kv=self._engine.kv_stats(),
+            kv=self._kv_stats(),
             pins=scheduler.cache.pins,
             num_pinned_blocks=scheduler.limits.num_pinned_blocks,
         )
+
+    def _kv_stats(self) -> KVStats:
+        """Return the state of the cache, and from time to time, at rest always, who holds it."""
+        started_s, is_at_rest = time.monotonic(), not self._engine.scheduler.has_requests
+        if started_s < self._owners_due_s and not is_at_rest:
+            return self._engine.kv_stats(by_owner=False)
+        stats = self._engine.kv_stats()
+        ended_s = time.monotonic()
+        pause_s = 0.0 if is_at_rest else max(OWNERS_S, (ended_s - started_s) / OWNERS_SHARE)
+        self._owners_due_s = ended_s + pause_s
+        return stats
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from quire.core.block_map import BlockMap
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.outputs import Admission, KVStats, SequenceDelta
 from quire.core.sequence import Request
@@ -46,7 +47,15 @@ class Finish(msgspec.Struct, tag="finish", array_like=True, frozen=True):
     index: int
 
 
-Command = Start | Add | Abort | Finish
+class ShowBlocks(msgspec.Struct, tag="show_blocks", array_like=True, frozen=True):
+    """Tell what blocks [first, first + count) are. Answered between two steps, by a BlocksShown of the same number."""
+
+    number: int
+    first: int
+    count: int
+
+
+Command = Start | Add | Abort | Finish | ShowBlocks
 
 
 # --- from the engine --------------------------------------------------------------------------------------------------
@@ -120,7 +129,14 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     code: str | None
 
 
-Report = Located | Ready | Failed | Stepped | Idle | Alive | Refused
+class BlocksShown(msgspec.Struct, tag="blocks_shown", array_like=True, frozen=True):
+    """The answer to ShowBlocks."""
+
+    number: int
+    map: BlockMap
+
+
+Report = Located | Ready | Failed | Stepped | Idle | Alive | Refused | BlocksShown
 
 
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode

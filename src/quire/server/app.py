@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from quire.core.version import __version__
-from quire.server import prefix_routes, system_routes
+from quire.server import debug_routes, prefix_routes, system_routes
 from quire.server.error_responses import handle_errors
 from quire.server.gate import Gate
 from quire.server.openai import routes
@@ -33,6 +33,8 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(system_routes.router)
     app.include_router(routes.router)
     app.include_router(prefix_routes.router)
+    if service.options.enable_debug:
+        app.include_router(debug_routes.router)
     handle_errors(app)
     app.add_middleware(Gate, service=service)
     app.add_middleware(RequestLog)  # added last: outermost

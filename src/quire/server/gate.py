@@ -1,9 +1,12 @@
 """Who is let in, and what may be sent: the API key, the drain, and the length, kind and speed of a body."""
 
 import asyncio
+import base64
+import binascii
 import hashlib
 import hmac
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.error_responses import error_response
@@ -12,6 +15,8 @@ from quire.server.service import Service
 
 BODY_LIMIT_S = 30.0
 _NO_KEY_NEEDED = frozenset({b"/health"})
+_FOR_BROWSERS = b"/debug/"   # what is below may also be asked for with a key that a browser's dialog took
+_KEY_NUMBER = "quire.key_number"  # of the scope
 _ALWAYS_ANSWERED = frozenset({b"/health", b"/ready", b"/metrics", b"/version"})  # also while the server drains
 
 
@@ -40,20 +45,25 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         path = scope["raw_path"]
-        if self._key_digests and path not in _NO_KEY_NEEDED and not self._has_key(scope):
+        is_for_browsers = self._service.options.enable_debug and path.startswith(_FOR_BROWSERS)
+        scope[_KEY_NUMBER] = self._key_number(scope, takes_basic=is_for_browsers)
+        if self._key_digests and path not in _NO_KEY_NEEDED and not scope[_KEY_NUMBER]:
             message = "this server needs one of its keys, as a header 'Authorization: Bearer KEY'"
-            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            schemes = 'Bearer, Basic realm="Quire: any user name, a key as password", charset="UTF-8"'
+            headers = {"WWW-Authenticate": schemes if is_for_browsers else "Bearer"}
+            raise ApiError(401, message, code="invalid_api_key", headers=headers)
         if self._service.is_draining and path not in _ALWAYS_ANSWERED:
             self._service.metrics.refused("shutting_down")
             raise shutting_down()
 
-    def _has_key(self, scope: Scope) -> bool:
-        """Whether the request carries one of the keys. Takes the same time whichever it is, or nearly is."""
+    def _key_number(self, scope: Scope, *, takes_basic: bool) -> int:
+        """Return which key the request carries, from 1; 0 for none. Takes the same time whichever is, or nearly is."""
         sent = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (sent[0] if len(sent) == 1 else b"").partition(b" ")
-        digest = _digest(key.strip())
+        is_basic = takes_basic and scheme.lower() == b"basic"
+        digest = _digest(_password(key.strip()) if is_basic else key.strip())
         matches = [hmac.compare_digest(digest, known) for known in self._key_digests]
-        return scheme.lower() == b"bearer" and any(matches)
+        return matches.index(True) + 1 if any(matches) and (is_basic or scheme.lower() == b"bearer") else 0
 
 
 class _BodyReader:
@@ -101,6 +111,20 @@ class _BodyReader:
     def _too_large(self) -> ApiError:
         message = f"the body is longer than {self._max_bytes} bytes (max_body_bytes)"
         return ApiError(413, message, code="request_too_large")
+
+
+def key_number_of(request: Request) -> int:
+    """Return the number of the key that a request came with, from 1; 0 where there are no keys."""
+    number: int = request.scope[_KEY_NUMBER]
+    return number
+
+
+def _password(credentials: bytes) -> bytes:
+    """Return the password of what a browser sends: base64 of user:password."""
+    try:
+        return base64.b64decode(credentials, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
 
 
 def _digest(key: bytes) -> bytes:

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from quire.core.config import Recovery
 from quire.core.outputs import FinishReason, KVStats
+from quire.core.owner_labels import OTHER
 from quire.engine.output_processor import EndedRequest, ProcessedStep
 from quire.engine.wire import EngineState, Stepped
 from quire.server.admission_rate import AdmissionRate
@@ -44,6 +45,7 @@ class Metrics(Collector):
         self.model_name = model_name
         self._state = EngineState(0, 0, 0)
         self._kv = kv or _UNTOLD
+        self._blocks_by_owner = {OTHER: 0}                          # labels that were there once stay, at 0
         self._num_queued = 0
         self._num_prompt_tokens = self._num_generation_tokens = self._num_aborted = 0
         self._num_finished = dict.fromkeys(get_args(FinishReason), 0)
@@ -84,6 +86,8 @@ class Metrics(Collector):
         self._state = state
         if state.kv is not None:
             self._kv = state.kv
+            if state.kv.blocks_by_owner is not None:
+                self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0) | state.kv.blocks_by_owner
 
     def _note_end(self, ended: EndedRequest) -> None:
         for reason in ended.finish_reasons:
@@ -133,9 +137,13 @@ class Metrics(Collector):
         yield gauge("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0 to 1.", (model, kv.usage))
         yield gauge("quire:kv_blocks", "Blocks of the KV cache.", *by("state", blocks))
         yield gauge("quire:kv_blocks_pinned", "Used blocks of pinned prefixes.", ({}, kv.pinned_blocks))
+        yield gauge("quire:kv_blocks_shared", "Blocks in use with several owners.", ({}, kv.shared_blocks))
+        yield gauge("quire:kv_blocks_by_owner", "Blocks in use by key and salt.", *by("owner", self._blocks_by_owner))
+        yield gauge("quire:kv_sequences", "Sequences that hold blocks.", ({}, kv.num_sequences))
         yield gauge("quire:kv_tail_waste_ratio", "Share of used slots that hold no token.", ({}, kv.tail_waste_ratio))
         yield gauge("quire:kv_block_ref_count", "Blocks in use by their owners.", *by("refs", ref_counts))
         yield counter("quire:kv_blocks_copied_total", "Blocks copied before a write.", ({}, kv.copied_blocks))
+        yield counter("quire:kv_blocks_evicted_total", "Cached blocks given up.", ({}, kv.evicted_blocks))
         yield counter("quire:kv_blocks_swapped_total", "Blocks swapped out and in.", *by("direction", swapped))
         yield counter("vllm:prefix_cache_queries_total", "Tokens looked up.", (model, kv.prefix_queries_tokens))
         yield counter("vllm:prefix_cache_hits_total", "Tokens found.", (model, kv.prefix_hits_tokens))

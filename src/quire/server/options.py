@@ -24,6 +24,7 @@ class ServerOptions:
     max_body_bytes: int = 4 << 20
     stall_limit: float = 10.0                        # seconds
     shutdown_timeout: float = 30.0                   # seconds
+    enable_debug: bool = False
 
     def __post_init__(self) -> None:
         """Check ranges, and that a server which others can reach has a key or was meant to have none."""

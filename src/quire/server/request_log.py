@@ -20,7 +20,7 @@ from quire.server.service import RequestRecord
 log = logging.getLogger(__name__)
 
 RECORD = "quire.record"                                        # of the scope
-_PROBES = frozenset({"/health", "/ready", "/metrics"})         # logged at debug only
+_PROBES = frozenset({"/health", "/ready", "/metrics", "/debug/kv"})         # logged at debug only
 _FIELDS = tuple(field.name for field in fields(RequestRecord))
 
 

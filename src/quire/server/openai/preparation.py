@@ -39,19 +39,23 @@ def check_num_choices(num_prompts: int, n: int) -> None:
 
 
 async def prepare_prompts(
-    service: Service, prompts: list[Prompt], params: SamplingParams, cache_salt: str | None
+    service: Service, prompts: list[Prompt], params: SamplingParams, cache_salt: str | None, key_number: int
 ) -> list[PreparedRequest]:
     """Return a request for each prompt. InvalidRequestError for the first that cannot be served."""
     inputs = service.client.inputs
-    return await _in_thread(service, lambda prompt: inputs.tokenize(prompt).salted(cache_salt), prompts, params)
+    return await _in_thread(
+        service, lambda prompt: inputs.tokenize(prompt).salted(cache_salt, key_number), prompts, params
+    )
 
 
 async def prepare_chat(
-    service: Service, body: ChatBody, params: SamplingParams, cache_salt: str | None
+    service: Service, body: ChatBody, params: SamplingParams, cache_salt: str | None, key_number: int
 ) -> list[PreparedRequest]:
     """Return the request for a conversation, as a list of one."""
     inputs, text = service.client.inputs, await render(service, body.messages, body)
-    return await _in_thread(service, lambda text: inputs.tokenize_rendered(text).salted(cache_salt), [text], params)
+    return await _in_thread(
+        service, lambda text: inputs.tokenize_rendered(text).salted(cache_salt, key_number), [text], params
+    )
 
 
 async def render(service: Service, messages: list[ChatMessage], options: TemplateOptions) -> str:

@@ -13,6 +13,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.client import PreparedRequest
 from quire.engine.input_processor import check_cache_salt
 from quire.server.errors import invalid
+from quire.server.gate import key_number_of
 from quire.server.openai.answer_format import Call, encode
 from quire.server.openai.answering import EventStream, json_response, whole_answer
 from quire.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, takes
@@ -43,7 +44,7 @@ async def create_completion(request: Request) -> Response:
         invalid("the model has no tokenizer: there is no text to echo", param="echo")
     record.num_prompts = len(prompts)
     with service.let_in(len(prompts)):
-        requests = await prepare_prompts(service, prompts, params, salt)
+        requests = await prepare_prompts(service, prompts, params, salt, key_number_of(request))
         call = _call(call_id, model, body, params, requests, hides_output=body.max_tokens == 0)
         answer_format = CompletionFormat(call, service.client.tokenizer, echo=bool(body.echo))
         generation = await Generation.begin(service, call, record, arrival_s)
@@ -64,7 +65,7 @@ async def create_chat_completion(request: Request) -> Response:
     record.num_prompts = 1
     with service.let_in(1, param="messages"):
         with field_names(body):
-            requests = await prepare_chat(service, body, params, salt)
+            requests = await prepare_chat(service, body, params, salt, key_number_of(request))
         call = _call(call_id, model, body, params, requests)
         answer_format = ChatFormat(call, service.client.tokenizer)
         generation = await Generation.begin(service, call, record, arrival_s)

@@ -1,0 +1,142 @@
+"""The cache as a toy: a list of operations on a small cache of its own, replayed from the beginning.
+
+Whoever plays keeps the list; nothing is kept here. What happens to blocks is what happens in the engine, in the same
+code. As in the engine, an operation that finds too few blocks changes nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from quire.cache.block_pool import OutOfBlocksError
+from quire.cache.manager import KVCacheManager
+from quire.core.block_map import BlockEntry
+from quire.core.config import CacheConfig
+from quire.core.errors import InvalidRequestError
+from quire.core.outputs import KVStats
+
+NUM_BLOCKS, BLOCK_SIZE = 64, 16
+MAX_OPERATIONS = 256
+MAX_TOKENS = NUM_BLOCKS * BLOCK_SIZE  # of one append
+
+Number = Annotated[int, msgspec.Meta(ge=0, lt=MAX_OPERATIONS)]  # of a sequence
+
+
+class New(msgspec.Struct, tag="new", tag_field="op", frozen=True, forbid_unknown_fields=True):
+    """Begin an empty sequence. Sequences are numbered from 0 as they begin; no number is used twice."""
+
+
+class Append(msgspec.Struct, tag="append", tag_field="op", frozen=True, forbid_unknown_fields=True):
+    """Append tokens to a sequence."""
+
+    sequence: Number
+    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+
+
+class Fork(msgspec.Struct, tag="fork", tag_field="op", frozen=True, forbid_unknown_fields=True):
+    """Begin a sequence that shares all blocks of another."""
+
+    sequence: Number
+
+
+class Write(msgspec.Struct, tag="write", tag_field="op", frozen=True, forbid_unknown_fields=True):
+    """Write one token behind a sequence's last: into its last block, where that has room."""
+
+    sequence: Number
+
+
+class Free(msgspec.Struct, tag="free", tag_field="op", frozen=True, forbid_unknown_fields=True):
+    """End a sequence."""
+
+    sequence: Number
+
+
+Operation = New | Append | Fork | Write | Free
+
+
+class ReplayedSequence(NamedTuple):
+    """A sequence that has not been freed: its block table, and how many tokens it holds."""
+
+    sequence: int
+    num_tokens: int
+    table: list[int]
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """How it stands after the last operation, and what each came to, in words."""
+
+    stats: KVStats
+    blocks: list[BlockEntry]
+    sequences: list[ReplayedSequence]
+    outcomes: list[str]
+
+
+def replay(operations: Sequence[Operation]) -> Replay:
+    """Run operations on an empty cache of 64 blocks of 16. InvalidRequestError for one that cannot be meant."""
+    if len(operations) > MAX_OPERATIONS:
+        raise InvalidRequestError(
+            f"operations must be at most {MAX_OPERATIONS}, got {len(operations)}", param="operations"
+        )
+    toy = _Toy()
+    outcomes = [toy.run(operation, f"operations[{index}]") for index, operation in enumerate(operations)]
+    cache = toy.cache
+    sequences = [ReplayedSequence(seq_id, cache.num_tokens(seq_id), cache.block_ids(seq_id)) for seq_id in toy.alive]
+    return Replay(cache.stats(), cache.view_blocks(0, NUM_BLOCKS), sequences, outcomes)
+
+
+class _Toy:
+    """A cache and the sequences in it."""
+
+    def __init__(self) -> None:
+        self.cache = KVCacheManager(CacheConfig(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=False))
+        self.alive: dict[int, None] = {}        # in order of their beginnings
+        self._num_begun = 0
+
+    def run(self, operation: Operation, param: str) -> str:
+        """Run one operation and say what happened."""
+        if not isinstance(operation, New) and operation.sequence not in self.alive:
+            message = f"{param}: there is no sequence {operation.sequence}, only {list(self.alive)}"
+            raise InvalidRequestError(message, param=param)
+        match operation:
+            case New():
+                self.cache.create(self._begin())
+                return "an empty sequence: it holds no block"
+            case Append(sequence, count):
+                return self._append(sequence, count)
+            case Write(sequence):
+                return self._append(sequence, 1)
+            case Fork(sequence):
+                self.cache.fork(sequence, self._begin())
+                return f"shares all {len(self.cache.block_ids(sequence))} blocks; none is taken, none is copied"
+            case Free(sequence):
+                del self.alive[sequence]
+                return self._free(sequence)
+
+    def _begin(self) -> int:
+        seq_id = self._num_begun
+        self._num_begun += 1
+        self.alive[seq_id] = None
+        return seq_id
+
+    def _append(self, sequence: int, count: int) -> str:
+        try:
+            update = self.cache.append(sequence, count)
+        except OutOfBlocksError as error:
+            return f"refused: {error}; nothing has changed"
+        if update is None:
+            return "written in place: the last block had room, and nobody else holds it"
+        if update.copy is None:
+            return f"took {_blocks(update.blocks)}"
+        source, copy = update.copy
+        taken = f", and took {_blocks(update.blocks[1:])}" if update.blocks[1:] else ""
+        return f"block {source} was shared: copied to {copy} before the write{taken}"
+
+    def _free(self, sequence: int) -> str:
+        num_held, num_free = len(self.cache.block_ids(sequence)), self.cache.num_free_blocks
+        self.cache.free(sequence)
+        return f"let go of {num_held} blocks; {self.cache.num_free_blocks - num_free} of them are free now"
+
+
+def _blocks(blocks: Sequence[int]) -> str:
+    return f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {', '.join(map(str, blocks))}"

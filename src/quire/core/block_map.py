@@ -1,0 +1,58 @@
+"""The KV cache block by block, as plain data: what each block is, and who holds it. For eyes, not for the step.
+
+One description serves the wire between our processes and the JSON that people read. A tier more, or a holder of another
+kind, is one more word in `Tier` or `HolderKind`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from quire.core.outputs import KVStats
+
+Tier = Literal["kv"]
+BlockState = Literal["free", "cached", "used"]
+HolderKind = Literal["sequence", "other"]
+
+MAX_BLOCKS_SHOWN = 4096   # in one map
+MAX_OWNERS_SHOWN = 16     # of one block; ref_count tells how many there are
+
+
+class BlockOwner(msgspec.Struct, frozen=True, gc=False):
+    """One holder's share of a block: column `index` of its table, with the first `filled` slots filled."""
+
+    holder: int
+    index: int
+    filled: int
+
+
+class BlockEntry(msgspec.Struct, gc=False):
+    """One block. A cached one has no owner, but its content can be found."""
+
+    block: int
+    state: BlockState
+    tier: Tier
+    ref_count: int
+    owners: list[BlockOwner]            # of all references, as far as they are tables, the first MAX_OWNERS_SHOWN
+
+
+class BlockHolder(msgspec.Struct, frozen=True):
+    """Whoever holds blocks. A sequence is branch `branch` of a request; `owner`: the label of who asked, "": none."""
+
+    holder: int
+    kind: HolderKind
+    num_tokens: int                     # that have slots
+    request_id: int | None = None
+    branch: int | None = None
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """Blocks [first, first + len(blocks)) of a pool, and all who hold one of them."""
+
+    first: int
+    stats: KVStats                      # of the whole pool
+    blocks: list[BlockEntry]
+    holders: list[BlockHolder]

@@ -1,0 +1,41 @@
+"""Who holds the KV cache: the cache knows sequences by number, the scheduler knows whose they are."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from quire.core.block_map import BlockEntry, BlockHolder
+from quire.core.owner_labels import UNLABELLED
+from quire.core.sequence import NO_ROW, Request, Sequence
+from quire.scheduling.scheduler import Scheduler
+
+
+def count_blocks_by_owner(scheduler: Scheduler) -> dict[str, int]:
+    """Return how many blocks the requests of each label hold. Linear in their tables; nothing without labels."""
+    seq_ids = defaultdict[str, list[int]](list)
+    for request, sequence in _holding(scheduler):
+        if request.owner != UNLABELLED:
+            seq_ids[request.owner].append(sequence.seq_id)
+    return {owner: scheduler.cache.count_blocks(ids) for owner, ids in seq_ids.items()}
+
+
+def view_holders(scheduler: Scheduler, blocks: Iterable[BlockEntry]) -> list[BlockHolder]:
+    """Return who holds one of these blocks, in order of arrival."""
+    seen = {owner.holder for entry in blocks for owner in entry.owners}
+    known = {
+        sequence.seq_id: BlockHolder(
+            sequence.seq_id, "sequence", scheduler.cache.num_tokens(sequence.seq_id),
+            request.request_id, sequence.index, request.owner,
+        )
+        for request, sequence in _holding(scheduler)
+        if sequence.seq_id in seen
+    }
+    unknown = sorted(seen - known.keys())
+    return [*known.values(), *(BlockHolder(seq_id, "other", scheduler.cache.num_tokens(seq_id)) for seq_id in unknown)]
+
+
+def _holding(scheduler: Scheduler) -> Iterator[tuple[Request, Sequence]]:
+    """Yield the sequences that hold blocks."""
+    for request in scheduler.running:
+        for sequence in request.live:
+            if sequence.row != NO_ROW:
+                yield request, sequence

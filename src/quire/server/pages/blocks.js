@@ -1,0 +1,122 @@
+// What both pages share: elements, colours, the grid of blocks, and questions to the server.
+// Text from the server is only ever set as text, never as HTML: labels may come from anyone.
+
+const GOLDEN_ANGLE = 137.508; // neighbours in number are far apart in colour
+const MAX_BARS = 6; // in one cell
+
+export function element(tag, settings = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(settings)) {
+    if (name === "text") made.textContent = value;
+    else if (name === "hue") paint(made, value);
+    else made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+export function byId(id) {
+  return document.getElementById(id);
+}
+
+export function show(id, value) {
+  const text = typeof value === "number" ? value.toLocaleString("en-US") : value;
+  if (byId(id).textContent !== text) byId(id).textContent = text;
+}
+
+export function paint(target, holder) {
+  target.style.setProperty("--hue", (holder * GOLDEN_ANGLE + 205) % 360);
+  target.style.setProperty("--shade", ((holder % 3) - 1) * 0.09); // for those whose hues come close after all
+}
+
+export function tell(message, isBad = false) {
+  show("status", message);
+  byId("status").classList.toggle("bad", isBad);
+}
+
+// Ask a route below /debug/. The browser adds what opened the page; a password in its address must not be sent twice.
+export async function ask(path, settings = {}) {
+  const url = new URL(`../${path}`, import.meta.url);
+  url.username = url.password = "";
+  const response = await fetch(url, { cache: "no-store", ...settings });
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.error.message);
+  return answer;
+}
+
+// Cells that are told what they show; arrows move between them, and the one that was chosen is handed to `onChoose`.
+export class Grid {
+  constructor(container, numColumns, blockSize, onChoose) {
+    Object.assign(this, { container, numColumns, blockSize, onChoose, cells: [], blocks: [], chosen: 0 });
+    container.tabIndex = 0;
+    container.setAttribute("role", "listbox");
+    container.setAttribute("aria-label", "blocks");
+    container.addEventListener("click", (event) => {
+      const index = this.cells.indexOf(event.target.closest(".cell"));
+      if (index >= 0) this.choose(index);
+    });
+    container.addEventListener("keydown", (event) => this.move(event));
+  }
+
+  update(blocks) {
+    if (blocks.length !== this.cells.length || blocks[0]?.block !== this.blocks[0]?.block) this.build(blocks);
+    this.blocks = blocks;
+    blocks.forEach((entry, index) => this.draw(this.cells[index], entry));
+    this.choose(Math.min(this.chosen, blocks.length - 1));
+  }
+
+  build(blocks) {
+    this.cells = blocks.map((entry) => element("div", { class: "cell", role: "option", id: `block-${entry.block}` }));
+    const parts = [];
+    this.cells.forEach((cell, index) => {
+      if (index % this.numColumns === 0) {
+        parts.push(element("span", { class: "row", "aria-hidden": "true", text: blocks[index].block }));
+      }
+      parts.push(cell);
+    });
+    this.container.replaceChildren(...parts);
+  }
+
+  draw(cell, entry) {
+    const looks = JSON.stringify([entry.state, entry.ref_count, entry.owners]);
+    if (cell.looks === looks) return;
+    cell.looks = looks;
+    cell.className = `cell ${entry.state}`;
+    const name = `block ${entry.block}, ${entry.state}`;
+    cell.setAttribute("aria-label", entry.ref_count ? `${name}, held by ${entry.ref_count}` : name);
+    const bars = entry.owners.slice(0, MAX_BARS).map((owner) => {
+      const bar = element("i", { hue: owner.holder });
+      bar.style.height = `${(100 * owner.filled) / this.blockSize}%`;
+      return bar;
+    });
+    if (entry.ref_count > 1) bars.push(element("b", { text: entry.ref_count }));
+    cell.replaceChildren(...bars);
+  }
+
+  choose(index) {
+    this.cells[this.chosen]?.removeAttribute("aria-selected");
+    this.chosen = index;
+    const cell = this.cells[index];
+    if (!cell) return;
+    cell.setAttribute("aria-selected", "true");
+    this.container.setAttribute("aria-activedescendant", cell.id);
+    this.onChoose(this.blocks[index]);
+  }
+
+  move(event) {
+    const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.numColumns, ArrowDown: this.numColumns };
+    const next = this.chosen + steps[event.key];
+    if (!(next >= 0 && next < this.cells.length)) return;
+    event.preventDefault();
+    this.choose(next);
+  }
+
+  // Mark the blocks that a holder has; none without one.
+  mark(holder) {
+    this.container.classList.toggle("marking", holder !== undefined);
+    this.blocks.forEach((entry, index) => {
+      const isHeld = entry.owners.some((owner) => owner.holder === holder);
+      this.cells[index].classList.toggle("marked", isHeld);
+    });
+  }
+}

@@ -1,0 +1,89 @@
+"""The block map of a cache: states, counts, and every holder in its place."""
+
+import pytest
+
+from quire.cache.manager import KVCacheManager
+from quire.core.block_map import MAX_OWNERS_SHOWN, BlockEntry, BlockOwner
+from quire.core.config import CacheConfig
+from support.scheduling import Harness, random_run
+
+
+def begin(cache: KVCacheManager, seq_id: int, num_tokens: int) -> None:
+    tokens = list(range(num_tokens))
+    cache.create(seq_id, tokens)
+    cache.append(seq_id, num_tokens)
+    cache.end_step()
+
+
+def test_every_block_has_its_state_and_its_owners() -> None:
+    cache = KVCacheManager(CacheConfig(num_blocks=6, block_size=4))
+    begin(cache, 1, 8)
+    cache.free(1, num_computed=8)
+    cache.create(2)
+    cache.append(2, 5)
+    cache.fork(2, 3)
+    assert cache.view_blocks(0, 6) == [
+        BlockEntry(0, "cached", "kv", 0, []),
+        BlockEntry(1, "cached", "kv", 0, []),
+        BlockEntry(2, "used", "kv", 2, [BlockOwner(2, 0, 4), BlockOwner(3, 0, 4)]),
+        BlockEntry(3, "used", "kv", 2, [BlockOwner(2, 1, 1), BlockOwner(3, 1, 1)]),
+        BlockEntry(4, "free", "kv", 0, []),
+        BlockEntry(5, "free", "kv", 0, []),
+    ]
+
+
+def test_window_is_cut_from_the_whole_and_ends_with_the_pool() -> None:
+    cache = KVCacheManager(CacheConfig(num_blocks=6, block_size=4))
+    begin(cache, 1, 18)
+    whole = cache.view_blocks(0, 6)
+    assert [entry.block for entry in whole] == list(range(6))
+    assert cache.view_blocks(2, 3) == whole[2:5]
+    assert cache.view_blocks(4, 100) == whole[4:]
+
+
+def test_column_of_a_dropped_block_is_nowhere() -> None:
+    cache = KVCacheManager(CacheConfig(num_blocks=6, block_size=4, sliding_window=4, enable_prefix_caching=False))
+    begin(cache, 1, 8)
+    cache.append(1, 1)
+    owners = {entry.block: entry.owners for entry in cache.view_blocks(0, 6) if entry.owners}
+    assert sorted(owner.index for held in owners.values() for owner in held) == [1, 2]
+
+
+def test_owners_of_one_block_are_listed_up_to_a_limit_and_counted_beyond() -> None:
+    cache = KVCacheManager(CacheConfig(num_blocks=4, block_size=4))
+    begin(cache, 0, 4)
+    for child in range(1, MAX_OWNERS_SHOWN + 5):
+        cache.fork(0, child)
+    (entry, *_) = cache.view_blocks(0, 4)
+    assert entry.ref_count == MAX_OWNERS_SHOWN + 5
+    assert [owner.holder for owner in entry.owners] == list(range(MAX_OWNERS_SHOWN))
+
+
+def test_blocks_of_several_sequences_are_counted_once() -> None:
+    cache = KVCacheManager(CacheConfig(num_blocks=8, block_size=4, sliding_window=4))
+    begin(cache, 0, 8)
+    cache.fork(0, 1)
+    cache.append(1, 1)
+    assert cache.count_blocks([0]) == 2
+    assert cache.count_blocks([1]) == 2                # its first has left the window
+    assert cache.count_blocks([0, 1]) == 3
+    assert cache.count_blocks([]) == 0
+
+
+def check_map(harness: Harness) -> None:
+    """The map says the same as the figures, and as the tables."""
+    cache, stats = harness.cache, harness.cache.stats()
+    entries = cache.view_blocks(0, cache.num_blocks)
+    states = [entry.state for entry in entries]
+    counts = [states.count(state) for state in ("used", "cached", "free")]
+    assert counts == [stats.used_blocks, stats.cached_blocks, stats.free_blocks]
+    assert all(min(entry.ref_count, MAX_OWNERS_SHOWN) == len(entry.owners) for entry in entries)
+    last_empty = sum(cache.block_size - entry.owners[0].filled for entry in entries if entry.owners)
+    assert last_empty == stats.tail_waste_slots
+
+
+def test_map_agrees_with_the_figures_after_each_step_of_random_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = Harness.check
+    monkeypatch.setattr(Harness, "check", lambda harness: (check(harness), check_map(harness)))
+    for seed in range(15):
+        random_run(seed)

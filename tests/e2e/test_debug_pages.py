@@ -1,0 +1,136 @@
+"""The pages in a real browser, over a real server with a key: pressed and read as a person does."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from support.browser import Page, browsing, chromium
+from support.clients import KEY, LIMIT_S
+from support.server import ServerProcess, running_server
+
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+PREFIX = [5 + number % 50 for number in range(64)]
+
+
+@pytest.fixture(scope="module")
+def server(demo_model: Path) -> Iterator[ServerProcess]:
+    chromium()
+    with running_server(str(demo_model), "--enable-debug", "--api-key", KEY, "--num-kv-blocks", "1500") as running:
+        yield running
+
+
+def in_browser(visit: Callable[[Page], Awaitable[None]]) -> None:
+    """Run a visit in a browser of its own; the page must have nothing to complain about."""
+
+    async def run() -> None:
+        async with browsing() as page:
+            await visit(page)
+            assert page.complaints == []
+
+    asyncio.run(run())
+
+
+async def figures(page: Page) -> tuple[int, ...]:
+    return tuple([int(await page.text(f"#{name}")) for name in ("free", "used", "shared", "sequences", "copies")])
+
+
+async def tables(page: Page) -> dict[str, str]:
+    """Return the block tables that the page shows, by the names of their sequences."""
+    row = "[row.querySelector('.name').textContent, row.dataset.table]"
+    rows = f"[...document.querySelectorAll('#tables .table')].map((row) => {row})"
+    return dict(await page.evaluate(rows))
+
+
+async def act(page: Page, button: str, expected: tuple[int, ...], then: str = "true") -> None:
+    """Press a button, wait for what it does to the log, and compare the figures."""
+    before = await page.evaluate("document.querySelectorAll('#log li').length")
+    await page.press(button)
+    await page.until(f"document.querySelectorAll('#log li').length === {before + 1} && {then}")
+    assert await figures(page) == expected
+
+
+def test_playground_shows_the_worked_example_t6(server: ServerProcess) -> None:
+    async def visit(page: Page) -> None:
+        await page.open(f"{server.url}/debug/blocks/playground", password=KEY)
+        await page.until("document.querySelectorAll('#grid .cell').length === 64")
+        assert await figures(page) == (64, 0, 0, 0, 0)
+        await act(page, "#new", (64, 0, 0, 1, 0))
+        await page.evaluate("document.querySelector('#count').value = 64")
+        await act(page, "#append", (60, 4, 0, 1, 0))
+        assert await tables(page) == {"A": "0,1,2,3"}
+        for num_sequences in (2, 3, 4):
+            await act(page, "#fork", (60, 4, 4, num_sequences, 0))
+        assert await tables(page) == dict.fromkeys("ABCD", "0,1,2,3")
+        counts = "[...document.querySelectorAll('#grid .cell b')].map((count) => count.textContent)"
+        assert await page.evaluate(counts) == ["4", "4", "4", "4"]
+        await page.evaluate("document.querySelector('#count').value = 10")
+        for number, name in enumerate("ABCD"):
+            await page.evaluate(f"document.querySelectorAll('#tables .table')[{number}].click()")
+            assert await page.text("#target") == name
+            await act(page, "#append", (59 - number, 5 + number, 4, 4, 0))
+        assert await figures(page) == (56, 8, 4, 4, 0)
+        assert await tables(page) == {name: f"0,1,2,3,{4 + number}" for number, name in enumerate("ABCD")}
+        assert await page.text("#unshared") == "20"
+        for num_left in (3, 2, 1, 0):
+            await page.press("#free-sequence")
+            await page.until(f"document.querySelector('#sequences').textContent === '{num_left}'")
+        assert await figures(page) == (64, 0, 0, 0, 0)
+
+    in_browser(visit)
+
+
+def test_playground_copies_on_write_and_takes_steps_back(server: ServerProcess) -> None:
+    async def visit(page: Page) -> None:
+        await page.open(f"{server.url}/debug/blocks/playground", password=KEY)
+        await page.until("document.querySelectorAll('#grid .cell').length === 64")
+        await act(page, "#new", (64, 0, 0, 1, 0))
+        await page.evaluate("document.querySelector('#count').value = 20")
+        await act(page, "#append", (62, 2, 0, 1, 0))
+        await act(page, "#fork", (62, 2, 2, 2, 0))
+        await act(page, "#write", (61, 3, 1, 2, 1))
+        assert await page.text("#log li span") == "block 1 was shared: copied to 2 before the write"
+        await page.evaluate("document.querySelector('#tables [role=radio]').focus()")
+        await page.key("ArrowDown")
+        assert await page.text("#target") == "B"
+        await act(page, "#write", (61, 3, 1, 2, 1))
+        await page.press("#undo")
+        await page.press("#undo")
+        await page.until("document.querySelector('#copies').textContent === '0'")
+        await page.press("#reset")
+        await page.until("document.querySelector('#free').textContent === '64'")
+        assert await page.evaluate("document.querySelector('#on-sequence').disabled")
+
+    in_browser(visit)
+
+
+def test_live_map_follows_running_requests(server: ServerProcess) -> None:
+    body = {"prompt": PREFIX, "n": 4, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+
+    async def visit(page: Page) -> None:
+        url = f"{server.url}/v1/completions"
+        async with httpx.AsyncClient(headers=HEADERS, timeout=LIMIT_S) as client:
+            async with client.stream("POST", url, json=body) as stream:
+                assert stream.status_code == 200
+                await page.open(f"{server.url}/debug/blocks", password=KEY)
+                await page.until("document.querySelectorAll('#holders .swatch').length === 4")
+                assert await page.evaluate("document.querySelectorAll('#grid .cell').length") == 1024
+                assert await page.text("#shared") == "4"
+                corners = "[...document.querySelectorAll('#grid .cell b')].map((count) => count.textContent)"
+                assert await page.evaluate(corners) == ["4"] * 4
+                assert await page.evaluate("document.querySelectorAll('#grid .cell i').length") >= 20
+                assert await page.text("#owners dt") == "key-1"
+                await page.evaluate("document.querySelector('#grid').focus()")
+                await page.key("ArrowRight")
+                assert await page.text("#chosen") == "1"
+                await page.until("document.querySelectorAll('#detail .swatch').length === 4")
+                await page.press("#next")
+                await page.until("document.querySelectorAll('#grid .cell').length === 1500 - 1024")
+                await page.press("#previous")
+            await page.until("document.querySelector('#used').textContent === '0'")
+            await page.until("document.querySelectorAll('#grid .cell.cached').length >= 4")
+            assert await page.text("#status") == "live"
+
+    in_browser(visit)

@@ -1,0 +1,46 @@
+"""Whose blocks they are: labels and requests over what the cache says."""
+
+from quire.core.block_map import BlockHolder
+from quire.engine.engine import Engine
+from quire.engine.kv_view import count_blocks_by_owner
+from support.scheduling import Harness
+
+
+def test_map_names_request_branch_and_label_of_every_holder() -> None:
+    harness = Harness(num_blocks=12, block_size=4)
+    engine = Engine(harness.scheduler, harness.executor)
+    first = harness.add(6, n=2, max_tokens=9)
+    first.owner = "key-1"
+    harness.add(3, max_tokens=9)
+    engine.step()
+    shown = engine.block_map(0, 100)
+    assert [entry.block for entry in shown.blocks] == list(range(12))
+    assert (shown.first, shown.stats.used_blocks, shown.stats.num_sequences) == (0, 3, 3)
+    assert shown.holders == [
+        BlockHolder(0, "sequence", 6, 0, 0, "key-1"),
+        BlockHolder(1, "sequence", 6, 0, 1, "key-1"),
+        BlockHolder(2, "sequence", 3, 1, 0, ""),
+    ]
+    assert {owner.holder for entry in shown.blocks for owner in entry.owners} == {0, 1, 2}
+    tail = engine.block_map(2, 1)                       # where the second request is
+    assert [holder.holder for holder in tail.holders] == [2]
+
+
+def test_holder_that_is_no_running_sequence_is_shown_too() -> None:
+    harness = Harness(num_blocks=12, block_size=4)
+    harness.cache.create(77)
+    harness.cache.append(77, 5)
+    shown = Engine(harness.scheduler, harness.executor).block_map(0, 12)
+    assert shown.holders == [BlockHolder(77, "other", 5)]
+
+
+def test_blocks_are_counted_once_for_each_label() -> None:
+    harness = Harness(num_blocks=30, block_size=4, caching=True)
+    prompt = list(range(9))
+    for owner in ("key-1", "key-1", "key-2", ""):
+        harness.add(prompt, max_tokens=20).owner = owner
+        harness.step()                                  # two blocks of each prompt are one and the same
+    assert count_blocks_by_owner(harness.scheduler) == {"key-1": 4, "key-2": 3}
+    assert Engine(harness.scheduler, harness.executor).kv_stats(by_owner=False).blocks_by_owner is None
+    harness.run()
+    assert count_blocks_by_owner(harness.scheduler) == {}
