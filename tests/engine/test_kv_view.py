@@ -26,12 +26,13 @@ def test_map_names_request_branch_and_label_of_every_holder() -> None:
     assert [holder.holder for holder in tail.holders] == [2]
 
 
-def test_holder_that_is_no_running_sequence_is_shown_too() -> None:
-    harness = Harness(num_blocks=12, block_size=4)
-    harness.cache.create(77)
-    harness.cache.append(77, 5)
+def test_pin_is_shown_too() -> None:
+    harness = Harness(num_blocks=12, block_size=4, caching=True, max_model_len=24)
+    harness.add(3, max_tokens=1)
+    pinned = harness.pin([1, 2, 3, 4, 5])
+    harness.run()
     shown = Engine(harness.scheduler, harness.executor).block_map(0, 12)
-    assert shown.holders == [BlockHolder(77, "other", 5)]
+    assert shown.holders == [BlockHolder(-1 - pinned.request_id, "pin", 5, pinned.request_id)]
 
 
 def test_blocks_are_counted_once_for_each_label() -> None:

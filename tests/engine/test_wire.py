@@ -119,7 +119,7 @@ kv_stats = st.builds(
 )
 owners = st.lists(st.builds(BlockOwner, counts, counts, counts), max_size=2)
 entries = st.builds(BlockEntry, counts, st.sampled_from(["free", "cached", "used"]), st.just("kv"), counts, owners)
-holders = st.builds(BlockHolder, counts, st.sampled_from(["sequence", "other"]), counts, counts, counts, texts)
+holders = st.builds(BlockHolder, counts, st.sampled_from(["sequence", "pin"]), counts, counts, counts, texts)
 maps = st.builds(
     BlockMap, counts, kv_stats, st.lists(entries, max_size=3), st.lists(holders, max_size=3)
 )
@@ -144,7 +144,7 @@ reports = st.one_of(
         Stepped,
         seconds,
         counts,
-        st.lists(st.builds(Admission, counts, counts), max_size=3),
+        st.lists(st.builds(Admission, counts, counts, counts), max_size=3),
         st.lists(deltas, max_size=3),
         states,
     ),

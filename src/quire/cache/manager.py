@@ -8,7 +8,7 @@ A step is what lies between two calls of `end_step`: each sequence appends at mo
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool, OutOfBlocksError
@@ -216,6 +216,11 @@ class KVCacheManager:
         """Return how many tokens of the sequence have slots."""
         return self._tables[seq_id].num_tokens
 
+    def num_pinned_tokens(self, pin_id: int) -> int:
+        """Return how many tokens a pin keeps."""
+        assert self._prefixes is not None, "prefix caching is off"
+        return self._prefixes.pins.num_tokens(pin_id)
+
     # --- swapping -------------------------------------------------------------------------------------------------
 
     @property
@@ -315,8 +320,8 @@ class KVCacheManager:
         return stats if self._swap is None else self._swap.add_stats(stats)
 
     def view_blocks(self, first: int, count: int) -> list[BlockEntry]:
-        """Return what blocks [first, first + count) are, and which sequences hold them."""
-        return view_blocks(self._pool, self._tables, self.block_size, first, count)
+        """Return what blocks [first, first + count) are, and who holds them: a sequence by its id, a pin by -1 - id."""
+        return view_blocks(self._pool, self._holders(), self.block_size, first, count)
 
     def count_blocks(self, seq_ids: Iterable[int]) -> int:
         """Return how many blocks these sequences hold, each counted once. Linear in their columns."""
@@ -330,14 +335,14 @@ class KVCacheManager:
         self._pool.check()
         holders = Counter[int]() if self._prefixes is None else Counter(self._prefixes.sources)
         filled: dict[int, int] = {}
-        for owner, table in self._all_tables():
+        for holder, table in self._holders().items():
             table.check()
             for column, block in enumerate(table.blocks):
                 if block == NULL_BLOCK:
                     continue
                 holders[block] += 1
                 num_filled = min(self.block_size, table.num_filled - column * self.block_size)
-                assert filled.setdefault(block, num_filled) == num_filled, f"{owner} wrote into {block}"
+                assert filled.setdefault(block, num_filled) == num_filled, f"holder {holder} wrote into {block}"
         if self._swap is not None:
             self._swap.check()
             both = [seq_id for seq_id in self._tables if seq_id in self._swap]
@@ -392,15 +397,16 @@ class KVCacheManager:
         if seq_id in self._tables or (self._swap is not None and seq_id in self._swap):
             raise ValueError(f"sequence {seq_id} already has a block table")
 
-    def _all_tables(self) -> Iterator[tuple[str, BlockTable]]:
-        """Yield the tables of sequences and of pins, with what to call them."""
-        yield from ((f"sequence {seq_id}", table) for seq_id, table in self._tables.items())
-        if self._prefixes is not None:
-            yield from (("a pin", pin.table) for pin in self._prefixes.pins.values())
+    def _holders(self) -> Mapping[int, BlockTable]:
+        """Return the tables of sequences, by their ids, and of pins, by `-1 - id`."""
+        if self._prefixes is None or not len(self._prefixes.pins):
+            return self._tables
+        pins = self._prefixes.pins
+        return self._tables | {-1 - pin_id: pin.table for pin_id, pin in zip(pins, pins.values(), strict=True)}
 
     def _tail_waste_slots(self) -> int:
         """Count the empty slots of blocks in use. All are in last blocks; a shared one is filled alike for all."""
-        tables = [table for _, table in self._all_tables() if table.blocks]
+        tables = [table for table in self._holders().values() if table.blocks]
         return sum({table.blocks[-1]: -table.num_filled % self.block_size for table in tables}.values())
 
 

@@ -47,6 +47,10 @@ class Pins:
         """Blocks that pins hold, each counted once."""
         return len(self._num_pins_of)
 
+    def num_tokens(self, pin_id: int) -> int:
+        """Return how many tokens a pin has."""
+        return len(self._pins[pin_id].token_ids)
+
     def values(self) -> Iterator[Pin]:
         """Yield the pins."""
         return iter(self._pins.values())

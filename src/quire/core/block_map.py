@@ -13,7 +13,7 @@ from quire.core.outputs import KVStats
 
 Tier = Literal["kv"]
 BlockState = Literal["free", "cached", "used"]
-HolderKind = Literal["sequence", "other"]
+HolderKind = Literal["sequence", "pin"]
 
 MAX_BLOCKS_SHOWN = 4096   # in one map
 MAX_OWNERS_SHOWN = 16     # of one block; ref_count tells how many there are
@@ -38,7 +38,10 @@ class BlockEntry(msgspec.Struct, gc=False):
 
 
 class BlockHolder(msgspec.Struct, frozen=True):
-    """Whoever holds blocks. A sequence is branch `branch` of a request; `owner`: the label of who asked, "": none."""
+    """Whoever holds blocks. A sequence is branch `branch` of a request, a pin is what a request has left.
+
+    `owner`: the label of who asked, "": none.
+    """
 
     holder: int
     kind: HolderKind

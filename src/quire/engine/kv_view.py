@@ -29,8 +29,8 @@ def view_holders(scheduler: Scheduler, blocks: Iterable[BlockEntry]) -> list[Blo
         for request, sequence in _holding(scheduler)
         if sequence.seq_id in seen
     }
-    unknown = sorted(seen - known.keys())
-    return [*known.values(), *(BlockHolder(seq_id, "other", scheduler.cache.num_tokens(seq_id)) for seq_id in unknown)]
+    pins = [-1 - holder for holder in sorted(seen - known.keys(), reverse=True)]
+    return [*known.values(), *(BlockHolder(-1 - pin, "pin", scheduler.cache.num_pinned_tokens(pin), pin) for pin in pins)]
 
 
 def _holding(scheduler: Scheduler) -> Iterator[tuple[Request, Sequence]]:

@@ -15,7 +15,7 @@ let grid;
 let timer;
 
 function holderName(holder) {
-  if (holder?.kind !== "sequence") return holder ? `${holder.kind} ${holder.holder}` : "?";
+  if (holder?.kind !== "sequence") return holder ? `${holder.kind} ${holder.request_id}` : "?";
   return `request ${holder.request_id} · branch ${holder.branch}`;
 }
 
