@@ -388,3 +388,71 @@ def test_column_gets_another_block_of_the_same_content(pool: BlockPool) -> None:
     table.replace(0, other.blocks[0])
     assert (table.blocks, ref_counts(pool)[:4]) == ([2, 1], [0, 1, 2, 1])
     check(pool, table, other)
+
+
+class TestRetract:
+    def test_columns_of_the_append_go(self, pool: BlockPool) -> None:
+        table = table_of(pool, 7)
+        table.append(6)
+        assert table.retract(7) is False
+        assert (table.blocks, table.num_tokens, pool.num_free_blocks) == ([0, 1], 7, 6)
+        check(pool, table)
+        assert table.append(1) is None
+
+    def test_nothing_appended_is_nothing_to_retract(self, pool: BlockPool) -> None:
+        table = table_of(pool, 7)
+        assert table.retract(7) is False
+        check(pool, table)
+
+    def test_block_that_was_to_be_copied_is_shared_again(self, pool: BlockPool) -> None:
+        table = table_of(pool, 6)
+        others = [table.fork(), table.fork()]
+        for each in (table, *others):
+            each.append(1)
+        assert [each.retract(6) for each in (table, *others)] == [True, True, False], "the last wrote in place"
+        assert {tuple(each.blocks) for each in (table, *others)} == {(0, 1)}
+        assert ref_counts(pool)[:4] == [3, 3, 0, 0]
+        check(pool, table, *others)
+        update = table.append(1)
+        assert update is not None
+        assert update.copy == BlockCopy(1, update.blocks[0])
+
+    def test_copy_of_an_earlier_step_stands(self, pool: BlockPool) -> None:
+        table = table_of(pool, 6)
+        other = table.fork()
+        table.append(1)
+        table.append(4)
+        assert table.retract(7) is False
+        assert (table.blocks, other.blocks) == ([0, 2], [0, 1])
+        check(pool, table, other)
+
+    def test_copy_retracted_before_is_not_retracted_twice(self, pool: BlockPool) -> None:
+        table = table_of(pool, 6)
+        other = table.fork()
+        table.append(1)
+        table.retract(6)
+        other.free()
+        table.append(1)
+        assert table.retract(6) is False
+        assert (table.blocks, ref_counts(pool)[:3]) == ([0, 1], [1, 1, 0])
+
+    def test_token_that_was_stored_is_left_out_again(self, pool: BlockPool) -> None:
+        lender, table = table_of(pool, 8), BlockTable(pool, 4)
+        table.begin(lender.blocks, 7)
+        table.append(1)
+        table.retract(7)
+        check(pool, lender, table)
+        update = table.append(1)
+        assert update is not None
+        assert update.is_stored
+
+
+class TestMoved:
+    def test_twin_holds_the_same_tokens_at_other_places(self, pool: BlockPool) -> None:
+        table, other_pool = table_of(pool, 10), BlockPool(5)
+        places = dict(zip(table.blocks, other_pool.allocate(3), strict=True))
+        twin = table.moved(other_pool, {block: 2 - place for block, place in places.items()})
+        assert (twin.blocks, twin.num_tokens, twin.num_filled) == ([2, 1, 0], 10, 10)
+        assert [other_pool.ref_count(block) for block in range(3)] == [2, 2, 2]
+        check(other_pool, twin)
+        check(pool, table)

@@ -263,5 +263,169 @@ class TestCheck:
         manager.fork(1, 2)
         manager._tables[2].num_tokens = 6
         manager._tables[2]._writable_end = 6
-        with pytest.raises(AssertionError, match="sequence 2 wrote into 1"):
+        with pytest.raises(AssertionError, match="holder 2 wrote into 1"):
             manager.check()
+
+
+class TestSwapping:
+    """Four tokens to a block, eight blocks, and eight more in the swap space."""
+
+    def make(
+        self, sliding_window: int | None = None, *, caching: bool = False, num_swap_blocks: int = 8
+    ) -> KVCacheManager:
+        return KVCacheManager(CacheConfig(8, 4, sliding_window, caching, num_swap_blocks))
+
+    def test_out_and_in(self) -> None:
+        manager = self.make()
+        begin(manager, 1, 6)
+        assert manager.swap_out([1]) == [(0, 0), (1, 1)]
+        assert (manager.num_free_blocks, manager.num_free_swap_blocks) == (8, 6)
+        manager.check()
+        begin(manager, 2, 1)
+        manager.end_step()
+        assert manager.num_blocks_to_swap_in([1]) == 2
+        copies = manager.swap_in([1])
+        assert [copy.src for copy in copies] == [0, 1]
+        assert manager.block_ids(1) == [copy.dst for copy in copies]
+        assert manager.num_tokens(1) == 6
+        assert manager.num_free_swap_blocks == 6, "held until the step has read them"
+        manager.check()
+        manager.end_step()
+        assert manager.num_free_swap_blocks == 8
+        stats = manager.stats()
+        swapped = stats.swapped_out_blocks, stats.swapped_in_blocks, stats.swap_used_blocks, stats.swap_total_blocks
+        assert swapped == (2, 2, 0, 8)
+
+    def test_without_room_everything_stays(self) -> None:
+        manager = self.make(num_swap_blocks=1)
+        begin(manager, 1, 6)
+        with pytest.raises(OutOfBlocksError, match="need 2 blocks, 1 of 1 are free"):
+            manager.swap_out([1])
+        assert manager.num_tokens(1) == 6
+        manager.check()
+        with pytest.raises(OutOfBlocksError, match="there is no swap space"):
+            make().swap_out([])
+        assert make().num_free_swap_blocks == 0
+
+    def test_id_of_a_swapped_sequence_is_taken(self) -> None:
+        manager = self.make()
+        begin(manager, 1, 6)
+        manager.swap_out([1])
+        with pytest.raises(ValueError, match="sequence 1 already has a block table"):
+            manager.create(1)
+        manager.free(1)
+        assert manager.num_free_swap_blocks == 8
+        manager.create(1)
+
+    def test_footprint_counts_blocks_once_and_tells_who_else_holds_them(self) -> None:
+        manager = self.make()
+        begin(manager, 1, 8)
+        for child in (2, 3):
+            manager.fork(1, child)
+            manager.append(child, 1)
+        assert manager.footprint([1, 2, 3]) == (4, 0)
+        assert manager.footprint([2, 3]) == (4, 2)
+        assert manager.footprint([]) == (0, 0)
+
+    def test_gang_that_was_planned_in_part_is_as_before(self) -> None:
+        manager = self.make()
+        begin(manager, 1, 6)
+        manager.fork(1, 2)
+        manager.end_step()
+        manager.append(1, 1)
+        assert manager.stats().copied_blocks == 1
+        for seq_id in (1, 2):
+            manager.retract(seq_id, 6)
+        assert manager.stats().copied_blocks == 0
+        assert len(manager.swap_out([1, 2])) == 2
+        manager.end_step()
+        manager.swap_in([1, 2])
+        assert manager.block_ids(1) == manager.block_ids(2)
+        assert manager.stats().shared_blocks == 2
+
+    def test_what_has_left_the_window_does_not_go_out(self) -> None:
+        manager = self.make(sliding_window=4)
+        begin(manager, 1, 12)
+        assert len(manager.swap_out([1])) == 1, "the next token sees three more"
+        manager.end_step()
+        assert len(manager.swap_in([1])) == 1
+        assert manager.block_ids(1)[:2] == [NULL_BLOCK, NULL_BLOCK]
+        manager.check()
+
+    def test_what_the_tree_still_holds_does_not_come_in(self) -> None:
+        manager, tokens = self.make(caching=True), list(range(10))
+        manager.create(1, tokens)
+        manager.append(1, 10)
+        manager.end_step()
+        held = manager.block_ids(1)
+        assert len(manager.swap_out([1])) == 3
+        assert manager.stats().cached_blocks == 2, "they can be found by others, too"
+        manager.end_step()
+        copies = manager.swap_in([1])
+        assert len(copies) == 1
+        assert manager.block_ids(1)[:2] == held[:2]
+        manager.check()
+        manager.end_step()
+        manager.check()
+
+    def test_what_was_evicted_comes_in(self) -> None:
+        manager, tokens = self.make(caching=True), list(range(10))
+        manager.create(1, tokens)
+        manager.append(1, 10)
+        manager.end_step()
+        manager.swap_out([1])
+        begin(manager, 2, 28)
+        manager.end_step()
+        manager.free(2)
+        assert len(manager.swap_in([1])) == 2, "the first is still there: leaves go before their parents"
+
+    def test_what_comes_in_can_be_found_when_the_step_has_succeeded(self) -> None:
+        manager, tokens = self.make(caching=True), list(range(13))
+        manager.create(1, tokens)
+        manager.append(1, 10)
+        manager.end_step()
+        manager.swap_out([1])
+        begin(manager, 2, 32)                                      # evicts all of it
+        manager.end_step()
+        manager.free(2)
+        manager.swap_in([1])
+        manager.append(1, 3)
+        assert manager.match(tokens, 12).num_tokens == 0
+        assert not manager.match(tokens, 12).is_pending
+        manager.end_step()
+        manager.publish()
+        assert manager.match(tokens, 13).num_tokens == 12
+
+    @pytest.mark.parametrize("num_computed", [0, 10])
+    def test_what_a_failed_step_was_to_swap_in_is_not_found(self, num_computed: int) -> None:
+        manager, tokens = self.make(caching=True), list(range(13))
+        manager.create(1, tokens)
+        manager.append(1, 10)
+        manager.end_step()
+        manager.swap_out([1])
+        begin(manager, 2, 32)
+        manager.end_step()
+        manager.free(2)
+        manager.swap_in([1])
+        manager.append(1, 3)
+        manager.free(1, num_computed)
+        manager.end_step()
+        assert manager.match(tokens, 12).num_tokens == 0
+        manager.check()
+        assert (manager.num_free_blocks, manager.num_free_swap_blocks) == (8, 8)
+
+    def test_fork_of_what_comes_in_can_be_found_as_well(self) -> None:
+        manager, tokens = self.make(caching=True), list(range(8))
+        manager.create(1, tokens)
+        manager.append(1, 8)
+        manager.end_step()
+        manager.swap_out([1])
+        begin(manager, 2, 32)
+        manager.end_step()
+        manager.free(2)
+        manager.swap_in([1])
+        manager.fork(1, 3, tokens.copy())
+        manager.end_step()
+        manager.free(1)
+        manager.free(3, 8)
+        assert manager.match([*tokens, 9], 9).num_tokens == 8

@@ -6,7 +6,7 @@ from quire.cli.engine_flags import EngineFlags
 from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions
 
 # Settings of parts that have not landed: absent from --help, refused in Python.
-NOT_LANDED = {"swap_space", "num_swap_blocks", "tensor_parallel_size"}
+NOT_LANDED = {"tensor_parallel_size"}
 
 
 def test_flags_are_the_engines_options() -> None:

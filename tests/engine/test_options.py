@@ -1,5 +1,7 @@
 """Settings are refused before anything is loaded, by name, value and range."""
 
+from typing import Any
+
 import pytest
 
 from quire.core.errors import ConfigError
@@ -31,6 +33,10 @@ def test_what_is_no_size_is_refused_by_name(text: int | str) -> None:
         ("block_size", 24),
         ("block_size", 256),
         ("num_kv_blocks", 0),
+        ("num_swap_blocks", -1),
+        ("swap_space", "much"),
+        ("swap_space", -1),
+        ("swap_dir", 7),
         ("max_num_seqs", -1),
         ("max_num_seqs", 65_537),
         ("max_num_batched_tokens", True),
@@ -50,12 +56,21 @@ def test_bad_setting_is_refused_by_name(setting: str, value: object) -> None:
     ("setting", "value"),
     [
         ("device", "cuda"),
-        ("preemption_mode", "swap"),
-        ("swap_space", "4GiB"),
-        ("num_swap_blocks", 8),
         ("tensor_parallel_size", 2),
     ],
 )
 def test_what_has_not_landed_is_refused_never_ignored(setting: str, value: object) -> None:
     with pytest.raises(ConfigError, match="not supported yet"):
         EngineOptions(**{setting: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"swap_space": 0}, {"swap_space": "4GiB", "num_swap_blocks": 0}], ids=str)
+def test_swapping_without_swap_space_is_refused(sizes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="preemption_mode 'swap' needs a swap space; set swap_space or"):
+        EngineOptions(preemption_mode="swap", **sizes)
+    assert EngineOptions(preemption_mode="auto", **sizes).preemption_mode == "auto"
+
+
+@pytest.mark.parametrize("sizes", [{"swap_space": "1GiB"}, {"num_swap_blocks": 1}], ids=str)
+def test_swapping_takes_a_swap_space_of_any_size(sizes: dict[str, Any]) -> None:
+    EngineOptions(preemption_mode="swap", **sizes)

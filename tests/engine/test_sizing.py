@@ -1,5 +1,7 @@
 """How many blocks and how long a sequence, from what was asked for and what there is."""
 
+from typing import Any
+
 import pytest
 
 from quire.core.errors import ConfigError
@@ -66,3 +68,19 @@ def test_free_memory_is_read_from_the_system() -> None:
 def test_prefix_caching_is_as_asked_for(enabled: bool) -> None:
     cache, _ = size_engine(EngineOptions(enable_prefix_caching=enabled), LLAMA_8B, free_bytes=10 * GIB)
     assert cache.enable_prefix_caching is enabled
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_blocks"),
+    [({}, 0), ({"swap_space": 0}, 0), ({"swap_space": "1GiB"}, 512), ({"swap_space": "1GiB", "num_swap_blocks": 7}, 7)],
+    ids=str,
+)
+def test_swap_space_is_as_asked_for(asked: dict[str, Any], num_blocks: int) -> None:
+    cache, scheduler = size_engine(EngineOptions(preemption_mode="recompute", **asked), LLAMA_8B, free_bytes=10 * GIB)
+    assert cache.num_swap_blocks == num_blocks
+    assert scheduler.preemption_mode == "recompute"
+
+
+def test_swap_space_for_less_than_a_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"swap_space of 1048576 bytes holds no KV block; one block of 16 .* 2097152"):
+        size_engine(EngineOptions(swap_space="1MiB"), LLAMA_8B, free_bytes=GIB)

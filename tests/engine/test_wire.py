@@ -115,7 +115,12 @@ deltas = st.builds(
 )
 blocks_by_label = st.dictionaries(texts, counts, max_size=3)
 kv_stats = st.builds(
-    KVStats, *[counts] * 8, ref_counts=blocks_by_label, blocks_by_owner=st.none() | blocks_by_label
+    KVStats,
+    *[counts] * 8,
+    ref_counts=blocks_by_label,
+    blocks_by_owner=st.none() | blocks_by_label,
+    preemptions=blocks_by_label,
+    swap_s=st.floats(0, 1e9),
 )
 owners = st.lists(st.builds(BlockOwner, counts, counts, counts), max_size=2)
 entries = st.builds(BlockEntry, counts, st.sampled_from(["free", "cached", "used"]), st.just("kv"), counts, owners)

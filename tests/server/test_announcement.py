@@ -10,13 +10,20 @@ from quire.scheduling.limits import AdmissionLimits
 from quire.server.announcement import announce
 
 
-def ready(num_blocks: int, max_model_len: int) -> Ready:
+def ready(num_blocks: int, max_model_len: int, num_swap_blocks: int = 0) -> Ready:
     limits = AdmissionLimits(num_blocks, block_size=16, max_num_seqs=8, max_model_len=max_model_len)
-    return Ready(limits, 64, 100, frozenset({0}), "bfloat16", "cpu", 5_000_000, 10 << 20, 1024)
+    return Ready(limits, 64, 100, frozenset({0}), "bfloat16", "cpu", 5_000_000, 10 << 20, 1024, num_swap_blocks)
 
 
-def table(capsys: pytest.CaptureFixture[str], *, num_blocks: int, max_model_len: int, name: str = "tiny") -> str:
-    announce(name, "http://host:1", ready(num_blocks, max_model_len))
+def table(
+    capsys: pytest.CaptureFixture[str],
+    *,
+    num_blocks: int,
+    max_model_len: int,
+    num_swap_blocks: int = 0,
+    name: str = "tiny",
+) -> str:
+    announce(name, "http://host:1", ready(num_blocks, max_model_len, num_swap_blocks))
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -27,6 +34,11 @@ def test_table_counts_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "swap none" in shown
     assert "longest request 300 tokens" in shown
     assert "of that length 5 at once" in shown  # 19 blocks each
+
+
+def test_table_tells_of_the_swap_space(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = table(capsys, num_blocks=1, max_model_len=16, num_swap_blocks=200)
+    assert "swap 200 blocks of 16: 3,200 tokens, 3.1 MiB" in shown
 
 
 def test_ready_line_is_the_last(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,9 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
     "quire:kv_blocks_copied_total": [{}],
     "quire:kv_blocks_evicted_total": [{}],
     "quire:kv_blocks_swapped_total": [{"direction": direction} for direction in ("in", "out")],
+    "quire:swap_seconds_total": [{}],
+    "quire:recompute_seconds_total": [{}],
+    "quire:recovery_saved_seconds_total": [{}],
     "quire:requests_refused_total": [{"reason": reason} for reason in ("server_overloaded", "shutting_down")],
     "quire:requests_aborted_total": [{}],
 }
@@ -120,7 +123,7 @@ def kv_stats(**values: Any) -> KVStats:  # noqa: ANN401
         num_sequences=3,
         tail_waste_slots=16,
         ref_counts={"1": 3, "2": 1},
-        **values,
+        **values,  # type: ignore[arg-type]
     )
 
 

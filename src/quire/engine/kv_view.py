@@ -30,7 +30,8 @@ def view_holders(scheduler: Scheduler, blocks: Iterable[BlockEntry]) -> list[Blo
         if sequence.seq_id in seen
     }
     pins = [-1 - holder for holder in sorted(seen - known.keys(), reverse=True)]
-    return [*known.values(), *(BlockHolder(-1 - pin, "pin", scheduler.cache.num_pinned_tokens(pin), pin) for pin in pins)]
+    pinned = (BlockHolder(-1 - pin, "pin", scheduler.cache.num_pinned_tokens(pin), pin) for pin in pins)
+    return [*known.values(), *pinned]
 
 
 def _holding(scheduler: Scheduler) -> Iterator[tuple[Request, Sequence]]:
