@@ -162,6 +162,17 @@ def test_pin_keeps_what_has_left_the_sliding_window() -> None:
     assert match(manager, [*tokens, OTHER]).num_tokens == 15
 
 
+def test_what_was_computed_token_by_token_is_found() -> None:
+    manager = make()
+    manager.create(1, PREFIX)
+    for _ in PREFIX:
+        manager.append(1, 1)
+        manager.end_step()
+    manager.pin(1, 1)
+    manager.check()
+    assert match(manager, [*PREFIX, OTHER]).num_tokens == 11
+
+
 def test_sequence_goes_on_behind_its_pin() -> None:
     """Its next token goes into a copy of the block that both hold."""
     manager, tokens = make(), PREFIX.copy()

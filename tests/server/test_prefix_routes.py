@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +208,23 @@ def test_end_of_the_server_unpins_what_is_under_way(server: OpenAIServer) -> Non
         server.on_loop(lambda: server.service.answers.end_all(shutting_down()))
         assert connection.recv(65536).startswith(b"HTTP/1.1 503 ")
         server.wait_until(lambda: num_pinned(server) == 0)
+
+
+def test_pin_that_ends_in_the_moment_in_which_its_client_goes_is_undone(
+    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(work: Coroutine[None, None, object], receive: object) -> object:
+        await work
+        assert client.state.pins != ()
+        raise shutting_down()
+
+    client = server.service.client
+    with monkeypatch.context() as patch:
+        patch.setattr(server.service.answers, "run", run)
+        status, error = server.refusal(PREFIXES, prompt=PREFIX)
+    assert (status, error["code"]) == (503, "shutting_down")
+    server.wait_until(lambda: client.state.pins == ())
+    assert (listed(server), num_pinned(server)) == ([], 0)
 
 
 def test_log_tells_what_a_pin_has_cost(server: OpenAIServer, caplog: pytest.LogCaptureFixture) -> None:
