@@ -170,10 +170,17 @@ class LLM:
         ]
         return self._finish_all(self._make_requests(tokenized, sampling_params), use_tqdm)
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
-        """Not supported yet."""
-        _ = self._engine  # a closed LLM says so first
-        raise InvalidRequestError("beam search is not supported yet", param="beam_width")
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Search the likeliest continuations of every prompt: `params.beam_width` outputs each, the best first.
+
+        `cumulative_logprob` of an output is the sum of its tokens' logprobs. Errors as in `generate`.
+        """
+        tokenized = [self._engine.inputs.tokenize(prompt) for prompt in _as_list(prompts)]
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequestError(f"params must be BeamSearchParams, got {type(params).__name__}", param="params")
+        return self._finish_all(self._make_requests(tokenized, params.as_sampling_params(), params), use_tqdm)
 
     def pin_prefix(self, prefix: Prompt) -> PinnedPrefix:
         """Compute a prefix once and keep it until it is unpinned: prompts that begin with it compute the rest only.
@@ -208,13 +215,16 @@ class LLM:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def _make_requests(
-        self, prompts: list[TokenizedPrompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: list[TokenizedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        beam: BeamSearchParams | None = None,
     ) -> list[tuple[Request, TokenizedPrompt]]:
         """Check every request and queue none. A refused call uses no request id up: seeds derive from them."""
         inputs = self._inputs
         params = _one_each(sampling_params, len(prompts))
         requests = [
-            (inputs.make_request(request_id, prompt, own), prompt)
+            (inputs.make_request(request_id, prompt, own, beam), prompt)
             for request_id, (prompt, own) in enumerate(zip(prompts, params, strict=True), start=self._num_requests)
         ]
         self._num_requests += len(requests)

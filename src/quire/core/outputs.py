@@ -24,7 +24,7 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     """What a step added to one sequence: the engine's message to the output processor, once per sequence and step.
 
     `finish_reason` is set in a sequence's last delta. `stop_reason` is the stop token id that ended it, or None for
-    an end-of-sequence token. Prompt logprobs ride on branch 0, once, when the whole prompt has been computed.
+    an end-of-sequence token. A beam search gives one delta for each answer, when it ends. Prompt logprobs ride on branch 0, once, when the whole prompt has been computed.
     """
 
     request_id: int
@@ -34,6 +34,7 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     prompt_logprobs: list[TokenLogprobs] | None = None  # of positions 1..P-1
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
+    cumulative_logprob: float | None = None             # of a whole answer, where nobody asked for logprobs
 
 
 class Admission(NamedTuple):

@@ -8,6 +8,7 @@ tokens. Both are plain data: integers, lists and small records, ready to be sent
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quire.core.beam_search_params import BeamSearchParams
 from quire.core.outputs import TokenLogprobs
 from quire.core.sampling_params import SamplingParams
 
@@ -34,15 +35,29 @@ class NewRow:
     seed: int                                          # of this branch
     eos_token_ids: frozenset[int] = frozenset()        # tokens that min_tokens forbids, besides params.stop_token_ids
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    beam: BeamSearchParams | None = None               # its samples bring the likeliest tokens, as logprobs
+
+
+class RowFork(NamedTuple):
+    """A beam goes on in `row`, from the first `num_tokens` tokens of row `source`, with `token_id` behind them.
+
+    Where it stays in its row, that is `source`, too, and keeps its block table; else `block_ids` is the whole table.
+    """
+
+    row: int
+    source: int
+    num_tokens: int
+    token_id: int
+    block_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: who runs, how many tokens each, on which blocks.
 
-    Order of effects: `new_rows`, table entries, `swap_outs`, `swap_ins`, `copies`, then one forward pass over the
-    entries. So a block that is swapped out may be overwritten in the same step, and one that is swapped in may be
-    copied. A new row replaces whatever stood there: a row whose sequence has ended is not named again until it has a
+    Order of effects: `row_forks`, `new_rows`, table entries, `swap_outs`, `swap_ins`, `copies`, then one forward pass
+    over the entries. So a block that is swapped out may be overwritten in the same step, and one that is swapped in may
+    be copied. A new row replaces whatever stood there: a row whose sequence has ended is not named again until it has a
     new owner.
     Entry i advances row `rows[i]` over positions [starts[i], starts[i] + counts[i]). Sample j is drawn from the
     logits of entry `sample_entries[j]`'s last token and becomes the next token of row `sample_rows[j]`: the same
@@ -50,6 +65,7 @@ class StepPlan:
     `stored_entries` are of one token whose keys and values are in the cache: its logits are wanted, nothing is written.
     """
 
+    row_forks: list[RowFork] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     table_rows: list[int] = field(default_factory=list)      # block table entry [table_rows[i], table_columns[i]]
     table_columns: list[int] = field(default_factory=list)

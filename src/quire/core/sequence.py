@@ -6,6 +6,7 @@ Both are plain state. The scheduler is their only writer; everyone else reads.
 from dataclasses import dataclass, field
 from enum import Enum
 
+from quire.core.beam_search_params import BeamSearchParams
 from quire.core.outputs import TokenLogprobs
 from quire.core.sampling_params import SamplingParams
 
@@ -45,6 +46,11 @@ class Sequence:
         """Tokens sampled so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether nothing is left to compute: a beam that waits for the others of its request."""
+        return self.num_computed_tokens == len(self.token_ids)
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -58,6 +64,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()            # of the model; empty with ignore_eos
     stop_token_ids: frozenset[int] = frozenset()           # params.stop_token_ids
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+    beam: BeamSearchParams | None = None                   # a beam search: its sequences are beams
     is_pin: bool = False              # when the prompt has been computed, it is kept under the request's id
     cache_salt: str | None = None     # requests find only what those with the same salt have computed
     owner: str = ""                   # label of who asked: see quire.core.owner_labels

@@ -8,8 +8,8 @@ The order of operations, in each row on its own:
 4. temperature, min_p, top_k, top_p;
 5. one draw from what is left: Philox(seed of the branch, index of the output token), inverse CDF in the order of ids.
 
-Logprobs are those of the raw logits, whatever the steps above did. The order is vLLM's, so the same parameters
-mean the same distribution.
+Logprobs are those of the raw logits, whatever the steps above did; but a beam search with a temperature scores by those
+of logits / temperature. The order is vLLM's, so the same parameters mean the same distribution.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from quire.decoding.logprobs import token_logprobs
 from quire.decoding.masks import apply_masks
 from quire.decoding.penalties import apply_penalties
 from quire.decoding.samples import Samples
-from quire.decoding.state import EDITS, LOGPROBS, SAMPLED, SamplingState
+from quire.decoding.state import EDITS, LOGPROBS, SAMPLED, SCALED, SamplingState
 from quire.kernels.sampling import TORCH, SamplingOps
 
 
@@ -43,7 +43,7 @@ def sample(
     num_tokens: NDArray[np.int64],
     ops: SamplingOps = TORCH,
 ) -> SampledTokens:
-    """Choose one token per sample. Steps 1 and 2 edit `logits` where they stand: do not use them afterwards.
+    """Choose one token per sample. Steps 1 and 2, and beams' temperatures, edit `logits` where they stand: do not use them afterwards.
 
     logits float32 [num_samples, vocab]; rows [num_samples], the row of `state` and `token_ids` that each sample is for;
     token_ids [max_rows, max_len], the known tokens of every row; num_tokens [num_samples], how many those are, prompt
@@ -51,6 +51,8 @@ def sample(
     """
     samples = Samples.of(state, rows, token_ids, num_tokens)
     wanted = int(np.bitwise_or.reduce(samples.features))
+    if wanted & SCALED:
+        _scale(samples, logits)
     asking = samples.using(LOGPROBS)
     raw, raw_rows = logits, asking
     if wanted & EDITS:
@@ -75,6 +77,14 @@ def prompt_logprobs(
     """Return the logprobs of known tokens: row i of float32 `logits` [num, vocab] predicts `next_tokens[i]` [num]."""
     counts = np.full(len(logits), min(num_logprobs, logits.shape[1]))
     return token_logprobs(logits, np.arange(len(logits)), next_tokens.long().numpy(force=True), counts, ops)
+
+
+def _scale(samples: Samples, logits: Tensor) -> None:
+    """Divide the logits of beams by their temperatures. The highest goes off first, so that none becomes infinite."""
+    scaled = samples.using(SCALED)
+    temperatures = samples.take(scaled).settings()["temperature"]
+    for index, temperature in zip(scaled.tolist(), temperatures.tolist(), strict=True):
+        logits[index] = (logits[index] - logits[index].amax()) / temperature
 
 
 def _choose(samples: Samples, logits: Tensor, wanted: int, ops: SamplingOps) -> NDArray[np.int64]:

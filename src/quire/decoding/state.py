@@ -22,6 +22,7 @@ MIN_TOKENS = 1 << 3
 BIAS = 1 << 4
 PENALTIES = 1 << 5
 LOGPROBS = 1 << 6
+SCALED = 1 << 7  # the logprobs are of logits divided by the temperature
 EDITS = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS | PENALTIES  # they change logits
 
 ROW_DTYPE = np.dtype(
@@ -100,13 +101,14 @@ def _features(new: NewRow) -> int:
     """Return the flags of what a new row uses."""
     params = new.params
     flags = {
-        SAMPLED: params.temperature > 0,
+        SAMPLED: params.temperature > 0 and new.beam is None,
         ALLOWED: params.allowed_token_ids is not None,
         BAD_WORDS: bool(new.bad_words_token_ids),
         MIN_TOKENS: params.min_tokens > 0 and bool(new.eos_token_ids or params.stop_token_ids),
         BIAS: bool(params.logit_bias),
         PENALTIES: _penalties(params) != (1.0, 0.0, 0.0),
-        LOGPROBS: params.logprobs is not None,
+        LOGPROBS: params.logprobs is not None or new.beam is not None,
+        SCALED: new.beam is not None and params.temperature not in (0, 1),
     }
     return sum(flag for flag, is_used in flags.items() if is_used)
 
@@ -116,9 +118,9 @@ def _settings(new: NewRow, vocab_size: int) -> tuple[float, ...]:
     params = new.params
     log_min_p = np.log(params.min_p) if params.min_p > 0 else -np.inf
     top_k = min(params.top_k or vocab_size, vocab_size)
-    num_logprobs = min(params.logprobs or 0, vocab_size)
+    num_logprobs = new.beam.num_candidates(len(new.eos_token_ids)) if new.beam else params.logprobs or 0
     temperature = max(params.temperature, _MIN_TEMPERATURE)
-    counts = (top_k, new.num_prompt_tokens, params.min_tokens, num_logprobs)
+    counts = (top_k, new.num_prompt_tokens, params.min_tokens, min(num_logprobs, vocab_size))
     return (new.seed, params.top_p, temperature, log_min_p, *_penalties(params), *counts)
 
 

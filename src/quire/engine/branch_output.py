@@ -31,7 +31,7 @@ class BranchOutput:
         if params.stop:
             self._stops = StopStringFinder(tuple(params.stop), include=params.include_stop_str_in_output)
         self.num_tokens = 0                             # of all, taken or not
-        self._cumulative_logprob = 0.0
+        self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
@@ -43,6 +43,8 @@ class BranchOutput:
             self._add_text(self._visible(delta.token_ids, delta.finish_reason))
         else:
             self._extend_to_stop(delta)
+        if delta.cumulative_logprob is not None:
+            self._cumulative_logprob = delta.cumulative_logprob
         if delta.finish_reason is not None and self.finish_reason is None:
             self.finish(delta.finish_reason, delta.stop_reason)
 
@@ -79,7 +81,7 @@ class BranchOutput:
             index=self.index,
             text=text,
             token_ids=token_ids,
-            cumulative_logprob=None if logprobs is None else self._cumulative_logprob,
+            cumulative_logprob=self._cumulative_logprob,
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
@@ -89,7 +91,7 @@ class BranchOutput:
         """Record tokens and, if they were asked for, their logprobs."""
         self._token_ids += token_ids
         self.num_tokens += len(token_ids)
-        if self._logprobs is None:
+        if self._logprobs is None or self._cumulative_logprob is None:
             return
         assert logprobs is not None, "logprobs were asked for and did not come"
         assert len(logprobs) == len(token_ids), f"{len(logprobs)} logprobs for {len(token_ids)} tokens"

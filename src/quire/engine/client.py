@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
+from quire.core.beam_search_params import BeamSearchParams
 from quire.core.block_map import BlockMap
 from quire.core.errors import EngineError, InvalidRequestError
 from quire.core.frames import LENGTH_BYTES, frame
@@ -139,9 +140,11 @@ class EngineClient:
         """Requests that have not ended, or whose last output has not been taken."""
         return len(self._streams)
 
-    def prepare(self, prompt: TokenizedPrompt, params: SamplingParams) -> PreparedRequest:
+    def prepare(
+        self, prompt: TokenizedPrompt, params: SamplingParams, beam: BeamSearchParams | None = None
+    ) -> PreparedRequest:
         """Check a request and number it. InvalidRequestError names what is wrong. For any thread; takes its time."""
-        return PreparedRequest(self.inputs.make_request(next(self._request_ids), prompt, params), prompt)
+        return PreparedRequest(self.inputs.make_request(next(self._request_ids), prompt, params, beam), prompt)
 
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, NotRequired, TypedDict
 
+from quire.core.beam_search_params import BeamSearchParams
 from quire.core.checks import check_text, shown
 from quire.core.errors import InvalidRequestError
 from quire.core.owner_labels import OwnerLabels
@@ -134,22 +135,29 @@ class InputProcessor:
                 )
         return list(token_ids)
 
-    def check_params(self, params: SamplingParams) -> None:
+    def check_params(self, params: SamplingParams, beam: BeamSearchParams | None = None) -> None:
         """Raise InvalidRequestError for parameters that no prompt can have. Quick: no text is tokenized."""
         params.check_vocabulary(self._vocab_size)
         self._check_logprobs(params)
+        if beam is not None:
+            self._check_beam_width(beam.beam_width)
         if self._tokenizer is None and params.stop:
             raise InvalidRequestError("the model has no tokenizer: use stop_token_ids instead of stop", param="stop")
         if self._tokenizer is None and params.bad_words:
             raise InvalidRequestError("the model has no tokenizer: bad_words cannot be used", param="bad_words")
 
-    def make_request(self, request_id: int, prompt: TokenizedPrompt, params: SamplingParams) -> Request:
-        """Return a request that the scheduler will take, or raise InvalidRequestError. Nothing is queued."""
+    def make_request(
+        self, request_id: int, prompt: TokenizedPrompt, params: SamplingParams, beam: BeamSearchParams | None = None
+    ) -> Request:
+        """Return a request that the scheduler will take, or raise InvalidRequestError. Nothing is queued.
+
+        With `beam` it is a beam search; `params` say how many answers it has and how they become text.
+        """
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}", param="sampling_params"
             )
-        self.check_params(params)
+        self.check_params(params, beam)
         return Request(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
@@ -159,6 +167,7 @@ class InputProcessor:
             eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             bad_words_token_ids=self._bad_words(params),
+            beam=beam,
             cache_salt=prompt.cache_salt,
             owner=self._owners.label(prompt.key_number, prompt.cache_salt),
         )
@@ -184,6 +193,12 @@ class InputProcessor:
                 raise InvalidRequestError(
                     f"{name} must be at most {self._max_logprobs} (max_logprobs), got {asked}", param=name
                 )
+
+    def _check_beam_width(self, width: int) -> None:
+        """Refuse more beams than there are first tokens to begin with, or than can run at once."""
+        for limit, name in ((self._vocab_size, "the vocabulary size"), (self._limits.max_num_seqs, "max_num_seqs")):
+            if width > limit:
+                raise InvalidRequestError(f"beam_width must be at most {limit} ({name}), got {width}", param="beam_width")
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each bad word, as it stands at the beginning of a text and after a space."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.core.plan import NewRow, StepPlan
+from quire.core.plan import NewRow, RowFork, StepPlan
 from quire.decoding.state import SamplingState
 from quire.model.batch import ForwardBatch
 
@@ -43,11 +43,20 @@ class PersistentBatch:
         self.sampling = SamplingState(max_num_seqs, vocab_size)
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over a plan's changes: new rows first, then block table entries."""
+        """Take over a plan's changes: forked rows first, then new rows, then block table entries."""
+        for fork in plan.row_forks:
+            self._fork(fork)
         for new in plan.new_rows:
             self._begin(new)
         if plan.table_rows:
             self.block_tables[plan.table_rows, plan.table_columns] = plan.table_blocks
+
+    def _fork(self, fork: RowFork) -> None:
+        """Let a row go on from another of the same request: their parameters are the same."""
+        if fork.row != fork.source:
+            self.token_ids[fork.row, : fork.num_tokens] = self.token_ids[fork.source, : fork.num_tokens]
+            self.block_tables[fork.row, : len(fork.block_ids)] = fork.block_ids
+        self.token_ids[fork.row, fork.num_tokens] = fork.token_id
 
     def _begin(self, new: NewRow) -> None:
         row, asked = new.row, new.params.prompt_logprobs

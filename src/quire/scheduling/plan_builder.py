@@ -49,6 +49,7 @@ class PlanBuilder:
                 seed=sequence.seed,
                 eos_token_ids=request.eos_token_ids,
                 bad_words_token_ids=request.bad_words_token_ids,
+                beam=request.beam,
             )
         )
 

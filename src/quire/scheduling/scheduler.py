@@ -26,6 +26,7 @@ from quire.core.outputs import SequenceDelta
 from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
 from quire.core.seeds import branch_seed
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
+from quire.scheduling.beam_search import BeamSearches
 from quire.scheduling.entrance import Entrance
 from quire.scheduling.limits import AdmissionLimits
 from quire.scheduling.plan_builder import PlanBuilder
@@ -53,6 +54,7 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._seq_ids = count()
         self._builder = PlanBuilder()                       # of the step that is under way
+        self._beams = BeamSearches(cache)
 
     # --- requests come and go -----------------------------------------------------------------------------------
 
@@ -79,6 +81,7 @@ class Scheduler:
             for index in range(request.params.n)
         ]
         self._requests[request.request_id] = request
+        self._beams.begin(request)
         self.waiting.add(request)
         if request.is_pin:
             self._note_pins()
@@ -96,10 +99,10 @@ class Scheduler:
         return True
 
     def finish(self, request_id: int, index: int) -> bool:
-        """End one branch, because its text is complete. False if it is not here (any more)."""
+        """End one branch, because its text is complete. False if it is not here (any more), or is a beam."""
         request = self._requests.get(request_id)
         sequence = next((s for s in request.live if s.index == index), None) if request else None
-        if request is None or sequence is None:
+        if request is None or sequence is None or request.beam is not None:
             return False
         self._end(request, sequence)
         return True
@@ -143,6 +146,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Choose who runs in the next step. The plan is empty only if nothing waits or runs."""
         self._builder = PlanBuilder()
+        self._builder.plan.row_forks.extend(self._beams.take_row_forks())
         self.admitted = []
         self.entrance.open()
         if self._needs_prefixes():
@@ -209,6 +213,8 @@ class Scheduler:
         for sequence in request.live:
             if left == 0:
                 break
+            if sequence.is_computed:
+                continue                                                # a beam that waits for the others
             used = self._advance(request, sequence, len(sequence.token_ids), left)
             if used is None:
                 return None
@@ -239,7 +245,7 @@ class Scheduler:
         self._builder.forked.append(other)
         self.recovery.note_recomputed(max(0, other.num_lost_tokens - other.num_prompt_tokens))
         other.num_lost_tokens = 0
-        if other.num_output_tokens == 0:
+        if other.num_output_tokens == 0 and request.beam is None:
             self._builder.sample(request, other)
 
     def _admit(self, budget: int) -> None:
@@ -333,6 +339,9 @@ class Scheduler:
         ):
             if sequence.status is SequenceStatus.FINISHED:
                 continue                                                # aborted while the step ran
+            if request.beam is not None:
+                self._beams.answer(request, sequence, token_logprobs)
+                continue
             sequence.token_ids.append(token)
             delta = SequenceDelta(request.request_id, sequence.index, [token])
             if token_logprobs is not None:
@@ -345,6 +354,10 @@ class Scheduler:
                     self.cache.pin(request.request_id, sequence.seq_id)  # without the token, which nobody wants
                 self._end(request, sequence)
             deltas.append(delta)
+        for request, answers in self._beams.advance():
+            for sequence in list(request.live):
+                self._end(request, sequence)
+            deltas += answers
         return deltas
 
     def undo(self) -> None:
@@ -396,6 +409,7 @@ class Scheduler:
         self.entrance.num_seats -= is_running
         if not request.live:
             del self._requests[request.request_id]
+            self._beams.end(request)
             self._leave_queue(request)
             if request.is_pin:
                 self._note_pins()
@@ -459,7 +473,11 @@ class Scheduler:
         for sequence in sequences:
             assert (sequence.row != NO_ROW) == (sequence.status is SequenceStatus.RUNNING)
             if sequence.row != NO_ROW:
-                assert self.cache.num_tokens(sequence.seq_id) == sequence.num_computed_tokens < sequence.num_tokens
+                assert self.cache.num_tokens(sequence.seq_id) == sequence.num_computed_tokens <= sequence.num_tokens
+        for request in self.running:
+            is_computed = [sequence.is_computed for sequence in request.live]
+            assert not any(is_computed) or (request.beam is not None and not all(is_computed)), "nothing left to compute"
+        self._beams.check(self._requests.values())
         assert len(self.running) + len(self.waiting) + len(self.swapped) == len(self._requests)
         self._check_pinned()
 

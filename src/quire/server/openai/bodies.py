@@ -99,6 +99,8 @@ class GenerationBody(Body):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     cache_salt: str | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

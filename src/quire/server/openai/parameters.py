@@ -33,9 +33,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     # of the contract, to come
-    "length_penalty": (1, 1.0),
     "priority": (0,),
-    "use_beam_search": (False,),
     # vLLM's
     "chat_template": (),
     "documents": ([],),

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from quire.core.beam_search_params import BeamSearchParams
 from quire.core.checks import refuse
 from quire.core.sampling_params import SamplingParams
 from quire.engine.client import PreparedRequest
@@ -38,24 +39,24 @@ def check_num_choices(num_prompts: int, n: int) -> None:
         invalid(f"{num_prompts} prompts with n {n}: a call may have at most {MAX_CHOICES} choices", param="n")
 
 
-async def prepare_prompts(
-    service: Service, prompts: list[Prompt], params: SamplingParams, cache_salt: str | None, key_number: int
-) -> list[PreparedRequest]:
+class Asked(NamedTuple):
+    """What the prompts of a call have in common. `key_number`: of the API key that it came with, from 1; 0: none."""
+
+    params: SamplingParams
+    beam: BeamSearchParams | None
+    cache_salt: str | None
+    key_number: int
+
+
+async def prepare_prompts(service: Service, prompts: list[Prompt], asked: Asked) -> list[PreparedRequest]:
     """Return a request for each prompt. InvalidRequestError for the first that cannot be served."""
-    inputs = service.client.inputs
-    return await _in_thread(
-        service, lambda prompt: inputs.tokenize(prompt).salted(cache_salt, key_number), prompts, params
-    )
+    return await _in_thread(service, service.client.inputs.tokenize, prompts, asked)
 
 
-async def prepare_chat(
-    service: Service, body: ChatBody, params: SamplingParams, cache_salt: str | None, key_number: int
-) -> list[PreparedRequest]:
+async def prepare_chat(service: Service, body: ChatBody, asked: Asked) -> list[PreparedRequest]:
     """Return the request for a conversation, as a list of one."""
-    inputs, text = service.client.inputs, await render(service, body.messages, body)
-    return await _in_thread(
-        service, lambda text: inputs.tokenize_rendered(text).salted(cache_salt, key_number), [text], params
-    )
+    text = await render(service, body.messages, body)
+    return await _in_thread(service, service.client.inputs.tokenize_rendered, [text], asked)
 
 
 async def render(service: Service, messages: list[ChatMessage], options: TemplateOptions) -> str:
@@ -80,23 +81,23 @@ def _as_message(message: ChatMessage) -> Message:
 
 
 async def _in_thread(
-    service: Service, tokenize: Callable[[Any], TokenizedPrompt], prompts: Sequence[Any], params: SamplingParams
+    service: Service, tokenize: Callable[[Any], TokenizedPrompt], prompts: Sequence[Any], asked: Asked
 ) -> list[PreparedRequest]:
     """Tokenize all prompts, check what they come to, and only then number them.
 
     A prompt that does not fit is told before what all come to: clients look for that, and shorten it.
     """
-    limits = service.client.inputs.limits
+    limits, params = service.client.inputs.limits, asked.params
 
     def prepare() -> list[PreparedRequest]:
         tokenized: list[TokenizedPrompt] = []
         num_tokens = 0
         for prompt in prompts:
-            tokenized.append(tokenize(prompt))
+            tokenized.append(tokenize(prompt).salted(asked.cache_salt, asked.key_number))
             limits.check_admissible(len(tokenized[-1].token_ids), params.max_tokens or 1, params.n)
             num_tokens += len(tokenized[-1].token_ids)
             _check_total(num_tokens, params)
-        return [service.client.prepare(prompt, params) for prompt in tokenized]
+        return [service.client.prepare(prompt, params, asked.beam) for prompt in tokenized]
 
     threads = service.threads_for(sum(map(len, prompts)))
     return await asyncio.get_running_loop().run_in_executor(threads, prepare)

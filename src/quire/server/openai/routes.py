@@ -16,12 +16,13 @@ from quire.server.errors import invalid
 from quire.server.gate import key_number_of
 from quire.server.openai.answer_format import Call, encode
 from quire.server.openai.answering import EventStream, json_response, whole_answer
+from quire.server.openai.beam_search import beam_search_params
 from quire.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, takes
 from quire.server.openai.chat_format import ChatFormat
 from quire.server.openai.completion_format import CompletionFormat
 from quire.server.openai.decoding import read_body
 from quire.server.openai.generation import Generation
-from quire.server.openai.preparation import as_prompts, check_num_choices, prepare_chat, prepare_prompts
+from quire.server.openai.preparation import Asked, as_prompts, check_num_choices, prepare_chat, prepare_prompts
 from quire.server.openai.sampling import field_names, sampling_params
 from quire.server.openai.tokenization import detokenized, tokenized
 from quire.server.request_log import RECORD
@@ -38,13 +39,14 @@ async def create_completion(request: Request) -> Response:
     call_id, model = f"cmpl-{uuid.uuid4().hex}", service.check_model(body.model)
     record = _begun_record(request, call_id, model, body)
     params, salt = sampling_params(body, service), check_cache_salt(body.cache_salt)
+    beam = beam_search_params(body, params, service)
     prompts = as_prompts(body.prompt)
     check_num_choices(len(prompts), params.n)
     if body.echo and service.client.tokenizer is None:
         invalid("the model has no tokenizer: there is no text to echo", param="echo")
     record.num_prompts = len(prompts)
     with service.let_in(len(prompts)):
-        requests = await prepare_prompts(service, prompts, params, salt, key_number_of(request))
+        requests = await prepare_prompts(service, prompts, Asked(params, beam, salt, key_number_of(request)))
         call = _call(call_id, model, body, params, requests, hides_output=body.max_tokens == 0)
         answer_format = CompletionFormat(call, service.client.tokenizer, echo=bool(body.echo))
         generation = await Generation.begin(service, call, record, arrival_s)
@@ -61,11 +63,12 @@ async def create_chat_completion(request: Request) -> Response:
     call_id, model = f"chatcmpl-{uuid.uuid4().hex}", service.check_model(body.model)
     record = _begun_record(request, call_id, model, body)
     params, salt = sampling_params(body, service), check_cache_salt(body.cache_salt)
+    beam = beam_search_params(body, params, service)
     check_num_choices(1, params.n)
     record.num_prompts = 1
     with service.let_in(1, param="messages"):
         with field_names(body):
-            requests = await prepare_chat(service, body, params, salt, key_number_of(request))
+            requests = await prepare_chat(service, body, Asked(params, beam, salt, key_number_of(request)))
         call = _call(call_id, model, body, params, requests)
         answer_format = ChatFormat(call, service.client.tokenizer)
         generation = await Generation.begin(service, call, record, arrival_s)

@@ -61,9 +61,10 @@ def field_names(body: GenerationBody) -> Iterator[None]:
 
 
 def _names_asked(body: GenerationBody) -> Mapping[str, str]:
+    names = {"beam_width": "n"}
     if not isinstance(body, ChatBody):
-        return {}
-    names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        return names
+    names |= {"prompt": "messages", "logprobs": "top_logprobs"}
     return names if body.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
 

@@ -1,0 +1,214 @@
+"""Beam search: which beams go on, which hypotheses are kept, and when it is over (Kwon et al. 2023, section 4.4).
+
+The rules are those of transformers' `_beam_search` (5.23) with `early_stopping=False`. Of the best continuations of all
+beams, the first `beam_width` may end: by an end-of-sequence token, or all of them at max_tokens. The first `beam_width`
+others survive. Hypotheses that ended are kept apart, the `beam_width` best by score = sum of logprobs / (generated
+tokens ** length_penalty), the one that ends a sequence among them. With that many kept, the search is over as soon as
+the best survivor, scored at its present length, is not better than the worst of them.
+
+A search runs on a gang of `beam_width` sequences. Which of them hold a beam, the search says: at first only one does.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from heapq import merge
+from typing import NamedTuple
+
+from quire.cache.manager import KVCacheManager
+from quire.core.beam_search_params import BeamSearchParams
+from quire.core.outputs import FinishReason, SequenceDelta, TokenLogprobs
+from quire.core.plan import RowFork
+from quire.core.sequence import Request
+from quire.core.sequence import Sequence as Branch
+
+
+class Continuation(NamedTuple):
+    """One more token on a beam. `beam` is the index of its sequence, `logprob` the sum over all generated tokens."""
+
+    logprob: float
+    beam: int
+    token_id: int
+
+
+class Hypothesis(NamedTuple):
+    """A beam that has ended."""
+
+    score: float
+    logprob: float
+    token_ids: list[int]                # generated
+    finish_reason: FinishReason
+
+
+class BeamSearch:
+    """The state of one search. It knows tokens and logprobs, and nothing of blocks and rows."""
+
+    def __init__(self, params: BeamSearchParams, max_tokens: int, eos_token_ids: frozenset[int]) -> None:
+        self._width, self._length_penalty = params.beam_width, params.length_penalty
+        self._max_tokens, self._eos_token_ids = max_tokens, eos_token_ids
+        self.logprobs = {0: 0.0}                        # of each beam by the index of its sequence, the best first
+        self.hypotheses: list[Hypothesis] = []          # the best first
+        self._answers: dict[int, TokenLogprobs] = {}    # by the index of the sequence
+
+    def answer(self, index: int, candidates: TokenLogprobs) -> None:
+        """Take the likeliest next tokens of a sequence, behind the one that would be sampled. Twice is fine."""
+        self._answers[index] = candidates
+
+    @property
+    def has_all_answers(self) -> bool:
+        """Whether every beam has answered."""
+        return self.logprobs.keys() <= self._answers.keys()
+
+    def advance(self, branches: Sequence[Branch]) -> list[Continuation]:
+        """Choose the continuations that survive, the best first; none when the search is over."""
+        num_tokens = 1 + branches[next(iter(self.logprobs))].num_output_tokens
+        ended, survivors = self._choose(is_last=num_tokens == self._max_tokens)
+        self._answers.clear()
+        self._keep(ended, branches, num_tokens)
+        if not survivors or not self._may_improve(survivors[0], num_tokens):
+            return []
+        return survivors
+
+    def place(self, survivors: Iterable[Continuation]) -> list[tuple[int, Continuation]]:
+        """Give each survivor a sequence: the first child of a beam its parent's, the others those of losers."""
+        parents = {each.beam for each in survivors}
+        losers = deque(index for index in range(self._width) if index not in parents)
+        placed = []
+        for each in survivors:
+            index = each.beam if each.beam in parents else losers.popleft()
+            parents.discard(each.beam)
+            placed.append((index, each))
+        self.logprobs = {index: each.logprob for index, each in placed}
+        return placed
+
+    def _choose(self, *, is_last: bool) -> tuple[list[Continuation], list[Continuation]]:
+        """Return the continuations that end and those that survive. Of equal ones, the better beam's comes first."""
+        ended, survivors = list[Continuation](), list[Continuation]()
+        ranked = merge(*map(self._continuations, self.logprobs), key=_logprob, reverse=True)
+        for rank, each in enumerate(ranked):
+            if is_last or each.token_id in self._eos_token_ids:
+                if rank < self._width:
+                    ended.append(each)
+            elif len(survivors) < self._width:
+                survivors.append(each)
+            if rank + 1 >= self._width and (is_last or len(survivors) == self._width):
+                break
+        return ended, survivors
+
+    def _continuations(self, beam: int) -> list[Continuation]:
+        logprob, answer = self.logprobs[beam], self._answers[beam]
+        pairs = zip(answer.token_ids[1:], answer.logprobs[1:], strict=True)
+        return [Continuation(logprob + own, beam, token_id) for token_id, own in pairs]
+
+    def _keep(self, ended: list[Continuation], branches: Sequence[Branch], num_tokens: int) -> None:
+        for each in ended:
+            parent = branches[each.beam]
+            reason: FinishReason = "stop" if each.token_id in self._eos_token_ids else "length"
+            token_ids = [*parent.token_ids[parent.num_prompt_tokens :], each.token_id]
+            self.hypotheses.append(Hypothesis(self._score(each, num_tokens), each.logprob, token_ids, reason))
+        self.hypotheses.sort(key=_score, reverse=True)
+        del self.hypotheses[self._width :]
+
+    def _may_improve(self, best: Continuation, num_tokens: int) -> bool:
+        return len(self.hypotheses) < self._width or self._score(best, num_tokens) > self.hypotheses[-1].score
+
+    def _score(self, each: Continuation, num_tokens: int) -> float:
+        return each.logprob / num_tokens**self._length_penalty
+
+
+class BeamSearches:
+    """The searches of all beam requests of a scheduler: answers come in, and sequences and tables are forked."""
+
+    def __init__(self, cache: KVCacheManager) -> None:
+        self._cache = cache
+        self._searches: dict[int, BeamSearch] = {}      # by request id
+        self._answered: dict[int, Request] = {}         # in the step under way
+        self._row_forks: list[RowFork] = []             # that the worker has not been told of
+
+    def begin(self, request: Request) -> None:
+        """Take in a new request, if it is a beam search."""
+        if request.beam is not None:
+            search = BeamSearch(request.beam, request.max_tokens, request.eos_token_ids)
+            self._searches[request.request_id] = search
+
+    def end(self, request: Request) -> None:
+        """Forget a request, whatever it is."""
+        self._searches.pop(request.request_id, None)
+
+    def take_row_forks(self) -> list[RowFork]:
+        """Return what the next plan has to tell of, once."""
+        forks, self._row_forks = self._row_forks, []
+        return forks
+
+    def answer(self, request: Request, sequence: Branch, candidates: TokenLogprobs | None) -> None:
+        """Take a sequence's answer in this step."""
+        assert candidates is not None, f"sequence {sequence.seq_id} has brought no candidates"
+        self._searches[request.request_id].answer(sequence.index, candidates)
+        self._answered[request.request_id] = request
+
+    def advance(self) -> list[tuple[Request, list[SequenceDelta]]]:
+        """Let every search go on whose beams have all answered; return those that are over, with their answers.
+
+        One that was preempted when some had answered waits until all is computed again.
+        """
+        answered, self._answered = self._answered, {}
+        over = []
+        for request in answered.values():
+            search = self._searches[request.request_id]
+            if search.has_all_answers and all(branch.is_computed for branch in request.live):
+                survivors = search.advance(request.live)
+                if survivors:
+                    self._fork(request, search.place(survivors))
+                else:
+                    over.append((request, _deltas(request, search)))
+        return over
+
+    def _fork(self, request: Request, placed: list[tuple[int, Continuation]]) -> None:
+        """Give the survivors their tokens and tables. Losers leave first; who grows, grows in a later step."""
+        cache, live = self._cache, request.live
+        moved = [(live[index], live[each.beam], each) for index, each in placed if index != each.beam]
+        for child, _, _ in moved:
+            cache.free(child.seq_id)                    # what a loser had is not worth being found again
+        for child, parent, each in moved:
+            child.token_ids = parent.token_ids.copy()
+            child.num_computed_tokens = parent.num_computed_tokens
+            cache.fork(parent.seq_id, child.seq_id, child.token_ids)
+            blocks = cache.block_ids(child.seq_id)
+            self._row_forks.append(RowFork(child.row, parent.row, child.num_tokens, each.token_id, blocks))
+        for index, each in placed:
+            if index == each.beam:
+                row = live[index].row
+                self._row_forks.append(RowFork(row, row, live[index].num_tokens, each.token_id, []))
+        for index, each in placed:
+            live[index].token_ids.append(each.token_id)
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Assert that exactly the beam requests among `requests` have a search, each with all of its sequences."""
+        beams = {request.request_id: request for request in requests if request.beam is not None}
+        assert beams.keys() == self._searches.keys(), f"requests {beams.keys()}, searches {self._searches.keys()}"
+        for request_id, request in beams.items():
+            assert request.beam is not None
+            assert [branch.index for branch in request.live] == list(range(request.beam.beam_width))
+            lengths = {request.live[index].num_tokens for index in self._searches[request_id].logprobs}
+            assert len(lengths) == 1, f"beams of {lengths} tokens"
+
+
+def _deltas(request: Request, search: BeamSearch) -> list[SequenceDelta]:
+    """Return the answers, the best first."""
+    return [
+        SequenceDelta(
+            request.request_id,
+            index,
+            each.token_ids,
+            finish_reason=each.finish_reason,
+            cumulative_logprob=each.logprob,
+        )
+        for index, each in enumerate(search.hypotheses)
+    ]
+
+
+def _logprob(each: Continuation) -> float:
+    return each.logprob
+
+
+def _score(each: Hypothesis) -> float:
+    return each.score
