@@ -6,14 +6,18 @@ token computed twice shows at once. The next token is a pure function of the pre
 request must come to is known without running any scheduler (`expected_tokens`).
 """
 
+from collections.abc import Callable
+from functools import reduce
+
 from quire.cache.block_table import NULL_BLOCK
-from quire.core.plan import UNMEASURED, BlockCopy, MeasuredRates, NewRow, StepPlan, StepResult
+from quire.core.outputs import TokenLogprobs
+from quire.core.plan import UNMEASURED, BlockCopy, MeasuredRates, NewRow, RowFork, StepPlan, StepResult
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import branch_seed
 
 VOCAB_SIZE = 50
 EMPTY = -1
-DRAW = 0x5EED  # an integer: hashes of strings differ from process to process
+DRAW, SCORE = 0x5EED, 0x5C0E  # integers: hashes of strings differ from process to process
 
 
 def extend_digest(digest: int, token: int) -> int:
@@ -24,6 +28,17 @@ def extend_digest(digest: int, token: int) -> int:
 def next_token(digest: int, seed: int) -> int:
     """The token that the fake model draws after a prefix."""
     return hash((digest, seed, DRAW)) % VOCAB_SIZE
+
+
+def next_logprobs(digest: int) -> list[float]:
+    """The logprobs of all tokens after a prefix, as beams see them. No two are equal."""
+    weights = [hash((digest, token, SCORE)) % (1 << 20) for token in range(VOCAB_SIZE)]
+    return [-(weight * VOCAB_SIZE + token) / (1 << 24) for token, weight in enumerate(weights)]
+
+
+def logprobs_after(prompt: list[int]) -> Callable[[list[int]], list[float]]:
+    """The logprobs of all tokens after a prompt and an output, as a function of the output."""
+    return lambda output: next_logprobs(reduce(extend_digest, [*prompt, *output], 0))
 
 
 def expected_tokens(
@@ -95,7 +110,9 @@ class FakeExecutor:
                 self._write(row, start, count)
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             self._read(row, start, start + count)
-        return StepResult([self._sample(plan, i) for i in range(len(plan.sample_rows))], rates=self._rates)
+        candidates = [self._candidates(plan.sample_rows[i]) for i in range(len(plan.sample_rows))]
+        token_ids = [self._sample(plan, i) for i in range(len(plan.sample_rows))]
+        return StepResult(token_ids, candidates if any(candidates) else None, rates=self._rates)
 
     def fail(self, plan: StepPlan) -> None:
         """Leave garbage behind wherever a plan says that something is to be written."""
@@ -128,6 +145,8 @@ class FakeExecutor:
         slots[block * self._block_size : (block + 1) * self._block_size] = content
 
     def _begin(self, plan: StepPlan) -> None:
+        for fork in plan.row_forks:
+            self._fork(fork)
         for new in plan.new_rows:
             self._rows[new.row] = new
             self._tables[new.row] = list(new.block_ids)
@@ -135,6 +154,23 @@ class FakeExecutor:
             table = self._tables[row]
             table.extend([NULL_BLOCK] * (column + 1 - len(table)))
             table[column] = block
+
+    def _fork(self, fork: RowFork) -> None:
+        known = [*self._rows[fork.source].token_ids[: fork.num_tokens], fork.token_id]
+        if fork.row != fork.source:
+            self._tables[fork.row] = list(fork.block_ids)
+        self._rows[fork.row].token_ids[:] = known
+
+    def _candidates(self, row: int) -> TokenLogprobs | None:
+        """The likeliest tokens of a beam, behind the one that is sampled. Before that one is known."""
+        new = self._rows[row]
+        if new.beam is None:
+            return None
+        digest = self._digest(row, len(new.token_ids))
+        logprobs = next_logprobs(digest)
+        ranked = sorted(range(VOCAB_SIZE), key=lambda token: -logprobs[token])
+        ids = [next_token(digest, new.seed), *ranked[: new.beam.num_candidates(len(new.eos_token_ids))]]
+        return TokenLogprobs(ids, [logprobs[token] for token in ids], [1, *range(1, len(ids))])
 
     def _slot(self, row: int, position: int) -> int:
         block = self._tables[row][position // self._block_size]

@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.cache.block_table import NULL_BLOCK
 from quire.cache.manager import KVCacheManager
+from quire.core.beam_search_params import BeamSearchParams
 from quire.core.config import CacheConfig, PreemptionMode, SchedulerConfig
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import SequenceDelta
@@ -15,11 +16,16 @@ from quire.core.plan import UNMEASURED, MeasuredRates, StepPlan
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import NO_ROW, Request
 from quire.scheduling.scheduler import Scheduler
-from support.fake_executor import VOCAB_SIZE, FakeExecutor, expected_tokens
+from support.beam_reference import Found, reference_search
+from support.fake_executor import VOCAB_SIZE, FakeExecutor, expected_tokens, logprobs_after
 
 
 def make_request(
-    request_id: int, prompt: list[int], params: SamplingParams, eos: frozenset[int] = frozenset()
+    request_id: int,
+    prompt: list[int],
+    params: SamplingParams,
+    eos: frozenset[int] = frozenset(),
+    beam: BeamSearchParams | None = None,
 ) -> Request:
     """A request as the engine would make it."""
     return Request(
@@ -30,6 +36,7 @@ def make_request(
         max_tokens=params.max_tokens or 1,
         eos_token_ids=frozenset() if params.ignore_eos else eos,
         stop_token_ids=frozenset(params.stop_token_ids or ()),
+        beam=beam,
     )
 
 
@@ -49,6 +56,7 @@ class Harness:
     rates: MeasuredRates = UNMEASURED
     outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
+    logprobs: dict[tuple[int, int], float] = field(default_factory=dict)  # of whole answers of beam searches
     num_steps: int = 0
     num_pinned: int = 0
 
@@ -79,10 +87,28 @@ class Harness:
         **params: object,
     ) -> Request:
         """Queue a request with a prompt of its own, so many tokens long, or with this one."""
+        return self._add(prompt, SamplingParams(**params), None, eos, salt, is_pin=is_pin)  # type: ignore[arg-type]
+
+    def add_beams(
+        self, prompt: int | list[int], beam: BeamSearchParams, eos: Iterable[int] = (), salt: str | None = None
+    ) -> Request:
+        """Queue a beam search."""
+        return self._add(prompt, beam.as_sampling_params(), beam, eos, salt)
+
+    def _add(
+        self,
+        prompt: int | list[int],
+        params: SamplingParams,
+        beam: BeamSearchParams | None,
+        eos: Iterable[int],
+        salt: str | None,
+        *,
+        is_pin: bool = False,
+    ) -> Request:
         request_id = len(self.requests)
         if isinstance(prompt, int):
             prompt = [(request_id * 7 + i) % VOCAB_SIZE for i in range(prompt)]
-        request = make_request(request_id, prompt, SamplingParams(**params), frozenset(eos))  # type: ignore[arg-type]
+        request = make_request(request_id, prompt, params, frozenset(eos), beam)
         request.cache_salt, request.is_pin = salt, is_pin
         self.scheduler.add(request)
         self.requests[request_id] = request
@@ -112,6 +138,8 @@ class Harness:
             self.outputs.setdefault(key, []).extend(delta.token_ids)
             if delta.finish_reason is not None:
                 self.reasons[key] = delta.finish_reason
+            if delta.cumulative_logprob is not None:
+                self.logprobs[key] = delta.cumulative_logprob
         return deltas
 
     def _schedule(self) -> StepPlan:
@@ -156,9 +184,39 @@ class Harness:
 
     def assert_right(self, request: Request, *, whole: bool = True) -> None:
         """Every branch gave just the tokens that it gives alone; the first of them, if it was ended early."""
+        if request.beam is not None:
+            self._assert_beams_right(request, whole=whole)
+            return
         for index, tokens in enumerate(self.expected(request)):
             got = self.outputs.get((request.request_id, index), [])
             assert got == (tokens if whole else tokens[: len(got)])
+
+
+    def searched(self, request: Request) -> list[Found]:
+        """What a beam search must come to."""
+        assert request.beam is not None
+        after = logprobs_after(request.prompt_token_ids)
+        return reference_search(after, request.beam, request.max_tokens, request.eos_token_ids)
+
+    def _assert_beams_right(self, request: Request, *, whole: bool) -> None:
+        """A search gives its answers in order, with their logprobs; none, if it was ended early."""
+        found = self.searched(request)
+        keys = [(request.request_id, index) for index in range(len(found))]
+        if not whole and keys[0] not in self.outputs:
+            return
+        assert [self.outputs[key] for key in keys] == [each.token_ids for each in found]
+        assert [self.reasons[key] for key in keys] == [each.finish_reason for each in found]
+        assert [self.logprobs[key] for key in keys] == [each.logprob for each in found]
+
+
+def random_beams(rng: random.Random) -> BeamSearchParams:
+    """A random beam search, as far as the scheduler looks at it."""
+    return BeamSearchParams(
+        beam_width=rng.choice([1, 2, 3, 4, 6]),
+        max_tokens=rng.randint(1, 40),
+        ignore_eos=rng.random() < 0.5,
+        length_penalty=rng.choice([-1.0, 0.0, 0.5, 1.0, 2.0]),
+    )
 
 
 def random_params(rng: random.Random, *, crowded: bool) -> dict[str, Any]:
@@ -176,7 +234,7 @@ def random_params(rng: random.Random, *, crowded: bool) -> dict[str, Any]:
 
 
 def random_run(seed: int, *, crowded: bool = False) -> Harness:
-    """Random pool, limits, requests, stops, aborts, pins and failures; safety after each step, liveness at the end.
+    """Random pool, limits, requests, beams, stops, aborts, pins, failures; safety after each step, liveness at the end.
 
     Crowded: long answers that come in all at once, in a pool for few of them, so that most are preempted.
     """
@@ -200,18 +258,19 @@ def random_run(seed: int, *, crowded: bool = False) -> Harness:
     arrivals_left = rng.randint(*((6, 20) if crowded else (1, 12)))
     arrival_rate = 1.0 if crowded else rng.choice([0.1, 1.0])
     early_end_rate, failure_rate = rng.choice([0, 0.03]), rng.choice([0, 0, 0.02])
-    pin_rate, ended_early = rng.choice([0, 0, 0.3]), set[int]()
+    beam_rate, pin_rate, ended_early = rng.choice([0.0, 0.0, 0.3, 1.0]), rng.choice([0, 0, 0.3]), set[int]()
     while arrivals_left or harness.scheduler.has_requests:
         if arrivals_left and rng.random() < arrival_rate:
             arrivals_left -= 1
             with suppress(InvalidRequestError):
-                eos = rng.sample(range(VOCAB_SIZE), 2)
-                params, salt = random_params(rng, crowded=crowded), rng.choice([None, None, "salt"])
+                eos, salt = rng.sample(range(VOCAB_SIZE), rng.choice([1, 2])), rng.choice([None, None, "salt"])
                 prompt = prompts.draw(harness)
                 if rng.random() < pin_rate:
                     harness.pin(prompt, salt)
+                elif rng.random() < beam_rate:
+                    harness.add_beams(prompt, random_beams(rng), eos, salt)
                 else:
-                    harness.add(prompt, eos, salt, **params)
+                    harness.add(prompt, eos, salt, **random_params(rng, crowded=crowded))
         if harness.requests and rng.random() < early_end_rate:
             victim = rng.choice(list(harness.requests))
             is_abort = rng.random() < 0.5

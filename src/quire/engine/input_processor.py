@@ -196,7 +196,7 @@ class InputProcessor:
 
     def _check_beam_width(self, width: int) -> None:
         """Refuse more beams than there are first tokens to begin with, or than can run at once."""
-        for limit, name in ((self._vocab_size, "the vocabulary size"), (self._limits.max_num_seqs, "max_num_seqs")):
+        for limit, name in ((self._vocab_size, "the vocabulary size"), (self.limits.max_num_seqs, "max_num_seqs")):
             if width > limit:
                 raise InvalidRequestError(f"beam_width must be at most {limit} ({name}), got {width}", param="beam_width")
 
