@@ -30,15 +30,11 @@ def next_token(digest: int, seed: int) -> int:
     return hash((digest, seed, DRAW)) % VOCAB_SIZE
 
 
-def next_logprobs(digest: int) -> list[float]:
+def next_logprobs(token_ids: list[int]) -> list[float]:
     """The logprobs of all tokens after a prefix, as beams see them. No two are equal."""
+    digest = reduce(extend_digest, token_ids, 0)
     weights = [hash((digest, token, SCORE)) % (1 << 20) for token in range(VOCAB_SIZE)]
     return [-(weight * VOCAB_SIZE + token) / (1 << 24) for token, weight in enumerate(weights)]
-
-
-def logprobs_after(prompt: list[int]) -> Callable[[list[int]], list[float]]:
-    """The logprobs of all tokens after a prompt and an output, as a function of the output."""
-    return lambda output: next_logprobs(reduce(extend_digest, [*prompt, *output], 0))
 
 
 def expected_tokens(
@@ -90,6 +86,7 @@ class FakeExecutor:
         self.trace: list[tuple[object, ...]] = []
         self.num_computed = 0  # tokens, over all steps
         self.num_swapped = 0   # blocks, out and in
+        self.next_logprobs = next_logprobs  # for beams; may be replaced
 
     def submit(self, plan: StepPlan) -> None:
         self._plan = plan
@@ -166,10 +163,9 @@ class FakeExecutor:
         new = self._rows[row]
         if new.beam is None:
             return None
-        digest = self._digest(row, len(new.token_ids))
-        logprobs = next_logprobs(digest)
-        ranked = sorted(range(VOCAB_SIZE), key=lambda token: -logprobs[token])
-        ids = [next_token(digest, new.seed), *ranked[: new.beam.num_candidates(len(new.eos_token_ids))]]
+        logprobs = self.next_logprobs(new.token_ids)
+        ranked = sorted(range(len(logprobs)), key=lambda token: -logprobs[token])
+        ids = [ranked[0], *ranked[: new.beam.num_candidates(len(new.eos_token_ids))]]
         return TokenLogprobs(ids, [logprobs[token] for token in ids], [1, *range(1, len(ids))])
 
     def _slot(self, row: int, position: int) -> int:

@@ -17,7 +17,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import NO_ROW, Request
 from quire.scheduling.scheduler import Scheduler
 from support.beam_reference import Found, reference_search
-from support.fake_executor import VOCAB_SIZE, FakeExecutor, expected_tokens, logprobs_after
+from support.fake_executor import VOCAB_SIZE, FakeExecutor, expected_tokens
 
 
 def make_request(
@@ -195,8 +195,12 @@ class Harness:
     def searched(self, request: Request) -> list[Found]:
         """What a beam search must come to."""
         assert request.beam is not None
-        after = logprobs_after(request.prompt_token_ids)
-        return reference_search(after, request.beam, request.max_tokens, request.eos_token_ids)
+        return reference_search(
+            lambda output: self.executor.next_logprobs(request.prompt_token_ids + output),
+            request.beam,
+            request.max_tokens,
+            request.eos_token_ids,
+        )
 
     def _assert_beams_right(self, request: Request, *, whole: bool) -> None:
         """A search gives its answers in order, with their logprobs; none, if it was ended early."""
