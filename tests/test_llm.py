@@ -367,9 +367,36 @@ def test_unbounded_request_gets_the_most_that_fits(llm: LLM) -> None:
     assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 256
 
 
-def test_beam_search_is_refused_until_it_lands(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="not supported yet"):
-        llm.beam_search("x", BeamSearchParams(beam_width=2, max_tokens=4))
+def test_beam_search_returns_as_many_outputs_as_beams_the_best_first(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=8, length_penalty=0.0)
+    outputs = llm.beam_search(["def f(", [5, 6, 7]], params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["def f(", None]
+    for output in outputs:
+        assert [each.index for each in output.outputs] == [0, 1, 2]
+        logprobs = [each.cumulative_logprob or 0.0 for each in output.outputs]
+        assert logprobs == sorted(logprobs, reverse=True)
+        assert len({tuple(each.token_ids) for each in output.outputs}) == 3
+        assert all(each.text and each.logprobs is None for each in output.outputs)
+        assert {each.finish_reason for each in output.outputs} <= {"stop", "length"}
+
+
+def test_beam_search_without_max_tokens_goes_on_as_long_as_fits(llm: LLM) -> None:
+    (output,) = llm.beam_search([list(range(5, 235))], BeamSearchParams(2, None, ignore_eos=True), use_tqdm=False)
+    assert [len(each.token_ids) for each in output.outputs] == [26, 26]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (BeamSearchParams(17, 4), r"beam_width must be at most 16 \(max_num_seqs\), got 17"),
+        (BeamSearchParams(2, 256), "maximum context length is 256"),
+        (SamplingParams(n=2), "params must be BeamSearchParams, got SamplingParams"),
+    ],
+    ids=["width", "length", "type"],
+)
+def test_beam_search_that_cannot_run_is_refused(llm: LLM, params: object, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.beam_search(["def f(", "x"], params, use_tqdm=False)  # type: ignore[arg-type]
 
 
 def test_closed_llm_refuses_every_call(demo_model: Path) -> None:

@@ -387,7 +387,8 @@ def test_models(client: OpenAI) -> None:
         ({"prompt": [10**6]}, "prompt", None),
         ({"extra_body": {"top_k": -5}}, "top_k", None),
         ({"extra_body": {"min_p": 1.5}}, "min_p", None),
-        ({"extra_body": {"use_beam_search": True}}, "use_beam_search", "unsupported_parameter"),
+        ({"extra_body": {"use_beam_search": True}, "top_p": 0.5}, "top_p", None),
+        ({"extra_body": {"length_penalty": 2.0}}, "length_penalty", None),
         ({"stream_options": {"include_usage": True}}, "stream_options", None),
     ],
 )

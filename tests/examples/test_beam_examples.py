@@ -18,7 +18,7 @@ NEVER = -1000.0
 def figure_nine(token_ids: list[int]) -> list[float]:
     """Logprobs that grow the tree of figure 9: the first token tells X (1) from Y (2); both go on with tokens 0.
 
-    Behind block 3 three beams branch off X; Y stays alone. Behind the fourth block, twice beam 1 and twice beam 2 survive.
+    Behind block 3 three beams branch off X; Y stays alone. Behind the fourth block beams 1 and 2 survive, twice each.
     """
     likely: dict[int, float] = {}
     first, middle, last = token_ids[4:5], token_ids[5:12], token_ids[12:13]
@@ -97,6 +97,7 @@ def test_t8_a_prompt_of_256_tokens_is_stored_once_for_four_beams() -> None:
     harness = Harness(num_blocks=128, block_size=16, budget=256)
     request = harness.add_beams(256, BeamSearchParams(4, 20))
     harness.step()
+    assert len(harness.executor.trace[-1][4]) == 1, "one row of logits for the first choice"
     assert harness.cache.stats().used_blocks == 16
     assert sum(map(len, tables(harness))) == 64
     while harness.scheduler.has_requests:

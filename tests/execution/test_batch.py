@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from quire.core.plan import NewRow, StepPlan
+from quire.core.plan import NewRow, RowFork, StepPlan
 from quire.core.sampling_params import SamplingParams
 from quire.execution.batch import PersistentBatch
 
@@ -77,3 +77,17 @@ def test_token_past_the_full_length_has_no_place_and_needs_none(batch: Persisten
     before = batch.token_ids.copy()
     batch.record(batch.inputs(plan), [77])
     np.testing.assert_array_equal(batch.token_ids, before)
+
+
+def test_forked_row_goes_on_from_another_with_a_token_of_its_own(batch: PersistentBatch) -> None:
+    batch.apply(StepPlan(new_rows=[new_row(0, [1, 2, 3, 4, 5], [3, 1]), new_row(1, [9, 9, 9, 9, 9], [2, 2])]))
+    batch.apply(StepPlan(row_forks=[RowFork(1, 0, 5, 70, [3, 1]), RowFork(0, 0, 5, 60, [])]))
+    assert batch.token_ids[:2, :6].tolist() == [[1, 2, 3, 4, 5, 60], [1, 2, 3, 4, 5, 70]]
+    assert batch.block_tables[:2, :2].tolist() == [[3, 1], [3, 1]]
+
+
+def test_row_that_was_forked_and_then_given_away_is_its_new_owners(batch: PersistentBatch) -> None:
+    batch.apply(StepPlan(new_rows=[new_row(0, [1, 2, 3], [3]), new_row(1, [1, 2, 3], [3])]))
+    batch.apply(StepPlan(row_forks=[RowFork(1, 0, 3, 70, [3])], new_rows=[new_row(1, [8, 9], [5])]))
+    assert batch.token_ids[1, :2].tolist() == [8, 9]
+    assert batch.block_tables[1, 0] == 5

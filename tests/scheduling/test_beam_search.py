@@ -162,6 +162,36 @@ def test_preempted_search_comes_back_with_the_tokens_of_every_beam(caching: bool
         harness.assert_right(request)
 
 
+def test_beams_are_not_forked_before_all_is_computed() -> None:
+    """Known answers, from before a preemption, are not enough: the keys of every beam have to be there again."""
+    harness = Harness(num_blocks=60, block_size=4, budget=1)
+    request = harness.add_beams(3, BeamSearchParams(2, 9))
+    while request.live[0].num_tokens < 5 or not request.live[0].is_computed:
+        harness.step()
+    known = [list(sequence.token_ids) for sequence in request.live]
+    for sequence in request.live:
+        answer = candidates(harness.executor.next_logprobs(sequence.token_ids), 2)
+        harness.scheduler._beams.answer(request, sequence, answer)
+    assert harness.scheduler._beams.advance() == []
+    assert [sequence.token_ids for sequence in request.live] == known
+    harness.run()
+    harness.assert_right(request)
+
+
+@pytest.mark.parametrize("failing", range(0, 20, 3))
+@pytest.mark.parametrize(("budget", "caching"), [(2, False), (2, True), (64, True)])
+def test_tiny_vocabulary_leaves_sequences_without_a_beam_for_a_while(failing: int, budget: int, caching: bool) -> None:
+    harness = Harness(num_blocks=60, block_size=2, budget=budget, caching=caching)
+    harness.executor.next_logprobs = lambda token_ids: random_logprobs(3, 5)(token_ids)
+    request = harness.add_beams([0, 1, 2, 1, 0], BeamSearchParams(3, 7), eos={1})
+    for _ in range(failing):
+        harness.step()
+    harness.fail_step(is_run=True)
+    harness.run()
+    assert len(harness.searched(request)) == 3
+    harness.assert_right(request)
+
+
 @pytest.mark.parametrize("num_steps", range(12))
 def test_aborted_search_leaves_nothing_behind(num_steps: int) -> None:
     harness = Harness(num_blocks=60, block_size=4, budget=7)

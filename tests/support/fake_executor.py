@@ -6,7 +6,6 @@ token computed twice shows at once. The next token is a pure function of the pre
 request must come to is known without running any scheduler (`expected_tokens`).
 """
 
-from collections.abc import Callable
 from functools import reduce
 
 from quire.cache.block_table import NULL_BLOCK

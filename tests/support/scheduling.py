@@ -217,7 +217,7 @@ def random_beams(rng: random.Random) -> BeamSearchParams:
     """A random beam search, as far as the scheduler looks at it."""
     return BeamSearchParams(
         beam_width=rng.choice([1, 2, 3, 4, 6]),
-        max_tokens=rng.randint(1, 40),
+        max_tokens=rng.randint(1, 24),
         ignore_eos=rng.random() < 0.5,
         length_penalty=rng.choice([-1.0, 0.0, 0.5, 1.0, 2.0]),
     )

@@ -24,7 +24,8 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     """What a step added to one sequence: the engine's message to the output processor, once per sequence and step.
 
     `finish_reason` is set in a sequence's last delta. `stop_reason` is the stop token id that ended it, or None for
-    an end-of-sequence token. A beam search gives one delta for each answer, when it ends. Prompt logprobs ride on branch 0, once, when the whole prompt has been computed.
+    an end-of-sequence token. Prompt logprobs ride on branch 0, once, when the whole prompt has been computed. A beam
+    search gives one delta for each answer, when it ends.
     """
 
     request_id: int

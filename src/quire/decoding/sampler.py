@@ -43,7 +43,7 @@ def sample(
     num_tokens: NDArray[np.int64],
     ops: SamplingOps = TORCH,
 ) -> SampledTokens:
-    """Choose one token per sample. Steps 1 and 2, and beams' temperatures, edit `logits` where they stand: do not use them afterwards.
+    """Choose one token per sample. Steps 1 and 2, and beams' temperatures, edit `logits`: do not use them afterwards.
 
     logits float32 [num_samples, vocab]; rows [num_samples], the row of `state` and `token_ids` that each sample is for;
     token_ids [max_rows, max_len], the known tokens of every row; num_tokens [num_samples], how many those are, prompt

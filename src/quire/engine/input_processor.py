@@ -198,7 +198,8 @@ class InputProcessor:
         """Refuse more beams than there are first tokens to begin with, or than can run at once."""
         for limit, name in ((self._vocab_size, "the vocabulary size"), (self.limits.max_num_seqs, "max_num_seqs")):
             if width > limit:
-                raise InvalidRequestError(f"beam_width must be at most {limit} ({name}), got {width}", param="beam_width")
+                message = f"beam_width must be at most {limit} ({name}), got {width}"
+                raise InvalidRequestError(message, param="beam_width")
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each bad word, as it stands at the beginning of a text and after a space."""

@@ -9,6 +9,7 @@ the best survivor, scored at its present length, is not better than the worst of
 A search runs on a gang of `beam_width` sequences. Which of them hold a beam, the search says: at first only one does.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import merge
@@ -112,7 +113,7 @@ class BeamSearch:
         return len(self.hypotheses) < self._width or self._score(best, num_tokens) > self.hypotheses[-1].score
 
     def _score(self, each: Continuation, num_tokens: int) -> float:
-        return each.logprob / num_tokens**self._length_penalty
+        return each.logprob / math.pow(num_tokens, self._length_penalty)
 
 
 class BeamSearches:
@@ -172,7 +173,7 @@ class BeamSearches:
             child.token_ids = parent.token_ids.copy()
             child.num_computed_tokens = parent.num_computed_tokens
             cache.fork(parent.seq_id, child.seq_id, child.token_ids)
-            blocks = cache.block_ids(child.seq_id)
+            blocks = cache.block_ids(parent.seq_id)[:-1]
             self._row_forks.append(RowFork(child.row, parent.row, child.num_tokens, each.token_id, blocks))
         for index, each in placed:
             if index == each.beam:

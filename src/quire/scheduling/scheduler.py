@@ -475,8 +475,8 @@ class Scheduler:
             if sequence.row != NO_ROW:
                 assert self.cache.num_tokens(sequence.seq_id) == sequence.num_computed_tokens <= sequence.num_tokens
         for request in self.running:
-            is_computed = [sequence.is_computed for sequence in request.live]
-            assert not any(is_computed) or (request.beam is not None and not all(is_computed)), "nothing left to compute"
+            waits = [sequence.is_computed for sequence in request.live]
+            assert not any(waits) or (request.beam is not None and not all(waits)), "nothing left to compute"
         self._beams.check(self._requests.values())
         assert len(self.running) + len(self.waiting) + len(self.swapped) == len(self._requests)
         self._check_pinned()
