@@ -120,14 +120,16 @@ class Harness:
 
     def step(self, *, fails: bool = False) -> list[SequenceDelta]:
         """Run one step and check every invariant after it."""
-        plan = self._schedule()
+        plan = self.schedule()
         if plan.is_empty:
             return []
         if fails:
-            self.executor.fail(plan)
-            self.scheduler.undo()
-            self.check()
+            self.fail(plan)
             return []
+        return self.execute(plan)
+
+    def execute(self, plan: StepPlan) -> list[SequenceDelta]:
+        """Run a step that has been planned, and check every invariant after it."""
         self.executor.submit(plan)
         deltas = self.scheduler.update(plan, self.executor.collect())
         self.num_steps += 1
@@ -142,7 +144,13 @@ class Harness:
                 self.logprobs[key] = delta.cumulative_logprob
         return deltas
 
-    def _schedule(self) -> StepPlan:
+    def fail(self, plan: StepPlan) -> None:
+        """Let a step that has been planned end in garbage."""
+        self.executor.fail(plan)
+        self.scheduler.undo()
+        self.check()
+
+    def schedule(self) -> StepPlan:
         """Make a plan, and check who was let in: nobody past a victim, nobody new while anything is swapped out."""
         scheduler, before = self.scheduler, list(self.scheduler.running)
         plan = scheduler.schedule()
