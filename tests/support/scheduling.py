@@ -150,6 +150,18 @@ class Harness:
         self.scheduler.undo()
         self.check()
 
+    def fail_step(self, *, is_run: bool) -> None:
+        """Plan a step whose result is lost; it has been run, or has left garbage."""
+        plan = self.schedule()
+        if not is_run:
+            self.fail(plan)
+            return
+        if not plan.is_empty:
+            self.executor.submit(plan)
+            self.executor.collect()
+        self.scheduler.undo()
+        self.check()
+
     def schedule(self) -> StepPlan:
         """Make a plan, and check who was let in: nobody past a victim, nobody new while anything is swapped out."""
         scheduler, before = self.scheduler, list(self.scheduler.running)

@@ -173,7 +173,7 @@ class BeamSearches:
             child.token_ids = parent.token_ids.copy()
             child.num_computed_tokens = parent.num_computed_tokens
             cache.fork(parent.seq_id, child.seq_id, child.token_ids)
-            blocks = cache.block_ids(parent.seq_id)[:-1]
+            blocks = cache.block_ids(child.seq_id)
             self._row_forks.append(RowFork(child.row, parent.row, child.num_tokens, each.token_id, blocks))
         for index, each in placed:
             if index == each.beam:
