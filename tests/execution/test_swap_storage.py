@@ -1,0 +1,85 @@
+"""The swap space's file: large enough from the start, and gone with its last tensor."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.core.errors import ConfigError
+from quire.execution.swap_storage import UnlinkedFile, allocate_swap_space
+from quire.kernels.back_end import REFERENCE, BackEnd, choose_back_end
+from quire.model.kv_cache import ALIGNMENT, KVCache, kv_bytes_per_token
+from quire.model.loader import load_model
+from quire.model.spec import DecoderSpec
+
+MIB = 1 << 20
+
+
+def mapped_bytes(folder: Path) -> int:
+    """Return how much of this process's memory is mapped from files in a folder that have no name any more."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text(encoding="ascii", errors="replace").splitlines():
+        if str(folder) in line and "(deleted)" in line:
+            start, end = line.split()[0].split("-")
+            total += int(end, 16) - int(start, 16)
+    return total
+
+
+@pytest.fixture(scope="module")
+def spec(demo_model: Path) -> DecoderSpec:
+    return load_model(demo_model, back_end=REFERENCE).spec
+
+
+@pytest.fixture(params=["reference", "auto"])
+def back_end(request: pytest.FixtureRequest, spec: DecoderSpec) -> BackEnd:
+    return choose_back_end(torch.device("cpu"), request.param, head_dim=spec.head_dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_space_is_laid_out_as_the_cache_is(
+    spec: DecoderSpec, back_end: BackEnd, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    space = allocate_swap_space(spec, 5, 16, dtype, back_end, str(tmp_path))
+    cache = KVCache.allocate(spec, 5, 16, dtype, back_end)
+    for ours, theirs in zip([*space.keys, *space.values], [*cache.keys, *cache.values], strict=True):
+        assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
+        assert ours.data_ptr() % ALIGNMENT == 0
+        assert not ours.any()
+        ours.fill_(1)
+    starts = sorted(x.data_ptr() for x in [*space.keys, *space.values])
+    assert starts[-1] - starts[0] < 5 * 16 * kv_bytes_per_token(spec, cache.keys[0].dtype) + 64 * ALIGNMENT
+
+
+def test_file_has_no_name_and_goes_with_its_last_tensor(spec: DecoderSpec, tmp_path: Path) -> None:
+    space = allocate_swap_space(spec, 64, 16, torch.float32, REFERENCE, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    assert mapped_bytes(tmp_path) >= 64 * 16 * kv_bytes_per_token(spec, torch.float32)
+    last = space.values[-1]
+    del space
+    last.fill_(3)
+    assert mapped_bytes(tmp_path) > 0
+    del last
+    assert mapped_bytes(tmp_path) == 0
+
+
+def test_room_is_really_taken(tmp_path: Path) -> None:
+    before = os.statvfs(tmp_path)
+    space = UnlinkedFile(tmp_path, 64 * MIB)
+    after = os.statvfs(tmp_path)
+    assert (before.f_bfree - after.f_bfree) * after.f_frsize > 32 * MIB, "others may write and delete meanwhile"
+    assert len(space.take(MIB)) == MIB
+
+
+def test_disk_too_small_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    told = rf"takes {1 << 60} bytes, but only \d+ are free in swap_dir '{tmp_path}'; lower swap_space or"
+    with pytest.raises(ConfigError, match=told):
+        UnlinkedFile(tmp_path, 1 << 60)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["nowhere", "file"])
+def test_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=rf"swap_dir '{tmp_path / name}' cannot take a file of 1048576 bytes"):
+        UnlinkedFile(tmp_path / name, MIB)
