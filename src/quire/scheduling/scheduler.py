@@ -17,11 +17,9 @@ from dataclasses import replace
 from itertools import count
 
 from quire.cache.block_pool import OutOfBlocksError
-from quire.cache.block_table import worst_case_blocks
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
 from quire.core.config import SchedulerConfig
-from quire.core.errors import InvalidRequestError
 from quire.core.outputs import SequenceDelta
 from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
 from quire.core.seeds import branch_seed
@@ -29,6 +27,7 @@ from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
 from quire.scheduling.beam_search import BeamSearches
 from quire.scheduling.entrance import Entrance
 from quire.scheduling.limits import AdmissionLimits
+from quire.scheduling.pinning import check_pinnable, check_pinned, num_pinned_blocks
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import FirstComeFirstServed, next_to_enter
 from quire.scheduling.recovery import RecoveryPolicy
@@ -69,7 +68,7 @@ class Scheduler:
         num_prompt_tokens = len(request.prompt_token_ids)
         self.limits.check_admissible(num_prompt_tokens, request.max_tokens, request.params.n)
         if request.is_pin:
-            self._check_pinnable(num_prompt_tokens)
+            check_pinnable(num_prompt_tokens, self._requests.values(), self.cache, self.limits)
         request.live = [
             Sequence(
                 seq_id=next(self._seq_ids),
@@ -107,25 +106,6 @@ class Scheduler:
         self._end(request, sequence)
         return True
 
-    # --- pinned prefixes --------------------------------------------------------------------------------------------
-
-    def _check_pinnable(self, num_tokens: int) -> None:
-        """Raise InvalidRequestError if a prefix of so many tokens cannot be kept beside all that was let in."""
-        if not self.cache.can_pin:
-            raise InvalidRequestError("nothing can be pinned: prefix caching is off (enable_prefix_caching)")
-        num_pins = len(self.cache.pins) + sum(request.is_pin for request in self._requests.values())
-        self.limits.check_pinnable(num_tokens, num_pins, self._most_needed_blocks())
-
-    def _most_needed_blocks(self) -> int:
-        """Return the worst case of the largest request that is here."""
-        return max(
-            (
-                worst_case_blocks(len(each.prompt_token_ids), each.max_tokens, each.params.n, self.cache.block_size)
-                for each in self._requests.values()
-            ),
-            default=0,
-        )
-
     def _unpin(self, request_id: int) -> bool:
         is_here = self.cache.unpin(request_id)
         if is_here:
@@ -133,13 +113,8 @@ class Scheduler:
         return is_here
 
     def _note_pins(self) -> None:
-        self.limits = replace(self.limits, num_pinned_blocks=self._num_pinned_blocks())
-
-    def _num_pinned_blocks(self) -> int:
-        """Count what is pinned. A pin that is under way counts with all that it may come to hold."""
-        under_way = (request for request in self._requests.values() if request.is_pin)
-        promised = sum(self.cache.blocks_for(len(request.prompt_token_ids)) for request in under_way)
-        return self.cache.num_pinned_blocks + promised
+        num_pinned = num_pinned_blocks(self._requests.values(), self.cache)
+        self.limits = replace(self.limits, num_pinned_blocks=num_pinned)
 
     # --- the plan -------------------------------------------------------------------------------------------------
 
@@ -479,13 +454,7 @@ class Scheduler:
             assert not any(waits) or (request.beam is not None and not all(waits)), "nothing left to compute"
         self._beams.check(self._requests.values())
         assert len(self.running) + len(self.waiting) + len(self.swapped) == len(self._requests)
-        self._check_pinned()
-
-    def _check_pinned(self) -> None:
-        """Assert that pins leave room for each request, and that their blocks are counted."""
-        num_pinned = self._num_pinned_blocks()
-        assert self.limits.num_pinned_blocks == num_pinned, f"{self.limits}, but {num_pinned} blocks are pinned"
-        assert self._most_needed_blocks() + num_pinned <= self.cache.num_blocks, "no room for a request beside the pins"
+        check_pinned(self._requests.values(), self.cache, self.limits)
 
 
 def _arrival(request: Request) -> int:
