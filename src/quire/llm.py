@@ -10,7 +10,7 @@ from typing import Self, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from quire.core.beam_search_params import BeamSearchParams
+from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import KVStats, PinnedPrefix, RequestOutput
 from quire.core.sampling_params import SamplingParams
@@ -180,7 +180,7 @@ class LLM:
         tokenized = [self._engine.inputs.tokenize(prompt) for prompt in _as_list(prompts)]
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError(f"params must be BeamSearchParams, got {type(params).__name__}", param="params")
-        return self._finish_all(self._make_requests(tokenized, params.as_sampling_params(), params), use_tqdm)
+        return self._finish_all(self._make_requests(tokenized, as_sampling_params(params), params), use_tqdm)
 
     def pin_prefix(self, prefix: Prompt) -> PinnedPrefix:
         """Compute a prefix once and keep it until it is unpinned: prompts that begin with it compute the rest only.

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from quire.core.beam_search_params import MAX_LENGTH_PENALTY, BeamSearchParams
+from quire.core.beam_search_params import MAX_LENGTH_PENALTY, BeamSearchParams, as_sampling_params
 from quire.core.checks import MAX_INT
 from quire.core.errors import InvalidRequestError
 
@@ -43,5 +43,5 @@ def test_any_length_to_the_power_of_any_penalty_divides_a_score() -> None:
 
 
 def test_a_search_counts_as_so_many_answers() -> None:
-    params = BeamSearchParams(3, None, ignore_eos=True, temperature=0.5).as_sampling_params()
+    params = as_sampling_params(BeamSearchParams(3, None, ignore_eos=True, temperature=0.5))
     assert (params.n, params.max_tokens, params.ignore_eos, params.temperature) == (3, None, True, 0.5)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from quire.core.beam_search_params import BeamSearchParams
+from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.outputs import TokenLogprobs
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
@@ -18,7 +18,7 @@ VOCAB_SIZE = 40
 def beam_row(row: int, width: int, temperature: float, num_eos: int = 1) -> NewRow:
     beam = BeamSearchParams(width, 8, temperature=temperature)
     return NewRow(
-        row, [0], 1, [], beam.as_sampling_params(), seed=row, eos_token_ids=frozenset(range(num_eos)), beam=beam
+        row, [0], 1, [], as_sampling_params(beam), seed=row, eos_token_ids=frozenset(range(num_eos)), beam=beam
     )
 
 

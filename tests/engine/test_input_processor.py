@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import arrival_seed
@@ -157,6 +158,16 @@ def test_request_holds_everything_resolved(inputs: InputProcessor, tokenizer: To
     assert request.stop_token_ids == {8, 9}
     spelled = [tuple(tokenizer.encode(word, add_special_tokens=False)) for word in ("stop", " stop", " the")]
     assert set(spelled) == set(request.bad_words_token_ids)
+
+
+def test_beam_search_has_its_parameters_and_as_many_sequences_as_beams(inputs: InputProcessor) -> None:
+    beam = BeamSearchParams(3, None)
+    prompt, params = TokenizedPrompt(None, [1, 2]), as_sampling_params(beam)
+    request = inputs.make_request(0, prompt, params, beam)
+    assert request.beam is beam
+    assert request.params.n == 3
+    assert request.eos_token_ids == {EOS_ID}
+    assert request.max_tokens == inputs.make_request(1, prompt, params).max_tokens
 
 
 def test_end_of_sequence_can_be_ignored(inputs: InputProcessor) -> None:

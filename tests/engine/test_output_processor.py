@@ -1,5 +1,6 @@
 """What users get: text without half characters, cut at stop strings, with everything else cut at the same token."""
 
+import math
 import random
 import subprocess
 import sys
@@ -322,6 +323,19 @@ def test_prompt_of_one_token_has_one_empty_prompt_logprob(tokenizer: Tokenizer) 
 
 
 # --- branches and ends ------------------------------------------------------------------------------------------------
+
+
+def test_answers_of_a_beam_search_come_at_once_with_the_sums_of_their_logprobs(tokenizer: Tokenizer) -> None:
+    processor, tokens = start(tokenizer, "final", n=2), tokens_of(tokenizer, " brown fox")
+    sums = {0: -1.25, 1: -math.inf}
+    deltas = [
+        SequenceDelta(7, index, tokens, finish_reason="length", cumulative_logprob=value)
+        for index, value in sums.items()
+    ]
+    (output,) = outputs_of(processor, processor.process(deltas, ARRIVAL_S + 1))
+    assert [each.cumulative_logprob for each in output.outputs] == list(sums.values())
+    assert [each.text for each in output.outputs] == [" brown fox"] * 2
+    assert [each.logprobs for each in output.outputs] == [None, None]
 
 
 def test_request_ends_with_its_last_branch(tokenizer: Tokenizer) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.core.beam_search_params import BeamSearchParams
 from quire.core.block_map import BlockEntry, BlockHolder, BlockMap, BlockOwner
 from quire.core.checks import MAX_INT
 from quire.core.errors import ConfigError, EngineError, ModelError
@@ -76,6 +77,14 @@ params = st.builds(
     bad_words=st.none() | strings,
     skip_special_tokens=st.booleans(),
 )
+beams = st.builds(
+    BeamSearchParams,
+    beam_width=st.integers(1, MAX_INT),
+    max_tokens=st.none() | st.integers(1, MAX_INT),
+    ignore_eos=st.booleans(),
+    temperature=st.floats(0, 100),
+    length_penalty=st.floats(-10, 10),
+)
 requests = st.builds(
     Request,
     request_id=request_ids,
@@ -88,6 +97,7 @@ requests = st.builds(
     bad_words_token_ids=st.lists(token_ids.map(tuple), max_size=3).map(tuple),
     is_pin=st.booleans(),
     owner=texts,
+    beam=st.none() | beams,
 )
 commands = st.one_of(
     st.builds(Start, options),
@@ -112,6 +122,7 @@ deltas = st.builds(
     prompt_logprobs=st.none() | st.lists(logprobs, max_size=2),
     finish_reason=st.sampled_from([None, "stop", "length", "abort"]),
     stop_reason=st.none() | counts,
+    cumulative_logprob=st.none() | st.floats(allow_nan=False),
 )
 blocks_by_label = st.dictionaries(texts, counts, max_size=3)
 kv_stats = st.builds(

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from quire.cache.block_table import worst_case_blocks
-from quire.core.beam_search_params import BeamSearchParams
+from quire.core.beam_search_params import BeamSearchParams, num_candidates
 from quire.core.outputs import TokenLogprobs
 from quire.core.sequence import Sequence
 from quire.scheduling.beam_search import BeamSearch
@@ -34,7 +34,7 @@ def searched(logprobs: Logprobs, params: BeamSearchParams, max_tokens: int, eos:
     while True:
         for index in search.logprobs:
             assert not search.has_all_answers
-            search.answer(index, candidates(logprobs(branches[index].token_ids[1:]), params.num_candidates(len(eos))))
+            search.answer(index, candidates(logprobs(branches[index].token_ids[1:]), num_candidates(params, len(eos))))
         assert search.has_all_answers
         survivors = search.advance(branches)
         num_rounds += 1
@@ -182,7 +182,7 @@ def test_beams_are_not_forked_before_all_is_computed() -> None:
 @pytest.mark.parametrize(("budget", "caching"), [(2, False), (2, True), (64, True)])
 def test_tiny_vocabulary_leaves_sequences_without_a_beam_for_a_while(failing: int, budget: int, caching: bool) -> None:
     harness = Harness(num_blocks=60, block_size=2, budget=budget, caching=caching)
-    harness.executor.next_logprobs = lambda token_ids: random_logprobs(3, 5)(token_ids)
+    harness.executor.next_logprobs = random_logprobs(3, 5)
     request = harness.add_beams([0, 1, 2, 1, 0], BeamSearchParams(3, 7), eos={1})
     for _ in range(failing):
         harness.step()

@@ -9,6 +9,7 @@ request must come to is known without running any scheduler (`expected_tokens`).
 from functools import reduce
 
 from quire.cache.block_table import NULL_BLOCK
+from quire.core.beam_search_params import num_candidates
 from quire.core.outputs import TokenLogprobs
 from quire.core.plan import UNMEASURED, BlockCopy, MeasuredRates, NewRow, RowFork, StepPlan, StepResult
 from quire.core.sampling_params import SamplingParams
@@ -164,7 +165,7 @@ class FakeExecutor:
             return None
         logprobs = self.next_logprobs(new.token_ids)
         ranked = sorted(range(len(logprobs)), key=lambda token: -logprobs[token])
-        ids = [ranked[0], *ranked[: new.beam.num_candidates(len(new.eos_token_ids))]]
+        ids = [ranked[0], *ranked[: num_candidates(new.beam, len(new.eos_token_ids))]]
         return TokenLogprobs(ids, [logprobs[token] for token in ids], [1, *range(1, len(ids))])
 
     def _slot(self, row: int, position: int) -> int:

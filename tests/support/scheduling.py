@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.cache.block_table import NULL_BLOCK
 from quire.cache.manager import KVCacheManager
-from quire.core.beam_search_params import BeamSearchParams
+from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.config import CacheConfig, PreemptionMode, SchedulerConfig
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import SequenceDelta
@@ -93,7 +93,7 @@ class Harness:
         self, prompt: int | list[int], beam: BeamSearchParams, eos: Iterable[int] = (), salt: str | None = None
     ) -> Request:
         """Queue a beam search."""
-        return self._add(prompt, beam.as_sampling_params(), beam, eos, salt)
+        return self._add(prompt, as_sampling_params(beam), beam, eos, salt)
 
     def _add(
         self,

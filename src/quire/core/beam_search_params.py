@@ -31,15 +31,17 @@ class BeamSearchParams:
         object.__setattr__(self, "temperature", temperature)
         object.__setattr__(self, "length_penalty", length_penalty)
 
-    def num_candidates(self, num_eos_tokens: int) -> int:
-        """Return how many of a beam's likeliest tokens can matter: those that may survive, and all that may end it.
 
-        The best 2 x beam_width continuations of all beams hold no more of any one beam that could be chosen.
-        """
-        return self.beam_width + num_eos_tokens
+def num_candidates(params: BeamSearchParams, num_eos_tokens: int) -> int:
+    """Return how many of a beam's likeliest tokens can matter: those that may survive, and all that may end it.
 
-    def as_sampling_params(self) -> SamplingParams:
-        """Return what a search is to those who only count its answers."""
-        return SamplingParams(
-            n=self.beam_width, temperature=self.temperature, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos
-        )
+    The best 2 x width continuations of all beams hold no more of any one beam that could be chosen.
+    """
+    return params.beam_width + num_eos_tokens
+
+
+def as_sampling_params(params: BeamSearchParams) -> SamplingParams:
+    """Return what a search is to those who only count its answers."""
+    return SamplingParams(
+        n=params.beam_width, temperature=params.temperature, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos
+    )

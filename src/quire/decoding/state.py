@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.core.beam_search_params import num_candidates
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.decoding.bad_words import BadWords
@@ -118,7 +119,7 @@ def _settings(new: NewRow, vocab_size: int) -> tuple[float, ...]:
     params = new.params
     log_min_p = np.log(params.min_p) if params.min_p > 0 else -np.inf
     top_k = min(params.top_k or vocab_size, vocab_size)
-    num_logprobs = new.beam.num_candidates(len(new.eos_token_ids)) if new.beam else params.logprobs or 0
+    num_logprobs = num_candidates(new.beam, len(new.eos_token_ids)) if new.beam else params.logprobs or 0
     temperature = max(params.temperature, _MIN_TEMPERATURE)
     counts = (top_k, new.num_prompt_tokens, params.min_tokens, min(num_logprobs, vocab_size))
     return (new.seed, params.top_p, temperature, log_min_p, *_penalties(params), *counts)
