@@ -12,7 +12,9 @@ come in the file's order, the next one as soon as one of `--max-open` is over.
   again, for what the users were answered stands in the next prompt under ids of its own.
 
 The most that can be found: of a chat, all that was said up to the last answer; of a trace, the ids that have been there
-with all before them. Neither knows of blocks, or that the last token of a prompt is always computed.
+with all before them. Neither knows of blocks, or that the last token of a prompt is always computed. For a cache with
+an end, a plain list says what to expect: as many ids of a trace as the cache has room for, the last used, one request
+at a time.
 """
 
 import csv
@@ -20,7 +22,7 @@ import json
 import random
 import sys
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, groupby, islice, repeat
@@ -65,6 +67,7 @@ class Workload(NamedTuple):
     longest: int                # of a request with its answer
     most_found: int             # tokens
     most_spans: float | None    # the share of hash ids, of a trace
+    spans_with_room: Callable[[int], float | None]  # the share of hash ids that a plain list of so many ids finds
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class Run:
     most_possible: float
     hit_rate_spans: float | None        # of hash ids: what the data's README gives
     most_possible_spans: float | None
+    plain_list_spans: float | None
     evicted_blocks: int
     num_preemptions: int
     num_steps: int
@@ -164,6 +168,7 @@ def chat_workload(path: Path, num_open: int) -> Workload:
         longest=max(map(sum, zip(prompts, answers, strict=True))),
         most_found=sum(known),
         most_spans=None,
+        spans_with_room=lambda _: None,
     )
 
 
@@ -201,6 +206,7 @@ def trace_workload(path: Path, num_requests: int | None) -> Workload:
         longest=max(row.input_len + row.output_len for row in rows),
         most_found=sum(known),
         most_spans=sum(shared) / sum(len(row.hash_ids) for row in rows),
+        spans_with_room=lambda room: found_in_list(rows, room),
     )
 
 
@@ -217,6 +223,21 @@ def known_spans(rows: Sequence[TraceRow]) -> Iterator[int]:
         new = (number for number, hash_id in enumerate(row.hash_ids) if hash_id not in seen)
         yield next(new, len(row.hash_ids))
         seen.update(row.hash_ids)
+
+
+def found_in_list(rows: Sequence[TraceRow], room: int) -> float:
+    """Return the share of ids found if requests came one by one, and a list kept the `room` ids used last."""
+    kept: OrderedDict[int, None] = OrderedDict()
+    num_found = 0
+    for row in rows:
+        missing = (number for number, hash_id in enumerate(row.hash_ids) if hash_id not in kept)
+        num_found += next(missing, len(row.hash_ids))
+        for hash_id in reversed(row.hash_ids):  # the end of a prompt goes before its beginning
+            kept[hash_id] = None
+            kept.move_to_end(hash_id)
+        while len(kept) > room:
+            kept.popitem(last=False)
+    return num_found / sum(len(row.hash_ids) for row in rows)
 
 
 def spans(num_tokens: int) -> int:
@@ -263,6 +284,7 @@ class Setting:
             most_possible=workload.most_found / workload.num_prompt_tokens,
             hit_rate_spans=tally.num_found_spans / tally.num_spans if has_spans else None,
             most_possible_spans=workload.most_spans,
+            plain_list_spans=workload.spans_with_room(num_blocks * self.block_size // HASH_SPAN),
             evicted_blocks=engine.kv_stats().evicted_blocks,
             num_preemptions=tally.num_preemptions,
             num_steps=num_steps,
@@ -273,13 +295,13 @@ class Setting:
 def markdown(runs: Sequence[Run]) -> str:
     """Return the table."""
     lines = [
-        "| workload | KV cache | prompt tokens found | at most | of 512-token ids | at most | blocks evicted | "
-        "preemptions | steps | s |",
-        "| --- " * 10 + "|",
+        "| workload | KV cache | prompt tokens found | at most | of 512-token ids | a plain list | at most | "
+        "blocks evicted | preemptions | steps | s |",
+        "| --- " * 11 + "|",
     ]
     for run in runs:
         pool = "endless" if run.pool_gib is None else f"{run.pool_gib:g} GiB"
-        rates = (run.hit_rate, run.most_possible, run.hit_rate_spans, run.most_possible_spans)
+        rates = (run.hit_rate, run.most_possible, run.hit_rate_spans, run.plain_list_spans, run.most_possible_spans)
         cells = [run.workload, pool, *("-" if rate is None else f"{rate:.1%}" for rate in rates)]
         cells += [f"{number:,}" for number in (run.evicted_blocks, run.num_preemptions, run.num_steps)]
         lines.append("| " + " | ".join([*cells, f"{run.wall_s:.0f}"]) + " |")
