@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-HEIGHT, TOP, BOTTOM, LEFT = 260, 40, 70, 46
+HEIGHT, TOP, BOTTOM, LEFT = 260, 40, 80, 46
 BAR, GAP, GROUP_GAP = 22, 4, 34
 BAR_COLOR, BAND_COLOR, TEXT_COLOR = "#3d6fa5", "#f2c879", "#333"
 
