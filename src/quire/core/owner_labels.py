@@ -1,14 +1,14 @@
 """Labels of those whom requests belong to, for figures that people see: an API key by its number, a salt by a digest.
 
-Neither keys nor salts can be read from a label. There is a bounded number of labels, for metrics keep each that they
-have ever seen: a client that sends salt after salt gets no more of them.
+Neither keys nor salts can be read from a label. There is a bounded number of labels, since metrics keep each that
+they have ever seen: a client that sends salt after salt gets no more of them.
 """
 
 import hashlib
 import threading
 
 MAX_KEYS = 32        # with a label of their own
-MAX_SALTS = 32       # of each key and without one, all together, by first appearance
+MAX_SALTS = 32       # under all keys and none together, by first appearance
 OTHER = "other"
 UNLABELLED = ""      # came without a key, and without a salt
 
@@ -25,7 +25,7 @@ class OwnerLabels:
     def label(self, key_number: int, salt: str | None) -> str:
         """Return the label of the key `key_number` (from 1, 0 for none) together with a salt.
 
-        A salt that finds no label left counts as its key alone, or as OTHER. So do keys above MAX_KEYS.
+        A salt that finds no label left counts as its key alone, or as OTHER; keys above MAX_KEYS are OTHER.
         """
         if key_number > MAX_KEYS:
             return OTHER

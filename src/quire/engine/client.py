@@ -234,8 +234,8 @@ class EngineClient:
     async def block_map(self, first: int, count: int, timeout_s: float) -> BlockMap:
         """Return what blocks [first, first + count) of the KV cache are, as of the end of a step.
 
-        However many ask, the engine makes one map at a time, so at most one between two steps. TimeoutError if it was
-        not there in time; EngineDeadError if there is no engine any more.
+        However many ask, the engine is asked for one map at a time: all together slow a step by no more than that.
+        TimeoutError if it was not there in time; EngineDeadError if there is no engine any more.
         """
         async with asyncio.timeout(timeout_s), self._map_turn:
             self._raise_if_dead()
