@@ -178,7 +178,9 @@ class EngineLoop:
 
 def main() -> None:
     """Serve the socket whose number is the only argument."""
-    faulthandler.register(signal.SIGUSR1)  # whoever finds that nothing goes on asks where every thread stands
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if sys.stderr is not None:  # closed, if the server's is
+        faulthandler.register(signal.SIGUSR1)  # whoever finds that nothing goes on asks where every thread stands
     logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
     connection, commands = Connection(socket.socket(fileno=int(sys.argv[1]))), SimpleQueue[bytes]()
     listener = threading.Thread(target=connection.read_into, args=(commands,), name="commands", daemon=True)

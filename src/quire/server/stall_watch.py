@@ -3,6 +3,7 @@
 import asyncio
 import faulthandler
 import logging
+import sys
 
 from quire.engine.client import EngineClient
 
@@ -19,7 +20,8 @@ async def watch_for_stalls(client: EngineClient, limit_s: float) -> None:
         was_stalled, is_stalled = is_stalled, client.stalled_s > limit_s
         if is_stalled and not was_stalled:
             log.error("the engine has work and made no progress for %g seconds (stall_limit)", limit_s)
-            faulthandler.dump_traceback()
+            if sys.stderr is not None:  # closed, if whoever started us wanted it so
+                faulthandler.dump_traceback()
             client.log_stacks()
         elif was_stalled and not is_stalled:
             log.warning("the engine goes on")
