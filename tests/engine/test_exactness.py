@@ -8,7 +8,7 @@ after the other in an engine with the default settings and one thread.
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
 from support.answers import Answer, answers_of
+from support.pairwise import pairwise
 from support.random_model import MAX_MODEL_LEN, VOCAB_SIZE, write_random_model
 
 ISAS = usable_isas() or ("auto",)  # auto without the extension: PyTorch's stand-ins
@@ -52,18 +53,6 @@ FACTORS: tuple[Sequence[Any], ...] = (
     (7, 33, 2048),
     (False, True),
 )
-
-
-def pairwise(factors: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Return few rows in which any two values of two factors stand together at least once."""
-    rows = list(product(*factors))
-    random.Random(0).shuffle(rows)
-    pairs_of = {row: set(combinations(enumerate(row), 2)) for row in rows}
-    missing, chosen = set().union(*pairs_of.values()), []
-    while missing:
-        chosen.append(max(rows, key=lambda row: len(pairs_of[row] & missing)))
-        missing -= pairs_of[chosen[-1]]
-    return chosen
 
 
 @cache
