@@ -184,7 +184,7 @@ def test_line_that_the_model_refuses_is_named_and_nothing_runs(
         (("generate", "--prompt", "a", "--kv-cache-memory", "lots"), 1, "kv_cache_memory must be"),
         (("generate", "--prompt", "a", "--block-size", "12"), 1, "block_size must be"),
         (("generate", "--prompt", "a", "--device", "cuda"), 2, "--device"),
-        (("generate", "--prompt", "a", "--swap-space", "1GiB"), 2, "No such option"),
+        (("generate", "--prompt", "a", "--tensor-parallel-size", "2"), 2, "No such option"),
         (("generate", "--input", "no-such-file.jsonl"), 1, "no-such-file.jsonl"),
         (("bench", "throughput", "--repeats", "0"), 2, "--repeats"),
         (("plan",), 2, "No such command"),
@@ -210,7 +210,7 @@ def test_help_shows_what_is_there_and_nothing_else(run: Run) -> None:
     assert re.findall(r"^│ ([a-z]\S*) ", run("--help").out, re.MULTILINE) == ["serve", "generate", "chat", "bench"]
     flags = run("generate", "--help").out
     assert "--kv-cache-memory" in flags
-    assert not any(name in flags for name in ("--swap", "tensor-parallel", "cuda", "--host"))
+    assert not any(name in flags for name in ("tensor-parallel", "cuda", "--host"))
 
 
 def test_real_process_streams_and_survives_a_reader_that_leaves(demo_model: Path) -> None:

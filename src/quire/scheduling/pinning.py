@@ -30,7 +30,7 @@ def check_pinned(requests: Collection[Request], cache: KVCacheManager, limits: A
     num_pinned = num_pinned_blocks(requests, cache)
     assert limits.num_pinned_blocks == num_pinned, f"{num_pinned} blocks are pinned, but the limits are {limits}"
     most = _most_needed_blocks(requests, cache.block_size)
-    assert most + num_pinned <= cache.num_blocks, f"{num_pinned} blocks are pinned, and a request may need {most}"
+    assert most + num_pinned <= limits.num_blocks, f"{num_pinned} blocks are pinned, and a request may need {most}"
 
 
 def _most_needed_blocks(requests: Collection[Request], block_size: int) -> int:
