@@ -4,7 +4,7 @@
 in, or a prefill of its computed tokens (Kwon et al. 2023, section 4.5, leaves the choice to the operator). A block that
 other requests hold as well is likely to be found in the cache on return: it goes out, but need not come in, nor be
 computed. While a rate is not known, the victim is swapped: only so does the rate of swapping become known, and that of
-prefills is known from the first prompt of more than one token on. docs/decisions/0008 has the figures.
+prefills is known from the first prompt of more than one token on. docs/decisions/0008 says why.
 """
 
 from quire.cache.manager import Footprint
