@@ -57,7 +57,7 @@ class StepPlan:
 
     Order of effects: `row_forks`, `new_rows`, table entries, `swap_outs`, `swap_ins`, `copies`, then one forward pass
     over the entries. So a block that is swapped out may be overwritten in the same step, and one that is swapped in may
-    be copied. A new row replaces whatever stood there: a row whose sequence has ended is not named again until it has a
+    be copied. A new row replaces whatever stood there: a row whose sequence has ended is not computed until it has a
     new owner.
     Entry i advances row `rows[i]` over positions [starts[i], starts[i] + counts[i]). Sample j is drawn from the
     logits of entry `sample_entries[j]`'s last token and becomes the next token of row `sample_rows[j]`: the same
