@@ -6,7 +6,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.text.detokenizer import ByteDetokenizer, WindowDetokenizer, incremental_detokenizer
@@ -202,6 +202,8 @@ def test_ids_out_of_the_vocabulary_are_no_text(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=40), st.integers(0, 40))
+@example(b"\xed\xa0", 2)
+@example(b"\xed\xa0\x80", 2)
 def test_any_bytes_decode_as_in_one_go(stream: bytes, cut: int) -> None:
     table = {byte: bytes([byte]) for byte in range(256)}
     prompt, output = list(stream[:cut]), list(stream[cut:])

@@ -56,8 +56,8 @@ class ByteDetokenizer:
                 break
         self._unfinished = tail[utf_8_decode(tail, "replace", False)[1] :]
         self._dropped_once = " " if drops_first_space and not tail else ""
-        if self._unfinished:
-            self._dropped_once = REPLACEMENT  # it would stand for the prompt's bytes, in the prompt's text
+        if self._unfinished:  # broken, they stand in the prompt's text already: as two, where they begin a surrogate
+            self._dropped_once = self._unfinished.decode(errors="replace")
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens and return the text that they completed."""
