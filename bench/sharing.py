@@ -26,10 +26,10 @@ from beam_patterns import Lengths, Parents, model_patterns, random_patterns
 from quire import LLM
 from quire.cache.manager import KVCacheManager
 from quire.cli.bench.machine import client_facts
-from quire.cli.bench.workloads import length_workload, open_text
 from quire.core.config import CacheConfig
 from quire.core.sequence import NO_ROW
 from quire.engine.engine import Engine
+from quire.paper.workloads import length_workload, open_text
 from sharing_plot import Group, svg
 from without_model import InOrder, engine_without_model, request_of, run_all
 

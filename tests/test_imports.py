@@ -22,7 +22,10 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-TORCHLESS_FLOORS = ["quire", "quire.core", "quire.text", "quire.cache", "quire.scheduling", "quire.server", "quire.cli"]
+TORCHLESS_FLOORS = [
+    *("quire", "quire.core", "quire.text", "quire.cache", "quire.scheduling"),
+    *("quire.server", "quire.paper", "quire.cli"),
+]
 SERVER_SIDE = ["quire.engine.client", "quire.engine.child", "quire.engine.process"]  # the last until it has to load
 
 

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from aiohttp.test_utils import TestServer, unused_port
 
-from quire.cli.bench.arrivals import Schedule
 from quire.cli.bench.http_load import (
     HttpLoad,
     LoadRun,
@@ -16,7 +15,8 @@ from quire.cli.bench.http_load import (
     first_model,
     open_session,
 )
-from quire.cli.bench.workloads import WorkItem
+from quire.paper.arrivals import Schedule
+from quire.paper.workloads import WorkItem
 from support.completions_server import DONE, Body, CompletionsServer, Stream, all_tokens, event, token_chunk
 
 ITEMS = [WorkItem([7, index], output_len=2 + index) for index in range(5)]

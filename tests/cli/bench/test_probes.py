@@ -6,12 +6,12 @@ from collections.abc import Callable
 import pytest
 
 from quire.cli.bench.answer_stream import AnswerStream
-from quire.cli.bench.arrivals import Schedule
 from quire.cli.bench.goodput import Limits
 from quire.cli.bench.http_load import LoadRun, SentRequest
 from quire.cli.bench.probes import Probe, ProbePlan, RateFinder
 from quire.cli.bench.serve import Measured
-from quire.cli.bench.workloads import WorkItem
+from quire.paper.arrivals import Schedule
+from quire.paper.workloads import WorkItem
 
 
 class SlowingServer:

@@ -3,11 +3,11 @@
 import pytest
 
 from quire.cli.bench.answer_stream import AnswerStream, Failure
-from quire.cli.bench.arrivals import Schedule
 from quire.cli.bench.goodput import Limits
 from quire.cli.bench.http_load import LoadRun, SentRequest
 from quire.cli.bench.serve_report import request_records, sentence, serve_record
-from quire.cli.bench.workloads import WorkItem
+from quire.paper.arrivals import Schedule
+from quire.paper.workloads import WorkItem
 
 REFUSED = Failure("429 server_overloaded", "too many")
 

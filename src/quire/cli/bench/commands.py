@@ -12,9 +12,9 @@ from quire.cli.bench.flags import RunFlags, WorkloadFlags
 from quire.cli.bench.machine import machine_facts
 from quire.cli.bench.passes import latency_pass, throughput_pass, watched_pass
 from quire.cli.bench.serve_flags import ArrivalFlags, LimitFlags, PromptFlags, SearchFlags, ServerFlags
-from quire.cli.bench.workloads import WorkItem, renewed
 from quire.cli.engine_flags import EngineFlags
 from quire.cli.flag_groups import COMMAND_SETTINGS, flag, with_flag_groups
+from quire.paper.workloads import WorkItem, renewed
 
 if TYPE_CHECKING:
     from quire.llm import LLM

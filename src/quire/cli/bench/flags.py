@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from quire.cli.bench.traces import TraceSlice, is_trace, trace_workload
-from quire.cli.bench.workloads import WorkItem, length_workload, random_workload, token_id_workload
 from quire.cli.flag_groups import flag
 from quire.core.errors import ConfigError
+from quire.paper.traces import TraceSlice, is_trace, trace_workload
+from quire.paper.workloads import WorkItem, length_workload, random_workload, token_id_workload
 
 _DEFAULT_NUM_RANDOM = 64
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from quire.cli.bench.statistics import Timeline
+from quire.paper.statistics import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ import aiohttp
 import msgspec
 
 from quire.cli.bench.answer_stream import AnswerStream, Failure, refusal
-from quire.cli.bench.arrivals import Schedule
-from quire.cli.bench.statistics import Timeline
-from quire.cli.bench.workloads import WorkItem
 from quire.core.errors import EngineError
+from quire.paper.arrivals import Schedule
+from quire.paper.statistics import Timeline
+from quire.paper.workloads import WorkItem
 
 _CONNECT_S = 10.0
 _KEEP_ALIVE_S = 2.0   # below the servers' 5 s and more, else a request meets a connection that is just being closed

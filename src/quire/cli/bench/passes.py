@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.cli.bench.statistics import Timeline
-from quire.cli.bench.workloads import WorkItem
 from quire.core.outputs import KVStats, RequestOutput
 from quire.core.sampling_params import SamplingParams
+from quire.paper.statistics import Timeline
+from quire.paper.workloads import WorkItem
 
 if TYPE_CHECKING:
     from quire.llm import LLM

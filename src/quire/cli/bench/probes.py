@@ -5,12 +5,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.cli.bench.arrivals import Schedule, poisson_arrivals
 from quire.cli.bench.find_rate import RateSearch, find_rate
 from quire.cli.bench.goodput import Limits
 from quire.cli.bench.http_load import SentRequest
 from quire.cli.bench.serve import Measured, ServeBench
-from quire.cli.bench.workloads import WorkItem, renewed
+from quire.paper.arrivals import Schedule, poisson_arrivals
+from quire.paper.workloads import WorkItem, renewed
 
 _FEWEST_REQUESTS = 10   # of a probe: a share of fewer says nothing
 _SHORTEST_END_S = 10.0  # for the answers to the last arrivals of a short probe

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from quire.cli.bench.flags import WorkloadFlags
 from quire.cli.bench.passes import KVUse, ThroughputPass
-from quire.cli.bench.statistics import Distribution, Spread, Timeline, latencies, spread
-from quire.cli.bench.workloads import WorkItem
+from quire.paper.statistics import Distribution, Spread, Timeline, latencies, spread
+from quire.paper.workloads import WorkItem
 
 Record = dict[str, Any]
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 
-from quire.cli.bench.arrivals import Schedule
 from quire.cli.bench.http_load import HttpLoad, LoadRun, SentRequest, Target, first_model, open_session
 from quire.cli.bench.report import Record
 from quire.cli.bench.scrape import Scraper, server_use
 from quire.cli.bench.serve_flags import ServerFlags
-from quire.cli.bench.workloads import WorkItem
+from quire.paper.arrivals import Schedule
+from quire.paper.workloads import WorkItem
 
 _DRAIN_S = 10.0  # after a load, until what was cut has left the server
 

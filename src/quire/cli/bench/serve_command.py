@@ -13,8 +13,8 @@ from quire.cli.bench.probes import Probe, ProbePlan, RateFinder
 from quire.cli.bench.serve import Measured, ServeBench, on_server
 from quire.cli.bench.serve_flags import ArrivalFlags, LimitFlags, PromptFlags, SearchFlags, ServerFlags
 from quire.cli.bench.serve_report import request_records, sentence, serve_record
-from quire.cli.bench.workloads import WorkItem
 from quire.core.errors import ConfigError, EngineError
+from quire.paper.workloads import WorkItem
 
 _INTERRUPTED = 130
 

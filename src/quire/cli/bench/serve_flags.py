@@ -5,13 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from quire.cli.bench.arrivals import ArrivalKind, Schedule, poisson_arrivals, trace_arrivals
 from quire.cli.bench.flags import WorkloadFlags
 from quire.cli.bench.goodput import Limits
-from quire.cli.bench.traces import TraceSlice, is_trace, trace_workload
-from quire.cli.bench.workloads import WorkItem
 from quire.cli.flag_groups import flag
 from quire.core.errors import ConfigError
+from quire.paper.arrivals import ArrivalKind, Schedule, poisson_arrivals, trace_arrivals
+from quire.paper.traces import TraceSlice, is_trace, trace_workload
+from quire.paper.workloads import WorkItem
 
 _server = partial(flag, panel="Server")
 _workload = partial(flag, panel="Workload")

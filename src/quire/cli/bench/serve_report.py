@@ -9,7 +9,7 @@ from quire.cli.bench.diagnosis import ITL_LIMIT_S, TTFT_LIMIT_S, Observation, di
 from quire.cli.bench.goodput import Limits
 from quire.cli.bench.http_load import LoadRun, SentRequest
 from quire.cli.bench.report import Record
-from quire.cli.bench.statistics import distribution, latencies
+from quire.paper.statistics import distribution, latencies
 
 _KV_NAMES = (
     *("mean_kv_usage", "peak_kv_usage", "mean_tail_waste", "peak_tail_waste"),

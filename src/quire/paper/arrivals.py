@@ -6,8 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-from quire.cli.bench.workloads import WorkItem
 from quire.core.errors import ConfigError
+from quire.paper.workloads import WorkItem
 
 ArrivalKind = Literal["trace", "poisson", "burst", "closed"]
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from quire.cli.bench.arrivals import Schedule, poisson_arrivals, trace_arrivals
-from quire.cli.bench.workloads import WorkItem
 from quire.core.errors import ConfigError
+from quire.paper.arrivals import Schedule, poisson_arrivals, trace_arrivals
+from quire.paper.workloads import WorkItem
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])

@@ -17,8 +17,8 @@ from typing import Annotated, NamedTuple, TextIO
 import msgspec
 import numpy as np
 
-from quire.cli.bench.workloads import WorkItem, open_text
 from quire.core.errors import ConfigError
+from quire.paper.workloads import WorkItem, open_text
 
 _COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
 HASH_SPAN = 512  # tokens that one of Mooncake's hash ids stands for
