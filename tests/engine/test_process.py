@@ -477,3 +477,38 @@ def test_lost_block_is_found_when_the_quiet_lasts(monkeypatch: pytest.MonkeyPatc
     loop = EngineLoop(Engine(harness.scheduler, harness.executor), SimpleQueue(), lambda report: None, NO_PULSE)
     with pytest.raises(AssertionError, match="but held"):
         loop.run()
+
+
+def test_lost_block_is_found_although_somebody_watches_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look is a command; the quiet lasts all the same."""
+    monkeypatch.setattr(process, "QUIET_S", 0.05)
+    harness, commands = Harness(num_blocks=64), SimpleQueue[bytes]()
+    harness.cache._pool.allocate(1)
+    num_looks = 0
+
+    def look(report: Report) -> None:
+        nonlocal num_looks
+        if isinstance(report, Idle):
+            num_looks += 1
+            assert num_looks < 10_000, "the check never came due"
+            commands.put(frame(ShowBlocks(num_looks, 0, 1))[LENGTH_BYTES:])
+
+    loop = EngineLoop(Engine(harness.scheduler, harness.executor), commands, look, NO_PULSE)
+    with pytest.raises(AssertionError, match="but held"):
+        loop.run()
+    assert num_looks > 1
+
+
+def test_blocks_are_looked_for_once_in_a_quiet_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "QUIET_S", 0.0)
+    num_checks = 0
+    show = ShowBlocks(1, 0, 1)
+    script = Script([request(1)], *[[]] * 30, *[[show], []] * 3)
+
+    def check() -> None:
+        nonlocal num_checks
+        num_checks += 1
+
+    monkeypatch.setattr(script.harness.scheduler, "check", check)
+    assert len([report for report in script.run() if isinstance(report, BlocksShown)]) == 3
+    assert num_checks == 2, "before the work and after it"

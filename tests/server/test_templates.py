@@ -14,7 +14,7 @@ import uvloop
 
 from quire.core.errors import InvalidRequestError
 from quire.server import templates
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, as_api_error
 from quire.server.templates import TemplateRenderer
 from quire.text.tokenizer import Tokenizer
 from support.small_tokenizers import CHAT_TEMPLATE, byte_level, save
@@ -244,13 +244,21 @@ def test_waiting_requests_outlive_a_hostile_one(with_template: MakeTokenizer) ->
     uvloop.run(check())
 
 
-def test_a_crash_is_the_fault_of_the_conversation_at_hand(with_template: MakeTokenizer) -> None:
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_crash_fails_the_conversation_at_hand_and_no_other(with_template: MakeTokenizer, number: int) -> None:
+    """Nobody can tell whether the conversation is to blame, so it is not told that it is (400), but failed (500)."""
+
     async def check() -> None:
         async with opened(with_template(LOOPS_IF_ASKED)) as renderer:
             hostile = await looping(renderer)
-            process_of(renderer).send_signal(signal.SIGSEGV)
-            assert "its process ended (killed by signal 11)" in await refusal(hostile)
-            assert await renderer.render(HELLO) == "hi"
+            waiting = asyncio.create_task(renderer.render(HELLO))
+            process_of(renderer).send_signal(number)
+            with pytest.raises(RuntimeError, match=rf"killed by signal {int(number)}\)") as caught:
+                await hostile
+            assert as_api_error(caught.value).status == 500
+            assert await waiting == "hi"
+
+    uvloop.run(check())
 
     uvloop.run(check())
 
@@ -262,7 +270,8 @@ def test_a_process_that_does_not_answer_is_killed(
         async with opened(with_template(LOOPS_IF_ASKED)) as renderer:
             assert await renderer.render(HELLO) == "hi"
             monkeypatch.setattr(templates, "REPLY_LIMIT_S", 0.01)
-            assert "killed by signal 9" in await refusal(renderer.render(LOOP))
+            with pytest.raises(RuntimeError, match="killed by signal 9"):
+                await renderer.render(LOOP)
 
     uvloop.run(check())
 

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
@@ -103,6 +104,8 @@ class EngineLoop:
     ) -> None:
         self._engine, self._commands, self._send, self._pulse = engine, commands, send, pulse
         self._owners_due_s = 0.0
+        self._quiet_since_s = time.monotonic()  # the end of the last step
+        self._is_checked = False                # since then
 
     def run(self) -> NoReturn:
         """Step for as long as the process lives."""
@@ -137,21 +140,26 @@ class EngineLoop:
         self._pulse.work()
         engine, started_s = self._engine, time.monotonic()
         deltas = engine.step()
+        self._quiet_since_s, self._is_checked = time.monotonic(), False
         self._send(Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, self._state()))
 
     def _rest(self) -> None:
         """Say that all is done, and sleep until the next command.
 
-        When the quiet lasts, look once for lost blocks and rows: a leak shall be found by us, not by users.
+        When nothing has run for a while, whoever has asked what meanwhile, look once for lost blocks and rows: a leak
+        shall be found by us, not by users.
         """
         self._pulse.rest()
         self._send(Idle(self._state()))
-        try:
-            command = self._commands.get(timeout=QUIET_S)
-        except Empty:
-            self._engine.scheduler.check()
-            command = self._commands.get()
-        self._obey(command)
+        command: bytes | None = None
+        if not self._is_checked:
+            due_s = self._quiet_since_s + QUIET_S
+            with suppress(Empty):
+                command = self._commands.get(timeout=max(0.0, due_s - time.monotonic()))
+            if time.monotonic() >= due_s:
+                self._engine.scheduler.check()
+                self._is_checked = True
+        self._obey(self._commands.get() if command is None else command)
 
     def _state(self) -> EngineState:
         scheduler = self._engine.scheduler

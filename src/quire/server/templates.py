@@ -1,7 +1,8 @@
 """Renders chat templates in a process of their own, with limits: a template is a program from outside.
 
 One process renders one conversation after the other, a tenth of a millisecond each. One that it cannot do within its
-limits costs it its life: that request is refused, and the next one gets a new process.
+limits costs it its life: that request is refused, and the next one gets a new process. Where it dies of something else,
+nobody can tell whether the template is to blame: that request fails, as with any fault of ours (500).
 """
 
 import asyncio
@@ -67,7 +68,8 @@ class TemplateRenderer:
     ) -> str:
         """Return the text of a conversation. InvalidRequestError for what the messages or the template get wrong.
 
-        ApiError 429 when too many wait already, 503 when closed. A caller that is cancelled ends its render.
+        ApiError 429 when too many wait already, 503 when closed; RuntimeError when the process was killed or has
+        crashed. A caller that is cancelled ends its render.
         """
         if self._tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
@@ -102,7 +104,7 @@ class TemplateRenderer:
             status = await self._end_process()
             if self._is_closed:
                 raise shutting_down() from error
-            raise InvalidRequestError(_reason(status), param="messages") from error
+            raise _failure(status) from error
         except BaseException:  # nobody wants the reply any more
             await self._end_process()
             raise
@@ -199,13 +201,14 @@ def _frame(message: Start | Render) -> bytes:
         raise InvalidRequestError(f"{_CANNOT_RENDER}: {error}", param="messages") from error
 
 
-def _reason(status: int) -> str:
-    """Say why a process ended, to whoever gave it its last conversation."""
+def _failure(status: int) -> Exception:
+    """Return the error for whoever gave a process its last conversation: a refusal only where its own limits ended it."""
     if status == -signal.SIGALRM:
-        return f"{_CANNOT_RENDER} within {RENDER_LIMIT_S:g} seconds"
+        return InvalidRequestError(f"{_CANNOT_RENDER} within {RENDER_LIMIT_S:g} seconds", param="messages")
     if status == OUT_OF_MEMORY:
-        return f"{_CANNOT_RENDER} within {MEMORY_LIMIT_BYTES >> 20} MiB of memory"
-    return f"{_CANNOT_RENDER}: its process ended ({_told(status)})"
+        memory = f"{MEMORY_LIMIT_BYTES >> 20} MiB of memory"
+        return InvalidRequestError(f"{_CANNOT_RENDER} within {memory}", param="messages")
+    return RuntimeError(f"the template process ended in the middle of a conversation ({_told(status)})")
 
 
 def _told(status: int) -> str:
