@@ -10,6 +10,7 @@ import pytest
 
 from quire.cli.server_flags import ServerFlags
 from quire.engine.options import EngineOptions
+from quire.server.limits import Limits
 from quire.server.options import ServerOptions
 
 Run = Callable[..., Any]
@@ -34,14 +35,15 @@ def options_of(run: Run, started: Started, *arguments: str) -> ServerOptions:
 
 
 def test_flags_are_the_servers_options_with_their_defaults() -> None:
-    assert {field.name for field in fields(ServerFlags)} == {field.name for field in fields(ServerOptions)}
-    assert ServerFlags().options() == ServerOptions()
+    ours = {field.name for group in (ServerFlags, Limits) for field in fields(group)}
+    assert ours == {field.name for field in fields(ServerOptions)}
+    assert ServerFlags().options(Limits()) == ServerOptions()
 
 
 def test_help_offers_what_there_is_and_nothing_else(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERMINAL_WIDTH", "200")
     offered = run("serve", "--help").out
-    flags = {f"--{field.name.replace('_', '-')}" for field in fields(ServerFlags)}
+    flags = {f"--{field.name.replace('_', '-')}" for group in (ServerFlags, Limits) for field in fields(group)}
     assert flags | {"--config", "--max-logprobs", "--max-num-seqs"} <= set(re.findall(r"--[a-z-]+", offered))
     assert [name for name in NOT_LANDED if name in offered] == []
 

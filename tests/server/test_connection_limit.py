@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.server.connection_limit import MAX_CONNECTIONS, RESERVED_FILES, allow_connections, max_connections
+from quire.server.connection_limit import RESERVED_FILES, allow_connections, max_connections
+
+WANTED = 16384
 
 
 @pytest.fixture(autouse=True)
@@ -24,21 +26,20 @@ def set_files(most: int) -> int:
 
 def test_some_files_are_no_connections() -> None:
     set_files(1024)
-    assert max_connections() == 1024 - RESERVED_FILES
+    assert max_connections(WANTED) == 1024 - RESERVED_FILES
 
 
 def test_system_is_asked_for_all_and_for_no_more() -> None:
     granted = set_files(1024)
-    allow_connections()
-    wanted = MAX_CONNECTIONS + RESERVED_FILES
+    allow_connections(WANTED)
+    wanted = WANTED + RESERVED_FILES
     most = wanted if granted == resource.RLIM_INFINITY else min(wanted, granted)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, granted)
-    assert max_connections() == most - RESERVED_FILES
+    assert max_connections(WANTED) == most - RESERVED_FILES
 
 
-def test_limit_that_is_high_enough_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_that_is_high_enough_is_left_alone() -> None:
     set_files(1024)
-    monkeypatch.setattr("quire.server.connection_limit.MAX_CONNECTIONS", 100)
-    allow_connections()
+    allow_connections(100)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1024
-    assert max_connections() == 100
+    assert max_connections(100) == 100

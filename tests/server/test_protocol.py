@@ -1,18 +1,22 @@
 """What is too long, too slow or not HTTP, on real sockets."""
 
 import asyncio
+import socket
+import time
 from collections.abc import Iterator
 
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from quire.server import connection_limit, protocol
+from quire.server import protocol
+from quire.server.limits import DEFAULT_LIMITS
 from support.http_app import RawResponse, connect, exchange, make_app, parse, read_all, serving
 from support.server import wait_until
 
 MAX_BODY_BYTES = 1000
 HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+MAX_PIPELINED = DEFAULT_LIMITS.max_pipelined_requests
 LAST = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
@@ -33,6 +37,19 @@ def slow_app() -> FastAPI:
     async def release() -> None:
         go.set()
 
+    @app.get("/endless")
+    async def endless() -> StreamingResponse:
+        async def parts() -> object:
+            try:
+                while True:
+                    yield b"x" * 65536
+                    await asyncio.sleep(0)
+            finally:
+                app.state.num_ended += 1
+
+        return StreamingResponse(parts())
+
+    app.state.num_ended = 0
     return app
 
 
@@ -106,10 +123,10 @@ def header(num_bytes: int, name: bytes = b"X-Filler") -> bytes:
 @pytest.mark.parametrize(
     "head",
     [
-        b"GET /" + b"x" * protocol.MAX_URL_BYTES + b" HTTP/1.1\r\n\r\n",
-        b"GET /version HTTP/1.1\r\n" + header(protocol.MAX_HEADER_BYTES) + b"\r\n",
-        b"GET /version HTTP/1.1\r\n" + header(protocol.MAX_HEADER_BYTES // 3) * 3 + b"\r\n",
-        b"GET /version HTTP/1.1\r\n" + header(1) * (protocol.MAX_HEADERS + 1) + b"\r\n",
+        b"GET /" + b"x" * DEFAULT_LIMITS.max_url_bytes + b" HTTP/1.1\r\n\r\n",
+        b"GET /version HTTP/1.1\r\n" + header(DEFAULT_LIMITS.max_header_bytes) + b"\r\n",
+        b"GET /version HTTP/1.1\r\n" + header(DEFAULT_LIMITS.max_header_bytes // 3) * 3 + b"\r\n",
+        b"GET /version HTTP/1.1\r\n" + header(1) * (DEFAULT_LIMITS.max_headers + 1) + b"\r\n",
         b"GET /version HTTP/1.1\r\n" + header(1 << 20) + b"\r\n",
     ],
     ids=["url", "one header", "all headers", "count", "a megabyte"],
@@ -137,8 +154,8 @@ def test_endless_head_is_refused_before_it_ends(beginning: bytes, port: int) -> 
 
 
 def test_largest_head_is_taken(port: int) -> None:
-    filler = header(protocol.MAX_HEADER_BYTES // 2)
-    small = header(1) * (protocol.MAX_HEADERS - 3)
+    filler = header(DEFAULT_LIMITS.max_header_bytes // 2)
+    small = header(1) * (DEFAULT_LIMITS.max_headers - 3)
     request = LAST.removesuffix(b"\r\n") + filler + small + b"\r\n"
     assert asked(port, request).status == 200
 
@@ -192,13 +209,12 @@ def test_client_that_asks_before_it_sends_may_go_on(port: int) -> None:
 
 def test_requests_that_wait_on_one_connection_are_few(port: int) -> None:
     one = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
-    assert exchange(port, one * protocol.MAX_PIPELINED + LAST).count(b"HTTP/1.1 200 ") == protocol.MAX_PIPELINED + 1
-    assert exchange(port, one * (protocol.MAX_PIPELINED * 2) + LAST).count(b"HTTP/1.1 200 ") <= protocol.MAX_PIPELINED
+    assert exchange(port, one * MAX_PIPELINED + LAST).count(b"HTTP/1.1 200 ") == MAX_PIPELINED + 1
+    assert exchange(port, one * (MAX_PIPELINED * 2) + LAST).count(b"HTTP/1.1 200 ") <= MAX_PIPELINED
 
 
-def test_connections_that_are_too_many_are_turned_away(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS", 1)
-    with connect(port) as first:
+def test_connections_that_are_too_many_are_turned_away() -> None:
+    with serving(slow_app(), max_connections=1) as port, connect(port) as first:
         first.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
         assert first.recv(65536).startswith(b"HTTP/1.1 200 ")
         response = parse(exchange(port))
@@ -211,37 +227,33 @@ def test_connections_that_are_too_many_are_turned_away(port: int, monkeypatch: p
 # --- too slow ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "ARRIVAL_LIMIT_S", 0.05)
+@pytest.fixture(scope="module")
+def hasty_port() -> Iterator[int]:
+    with serving(slow_app(), receive_timeout=0.05, send_timeout=0.05, idle_timeout=0.1) as port:
+        yield port
 
 
-@pytest.mark.usefixtures("_short_limit")
 @pytest.mark.parametrize("head", [b"G", b"GET /version HTTP/1.1\r\n", b"GET /version HTTP/1.1\r\nHost: "])
-def test_head_that_does_not_come_is_a_timeout(head: bytes, port: int) -> None:
-    assert_refused(asked(port, head), 408, "request_timeout")
+def test_head_that_does_not_come_is_a_timeout(head: bytes, hasty_port: int) -> None:
+    assert_refused(asked(hasty_port, head), 408, "request_timeout")
 
 
-@pytest.mark.usefixtures("_short_limit")
-def test_second_head_that_does_not_come_is_a_timeout_too(port: int) -> None:
-    received = exchange(port, b"GET /version HTTP/1.1\r\nHost: x\r\n\r\nGET /ver")
+def test_second_head_that_does_not_come_is_a_timeout_too(hasty_port: int) -> None:
+    received = exchange(hasty_port, b"GET /version HTTP/1.1\r\nHost: x\r\n\r\nGET /ver")
     assert received.startswith(b"HTTP/1.1 200 ")
     assert b"HTTP/1.1 408 " in received
 
 
-@pytest.mark.usefixtures("_short_limit")
-def test_connection_on_which_nothing_is_said_is_closed(port: int) -> None:
-    assert exchange(port) == b""
+def test_connection_on_which_nothing_is_said_is_closed(hasty_port: int) -> None:
+    assert exchange(hasty_port) == b""
 
 
-@pytest.mark.usefixtures("_short_limit")
-def test_rest_of_a_refused_body_is_not_waited_for_forever(port: int) -> None:
-    received = exchange(port, HEAD + b"Content-Length: 999999\r\n\r\n{")
+def test_rest_of_a_refused_body_is_not_waited_for_forever(hasty_port: int) -> None:
+    received = exchange(hasty_port, HEAD + b"Content-Length: 999999\r\n\r\n{")
     assert received.startswith(b"HTTP/1.1 413 ")
     assert received.count(b"HTTP/1.1") == 1
 
 
-@pytest.mark.usefixtures("_short_limit")
 def test_answer_in_the_making_is_not_cut_by_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     note_late_arrival, num_noted = protocol.Protocol._note_late_arrival, 0
 
@@ -251,7 +263,7 @@ def test_answer_in_the_making_is_not_cut_by_the_limit(monkeypatch: pytest.Monkey
         note_late_arrival(connection)
 
     monkeypatch.setattr(protocol.Protocol, "_note_late_arrival", counting)
-    with serving(slow_app()) as port, connect(port) as connection:
+    with serving(slow_app(), receive_timeout=0.05) as port, connect(port) as connection:
         connection.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 1\r\n\r\n")
         wait_until(lambda: num_noted >= 2)
         assert exchange(port, b"GET /go HTTP/1.1\r\nConnection: close\r\n\r\n").startswith(b"HTTP/1.1 200 ")
@@ -263,6 +275,62 @@ def test_idle_connection_is_kept(port: int) -> None:
         for _ in range(3):
             connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_connection_without_a_request_is_closed_after_a_while(hasty_port: int) -> None:
+    received = exchange(hasty_port, b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert received.count(b"HTTP/1.1 200 ") == 1
+
+
+def test_reader_who_takes_nothing_is_dropped_and_his_answer_ends() -> None:
+    app = slow_app()
+    with serving(app, send_timeout=0.1) as port, connect(port, receive_buffer=4096) as connection:
+        connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+        wait_until(lambda: app.state.num_ended == 1)
+
+
+def test_reader_who_is_slow_but_reads_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, note = list[int](), protocol.Protocol._note_late_departure
+
+    def counting(connection: protocol.Protocol, num_bytes: int) -> None:
+        looks.append(num_bytes)
+        note(connection, num_bytes)
+
+    monkeypatch.setattr(protocol.Protocol, "_note_late_departure", counting)
+    slow = serving(slow_app(), send_timeout=0.3, max_buffered_bytes=1024)
+    with slow as port, connect(port, receive_buffer=4096) as connection:
+        connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+        while len(looks) < 4:
+            assert connection.recv(4096)
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize("path", [b"/slow", b"/version"])
+def test_client_that_ends_its_side_is_gone(path: bytes, port: int) -> None:
+    with connect(port) as connection:
+        connection.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        assert b"second" not in read_all(connection)
+
+
+def test_stream_of_http_1_0_has_no_chunks_and_ends_with_its_connection() -> None:
+    with serving(slow_app()) as port, connect(port) as connection:
+        connection.sendall(b"GET /slow HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        received = b""
+        while b"first" not in received:
+            received += connection.recv(65536)
+        exchange(port, b"GET /go HTTP/1.1\r\nConnection: close\r\n\r\n")
+        received += read_all(connection)
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    assert body == b"firstsecond"
+
+
+def test_whole_answer_of_http_1_0_has_its_length(port: int) -> None:
+    response = asked(port, b"GET /version HTTP/1.0\r\n\r\n")
+    assert response.status == 200
+    assert int(response.headers["content-length"]) == len(response.body) > 0
 
 
 def test_upgrade_that_nobody_offers_is_passed_over(port: int) -> None:

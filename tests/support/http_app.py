@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from quire.server.app import create_app
 from quire.server.http_server import HttpServer
+from quire.server.limits import Limits
 from quire.server.listener import bind, port_of
 from quire.server.metrics import Metrics
 from quire.server.options import ServerOptions
@@ -58,12 +59,12 @@ def ask(app: ASGIApp, method: str, path: str, **settings: Any) -> httpx.Response
 
 
 @contextmanager
-def serving(app: ASGIApp) -> Iterator[int]:
+def serving(app: ASGIApp, **limits: Any) -> Iterator[int]:  # noqa: ANN401 (those of Limits)
     """Serve an application on real sockets, from a thread; yield the port."""
     is_ready, is_over, loop = threading.Event(), asyncio.Event(), uvloop.new_event_loop()
 
     async def serve() -> None:
-        server = HttpServer(app)
+        server = HttpServer(app, Limits(**limits))
         await server.start(listener, HOST)
         is_ready.set()
         await is_over.wait()
@@ -82,9 +83,14 @@ def serving(app: ASGIApp) -> Iterator[int]:
             loop.close()
 
 
-def connect(port: int) -> socket.socket:
-    """Return a connection on which nothing was said yet."""
-    return socket.create_connection((HOST, port), timeout=SOCKET_LIMIT_S)
+def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
+    """Return a connection on which nothing was said yet. `receive_buffer`: bytes that it may hold unread."""
+    connection = socket.socket()
+    connection.settimeout(SOCKET_LIMIT_S)
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect((HOST, port))
+    return connection
 
 
 def exchange(port: int, *pieces: bytes) -> bytes:

@@ -1,14 +1,15 @@
 """Groups of flags that several commands share, each written once, as a dataclass.
 
 A command takes a group as one parameter; `with_flag_groups` shows typer the group's fields instead. A field is an
-`Annotated` type with a `flag` or a `typer.Argument`, and its default is the flag's default.
+`Annotated` type with a `flag` or a `typer.Argument`, and its default is the flag's default. Where a dataclass of
+another floor is a group, the text of a flag stands in its field's metadata.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -50,9 +51,19 @@ def _flatten(parameter: inspect.Parameter, hints: dict[str, Any]) -> Iterator[in
         return
     field_hints = get_type_hints(hint, include_extras=True)
     for field in fields(hint):
+        annotation = field_hints[field.name]
+        if "flag" in field.metadata:
+            annotation = _described(field, annotation, getattr(hint, "__name__", None))
         yield inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=field_hints[field.name]
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=annotation
         )
+
+
+def _described(field: Field[Any], kind: object, panel: str | None) -> object:
+    """Return the type of a flag that its field describes; a size may be given in text, which its dataclass reads."""
+    if field.name.endswith("_bytes"):
+        return Annotated[str, flag(field.metadata["flag"], panel=panel, metavar="SIZE")]
+    return Annotated[kind, flag(field.metadata["flag"], panel=panel)]
 
 
 def _default(field: Field[Any]) -> object:

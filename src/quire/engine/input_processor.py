@@ -50,9 +50,9 @@ _ANY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=Fa
 MAX_SALT_CHARS = 1024  # the cache holds each salt for as long as it holds anything under it
 
 
-def check_cache_salt(cache_salt: object) -> str | None:
+def check_cache_salt(cache_salt: object, max_chars: int = MAX_SALT_CHARS) -> str | None:
     """Return a salt, or None for none. InvalidRequestError for anything else."""
-    return None if cache_salt is None else check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
+    return None if cache_salt is None else check_text("cache_salt", cache_salt, max_chars)
 
 
 class InputProcessor:

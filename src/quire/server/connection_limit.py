@@ -3,25 +3,24 @@
 import contextlib
 import resource
 
-MAX_CONNECTIONS = 16384
 RESERVED_FILES = 64      # for all that is no connection
 
 
-def allow_connections() -> None:
-    """Ask the system for as many as it grants, if that is less than our bound now."""
-    if max_connections() == MAX_CONNECTIONS:
+def allow_connections(wanted: int) -> None:
+    """Ask the system for as many as are wanted, or as it grants, if there may be fewer now."""
+    if max_connections(wanted) == wanted:
         return
     _, most_granted = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + RESERVED_FILES
+    num_files = wanted + RESERVED_FILES
     if most_granted != resource.RLIM_INFINITY:
-        wanted = min(wanted, most_granted)
+        num_files = min(num_files, most_granted)
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most_granted))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, most_granted))
 
 
-def max_connections() -> int:
-    """Return how many connections may be open at once."""
+def max_connections(wanted: int) -> int:
+    """Return how many of the connections that are wanted may be open at once."""
     most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most_files == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    return max(1, min(MAX_CONNECTIONS, most_files - RESERVED_FILES))
+        return wanted
+    return max(1, min(wanted, most_files - RESERVED_FILES))

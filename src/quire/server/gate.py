@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.error_responses import error_response
 from quire.server.errors import ApiError, shutting_down
+from quire.server.limits import Limits
 from quire.server.service import Service
 
-BODY_LIMIT_S = 30.0
 _NO_KEY_NEEDED = frozenset({b"/health"})
 _FOR_BROWSERS = b"/debug/"   # what is below may also be asked for with a key that a browser's dialog took
 _KEY_NUMBER = "quire.key_number"  # of the scope
@@ -40,7 +40,7 @@ class Gate:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # uvicorn knows, and leaves the body out
         if scope["method"] == "POST":
-            receive = _BodyReader(scope, receive, self._service.options.max_body_bytes)
+            receive = _BodyReader(scope, receive, self._service.options)
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
@@ -69,9 +69,9 @@ class Gate:
 class _BodyReader:
     """Stands in for `receive`: the body comes whole, or as an ApiError to the route that reads it."""
 
-    def __init__(self, scope: Scope, receive: Receive, max_bytes: int) -> None:
+    def __init__(self, scope: Scope, receive: Receive, limits: Limits) -> None:
         self._headers = dict(scope["headers"])
-        self._receive, self._max_bytes = receive, max_bytes
+        self._receive, self._max_bytes, self._limit_s = receive, limits.max_body_bytes, limits.receive_timeout
         self._is_read = False
 
     async def __call__(self) -> Message:
@@ -80,10 +80,10 @@ class _BodyReader:
         self._is_read = True
         self._check_headers()
         try:
-            async with asyncio.timeout(BODY_LIMIT_S):
+            async with asyncio.timeout(self._limit_s):
                 return await self._read()
         except TimeoutError:
-            message = f"the body took more than {BODY_LIMIT_S:g} s"
+            message = f"the body took more than {self._limit_s:g} s (receive_timeout)"
             raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
 
     def _check_headers(self) -> None:

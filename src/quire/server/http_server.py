@@ -5,25 +5,26 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from quire.server.limits import DEFAULT_LIMITS, Limits
 from quire.server.listener import BACKLOG, listen
 from quire.server.protocol import Protocol
 
-KEEP_ALIVE_S = 75       # idle: longer than clients keep theirs, so that no request meets a closing connection
 CLOSE_LIMIT_S = 1       # for what was written to reach slow clients
 
 
 class HttpServer(uvicorn.Server):
     """Serves an application on a socket that is bound already."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits = DEFAULT_LIMITS) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Protocol,
+                http=partial(Protocol, limits),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -32,7 +33,7 @@ class HttpServer(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_keep_alive=limits.idle_timeout,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=CLOSE_LIMIT_S,
             )
         )

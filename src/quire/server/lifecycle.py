@@ -53,7 +53,7 @@ async def _run(child: EngineChild, engine: EngineOptions, options: ServerOptions
     service = await _connect_unless_stopped(child, engine, options, signals)
     if service is None:
         return signals.status
-    http = HttpServer(create_app(service))
+    http = HttpServer(create_app(service), options)
     try:
         await http.start(listener, options.host)
         announce(service.names[0], url_of(listener, options.host), service.client.ready)

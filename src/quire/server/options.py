@@ -4,6 +4,7 @@ import ipaddress
 from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
+from quire.server.limits import Limits
 
 _HIGHEST_PORT = 65535
 _LONGEST_SHUTDOWN_S = 86400.0
@@ -11,7 +12,7 @@ _SHORTEST_STALL_S, _LONGEST_STALL_S = 1.0, 86400.0  # the engine gives signs of 
 
 
 @dataclass(frozen=True, slots=True)
-class ServerOptions:
+class ServerOptions(Limits):
     """What a user may set; docs/reference.md tells what each means. `port` 0 takes any free port."""
 
     host: str = "127.0.0.1"
@@ -19,22 +20,17 @@ class ServerOptions:
     served_model_name: tuple[str, ...] = ()          # empty: the model's path or id
     api_key: tuple[str, ...] = ()
     allow_unauthenticated: bool = False
-    max_queued_requests: int = 1024
-    max_n: int = 64
-    max_body_bytes: int = 4 << 20
     stall_limit: float = 10.0                        # seconds
     shutdown_timeout: float = 30.0                   # seconds
     enable_debug: bool = False
 
     def __post_init__(self) -> None:
         """Check ranges, and that a server which others can reach has a key or was meant to have none."""
+        Limits.__post_init__(self)
         if not self.host:
             raise ConfigError("host must not be empty; 0.0.0.0 is every address of this machine")
         if not 0 <= self.port <= _HIGHEST_PORT:
             raise ConfigError(f"port must be from 0 to {_HIGHEST_PORT}, got {self.port}")
-        for name in ("max_queued_requests", "max_n", "max_body_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not _SHORTEST_STALL_S <= self.stall_limit <= _LONGEST_STALL_S:
             raise ConfigError(
                 f"stall_limit must be from {_SHORTEST_STALL_S:g} to {_LONGEST_STALL_S:g} seconds, "

@@ -27,7 +27,7 @@ async def pin_prefix(request: Request) -> Response:
     body = await read_body(request, PrefixBody)
     record: RequestRecord = request.scope.setdefault(RECORD, RequestRecord())
     record.model, record.num_prompts = service.check_model(body.model), 1
-    salt = check_cache_salt(body.cache_salt)
+    salt = check_cache_salt(body.cache_salt, service.options.max_salt_chars)
     if not isinstance(body.prompt, str | list):
         refuse("prompt", body.prompt, "text or a list of token ids")
     return json_response(encode(_described(await _pin(request, service, body.prompt, salt, record))))

@@ -3,9 +3,15 @@
 The parser hands over a header when it is complete, so what it holds back is counted too, to within one read. A
 connection that is refused here reads on for a moment: closing at once would take the answer from under a client that is
 still sending.
+
+A client that ends its own side of a connection is gone, since nothing else tells that one has left: asyncio closes the
+other side too, and a half-closed connection gets no answer.
 """
 
 import asyncio
+import fcntl
+import termios
+from array import array
 from typing import Any, NoReturn
 
 import httptools
@@ -14,13 +20,22 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from quire.server.connection_limit import max_connections
 from quire.server.errors import ApiError, too_many_connections
+from quire.server.limits import Limits
 
-MAX_URL_BYTES = 8 << 10
-MAX_HEADER_BYTES = 32 << 10      # names and values of all headers together
-MAX_HEADERS = 100
-MAX_PIPELINED = 16               # requests that wait on one connection for the answers before theirs
-ARRIVAL_LIMIT_S = 30.0           # from the first byte of a request to its last
 LINGER_S = 2.0                   # between a refusal and the end of its connection
+
+
+class _UnknownLength(int):
+    """The length of a body that the end of the connection ends: none is longer or shorter, as uvicorn compares."""
+
+    def __lt__(self, num_bytes: int) -> bool:
+        return False
+
+    def __sub__(self, num_bytes: int) -> "_UnknownLength":
+        return self
+
+    def __ne__(self, num_bytes: object) -> bool:
+        return False
 
 
 class RefusedError(Exception):
@@ -30,28 +45,42 @@ class RefusedError(Exception):
 class Protocol(HttpToolsProtocol):
     """One connection."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 (uvicorn's)
+    def __init__(self, limits: Limits, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 (uvicorn's)
         super().__init__(*args, **kwargs)
+        self._limits = limits
         self._is_in_head = self._is_in_body = False   # of a request that has begun and is not complete
         self._num_headers = self._num_header_bytes = 0
         self._num_held_bytes = 0                      # given to the parser, and not yet handed over by it
         self._refusal: ApiError | None = None
         self._arrival: asyncio.TimerHandle | None = None
+        self._departure: asyncio.TimerHandle | None = None  # of what a slow reader has still to take
 
     # --- the connection -------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request, if there is room for one more client."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(self._limits.max_buffered_bytes)
         self._expect_arrival()
-        limit = max_connections()
+        limit = max_connections(self._limits.max_connections)
         if len(self.connections) > limit:
             self._refuse(too_many_connections(limit))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
+        """Stop the clocks."""
         self._cancel_arrival()
-        super().connection_lost(exc)
+        super().connection_lost(exc)  # which also resumes writing, in vain
+
+    def pause_writing(self) -> None:
+        """Wait for a reader who has fallen behind."""
+        super().pause_writing()
+        self._expect_departure()
+
+    def resume_writing(self) -> None:
+        """Go on: he has caught up."""
+        if self._departure is not None:
+            self._departure.cancel()
+        super().resume_writing()
 
     def shutdown(self) -> None:
         """Close the connection; what has not been answered by now will not be."""
@@ -87,25 +116,29 @@ class Protocol(HttpToolsProtocol):
         """Take a piece of the URL."""
         super().on_url(url)
         self._num_held_bytes -= len(url)
-        if len(self.url) > MAX_URL_BYTES:
-            self._stop(_too_large(f"the URL is longer than {MAX_URL_BYTES} bytes"))
+        if len(self.url) > self._limits.max_url_bytes:
+            self._stop(_too_large(f"the URL is longer than {self._limits.max_url_bytes} bytes (max_url_bytes)"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header, or count a trailer and drop it."""
         self._num_held_bytes -= len(name) + len(value)
         self._num_header_bytes += len(name) + len(value)
         self._num_headers += 1
-        if self._num_headers > MAX_HEADERS:
-            self._stop(_too_large(f"the request has more than {MAX_HEADERS} headers"))
+        if self._num_headers > self._limits.max_headers:
+            self._stop(_too_large(f"the request has more than {self._limits.max_headers} headers (max_headers)"))
         self._check_header_bytes(self._num_header_bytes)
         if self._is_in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Begin to answer, or queue the request behind others of the connection."""
-        if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop(ApiError(400, f"more than {MAX_PIPELINED} requests wait on this connection"))
+        most = self._limits.max_pipelined_requests
+        if len(self.pipeline) >= most:
+            message = f"more than {most} requests wait on this connection (max_pipelined_requests)"
+            self._stop(ApiError(400, message))
         super().on_headers_complete()  # raises if the URL is none
+        if self.parser.get_http_version() == "1.0":  # which knows no chunks: uvicorn closes the connection at the end
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UnknownLength()
         self._is_in_head, self._is_in_body = False, True
 
     def on_body(self, body: bytes) -> None:
@@ -134,6 +167,13 @@ class Protocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
+    def _num_unread_bytes(self) -> int:
+        """Count what was written and has not reached the reader's machine; the kernel holds some of it."""
+        held = array("i", [0])
+        fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
+        return held[0] + self.transport.get_write_buffer_size()
+
+    @property
     def _may_answer(self) -> bool:
         """Whether an answer that is written now is taken for that to the request which is arriving."""
         if self._is_in_body:
@@ -141,8 +181,9 @@ class Protocol(HttpToolsProtocol):
         return not self._is_answering
 
     def _check_header_bytes(self, num_bytes: int) -> None:
-        if num_bytes > MAX_HEADER_BYTES:
-            self._stop(_too_large(f"the headers take more than {MAX_HEADER_BYTES} bytes"))
+        most = self._limits.max_header_bytes
+        if num_bytes > most:
+            self._stop(_too_large(f"the headers take more than {most} bytes (max_header_bytes)"))
 
     def _stop(self, error: ApiError) -> NoReturn:
         self._refusal = error
@@ -166,12 +207,23 @@ class Protocol(HttpToolsProtocol):
 
     def _expect_arrival(self) -> None:
         if self._arrival is None:
-            self._arrival = self.loop.call_later(ARRIVAL_LIMIT_S, self._note_late_arrival)
+            self._arrival = self.loop.call_later(self._limits.receive_timeout, self._note_late_arrival)
 
     def _cancel_arrival(self) -> None:
         if self._arrival is not None:
             self._arrival.cancel()
             self._arrival = None
+
+    def _expect_departure(self) -> None:
+        limit_s = self._limits.send_timeout
+        self._departure = self.loop.call_later(limit_s, self._note_late_departure, self._num_unread_bytes)
+
+    def _note_late_departure(self, num_bytes: int) -> None:
+        """Drop a reader who has taken little of the `num_bytes` that waited; what answers him ends like any other."""
+        if num_bytes - self._num_unread_bytes >= self._limits.max_buffered_bytes:
+            self._expect_departure()
+        else:
+            self.transport.abort()
 
     def _note_late_arrival(self) -> None:
         """End a connection whose request takes too long, but no answer on it: who reads the body minds that."""
@@ -179,7 +231,9 @@ class Protocol(HttpToolsProtocol):
         if self._is_answering:
             self._expect_arrival()
         elif self._is_in_head:
-            self._refuse(ApiError(408, f"the headers took more than {ARRIVAL_LIMIT_S:g} s", code="request_timeout"))
+            limit_s = self._limits.receive_timeout
+            message = f"the headers took more than {limit_s:g} s (receive_timeout)"
+            self._refuse(ApiError(408, message, code="request_timeout"))
         else:
             self.transport.close()
 

@@ -23,7 +23,7 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
     ConfigError, ModelError or EngineDeadError say why it cannot start; then nothing is left behind.
     """
     _open_standard_streams()
-    allow_connections()
+    allow_connections(options.max_connections)
     with bind(options.host, options.port) as listener:
         for number in STOP_SIGNALS:
             signal.signal(number, stop_at_once)

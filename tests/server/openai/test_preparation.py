@@ -2,18 +2,23 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from quire.core.errors import InvalidRequestError
 from quire.engine.input_processor import TokenizedPrompt
-from quire.server.openai import preparation
 from quire.server.openai.preparation import as_prompts
 from support.openai_server import OpenAIServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, server: OpenAIServer, **limits: int) -> None:
+    """Let a test have limits of its own."""
+    monkeypatch.setattr(server.service, "options", replace(server.service.options, **limits))  # type: ignore[arg-type]
 
 
 def test_forms_of_prompts() -> None:
@@ -54,8 +59,7 @@ def test_too_long_a_prompt_is_told_in_numbers(server: OpenAIServer) -> None:
 
 
 def test_prompt_that_is_too_long_alone_is_told_as_such(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "MAX_PROMPT_TOKENS", 1500)
-    monkeypatch.setattr(preparation, "MAX_PROMPT_LOGPROBS", 1500)
+    limit(monkeypatch, server, max_call_tokens=1500, max_prompt_candidates=1500)
     status, error = server.refusal(COMPLETIONS, prompt=[5] * 1600, prompt_logprobs=2)
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
     status, error = server.refusal(CHAT, messages=[{"role": "user", "content": "x " * 2000}], prompt_logprobs=2)
@@ -74,16 +78,16 @@ def test_prompts_of_a_call_are_bounded(server: OpenAIServer, monkeypatch: pytest
     status, error = server.refusal(COMPLETIONS, prompt=["x"] * 21)
     assert (status, error["param"]) == (400, "prompt")
     assert "20" in error["message"]
-    monkeypatch.setattr(preparation, "MAX_CHOICES", 10)
+    limit(monkeypatch, server, max_choices=10)
     status, error = server.refusal(COMPLETIONS, prompt=["x"] * 3, n=4)
     assert (status, error["param"]) == (400, "n")
-    monkeypatch.setattr(preparation, "MAX_PROMPT_TOKENS", 50)
+    limit(monkeypatch, server, max_call_tokens=50)
     status, error = server.refusal(COMPLETIONS, prompt=[[5] * 26] * 2)
     assert (status, error["param"]) == (400, "prompt")
 
 
 def test_logprobs_of_prompts_are_bounded(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "MAX_PROMPT_LOGPROBS", 119)
+    limit(monkeypatch, server, max_prompt_candidates=119)
     status, error = server.refusal(COMPLETIONS, prompt=[[5] * 10] * 2, prompt_logprobs=2, n=2)
     assert (status, error["param"]) == (400, "prompt_logprobs")
     assert "120" in error["message"]

@@ -8,7 +8,7 @@ from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 from quire.server.errors import ApiError, as_api_error
 from quire.server.openai.bodies import ChatBody, CompletionBody
-from quire.server.openai.sampling import MAX_ELEMENTS, MAX_TEXT_CHARS, sampling_params
+from quire.server.openai.sampling import sampling_params
 from support.openai_server import OpenAIServer
 
 BodyType = type[CompletionBody] | type[ChatBody]
@@ -75,12 +75,11 @@ def test_parameters_of_both_routes_mean_the_same(server: OpenAIServer, body_type
         ("frequency_penalty", [2.1]),
         ("repetition_penalty", [0]),
         ("seed", [2**64, -(2**63) - 1, 10**30]),
-        ("stop", [5, "", ["a", ""], ["a", 5], {}, ["x"] * 65, "x" * 1025]),
-        ("stop_token_ids", [5, [True], ["5"], [-1], [4096], [5] * 1025]),
-        ("allowed_token_ids", [[], [1.0], [4096], [5] * 4097]),
-        ("bad_words", ["x", [""], ["x"] * 65, ["x" * 1025]]),
+        ("stop", [5, "", ["a", ""], ["a", 5], {}, "x" * 1025]),
+        ("stop_token_ids", [5, [True], ["5"], [-1], [4096]]),
+        ("allowed_token_ids", [[], [1.0], [4096]]),
+        ("bad_words", ["x", [""], ["x" * 1025]]),
         ("logit_bias", [[], {"x": 1}, {"5": 101}, {"5": "1"}, {"4096": 1}, {"5": True}, {"-1": 1}]),
-        ("logit_bias", [{str(i): 1 for i in range(4097)}]),
         ("min_tokens", [-1]),
         ("max_tokens", [-1, 2**31]),
         ("prompt_logprobs", [-1, 21]),
@@ -94,13 +93,6 @@ def test_values_out_of_range_are_named(
         error = refusal(server, body_type, **{field: value})
         assert error.param == field
         assert len(error.message) < 250
-
-
-def test_bounds_are_what_is_told(server: OpenAIServer) -> None:
-    for field, limit in MAX_ELEMENTS.items():
-        value: Any = {str(i): 1 for i in range(limit + 1)} if field == "logit_bias" else [1] * (limit + 1)
-        assert str(limit) in refusal(server, ChatBody, **{field: value}).message
-    assert params_of(server, ChatBody, stop=["x" * MAX_TEXT_CHARS] * MAX_ELEMENTS["stop"]).stop is not None
 
 
 def test_min_tokens_above_max_tokens(server: OpenAIServer) -> None:

@@ -28,8 +28,6 @@ def _is_text_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-MAX_MESSAGES = 4096  # of a conversation; each is checked on the event loop, in about a microsecond
-
 Prompt = Annotated[Any, _as(str | list[str] | list[int] | list[list[int]])]
 Content = Annotated[Any, AfterValidator(_checked_content), _as(str | list[dict[str, str]] | None)]
 TokenIds = Annotated[Any, _as(list[int] | None)]
@@ -61,7 +59,7 @@ class ChatMessage(BaseModel):
     content: Content = None
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
 class TemplateOptions(BaseModel):

@@ -1,6 +1,6 @@
 """From the bytes of a body to its fields, by one function for all routes."""
 
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from pydantic import ValidationError
@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from quire.core.checks import refuse
 from quire.server.errors import invalid
+from quire.server.limits import DEFAULT_LIMITS, MAX_ELEMENTS, Limits
 from quire.server.openai.bodies import Body, StreamOptions
 from quire.server.openai.parameters import check_names
 
@@ -27,10 +28,10 @@ _WORDS = {
 
 async def read_body(request: Request, body_type: type[B]) -> B:
     """Return the body of a request. ApiError, or InvalidRequestError, names the first field that is wrong."""
-    return decode_body(await request.body(), body_type)
+    return decode_body(await request.body(), body_type, request.app.state.service.options)
 
 
-def decode_body(raw: bytes, body_type: type[B]) -> B:
+def decode_body(raw: bytes, body_type: type[B], limits: Limits = DEFAULT_LIMITS) -> B:
     """Return the fields of a body, or raise as `read_body`."""
     try:
         given = msgspec.json.decode(raw)
@@ -38,7 +39,13 @@ def decode_body(raw: bytes, body_type: type[B]) -> B:
         invalid(f"the body is not valid JSON: {error}", code="invalid_json")
     if not isinstance(given, dict):
         invalid(f"the body must be a JSON object, got {type(given).__name__}")
+    if raw.count(b"[") + raw.count(b"{") > limits.max_json_depth:   # else it cannot be deeper
+        _check_depth(given, limits.max_json_depth)
     check_names(given, body_type.model_fields)
+    for field in MAX_ELEMENTS.keys() & given.keys() & body_type.model_fields.keys():
+        limit = getattr(limits, MAX_ELEMENTS[field])
+        if isinstance(given[field], list | dict) and len(given[field]) > limit:
+            refuse(field, given[field], f"at most {limit} of them ({MAX_ELEMENTS[field]})")
     stream_options = given.get("stream_options")
     if "stream_options" in body_type.model_fields and isinstance(stream_options, dict):
         check_names(stream_options, StreamOptions.model_fields, "stream_options.")
@@ -46,6 +53,17 @@ def decode_body(raw: bytes, body_type: type[B]) -> B:
         return body_type.model_validate(given)
     except ValidationError as error:
         _refuse_first(error)
+
+
+def _check_depth(body: object, limit: int) -> None:
+    """Raise ApiError 400 for more lists and objects inside of each other than `limit`, the body itself counted."""
+    level: list[Any] = [body]
+    for _ in range(limit):
+        inner = (value for outer in level for value in (outer.values() if isinstance(outer, dict) else outer))
+        level = [value for value in inner if isinstance(value, list | dict)]
+        if not level:
+            return
+    invalid(f"the body is nested deeper than {limit} levels (max_json_depth)", code="invalid_json")
 
 
 def _refuse_first(error: ValidationError) -> NoReturn:

@@ -10,13 +10,10 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.client import PreparedRequest
 from quire.engine.input_processor import TokenizedPrompt
 from quire.server.errors import invalid
+from quire.server.limits import Limits
 from quire.server.openai.bodies import ChatBody, ChatMessage, TemplateOptions
 from quire.server.service import Service
 from quire.text.chat_template import Message
-
-MAX_CHOICES = 2048              # of one call: prompts times n
-MAX_PROMPT_TOKENS = 1 << 20     # of one call
-MAX_PROMPT_LOGPROBS = 1 << 18   # candidates at all positions of all choices; a microsecond and 150 bytes each
 
 Prompt = str | list[int]
 _TEMPLATE_ARGUMENTS = frozenset(("messages", "add_generation_prompt", "continue_final_message"))
@@ -33,10 +30,12 @@ def as_prompts(prompt: Any) -> list[Prompt]:  # noqa: ANN401 (JSON)
     return [prompt] if is_token_ids else prompt
 
 
-def check_num_choices(num_prompts: int, n: int) -> None:
+def check_num_choices(num_prompts: int, n: int, limits: Limits) -> None:
     """Raise ApiError 400 for more choices than one call may have."""
-    if num_prompts * n > MAX_CHOICES:
-        invalid(f"{num_prompts} prompts with n {n}: a call may have at most {MAX_CHOICES} choices", param="n")
+    most = limits.max_choices
+    if num_prompts * n > most:
+        message = f"{num_prompts} prompts with n {n}: a call may have at most {most} choices (max_choices)"
+        invalid(message, param="prompt" if num_prompts > most else "n")
 
 
 class Asked(NamedTuple):
@@ -96,22 +95,24 @@ async def _in_thread(
             tokenized.append(tokenize(prompt).salted(asked.cache_salt, asked.key_number))
             limits.check_admissible(len(tokenized[-1].token_ids), params.max_tokens or 1, params.n)
             num_tokens += len(tokenized[-1].token_ids)
-            _check_total(num_tokens, params)
+            _check_total(num_tokens, params, service.options)
         return [service.client.prepare(prompt, params, asked.beam) for prompt in tokenized]
 
     threads = service.threads_for(sum(map(len, prompts)))
     return await asyncio.get_running_loop().run_in_executor(threads, prepare)
 
 
-def _check_total(num_tokens: int, params: SamplingParams) -> None:
-    if num_tokens > MAX_PROMPT_TOKENS:
-        invalid(f"the prompts of one call may have at most {MAX_PROMPT_TOKENS} tokens together", param="prompt")
+def _check_total(num_tokens: int, params: SamplingParams, limits: Limits) -> None:
+    if num_tokens > limits.max_call_tokens:
+        most = limits.max_call_tokens
+        invalid(f"the prompts of one call may have at most {most} tokens together (max_call_tokens)", param="prompt")
     if params.prompt_logprobs is None:
         return
     num_logprobs = num_tokens * (params.prompt_logprobs + 1) * params.n
-    if num_logprobs > MAX_PROMPT_LOGPROBS:
+    if num_logprobs > limits.max_prompt_candidates:
         invalid(
             f"{num_tokens} prompt tokens with prompt_logprobs {params.prompt_logprobs} and n {params.n} come to "
-            f"{num_logprobs} logprobs: one call may have at most {MAX_PROMPT_LOGPROBS}",
+            f"{num_logprobs} logprobs: one call may have at most {limits.max_prompt_candidates} "
+            f"(max_prompt_candidates)",
             param="prompt_logprobs",
         )

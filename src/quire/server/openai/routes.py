@@ -38,10 +38,10 @@ async def create_completion(request: Request) -> Response:
     body = await read_body(request, CompletionBody)
     call_id, model = f"cmpl-{uuid.uuid4().hex}", service.check_model(body.model)
     record = _begun_record(request, call_id, model, body)
-    params, salt = sampling_params(body, service), check_cache_salt(body.cache_salt)
+    params, salt = sampling_params(body, service), check_cache_salt(body.cache_salt, service.options.max_salt_chars)
     beam = beam_search_params(body, params, service)
     prompts = as_prompts(body.prompt)
-    check_num_choices(len(prompts), params.n)
+    check_num_choices(len(prompts), params.n, service.options)
     if body.echo and service.client.tokenizer is None:
         invalid("the model has no tokenizer: there is no text to echo", param="echo")
     record.num_prompts = len(prompts)
@@ -62,9 +62,9 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_body(request, ChatBody)
     call_id, model = f"chatcmpl-{uuid.uuid4().hex}", service.check_model(body.model)
     record = _begun_record(request, call_id, model, body)
-    params, salt = sampling_params(body, service), check_cache_salt(body.cache_salt)
+    params, salt = sampling_params(body, service), check_cache_salt(body.cache_salt, service.options.max_salt_chars)
     beam = beam_search_params(body, params, service)
-    check_num_choices(1, params.n)
+    check_num_choices(1, params.n, service.options)
     record.num_prompts = 1
     with service.let_in(1, param="messages"):
         with field_names(body):

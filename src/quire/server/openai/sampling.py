@@ -15,8 +15,6 @@ from quire.server.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from quire.server.service import Service
 
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_TEXT_CHARS = 1024           # of one stop string or bad word
-MAX_ELEMENTS = {"stop": 64, "bad_words": 64, "stop_token_ids": 1024, "allowed_token_ids": 4096, "logit_bias": 4096}
 
 _SAME_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -31,14 +29,11 @@ def sampling_params(body: CompletionBody | ChatBody, service: Service) -> Sampli
     InvalidRequestError or ApiError 400 names the field that is wrong.
     """
     given = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
-    for field, limit in MAX_ELEMENTS.items():
-        if isinstance(given.get(field), list | dict) and len(given[field]) > limit:
-            refuse(field, given[field], f"at most {limit} of them")
     check_int("n", given.get("n", 1), 1, service.options.max_n)
     if body.stream_options is not None and not body.stream:
         invalid("stream_options is only allowed when stream is true", param="stream_options")
     params = _completion_params(body, given) if isinstance(body, CompletionBody) else _chat_params(body, given)
-    _check_lengths(params)
+    _check_lengths(params, service.options.max_stop_chars)
     with field_names(body):
         service.client.inputs.check_params(params)
     return params
@@ -103,8 +98,8 @@ def _chat_params(body: ChatBody, given: dict[str, object]) -> SamplingParams:
     )
 
 
-def _check_lengths(params: SamplingParams) -> None:
+def _check_lengths(params: SamplingParams, max_chars: int) -> None:
     for field in ("stop", "bad_words"):
         for text in getattr(params, field) or ():
-            if len(text) > MAX_TEXT_CHARS:
-                refuse(field, text, f"texts of at most {MAX_TEXT_CHARS} characters")
+            if len(text) > max_chars:
+                refuse(field, text, f"texts of at most {max_chars} characters (max_stop_chars)")
