@@ -12,6 +12,7 @@ from quire.kernels.linear import Linear
 from quire.kernels.paged_attention import AttentionPlan
 from quire.kernels.rotary import rotary_table
 from quire.model.batch import ForwardBatch
+from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
 from quire.model.layers import Attention, FeedForward, Layer, PostNormLayer, PreNormLayer, Step, make_norm
 from quire.model.spec import DecoderSpec
@@ -126,8 +127,7 @@ def _rotary_table(spec: DecoderSpec, max_positions: int, device: torch.device) -
     """Cosines and sines of all positions, shared by the layers; None for learned positions."""
     if spec.rotary is None:
         return None
-    inv_freq = torch.tensor(spec.rotary.inv_freq, dtype=torch.float32, device=device)
-    return rotary_table(inv_freq, max_positions, spec.rotary.scale)
+    return rotary_table(inverse_frequencies(spec.rotary).to(device), max_positions, spec.rotary.scale)
 
 
 def _make_layer(spec: DecoderSpec, weights: WeightReader, index: int, cos_sin: Tensor | None) -> Layer:

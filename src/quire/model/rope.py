@@ -1,14 +1,11 @@
-"""Rotary frequencies from a config, in the spelling of transformers 5 (`rope_parameters`) and in the older one.
+"""Rotary frequencies as a config asks for them, in the spelling of transformers 5 (`rope_parameters`) or the older one.
 
-Whatever a scaling is called, it ends as one frequency per pair of dimensions and one factor: see `Rotary`. All is
-computed in float32 by the same operations as in transformers, because at position 100,000 a last bit is visible.
+All is read and checked here, without torch; `frequencies.py` computes.
 """
 
 import math
 from collections.abc import Callable
-
-import torch
-from torch import Tensor
+from dataclasses import replace
 
 from quire.model.config_reader import ConfigReader
 from quire.model.spec import Rotary
@@ -20,9 +17,8 @@ def rotary_from_config(config: ConfigReader, head_dim: int, max_position_embeddi
     """Return the frequencies that `config` asks for. Raises ModelError for a scaling that is not known."""
     rope = _rope_section(config, max_position_embeddings)
     rope.reject("partial_rotary_factor", 1, why="all dimensions of a head are turned")
-    scaling = rope.choice("rope_type", SCALINGS, default="default")
-    inv_freq, scale = scaling(rope, head_dim)
-    return Rotary(tuple(inv_freq.tolist()), scale)
+    read = rope.choice("rope_type", SCALINGS, default="default")
+    return read(rope, Rotary(head_dim, rope.number("rope_theta", DEFAULT_THETA)))
 
 
 def _rope_section(config: ConfigReader, max_position_embeddings: int) -> ConfigReader:
@@ -41,59 +37,43 @@ def _rope_section(config: ConfigReader, max_position_embeddings: int) -> ConfigR
     return config.nested("rope parameters", merged)
 
 
-def _default(rope: ConfigReader, head_dim: int) -> tuple[Tensor, float]:
+def _default(rope: ConfigReader, rotary: Rotary) -> Rotary:
     """One frequency per pair, falling from 1 to about 1 / theta radians per position. Su et al. 2021, section 3.4."""
-    return 1.0 / _positions_per_radian(rope, head_dim), 1.0
+    return rotary
 
 
-def _positions_per_radian(rope: ConfigReader, head_dim: int) -> Tensor:
-    """Positions per radian of each pair, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    return torch.pow(rope.number("rope_theta", DEFAULT_THETA), exponents)
-
-
-def _linear(rope: ConfigReader, head_dim: int) -> tuple[Tensor, float]:
+def _linear(rope: ConfigReader, rotary: Rotary) -> Rotary:
     """All positions pressed together by `factor`. Chen et al. 2023 (position interpolation)."""
-    return _default(rope, head_dim)[0] / rope.number("factor"), 1.0
+    return replace(rotary, factor=rope.number("factor"))
 
 
-def _dynamic(rope: ConfigReader, head_dim: int) -> tuple[Tensor, float]:
+def _dynamic(rope: ConfigReader, rotary: Rotary) -> Rotary:
     """The plain frequencies: the scaling begins past `max_position_embeddings`, where no sequence of ours goes.
 
     Past it the frequencies would follow the longest sequence of the batch, and keys in the cache would be wrong.
     """
     rope.number("factor")
-    return _default(rope, head_dim)
+    return rotary
 
 
-def _llama3(rope: ConfigReader, head_dim: int) -> tuple[Tensor, float]:
+def _llama3(rope: ConfigReader, rotary: Rotary) -> Rotary:
     """Long waves slowed down by `factor`, short ones kept, a ramp between. Llama 3.1 (Grattafiori et al. 2024)."""
     factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if low == high:
         raise rope.error(f"low_freq_factor and high_freq_factor must differ, got {low} twice")
-    inv_freq, _ = _default(rope, head_dim)
-    wavelength = 2 * math.pi / inv_freq
-    smooth = (original / wavelength - low) / (high - low)
-    ramp = (1 - smooth) * inv_freq / factor + smooth * inv_freq
-    scaled = torch.where(wavelength > original / low, inv_freq / factor, ramp)
-    return torch.where(wavelength < original / high, inv_freq, scaled), 1.0
+    return replace(rotary, factor=factor, turns=(original, low, high))
 
 
-def _yarn(rope: ConfigReader, head_dim: int) -> tuple[Tensor, float]:
+def _yarn(rope: ConfigReader, rotary: Rotary) -> Rotary:
     """Pairs that turn often in the original length kept, the others interpolated, a ramp between. Peng et al. 2023."""
-    factor = rope.number("factor")
+    factor, head_dim = rope.number("factor"), rotary.head_dim
     first = _pair_turning(rope, head_dim, rope.number("beta_fast", 32))
     last = _pair_turning(rope, head_dim, rope.number("beta_slow", 1))
     if rope.flag("truncate", True):
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
-    width = last - first or 0.001  # a ramp of one point: anything small, as in the original
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
-    per_radian = _positions_per_radian(rope, head_dim)
-    kept = 1 - ramp
-    inv_freq = 1.0 / (factor * per_radian) * (1 - kept) + 1.0 / per_radian * kept
-    return inv_freq, _yarn_scale(rope, factor)
+    ramp = max(first, 0), min(last, head_dim - 1)
+    return replace(rotary, factor=factor, ramp=ramp, scale=_yarn_scale(rope, factor))
 
 
 def _pair_turning(rope: ConfigReader, head_dim: int, turns: float) -> float:
@@ -117,7 +97,7 @@ def _yarn_scale(rope: ConfigReader, factor: float) -> float:
     return sharpness(1.0)
 
 
-SCALINGS: dict[str, Callable[[ConfigReader, int], tuple[Tensor, float]]] = {
+SCALINGS: dict[str, Callable[[ConfigReader, Rotary], Rotary]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,

@@ -4,7 +4,6 @@ A family is two things: a function from config.json to a `DecoderSpec`, and a `W
 are called. Both are checked here, once, so that nothing above has to doubt a size.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -49,9 +48,13 @@ class WeightMap:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary position embedding, resolved: whatever the scaling, a frequency per pair of dimensions and one factor."""
+    """Rotary position embedding: what the frequencies of pairs of dimensions are computed from. See `rope.py`."""
 
-    inv_freq: tuple[float, ...]             # radians per position; [head_dim / 2]
+    head_dim: int
+    theta: float
+    factor: float = 1.0                     # positions are pressed together by it: all, or those that the next two say
+    turns: tuple[float, float, float] | None = None  # Llama 3.1: original length, turns in it of the slow and the kept
+    ramp: tuple[float, float] | None = None  # YaRN: the last pair that is kept, the first that is interpolated
     scale: float = 1.0                      # multiplies cosines and sines (YaRN's attention factor)
 
 
@@ -91,10 +94,8 @@ class DecoderSpec:
         object.__setattr__(self, "attention_scales", scales)
         if self.num_heads % self.num_kv_heads:
             raise SpecError(f"{self.num_heads} attention heads do not divide among {self.num_kv_heads} key-value heads")
-        if self.rotary is not None and 2 * len(self.rotary.inv_freq) != self.head_dim:
+        if self.rotary is not None and self.head_dim % 2:
             raise SpecError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
-        if self.rotary is not None and not all(map(math.isfinite, (*self.rotary.inv_freq, self.rotary.scale))):
-            raise SpecError("rotary frequencies are not finite")
         for name in ("windows", "attention_scales"):
             if len(getattr(self, name)) != self.num_layers:
                 raise SpecError(f"{name}: {len(getattr(self, name))} entries for {self.num_layers} layers")
