@@ -9,7 +9,8 @@ import torch
 from quire.core.errors import ConfigError
 from quire.execution.swap_storage import UnlinkedFile, allocate_swap_space
 from quire.kernels.back_end import REFERENCE, BackEnd, choose_back_end
-from quire.model.kv_cache import ALIGNMENT, KVCache, kv_bytes_per_token
+from quire.model.footprint import kv_bytes_per_token
+from quire.model.kv_cache import ALIGNMENT, KVCache
 from quire.model.loader import load_model
 from quire.model.spec import DecoderSpec
 
@@ -48,13 +49,13 @@ def test_space_is_laid_out_as_the_cache_is(
         assert not ours.any()
         ours.fill_(1)
     starts = sorted(x.data_ptr() for x in [*space.keys, *space.values])
-    assert starts[-1] - starts[0] < 5 * 16 * kv_bytes_per_token(spec, cache.keys[0].dtype) + 64 * ALIGNMENT
+    assert starts[-1] - starts[0] < 5 * 16 * kv_bytes_per_token(spec, cache.keys[0].dtype.itemsize) + 64 * ALIGNMENT
 
 
 def test_file_has_no_name_and_goes_with_its_last_tensor(spec: DecoderSpec, tmp_path: Path) -> None:
     space = allocate_swap_space(spec, 64, 16, torch.float32, REFERENCE, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
-    assert mapped_bytes(tmp_path) >= 64 * 16 * kv_bytes_per_token(spec, torch.float32)
+    assert mapped_bytes(tmp_path) >= 64 * 16 * kv_bytes_per_token(spec, 4)
     last = space.values[-1]
     del space
     last.fill_(3)

@@ -6,7 +6,8 @@ import torch
 from quire.core.errors import ModelError
 from quire.kernels.back_end import TORCH
 from quire.model.config import spec_from_config
-from quire.model.kv_cache import KVCache, kv_bytes_per_token
+from quire.model.footprint import kv_bytes_per_token
+from quire.model.kv_cache import KVCache
 from quire.model.spec import DecoderSpec
 
 LLAMA = {
@@ -85,7 +86,7 @@ def test_cache_bytes_of_a_token(layers: int, kv_heads: int, head_dim: int, kib: 
     big = spec(
         num_hidden_layers=layers, num_attention_heads=kv_heads * 1, num_key_value_heads=kv_heads, head_dim=head_dim
     )
-    assert kv_bytes_per_token(big, torch.float16) == kib * 1024
+    assert kv_bytes_per_token(big, 2) == kib * 1024
 
 
 def test_cache_holds_what_is_counted_and_begins_as_zeros() -> None:
@@ -93,6 +94,6 @@ def test_cache_holds_what_is_counted_and_begins_as_zeros() -> None:
     cache = KVCache.allocate(small, num_blocks=3, block_size=8, dtype=torch.bfloat16, back_end=TORCH)
     tensors = [*cache.keys, *cache.values]
     assert {tuple(tensor.shape) for tensor in tensors} == {(3, 8, 2, 8)}
-    assert sum(tensor.nbytes for tensor in tensors) == 3 * 8 * kv_bytes_per_token(small, torch.bfloat16)
+    assert sum(tensor.nbytes for tensor in tensors) == 3 * 8 * kv_bytes_per_token(small, 2)
     assert not any(tensor.any() for tensor in tensors)
     assert cache.block_size == 8

@@ -7,7 +7,8 @@ import torch
 
 from quire.kernels.back_end import TORCH
 from quire.model.config import spec_from_config
-from quire.model.kv_cache import ALIGNMENT, KVCache, kv_bytes_per_token
+from quire.model.footprint import kv_bytes_per_token
+from quire.model.kv_cache import ALIGNMENT, KVCache
 
 SPEC = spec_from_config(
     {
@@ -28,7 +29,7 @@ def test_cache_is_one_zeroed_aligned_tensor_per_layer_for_keys_and_for_values(dt
         assert tensor.is_contiguous()
         assert tensor.data_ptr() % ALIGNMENT == 0
         assert not tensor.any()
-    assert sum(t.nbytes for t in (*cache.keys, *cache.values)) == 5 * 16 * kv_bytes_per_token(SPEC, dtype)
+    assert sum(t.nbytes for t in (*cache.keys, *cache.values)) == 5 * 16 * kv_bytes_per_token(SPEC, dtype.itemsize)
 
 
 def test_empty_cache_takes_no_memory() -> None:

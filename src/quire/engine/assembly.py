@@ -19,8 +19,9 @@ from quire.kernels.back_end import choose_back_end
 from quire.model.config import read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.decoder import Decoder
+from quire.model.footprint import kv_bytes_per_token
 from quire.model.generation_config import eos_token_ids
-from quire.model.kv_cache import KVCache, kv_bytes_per_token
+from quire.model.kv_cache import KVCache
 from quire.model.loader import load_model
 from quire.model.resolve import resolve_model
 from quire.scheduling.scheduler import Scheduler
@@ -53,7 +54,7 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
         folder, dtype=options.dtype, device="cpu", back_end=back_end, max_positions=options.max_model_len
     )
     spec = model.spec
-    token_bytes = kv_bytes_per_token(spec, back_end.cache_layout.dtype(model.dtype))
+    token_bytes = kv_bytes_per_token(spec, back_end.cache_layout.dtype(model.dtype).itemsize)
     limits = ModelLimits(spec.max_position_embeddings, token_bytes, spec.sliding_window)
     cache_config, scheduler_config = size_engine(options, limits, free_memory_bytes())
     batch = PersistentBatch(

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import BackEnd
-from quire.model.kv_cache import ALIGNMENT, KVCache, kv_bytes_per_token
+from quire.model.footprint import kv_bytes_per_token
+from quire.model.kv_cache import ALIGNMENT, KVCache
 from quire.model.spec import DecoderSpec
 
 
@@ -27,7 +28,7 @@ def allocate_swap_space(
     The one place that chooses. `directory`: for the file; None is the system's directory for temporary files. Raises
     ConfigError where it cannot be written to or has too little room.
     """
-    block_bytes = block_size * kv_bytes_per_token(spec, back_end.cache_layout.dtype(dtype))
+    block_bytes = block_size * kv_bytes_per_token(spec, back_end.cache_layout.dtype(dtype).itemsize)
     num_bytes = num_blocks * block_bytes + 2 * spec.num_layers * ALIGNMENT
     space = UnlinkedFile(Path(directory or tempfile.gettempdir()), num_bytes)
     return KVCache.allocate(spec, num_blocks, block_size, dtype, back_end, space.take)

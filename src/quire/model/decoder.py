@@ -5,16 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.core.errors import ModelError
 from quire.kernels.back_end import BackEnd
 from quire.kernels.decoder_layers import RunLayers
-from quire.kernels.linear import Linear
 from quire.kernels.paged_attention import AttentionPlan
 from quire.kernels.rotary import rotary_table
 from quire.model.batch import ForwardBatch
 from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
 from quire.model.layers import Attention, FeedForward, Layer, PostNormLayer, PreNormLayer, Step, make_norm
+from quire.model.shapes import DecoderShapes, LayerShapes
 from quire.model.spec import DecoderSpec
 from quire.model.weights import WeightReader
 
@@ -24,14 +23,14 @@ class Decoder:
 
     def __init__(self, spec: DecoderSpec, weights: WeightReader, max_positions: int) -> None:
         self.spec, self.dtype, self.device, self.back_end = spec, weights.dtype, weights.device, weights.back_end
-        self._embedding = Embedding(spec, weights)
+        shapes = DecoderShapes.of(spec)
+        self._embedding = Embedding(shapes, spec.position_offset, weights)
         cos_sin = _rotary_table(spec, max_positions, weights.device)
         self._layers = [_make_layer(spec, weights.layer(i), i, cos_sin) for i in range(spec.num_layers)]
         self.progress = torch.zeros(1, dtype=torch.int64)  # layers and heads run since start; any thread may look
         self._run_layers = _fused(self._layers, weights.back_end, self.progress) or self._layer_by_layer
-        final_norm = weights.names.final_norm if spec.has_final_norm else None
-        self._final_norm = None if final_norm is None else make_norm(spec, weights, final_norm, spec.hidden_size)
-        self._head = Head(spec, weights, self._embedding.tokens)
+        self._final_norm = None if shapes.final_norm is None else make_norm(spec, weights, shapes.final_norm)
+        self._head = Head(shapes, weights, self._embedding.tokens, is_tied=spec.is_head_tied)
         self.num_parameters, self.weight_bytes = weights.tally.num_parameters, weights.tally.weight_bytes
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
@@ -76,15 +75,11 @@ class Decoder:
 class Embedding:
     """Token ids to hidden states: a row each, projected if it has another width, plus a learned position's row."""
 
-    def __init__(self, spec: DecoderSpec, weights: WeightReader) -> None:
-        names, width = weights.names, spec.embedding_size
-        self.tokens = weights.table(names.embedding, spec.vocab_size, width)
-        self._project = _projection(weights, names.project_in, spec.hidden_size, width)
-        self._positions: Tensor | None = None
+    def __init__(self, shapes: DecoderShapes, position_offset: int, weights: WeightReader) -> None:
+        self.tokens = weights.table(shapes.embedding)
+        self._project = None if shapes.project_in is None else weights.linear(shapes.project_in)
+        self._positions = None if shapes.positions is None else weights.table(shapes.positions)[position_offset:]
         self._embed = weights.back_end.embed
-        if names.positions is not None:
-            num_rows = spec.max_position_embeddings + spec.position_offset
-            self._positions = weights.table(names.positions, num_rows, spec.hidden_size)[spec.position_offset :]
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Return [num_tokens, hidden_size] for token_ids and positions [num_tokens] int64."""
@@ -97,22 +92,13 @@ class Embedding:
 class Head:
     """Hidden states to logits, projected first if embeddings have another width. The logits are float32."""
 
-    def __init__(self, spec: DecoderSpec, weights: WeightReader, embedding: Tensor) -> None:
-        self._project = _projection(weights, weights.names.project_out, spec.embedding_size, spec.hidden_size)
-        self._logits = weights.head(embedding, is_tied=spec.is_head_tied)
+    def __init__(self, shapes: DecoderShapes, weights: WeightReader, embedding: Tensor, *, is_tied: bool) -> None:
+        self._project = None if shapes.project_out is None else weights.linear(shapes.project_out)
+        self._logits = weights.head(shapes.head, embedding, is_tied=is_tied)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return [num_rows, vocab_size] float32 for hidden [num_rows, hidden_size]."""
         return self._logits(hidden if self._project is None else self._project(hidden))
-
-
-def _projection(weights: WeightReader, module: str | None, out_size: int, in_size: int) -> Linear | None:
-    """Return the layer between two widths; None where they are the same."""
-    if out_size == in_size:
-        return None
-    if module is None:
-        raise ModelError(f"embeddings of width {in_size} or {out_size} need a projection, which the family has not")
-    return weights.linear([module], [out_size], in_size, has_bias=False)
 
 
 def _fused(layers: list[Layer], back_end: BackEnd, progress: Tensor) -> RunLayers | None:
@@ -132,11 +118,11 @@ def _rotary_table(spec: DecoderSpec, max_positions: int, device: torch.device) -
 
 def _make_layer(spec: DecoderSpec, weights: WeightReader, index: int, cos_sin: Tensor | None) -> Layer:
     """Compose one layer of the parts that the spec names."""
-    names = weights.names
+    shapes = LayerShapes.of(spec)
     make = PreNormLayer if spec.norm_position == "pre" else PostNormLayer
     return make(
-        make_norm(spec, weights, names.attention_norm, spec.hidden_size),
+        make_norm(spec, weights, shapes.attention_norm),
         Attention(spec, weights, index, cos_sin),
-        make_norm(spec, weights, names.feed_forward_norm, spec.hidden_size),
+        make_norm(spec, weights, shapes.feed_forward_norm),
         FeedForward(spec, weights),
     )

@@ -55,8 +55,3 @@ def _zeros(num_bytes: int) -> Tensor:
     memory = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
     skipped = -memory.ctypes.data % ALIGNMENT
     return torch.from_numpy(memory[skipped : skipped + num_bytes])
-
-
-def kv_bytes_per_token(spec: DecoderSpec, dtype: torch.dtype) -> int:
-    """Return the bytes that one token's keys and values take in a cache of `dtype`, over all layers."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize

@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.kernels.decoder_layers import LayerParts
 from quire.kernels.norm import Norm
 from quire.kernels.paged_attention import AttentionPlan
+from quire.model.shapes import LayerShapes, NormShape
 from quire.model.spec import DecoderSpec
 from quire.model.weights import WeightReader
 
@@ -25,27 +26,23 @@ class Step(NamedTuple):
     attention: AttentionPlan
 
 
-def make_norm(spec: DecoderSpec, weights: WeightReader, module: str, width: int) -> Norm:
+def make_norm(spec: DecoderSpec, weights: WeightReader, shape: NormShape) -> Norm:
     """Return the family's norm over the last dimension, which first adds the residual stream if there is one."""
-    if spec.norm == "layer":
-        return weights.back_end.layer_norm(*weights.norm(module, width, has_bias=True), spec.norm_eps)
-    return weights.back_end.rms_norm(*weights.norm(module, width, has_bias=False), spec.norm_eps)
+    make = weights.back_end.layer_norm if spec.norm == "layer" else weights.back_end.rms_norm
+    return make(*weights.norm(shape), spec.norm_eps)
 
 
 class Attention:
     """Causal self-attention over the paged cache: project, place, write, attend, project."""
 
     def __init__(self, spec: DecoderSpec, weights: WeightReader, layer: int, cos_sin: Tensor | None) -> None:
-        names, width = weights.names, spec.num_heads * spec.head_dim
+        shapes = LayerShapes.of(spec)
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.head_dim = spec.head_dim
-        rows = [count * spec.head_dim for count in self.heads]
-        self.qkv = weights.linear(names.qkv, rows, spec.hidden_size, has_bias=spec.has_qkv_bias)
-        self.out = weights.linear(
-            [names.attention_out], [spec.hidden_size], width, has_bias=spec.has_attention_out_bias
-        )
-        self.query_norm = _head_norm(spec, weights, names.query_norm)
-        self.key_norm = _head_norm(spec, weights, names.key_norm)
+        self.qkv = weights.linear(shapes.qkv)
+        self.out = weights.linear(shapes.attention_out)
+        self.query_norm = None if shapes.query_norm is None else make_norm(spec, weights, shapes.query_norm)
+        self.key_norm = None if shapes.key_norm is None else make_norm(spec, weights, shapes.key_norm)
         self.cos_sin = cos_sin
         self.scale, self.window = spec.attention_scales[layer], spec.windows[layer]
         self._ops = weights.back_end
@@ -74,24 +71,12 @@ class Attention:
         )
 
 
-def _head_norm(spec: DecoderSpec, weights: WeightReader, module: str | None) -> Norm | None:
-    if module is None or not spec.has_query_key_norm:
-        return None
-    return make_norm(spec, weights, module, spec.head_dim)
-
-
 class FeedForward:
     """Project up, activate, project down. Gated: gate and up are one projection, and the activation multiplies them."""
 
     def __init__(self, spec: DecoderSpec, weights: WeightReader) -> None:
-        names, has_bias = weights.names, spec.has_feed_forward_bias
-        rows = [spec.intermediate_size] * (2 if spec.is_gated else 1)
-        self.up = weights.linear(
-            names.feed_forward_in, rows, spec.hidden_size, has_bias=has_bias, activation=spec.activation
-        )
-        self.down = weights.linear(
-            [names.feed_forward_out], [spec.hidden_size], spec.intermediate_size, has_bias=has_bias
-        )
+        shapes = LayerShapes.of(spec)
+        self.up, self.down = weights.linear(shapes.up), weights.linear(shapes.down)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return what the feed-forward adds to x [num_tokens, hidden_size]."""

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,8 +9,9 @@ from torch import Tensor
 
 from quire.core.errors import ModelError
 from quire.kernels.back_end import BackEnd
-from quire.kernels.linear import Activation, Linear
+from quire.kernels.linear import Linear
 from quire.model.checkpoint import Checkpoint
+from quire.model.shapes import LinearShape, NormShape, TableShape
 from quire.model.spec import WeightMap
 
 log = logging.getLogger(__name__)
@@ -48,49 +48,38 @@ class WeightReader:
         scoped._prefix = self._prefix + self.names.layer.format(layer=index)
         return scoped
 
-    def table(self, module: str, num_rows: int, width: int) -> Tensor:
+    def table(self, shape: TableShape) -> Tensor:
         """Return an embedding table [num_rows, width]."""
-        return self._read_kept([f"{self._prefix}{module}.weight"], [(num_rows, width)])
+        return self._read_kept([f"{self._prefix}{shape.module}.weight"], [(shape.num_rows, shape.width)])
 
-    def norm(self, module: str, width: int, *, has_bias: bool) -> tuple[Tensor, ...]:
+    def norm(self, shape: NormShape) -> tuple[Tensor, ...]:
         """Return a norm's weight and, if it has one, its bias, each [width]."""
-        kinds = ("weight", "bias") if has_bias else ("weight",)
-        return tuple(self._read_kept([f"{self._prefix}{module}.{kind}"], [(width,)]) for kind in kinds)
+        kinds = ("weight", "bias") if shape.has_bias else ("weight",)
+        return tuple(self._read_kept([f"{self._prefix}{shape.module}.{kind}"], [(shape.width,)]) for kind in kinds)
 
-    def linear(
-        self,
-        modules: Sequence[str],
-        num_rows: Sequence[int],
-        width: int,
-        *,
-        has_bias: bool,
-        activation: Activation = "none",
-    ) -> Linear:
-        """Return one layer [sum(num_rows), width], the modules' rows on top of each other, then `activation`.
-
-        One module for several row counts means that the checkpoint has them fused already.
-        """
-        num_rows = num_rows if len(modules) > 1 else [sum(num_rows)]
-        stems = [self._prefix + module for module in modules]
+    def linear(self, shape: LinearShape) -> Linear:
+        """Return one layer, the modules' rows on top of each other."""
+        num_rows = shape.num_rows if len(shape.modules) > 1 else [sum(shape.num_rows)]
+        stems = [self._prefix + module for module in shape.modules]
         weights = self._read(
             [f"{stem}.weight" for stem in stems],
-            [(count, width) for count in num_rows],
+            [(count, shape.width) for count in num_rows],
             is_transposed=self.names.is_transposed,
         )
         biases = [f"{stem}.bias" for stem in stems]
-        bias = self._read_kept(biases, [(count,) for count in num_rows]) if has_bias else None
-        layer = self.back_end.linear(weights, bias, activation=activation)
+        bias = self._read_kept(biases, [(count,) for count in num_rows]) if shape.has_bias else None
+        layer = self.back_end.linear(weights, bias, activation=shape.activation or "none")
         self.tally.weight_bytes += layer.num_bytes
         return layer
 
-    def head(self, embedding: Tensor, *, is_tied: bool) -> Linear:
+    def head(self, shape: LinearShape, embedding: Tensor, *, is_tied: bool) -> Linear:
         """Return the layer from hidden states to logits, in float32; the embedding table itself when tied.
 
         A tied checkpoint that carries a head all the same is believed, as by transformers 5.
         """
-        name = f"{self.names.head}.weight"
+        name = f"{shape.modules[0]}.weight"
         is_read = not is_tied or name in self._checkpoint
-        weight = self._read([name], [tuple(embedding.shape)]) if is_read else embedding
+        weight = self._read([name], [(shape.num_rows[0], shape.width)]) if is_read else embedding
         layer = self.back_end.linear(weight, dtype=torch.float32)
         self.tally.weight_bytes += layer.num_bytes
         return layer

@@ -1,0 +1,110 @@
+"""How many bytes a model takes once it is loaded, from its shapes alone: no torch, no file but config.json.
+
+Counts what `WeightReader` tallies. Back ends differ in what they keep: see `Packing`.
+"""
+
+from dataclasses import dataclass, replace
+
+from quire.core.errors import ConfigError
+from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, NormShape, Shape, TableShape
+from quire.model.spec import DecoderSpec
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a back end keeps linear weights: rows and inputs padded to multiples, and in which dtypes it computes."""
+
+    row_multiple: int
+    input_multiple: int            # of bfloat16 weights
+    kernel_dtypes: frozenset[str]  # everything else is float32, the KV cache too
+
+    def kernel_dtype(self, dtype: str) -> str:
+        """Return the dtype in which weights and KV cache of a model of `dtype` are kept."""
+        return dtype if dtype in self.kernel_dtypes else "float32"
+
+    def num_weights(self, num_rows: int, width: int, dtype: str) -> int:
+        """Return the elements of a packed weight, padding among them."""
+        inputs = self.input_multiple if dtype == "bfloat16" else 1
+        return -(-num_rows // self.row_multiple) * self.row_multiple * -(-width // inputs) * inputs
+
+
+CPU_PACKING = Packing(row_multiple=16, input_multiple=32, kernel_dtypes=frozenset({"float32", "bfloat16"}))
+PLAIN_PACKING = Packing(row_multiple=1, input_multiple=1, kernel_dtypes=frozenset(DTYPE_BYTES))
+
+
+def num_layer_weights(spec: DecoderSpec) -> int:
+    """Return the elements that every token is multiplied with: those of linear layers, without the head."""
+    shapes = DecoderShapes.of(spec)
+    in_layer = sum(shape.num_weights for shape in shapes.layer if isinstance(shape, LinearShape))
+    return spec.num_layers * in_layer + sum(
+        shape.num_weights for shape in (shapes.project_in, shapes.project_out) if shape is not None
+    )
+
+
+def num_parameters(spec: DecoderSpec) -> int:
+    """Return the parameters of a model, a tied head counted once."""
+    shapes = DecoderShapes.of(spec)
+    num_head = shapes.head.num_weights if spec.is_head_tied else 0
+    return sum(map(_num_elements, shapes)) + spec.num_layers * sum(map(_num_elements, shapes.layer)) - num_head
+
+
+def weight_bytes(spec: DecoderSpec, dtype: str, packing: Packing = CPU_PACKING, num_ranks: int = 1) -> int:
+    """Return the bytes of all weights as one of `num_ranks` ranks keeps them, a tied head beside its table.
+
+    Tables and linear layers are split over the ranks of tensor parallelism, norms stand on each.
+    """
+    shapes = DecoderShapes.of(spec)
+    layer = sum(_kept_bytes(shape, dtype, packing, num_ranks) for shape in _of_rank(shapes.layer, spec, num_ranks))
+    return spec.num_layers * layer + sum(_kept_bytes(shape, dtype, packing, num_ranks) for shape in shapes)
+
+
+def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1) -> int:
+    """Return the bytes that one token's keys and values take on a rank, over all layers."""
+    return 2 * spec.num_layers * kv_heads_per_rank(spec, num_ranks) * spec.head_dim * itemsize
+
+
+def kv_heads_per_rank(spec: DecoderSpec, num_ranks: int) -> int:
+    """Return the most KV heads that a rank holds: those that its query heads look at, replicated where they must be.
+
+    Raises ConfigError if the query heads do not divide.
+    """
+    if spec.num_heads % num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size {num_ranks} does not divide the model's {spec.num_heads} attention heads"
+        )
+    per_rank, group = spec.num_heads // num_ranks, spec.num_heads // spec.num_kv_heads
+    firsts = range(0, spec.num_heads, per_rank)
+    return max((first + per_rank - 1) // group - first // group + 1 for first in firsts)
+
+
+def _of_rank(layer: LayerShapes, spec: DecoderSpec, num_ranks: int) -> LayerShapes:
+    """Return a layer whose rows for keys and values are those of all ranks together, replicas among them."""
+    num_kv_rows = num_ranks * kv_heads_per_rank(spec, num_ranks) * spec.head_dim
+    query_rows, _, _ = layer.qkv.num_rows
+    return replace(layer, qkv=replace(layer.qkv, num_rows=(query_rows, num_kv_rows, num_kv_rows)))
+
+
+def _kept_bytes(shape: Shape, dtype: str, packing: Packing, num_ranks: int) -> int:
+    itemsize = DTYPE_BYTES[dtype]
+    if not isinstance(shape, LinearShape):
+        return _num_elements(shape) * itemsize // (num_ranks if isinstance(shape, TableShape) else 1)
+    kernel_dtype = packing.kernel_dtype(dtype)
+    num_rows, width = sum(shape.num_rows), shape.width
+    num_biases = num_rows if shape.has_bias else 0
+    if shape.is_split_by_row:
+        num_rows, num_biases = -(-num_rows // num_ranks), -(-num_biases // num_ranks)
+    else:
+        width = -(-width // num_ranks)
+    num_layers = 2 if shape.activation == "silu_and_mul" else 1  # gates and ups are packed each by itself
+    num_weights = num_layers * packing.num_weights(num_rows // num_layers, width, kernel_dtype)
+    return num_weights * DTYPE_BYTES[kernel_dtype] + num_biases * itemsize
+
+
+def _num_elements(shape: Shape) -> int:
+    if isinstance(shape, NormShape):
+        return shape.width * (2 if shape.has_bias else 1)
+    if isinstance(shape, TableShape):
+        return shape.num_rows * shape.width
+    return shape.num_weights + (sum(shape.num_rows) if shape.has_bias else 0)
