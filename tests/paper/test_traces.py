@@ -79,12 +79,12 @@ def test_other_files_are_no_traces(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("t.csv", "arrival_s,prompt_tokens,output_tokens\n0,1,1\n1,x,1\n", "row 2: ValueError"),
-        ("t.csv", "arrival_s,prompt_tokens,output_tokens\nnan,1,1\n", "row 1: .*must be a time"),
-        ("t.csv", "arrival_s,prompt_tokens,output_tokens\n0,1\n", "row 1: TypeError"),
+        ("t.csv", "arrival_s,prompt_tokens,output_tokens\n0,1,1\n1,x,1\n", "line 3: ValueError"),
+        ("t.csv", "arrival_s,prompt_tokens,output_tokens\nnan,1,1\n", "line 2: .*must be a time"),
+        ("t.csv", "arrival_s,prompt_tokens,output_tokens\n0,1\n", "line 2: TypeError"),
         ("t.csv", "arrival_s,prompt_tokens,output_tokens\n0,0,1\n", "no row"),
-        ("t.jsonl", "{", "row 1: DecodeError"),
-        ("t.jsonl", "[]\n", "row 1: ValidationError"),
+        ("t.jsonl", "{", "line 1: DecodeError"),
+        ("t.jsonl", "[]\n", "line 1: ValidationError"),
         ("t.jsonl", '{"timestamp": 0, "input_length": 5}\n', "output_length"),
         ("t.jsonl", '{"timestamp": 0, "input_length": 5.5, "output_length": 1}\n', "int"),
         ("t.jsonl", '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [-1]}\n', ">= 0"),
@@ -92,7 +92,7 @@ def test_other_files_are_no_traces(tmp_path: Path, name: str) -> None:
         ("t.jsonl", "", "no row"),
     ],
 )
-def test_bad_trace_is_refused_with_its_row(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_bad_trace_is_refused_with_its_line(tmp_path: Path, name: str, content: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trace_workload(written(tmp_path, name, content), TraceSlice(), vocab_size=50, seed=0)
 

@@ -7,12 +7,12 @@ CSV: columns `arrival_s,prompt_tokens,output_tokens`. JSON lines: `timestamp` (m
 import csv
 import gzip
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, NamedTuple, TextIO
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -107,19 +107,21 @@ def _random_tokens(seed: tuple[int, int], count: int, vocab_size: int) -> list[i
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """Return the rows in the order of their times. Raises ConfigError that names the first bad row."""
+    """Return the rows in the order of their times. Raises ConfigError that names the line of the first bad row."""
     rows: list[TraceRow] = []
+    numbers = count(1)
     try:
-        with open_text(path) as lines:
+        with open_text(path) as file:
+            lines = (line for line, _ in zip(file, numbers, strict=False))
             rows.extend(_checked(row) for row in _rows_of(path, lines))
     except (EOFError, gzip.BadGzipFile) as error:
         raise ConfigError(f"{path} is no gzip file: {error}") from error
     except (LookupError, TypeError, ValueError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path}, row {len(rows) + 1}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path}, line {next(numbers) - 1}: {type(error).__name__}: {error}") from error
     return sorted(rows, key=attrgetter("arrival_s"))
 
 
-def _rows_of(path: Path, lines: TextIO) -> Iterator[TraceRow]:
+def _rows_of(path: Path, lines: Iterable[str]) -> Iterator[TraceRow]:
     if path.name.endswith((".csv", ".csv.gz")):
         for record in csv.DictReader(lines):
             arrival_s, input_len, output_len = (record[column] for column in _COLUMNS)

@@ -8,6 +8,7 @@ import csv
 import gzip
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -34,7 +35,7 @@ class WorkItem:
 
 def random_workload(num_prompts: int, input_len: int, output_len: int, vocab_size: int, seed: int) -> list[WorkItem]:
     """Return prompts of random tokens, all of one length."""
-    return _with_random_prompts([(input_len, output_len)] * num_prompts, vocab_size, seed)
+    return with_random_prompts([(input_len, output_len)] * num_prompts, vocab_size, seed)
 
 
 def token_id_workload(path: Path, name: str | None, num_prompts: int | None) -> list[WorkItem]:
@@ -62,13 +63,13 @@ def length_workload(
     Columns `prompt_tokens,output_tokens`, or `conversation,turn,role,tokens`: of each conversation that begins with a
     human turn and its answer, these two. Rows with a length of 0 or above `max_total_len` in all are left out.
     """
-    lengths = [pair for pair in _read_lengths(path) if min(pair) >= 1 and sum(pair) <= max_total_len]
+    lengths = [pair for pair in read_lengths(path) if min(pair) >= 1 and sum(pair) <= max_total_len]
     if not lengths:
         raise ConfigError(f"{path} has no row with both lengths at least 1 and at most {max_total_len} tokens in all")
     if num_prompts is not None and num_prompts < len(lengths):
         chosen = np.random.default_rng(seed).choice(len(lengths), size=num_prompts, replace=False)
         lengths = [lengths[i] for i in sorted(chosen)]
-    return _with_random_prompts(lengths, vocab_size, seed)
+    return with_random_prompts(lengths, vocab_size, seed)
 
 
 def renewed(items: list[WorkItem], count: int, first_round: int) -> list[WorkItem]:
@@ -92,7 +93,8 @@ def open_text(path: Path) -> TextIO:
     return path.open(encoding="utf-8")
 
 
-def _with_random_prompts(lengths: list[Lengths], vocab_size: int, seed: int) -> list[WorkItem]:
+def with_random_prompts(lengths: list[Lengths], vocab_size: int, seed: int) -> list[WorkItem]:
+    """Return requests of these lengths with random tokens."""
     generator = np.random.default_rng(seed)
     return [
         WorkItem(generator.integers(vocab_size, size=input_len).tolist(), output_len)
@@ -119,31 +121,56 @@ def _work_item(path: Path, record: Any) -> WorkItem:  # noqa: ANN401 (JSON)
     return WorkItem(list(prompt), output_len)
 
 
-def _read_lengths(path: Path) -> list[Lengths]:
-    """Return all (prompt, output) lengths of a CSV file. Raises ConfigError for other columns or for no numbers."""
-    try:
-        with open_text(path) as lines:
-            rows = csv.DictReader(lines)
-            columns = set(rows.fieldnames or ())
-            if columns >= _LENGTH_COLUMNS:
-                return [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
-            if columns >= _TURN_COLUMNS:
-                return list(_first_turns(rows))
-    except (gzip.BadGzipFile, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no CSV file: {error}") from error
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path} has a length that is no integer: {error}") from error
+def read_lengths(path: Path) -> list[Lengths]:
+    """Return all (prompt, output) lengths of a CSV file, by the columns that it has; of conversations their beginnings.
+
+    Raises ConfigError for other columns, and with the line for what is no number.
+    """
+    columns = _columns(path)
+    if columns >= _LENGTH_COLUMNS:
+        return read_columns(path, "prompt_tokens", "output_tokens")
+    if columns >= _TURN_COLUMNS:
+        return list(_first_turns(read_columns(path, "conversation", "turn", "tokens", text="role")))
     raise ConfigError(
         f"{path} needs the columns prompt_tokens,output_tokens or conversation,turn,role,tokens, "
         f"has {','.join(sorted(columns)) or 'none'}"
     )
 
 
-def _first_turns(rows: Iterable[dict[str, str]]) -> Iterator[Lengths]:
+def read_columns(path: Path, *names: str, text: str | None = None) -> list[Any]:
+    """Return the integers in some columns of a CSV file, one tuple for each row, behind them one column of `text`.
+
+    Raises ConfigError that names the file, the line and what is wrong there.
+    """
+    found = []
+    with _reading(path), open_text(path) as lines:
+        rows = csv.DictReader(lines)
+        for row in rows:
+            try:
+                found.append((*(int(row[name]) for name in names), *(() if text is None else (row[text],))))
+            except (LookupError, TypeError, ValueError) as error:
+                raise ConfigError(f"{path}, line {rows.line_num}: a length that is no integer: {error}") from error
+    return found
+
+
+def _columns(path: Path) -> set[str]:
+    with _reading(path), open_text(path) as lines:
+        return set(next(csv.reader(lines), ()))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no CSV file: {error}") from error
+
+
+def _first_turns(turns: Iterable[tuple[int, int, int, str]]) -> Iterator[Lengths]:
     """Yield the lengths of each conversation's first two turns where a human asks and the model answers."""
-    asked: dict[str, int] = {}
-    for row in rows:
-        if row["turn"] == "0" and row["role"] == "human":
-            asked[row["conversation"]] = int(row["tokens"])
-        if row["turn"] == "1" and row["role"] == "gpt" and row["conversation"] in asked:
-            yield asked[row["conversation"]], int(row["tokens"])
+    asked: dict[int, int] = {}
+    for conversation, turn, num_tokens, role in turns:
+        if turn == 0 and role == "human":
+            asked[conversation] = num_tokens
+        if turn == 1 and role == "gpt" and conversation in asked:
+            yield asked[conversation], num_tokens

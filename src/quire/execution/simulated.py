@@ -1,0 +1,69 @@
+"""An executor that computes nothing and says how long it would have taken: the real scheduler on a virtual clock.
+
+Loads no torch. Tokens are made up: each row's own, so that the branches of a request differ.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate
+from random import Random
+
+from quire.core.beam_search_params import num_candidates
+from quire.core.outputs import TokenLogprobs
+from quire.core.plan import UNMEASURED, MeasuredRates, NewRow, StepPlan, StepResult
+
+CANDIDATE_GAP = 1.5  # mean difference of the logprobs of a beam's likeliest tokens, one after the other
+
+
+class SimulatedExecutor:
+    """Answers every plan at once; `now_s` is the time at which the last answer was ready.
+
+    `step_s` gives the seconds of a plan, `swap_s` those of so many swapped blocks. `on_step` sees each plan with its
+    seconds, between schedule and update: what is planned holds its blocks then.
+    """
+
+    def __init__(
+        self,
+        step_s: Callable[[StepPlan], float],
+        on_step: Callable[[StepPlan, float], None] = lambda plan, seconds: None,
+        *,
+        swap_s: Callable[[int], float] = lambda num_blocks: 0.0,
+        rates: MeasuredRates = UNMEASURED,
+        seed: int = 0,
+    ) -> None:
+        self.now_s = 0.0
+        self._step_s, self._on_step, self._swap_s, self._rates = step_s, on_step, swap_s, rates
+        self._random = Random(seed)  # noqa: S311 (a simulation)
+        self._beams: dict[int, NewRow] = {}  # rows of beam searches
+        self._plans: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue the plan."""
+        self._plans.append(plan)
+
+    def collect(self) -> StepResult:
+        """Let the clock go on to the end of the oldest plan."""
+        plan = self._plans.pop(0)
+        for new in plan.new_rows:
+            self._beams.pop(new.row, None)
+            if new.beam is not None:
+                self._beams[new.row] = new
+        seconds = self._step_s(plan)
+        self.now_s += seconds
+        self._on_step(plan, seconds)
+        num_swapped = len(plan.swap_outs) + len(plan.swap_ins)
+        return StepResult(
+            token_ids=plan.sample_rows,
+            logprobs=[self._candidates(row) for row in plan.sample_rows] if self._beams else None,
+            swap_s=self._swap_s(num_swapped) if num_swapped else 0.0,
+            rates=self._rates,
+        )
+
+    def _candidates(self, row: int) -> TokenLogprobs | None:
+        """Return the likeliest tokens of a beam, behind the one that is sampled, with made-up logprobs."""
+        new = self._beams.get(row)
+        if new is None or new.beam is None:
+            return None
+        num = num_candidates(new.beam, len(new.eos_token_ids))
+        logprobs = list(accumulate(-self._random.expovariate(1 / CANDIDATE_GAP) for _ in range(num)))
+        ids = self._random.sample(range(32_000), num)
+        return TokenLogprobs([ids[0], *ids], [logprobs[0], *logprobs], [1, *range(1, num + 1)])

@@ -1,0 +1,120 @@
+"""What a step takes, from its plan alone: bytes over bandwidth, arithmetic over peak, and the fixed parts.
+
+Linear layers read all weights once and multiply every token: the slower of the two counts. Attention reads the keys and
+values of each context, or multiplies, where a prefill has many queries for the same keys. Head, block copies, swaps and
+collectives come on top, and the software's own time. Nothing is executed.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cache
+
+from quire.core.plan import MeasuredRates, StepPlan
+from quire.model.footprint import DTYPE_BYTES, kv_bytes_per_token, num_layer_weights
+from quire.model.spec import DecoderSpec
+from quire.paper.hardware import CurvePoint, Hardware
+
+# Kwon et al. 2023, section 7.1: the paged attention kernel takes 20 to 26 % longer than one over contiguous memory.
+PAGED_ATTENTION_FACTOR = 1.23
+CONTIGUOUS_ATTENTION_FACTOR = 1.0
+
+
+class CostModel:
+    """The time of every step of one model on `num_devices` alike devices, with tensor parallelism."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        hardware: Hardware,
+        block_size: int = 16,
+        num_devices: int = 1,
+        dtype: str = "float16",
+        attention_factor: float = PAGED_ATTENTION_FACTOR,
+    ) -> None:
+        itemsize, kv_bytes = DTYPE_BYTES[dtype], kv_bytes_per_token(spec, DTYPE_BYTES[dtype], num_devices)
+        self.spec, self.hardware = spec, hardware
+        self._num_devices, self._itemsize, self._window = num_devices, itemsize, spec.sliding_window
+        self._curve_scale = itemsize / DTYPE_BYTES[hardware.dtype]
+        self._num_layer_weights = num_layer_weights(spec) / num_devices
+        self._num_head_weights = spec.vocab_size * spec.embedding_size / num_devices
+        self._s_per_byte = 1 / (hardware.bytes_per_s * hardware.bandwidth_share)
+        self._s_per_flop = 1 / (hardware.flops_per_s * hardware.flops_share)
+        self._block_bytes = kv_bytes * block_size
+        self._s_per_context_token = kv_bytes * self._s_per_byte * attention_factor
+        num_attended_flops = 4 * spec.num_layers * spec.num_heads * spec.head_dim / num_devices
+        self._s_per_attended_token = num_attended_flops * self._s_per_flop * attention_factor
+        self._linear_s = cache(self._linear_time_s)
+
+    def step_s(self, plan: StepPlan) -> float:
+        """Return the seconds of a step."""
+        hardware, num_tokens = self.hardware, sum(plan.counts)
+        seconds: float = hardware.step_s + hardware.sequence_s * len(plan.rows)
+        seconds += self._linear_s(num_tokens, len(plan.sample_rows))
+        seconds += self._attention_s(plan, num_tokens)
+        if plan.copies:
+            seconds += 2 * len(plan.copies) * self._block_bytes * self._s_per_byte + hardware.copy_s
+        if plan.swap_outs or plan.swap_ins:
+            seconds += self.swap_s(len(plan.swap_outs) + len(plan.swap_ins))
+        if self._num_devices > 1:
+            seconds += self._collectives_s(num_tokens)
+        return seconds
+
+    def swap_s(self, num_blocks: int) -> float:
+        """Return the seconds of moving blocks to host memory or back: two copies for each block and layer."""
+        num_copies = 2 * self.spec.num_layers * num_blocks
+        return num_blocks * self._block_bytes / self.hardware.host_bytes_per_s + num_copies * self.hardware.copy_s
+
+    @property
+    def rates(self) -> MeasuredRates:
+        """What a worker of this speed would have measured: what recovery chooses by."""
+        swapped_per_s = 1 / self.swap_s(1)
+        return MeasuredRates(self.prefill_tokens_per_s, swapped_per_s, swapped_per_s)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """The rate of a long prefill, without its attention."""
+        return 2048 / (self.hardware.step_s + self._linear_s(2048, 1))
+
+    def _linear_time_s(self, num_tokens: int, num_samples: int) -> float:
+        """Return the seconds of all linear layers for the step's tokens, and of the head for its samples."""
+        return self._num_layer_weights * self._s_per_weight(num_tokens) + (
+            self._num_head_weights * self._s_per_weight(num_samples) if num_samples else 0.0
+        )
+
+    def _s_per_weight(self, num_tokens: int) -> float:
+        if self.hardware.curve:
+            return self._curve_scale * _on_curve(self.hardware.curve, num_tokens)
+        return max(self._itemsize * self._s_per_byte, 2 * num_tokens * self._s_per_flop)
+
+    def _attention_s(self, plan: StepPlan, num_tokens: int) -> float:
+        """Return the seconds of attention over all layers. One token reads its context; more multiply with it, too."""
+        window, num_context = self._window, sum(plan.starts) + num_tokens
+        if window is not None:
+            num_context = sum(min(start, window) + count for start, count in zip(plan.starts, plan.counts, strict=True))
+        read_s: float = num_context * self._s_per_context_token
+        if num_tokens == len(plan.counts):
+            return read_s
+        num_attended = sum(
+            count * (min(start, window or start) + (count + 1) / 2)
+            for start, count in zip(plan.starts, plan.counts, strict=True)
+            if count > 1
+        )
+        return max(read_s, num_attended * self._s_per_attended_token)
+
+    def _collectives_s(self, num_tokens: int) -> float:
+        """Return the seconds of two all-reduces per layer over a ring (Shoeybi et al. 2019)."""
+        num_bytes = num_tokens * self.spec.hidden_size * self._itemsize
+        ring_s = 2 * (self._num_devices - 1) / self._num_devices * num_bytes / self.hardware.link_bytes_per_s
+        return 2 * self.spec.num_layers * (self.hardware.collective_s + ring_s)
+
+
+def _on_curve(points: Sequence[CurvePoint], num_tokens: int) -> float:
+    """Return the measured seconds per weight, linear between points; the last one's time per token beyond them."""
+    right = bisect_left(points, num_tokens, key=lambda point: point.num_tokens)
+    if right == len(points):
+        return points[-1].s_per_weight * num_tokens / points[-1].num_tokens
+    if right == 0:
+        return points[0].s_per_weight
+    low, high = points[right - 1], points[right]
+    share = (num_tokens - low.num_tokens) / (high.num_tokens - low.num_tokens)
+    return low.s_per_weight + share * (high.s_per_weight - low.s_per_weight)

@@ -1,0 +1,85 @@
+"""Machines as data: what a device reads, multiplies and sends per second, and what a step costs before it does either.
+
+Rates are the makers' peaks; `bandwidth_share` and `flops_share` say how much of them whole steps of good kernels reach.
+A machine that was measured (`quire bench calibrate`) brings a curve instead: seconds per weight at several batch sizes.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from quire.core.errors import ConfigError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """Measured: a step of so many tokens takes so many seconds per weight of the model's linear layers."""
+
+    num_tokens: int
+    s_per_weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One device, how it is joined to others and to the host, and the software's own time per step."""
+
+    name: str
+    memory_bytes: float
+    bytes_per_s: float                     # memory, peak
+    flops_per_s: float                     # in the weights' dtype, peak
+    bandwidth_share: float = 0.8
+    flops_share: float = 0.6
+    link_bytes_per_s: float = 300e9        # to another device, one way
+    host_bytes_per_s: float = 25e9         # to host memory, one way: what swapping uses
+    copy_s: float = 10e-6                  # to start one copy between host and device
+    collective_s: float = 20e-6            # to start one collective
+    step_s: float = 0.002                  # of each step: scheduling, batch preparation, launches
+    sequence_s: float = 0.0                # the same for each sequence in it
+    price_per_hour: float | None = None    # of one device
+    dtype: str = "bfloat16"                # that the curve was measured in
+    curve: tuple[CurvePoint, ...] = ()     # ascending; empty: by bandwidth and arithmetic
+
+    def __post_init__(self) -> None:
+        names = ("memory_bytes", "bytes_per_s", "flops_per_s", "bandwidth_share", "flops_share", "link_bytes_per_s")
+        for name in (*names, "host_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"hardware {self.name}: {name} must be above 0, got {getattr(self, name)}")
+        sizes = [point.num_tokens for point in self.curve]
+        if sizes != sorted(set(sizes)) or any(point.s_per_weight <= 0 for point in self.curve):
+            raise ConfigError(f"hardware {self.name}: the curve must ascend in num_tokens, with times above 0")
+
+
+def read_hardware(name: str) -> Hardware:
+    """Return a machine by its name, or from the JSON that `quire bench calibrate` wrote. ConfigError if neither."""
+    if name in HARDWARE:
+        return HARDWARE[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"hardware must be one of {', '.join(HARDWARE)}, or a JSON file, got {name!r}")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Hardware)
+    except (msgspec.DecodeError, OSError) as error:
+        raise ConfigError(f"{path} describes no hardware: {error}") from error
+
+
+def write_hardware(path: Path, hardware: Hardware) -> None:
+    """Write it for `read_hardware`."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(asdict(hardware)), indent=2) + b"\n")
+
+
+# The paper's software: 22 ms of its own per step is what makes OPT-13B on ShareGPT at 2 requests/s batch as many
+# requests as figure 13a shows (Max 7.00, Pow2 9.81, Oracle 13.62, vLLM 30.42); with 2 ms all of them batch fewer.
+PAPER_STEP_S = 0.022
+
+HARDWARE = {
+    hardware.name: hardware
+    for hardware in (
+        Hardware("A100-40GB", 40 * GIB, 1.555e12, 312e12),
+        Hardware("A100-80GB", 80 * GIB, 2.039e12, 312e12),
+        Hardware("H100", 80 * GIB, 3.35e12, 989e12, link_bytes_per_s=450e9, host_bytes_per_s=50e9),
+        Hardware("H200", 141e9, 4.8e12, 989e12, link_bytes_per_s=450e9, host_bytes_per_s=50e9),
+    )
+}

@@ -1,0 +1,90 @@
+"""Models by name, and the paper's set-ups (Kwon et al. 2023, table 1).
+
+A model is its config.json: the families of `quire.model` make sizes of it.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quire.core.errors import ConfigError
+from quire.model.config import read_config, spec_from_config
+from quire.model.config_reader import CONFIG_FILE
+from quire.model.resolve import resolve_model
+from quire.model.spec import DecoderSpec
+from quire.paper.cost import PAGED_ATTENTION_FACTOR, CostModel
+from quire.paper.hardware import HARDWARE, PAPER_STEP_S
+
+
+def _opt(num_layers: int, num_heads: int) -> dict[str, object]:
+    width = 128 * num_heads
+    return {
+        "architectures": ["OPTForCausalLM"], "vocab_size": 50272, "hidden_size": width, "ffn_dim": 4 * width,
+        "num_hidden_layers": num_layers, "num_attention_heads": num_heads, "max_position_embeddings": 2048,
+    }  # fmt: skip
+
+
+def _llama(
+    num_layers: int, num_heads: int, num_kv_heads: int, inner: int, length: int, vocab: int
+) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": 128 * num_heads,
+        "intermediate_size": inner, "num_hidden_layers": num_layers, "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads, "max_position_embeddings": length,
+    }  # fmt: skip
+
+
+CONFIGS: dict[str, dict[str, object]] = {
+    "OPT-13B": _opt(40, 40),
+    "OPT-66B": _opt(64, 72),
+    "OPT-175B": _opt(96, 96),
+    "LLaMA-7B": _llama(32, 32, 32, 11008, 2048, 32000),
+    "LLaMA-13B": _llama(40, 40, 40, 13824, 2048, 32000),
+    "Llama-3.1-8B": _llama(32, 32, 8, 14336, 131072, 128256),
+    "Llama-3.1-70B": _llama(80, 64, 8, 28672, 131072, 128256),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SetUp:
+    """A row of the paper's table 1. The KV slots are the paper's own, not derived; LLaMA-13B is not in the table."""
+
+    model: str
+    hardware: str
+    num_devices: int
+    num_kv_slots: int  # tokens
+    trace_s: float     # length of the paper's traces
+
+    def cost_model(self, block_size: int = 16, attention_factor: float = PAGED_ATTENTION_FACTOR) -> CostModel:
+        """Return the time of its steps with the paper's software."""
+        hardware = replace(HARDWARE[self.hardware], step_s=PAPER_STEP_S)
+        spec, _ = read_spec(self.model)
+        return CostModel(spec, hardware, block_size, self.num_devices, "float16", attention_factor)
+
+
+SET_UPS = {
+    set_up.model: set_up
+    for set_up in (
+        SetUp("OPT-13B", "A100-40GB", 1, 15_700, 3600),
+        SetUp("OPT-66B", "A100-40GB", 4, 9_700, 3600),
+        SetUp("OPT-175B", "A100-80GB", 8, 60_100, 900),
+        SetUp("LLaMA-13B", "A100-40GB", 1, 15_700, 3600),  # of OPT-13B's size: the same memory is left
+    )
+}
+
+
+def read_spec(model: str | None) -> tuple[DecoderSpec, Path | None]:
+    """Return the sizes of a model by its name here, and no folder; or of a folder or hub id, as `quire serve` takes it.
+
+    Raises ModelError for what is none of them.
+    """
+    if model in CONFIGS:
+        return spec_from_config(CONFIGS[model], model), None
+    folder = resolve_model(model)
+    return spec_from_config(read_config(folder), str(folder / CONFIG_FILE)), folder
+
+
+def set_up(model: str) -> SetUp:
+    """Return the paper's set-up for a model. Raises ConfigError with those that there are."""
+    if model not in SET_UPS:
+        raise ConfigError(f"the paper has no set-up for {model!r}, only for {', '.join(SET_UPS)}")
+    return SET_UPS[model]

@@ -1,0 +1,208 @@
+"""Serving on a virtual clock: requests arrive, the real scheduler and the real cache plan, a cost model tells the time.
+
+What is simulated is time and tokens; every decision is the engine's own.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from quire.cache.manager import KVCacheManager
+from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
+from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.errors import InvalidRequestError
+from quire.core.plan import StepPlan
+from quire.core.sampling_params import SamplingParams
+from quire.core.sequence import Request
+from quire.engine.engine import Engine
+from quire.execution.simulated import SimulatedExecutor
+from quire.paper.cost import CostModel
+from quire.paper.statistics import Timeline
+from quire.paper.workloads import WorkItem
+from quire.scheduling.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request's way through the simulation. Tokens are those of its first branch, of a beam search none."""
+
+    item: WorkItem
+    arrival_s: float
+    num_open: int = 1                                      # branches that have not ended
+    steps: list[int] = field(default_factory=list)         # that brought a token, by their numbers
+    finished_s: float | None = None
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def normalized_latency_s(self) -> float:
+        """End to end over output length: the paper's metric (Kwon et al. 2023, section 6.1)."""
+        assert self.finished_s is not None, "not finished"
+        return (self.finished_s - self.arrival_s) / self.item.output_len
+
+
+@dataclass(slots=True)
+class SimulatedRun:
+    """What came of it. Means are over time: a step counts by its seconds."""
+
+    answers: list[Answer] = field(default_factory=list)    # of accepted requests, in order of arrival
+    num_refused: int = 0                                   # could never run
+    step_ends_s: list[float] = field(default_factory=list)
+    num_prefill_steps: list[int] = field(default_factory=list)  # up to each step, itself included
+    busy_s: float = 0.0
+    num_sequence_steps: int = 0
+    num_preemptions: int = 0
+    peak_kv_usage: float = 0.0
+    kv_usage_s: float = 0.0                                # integrals over time, as the next one
+    batched_requests_s: float = 0.0
+
+    @property
+    def duration_s(self) -> float:
+        """From the first arrival to the last token."""
+        return self.step_ends_s[-1] if self.step_ends_s else 0.0
+
+    @property
+    def finished(self) -> list[Answer]:
+        """Requests that were answered."""
+        return [answer for answer in self.answers if answer.finished_s is not None]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second, of first branches."""
+        return sum(answer.item.output_len for answer in self.finished) / self.duration_s
+
+    @property
+    def mean_kv_usage(self) -> float:
+        """Share of the KV blocks in use while anything ran."""
+        return self.kv_usage_s / self.busy_s if self.busy_s else 0.0
+
+    @property
+    def mean_batched_requests(self) -> float:
+        """Requests that share a step, while anything ran (figure 13)."""
+        return self.batched_requests_s / self.busy_s if self.busy_s else 0.0
+
+    @property
+    def normalized_latency_s(self) -> float:
+        """Mean over finished requests."""
+        return sum(answer.normalized_latency_s for answer in self.finished) / len(self.finished)
+
+    def timeline(self, answer: Answer) -> Timeline:
+        """Return when a request came, and its tokens."""
+        return Timeline(answer.arrival_s, [self.step_ends_s[step] for step in answer.steps])
+
+    def itl_s(self, *, beside_prefill: bool) -> list[float]:
+        """Return all gaps between tokens during which some prompt was computed, or all others."""
+        ends_s, num_prefills = self.step_ends_s, self.num_prefill_steps
+        return [
+            ends_s[later] - ends_s[earlier]
+            for answer in self.finished
+            for earlier, later in pairwise(answer.steps)
+            if (num_prefills[later] > num_prefills[earlier]) == beside_prefill
+        ]
+
+
+class Simulation:
+    """One engine on a virtual clock. `scheduler` may be any that the engine takes, over any cache with its door."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cost: CostModel,
+        on_step: Callable[[StepPlan, float], None] = lambda plan, seconds: None,
+    ) -> None:
+        self._scheduler, self._on_step = scheduler, on_step
+        self._executor = SimulatedExecutor(cost.step_s, self._observe, swap_s=cost.swap_s, rates=cost.rates)
+        self._engine = Engine(scheduler, self._executor)
+        self._run = SimulatedRun()
+        self._answers: dict[int, Answer] = {}
+
+    def run(
+        self,
+        items: Iterable[WorkItem],
+        due_s: Sequence[float],
+        *,
+        n: int = 1,
+        beam_width: int | None = None,
+        limit_s: float = float("inf"),
+    ) -> SimulatedRun:
+        """Ask every item when it is due, and go on until all are answered, or until `limit_s`.
+
+        `n` branches each, or a beam search. What could never run is refused and counted.
+        """
+        requests = [as_request(number, item, n, beam_width) for number, item in enumerate(items)]
+        arrivals = sorted(zip(due_s, requests, strict=True), key=lambda arrival: arrival[0])
+        times_s, position = [due for due, _ in arrivals], 0
+        run, executor = self._run, self._executor
+        while executor.now_s < limit_s and (position < len(arrivals) or self._scheduler.has_requests):
+            if not self._scheduler.has_requests:
+                executor.now_s = max(executor.now_s, times_s[position])
+            come = bisect_right(times_s, executor.now_s, lo=position)
+            for due, request in arrivals[position:come]:
+                self._add(request, due)
+            position = come
+            if self._scheduler.has_requests:
+                self._step()
+        run.num_preemptions = sum(self._scheduler.recovery.num_preemptions.values())
+        return run
+
+    def _add(self, request: Request, due_s: float) -> None:
+        try:
+            self._engine.add(request)
+        except InvalidRequestError:
+            self._run.num_refused += 1
+            return
+        item = WorkItem(request.prompt_token_ids, request.max_tokens, due_s)
+        answer = Answer(item, due_s, num_open=request.params.n)
+        self._answers[request.request_id] = answer
+        self._run.answers.append(answer)
+
+    def _step(self) -> None:
+        run, answers, number = self._run, self._answers, len(self._run.step_ends_s)
+        deltas = self._engine.step()
+        now_s = self._executor.now_s
+        for delta in deltas:
+            answer = answers[delta.request_id]
+            if delta.index == 0:
+                answer.steps.append(number)
+            if delta.finish_reason is not None:
+                answer.num_open -= 1
+                if not answer.num_open:
+                    answer.finished_s = now_s
+        run.step_ends_s.append(now_s)
+        for request_id, num_preemptions, num_cached_tokens in self._engine.admissions:
+            answers[request_id].num_preemptions = num_preemptions
+            if not num_preemptions:
+                answers[request_id].num_cached_tokens = num_cached_tokens
+
+    def _observe(self, plan: StepPlan, seconds: float) -> None:
+        run, cache = self._run, self._scheduler.cache
+        num_seqs = len(plan.rows)
+        usage = 1 - cache.num_free_blocks / cache.num_blocks
+        run.busy_s += seconds
+        run.num_sequence_steps += num_seqs
+        run.kv_usage_s += usage * seconds
+        run.peak_kv_usage = max(run.peak_kv_usage, usage)
+        run.batched_requests_s += len(self._scheduler.running) * seconds
+        earlier = run.num_prefill_steps[-1] if run.num_prefill_steps else 0
+        run.num_prefill_steps.append(earlier + (sum(plan.counts) > num_seqs))
+        self._on_step(plan, seconds)
+
+
+def as_request(number: int, item: WorkItem, n: int = 1, beam_width: int | None = None) -> Request:
+    """Return an item as the engine would make it: exactly its output length, whatever is drawn."""
+    beam = None if beam_width is None else BeamSearchParams(beam_width, item.output_len, ignore_eos=True)
+    params = SamplingParams(n=n, temperature=1.0, ignore_eos=True, max_tokens=item.output_len, detokenize=False)
+    return Request(
+        number,
+        item.prompt_token_ids,
+        params if beam is None else as_sampling_params(beam),
+        seed=number,
+        max_tokens=item.output_len,
+        beam=beam,
+    )
+
+
+def paged_scheduler(cache: CacheConfig, config: SchedulerConfig) -> Scheduler:
+    """Return Quire's own scheduler over its own cache."""
+    return Scheduler(config, KVCacheManager(cache))
