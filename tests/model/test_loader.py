@@ -302,12 +302,43 @@ def test_hostile_entries_of_a_header_are_refused(
         load_model(folder, back_end=back_end)
 
 
+ENTRY = b'{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
+OTHER = ENTRY.replace(b"[0, 8]", b"[8, 16]")
+
+
+@pytest.mark.parametrize(
+    ("header", "length"),
+    [
+        (b"{}", 2**64 - 1),
+        (b"{}", 2**63),
+        (b" " * 2**20, 101 * 2**20),
+        (b'{"a": ' + ENTRY + b', "a": ' + OTHER + b"}", None),
+        (b'{"a": ' + ENTRY + b', "b": ' + ENTRY + b"}", None),
+        (ENTRY.replace(b"[2]", b"[" * 100_000 + b"]" * 100_000), None),
+        (b'{"__metadata__": {"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}", None),
+        (b'{"a": ' + ENTRY.replace(b"[2]", b"[-2]") + b"}", None),
+        (b'{"a": ' + ENTRY.replace(b"[2]", b"[3]") + b"}", None),
+        (b'{"a": ' + ENTRY.replace(b"8]", b"8.0]") + b"}", None),
+    ],
+    ids=["length of -1", "length of 2**63", "long", "name twice", "bytes twice", "deep", "deep metadata", "negative",
+         "another size", "no integer"],
+)  # fmt: skip
+def test_hostile_headers_are_refused(
+    write_llama: Callable[..., Path], back_end: BackEnd, header: bytes, length: int | None
+) -> None:
+    folder = write_llama()
+    size = (len(header) if length is None else length).to_bytes(8, "little")
+    (folder / WEIGHTS).write_bytes(size + header + bytes(16))
+    with pytest.raises(ModelError, match="not a whole safetensors file"):
+        load_model(folder, back_end=back_end)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"{", "cannot be read as JSON"),
         (b"", "cannot be read as JSON"),
-        (b"\xff\xfe", "cannot be read as JSON"),
+        (b"\xff\xfe", "cannot be read as text"),
         (b"[1, 2]", "expected a JSON object, found list"),
         (b"null", "expected a JSON object, found NoneType"),
         (b"[" * 100_000, "cannot be read as JSON"),
@@ -343,6 +374,7 @@ def test_missing_config_is_named(tmp_path: Path) -> None:
         ({"num_attention_heads": 5}, "hidden_size = 32 does not divide into 5 equal parts"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide among 3 key-value heads"),
         ({"head_dim": 7}, "even head_dim, got 7"),
+        ({"head_dim": 2**24}, "times head_dim must be at most 268435456, got 128 times 16777216"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a number from 1e-30 to .*, got nan"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number"),
         ({"rope_theta": math.inf}, "rope_theta must be a number from 1e-30 to .*, got inf"),

@@ -258,6 +258,24 @@ def test_sandbox_holds(source: str) -> None:
     assert "unsafe" in (text := refusal(source)) or "attribute" in text
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% include '/etc/passwd' %}",
+        "{% import '/etc/passwd' as secret %}",
+        "{% from 'os' import system %}",
+        "{% extends '../secret' %}",
+    ],
+)
+def test_files_are_out_of_reach(source: str) -> None:
+    assert "no loader" in refusal(source)
+
+
+@pytest.mark.parametrize("source", ["{{ range(10 ** 9) | list }}", "{% for i in range(10 ** 9) %}{% endfor %}"])
+def test_long_ranges_are_refused(source: str) -> None:
+    assert "Range too big" in refusal(source)
+
+
 def test_long_output_is_cut_short() -> None:
     source = "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}"
     assert f"longer than {MAX_RENDERED_CHARS}" in refusal(source, [{"role": "user", "content": "x" * 1000}])

@@ -64,7 +64,7 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
     swapper = None if cache_config.num_swap_blocks == 0 else _swapper(options, cache_config, model, cache)
     executor = LocalExecutor(Worker(model, cache, batch, swapper).execute)
     scheduler = Scheduler(scheduler_config, KVCacheManager(cache_config))
-    ends = eos_token_ids(folder, config)
+    ends = eos_token_ids(folder, config, spec.vocab_size)
     inputs = InputProcessor(
         tokenizer,
         scheduler.limits,

@@ -12,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.core.errors import ModelError
-from quire.model.config_reader import read_json_object
-from quire.model.safe_path import file_inside
+from quire.core.model_files import file_inside, read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

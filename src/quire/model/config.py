@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from quire.model.config_reader import CONFIG_FILE, ConfigReader, read_json_object
+from quire.core.model_files import read_json_object
+from quire.model.config_reader import CONFIG_FILE, ConfigReader
 from quire.model.families import FAMILIES, MODEL_TYPES
 from quire.model.spec import DecoderSpec, SpecError
 

@@ -1,35 +1,17 @@
 """Reading config.json of a folder that nobody vouches for: every value is checked where it is read."""
 
-import json
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import TypeVar
 
 from quire.core.errors import ModelError
-from quire.model.safe_path import file_inside
 
 CONFIG_FILE = "config.json"
-MAX_JSON_BYTES = 64 * 2**20    # the largest real file here is an index of shards: below 1 MiB per 10,000 tensors
 MAX_SIZE = 2**24               # of vocabularies and widths: far past any real model, far from any overflow
 MAX_LAYERS = 4096
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # of epsilons, factors and thetas: what float32 can divide by
-MAX_POSITIONS = 2**22          # 2 GiB of rotary tables with heads of 128
+MAX_POSITIONS = 2**22
 
 T = TypeVar("T")
-
-
-def read_json_object(folder: Path, name: str) -> dict[str, object]:
-    """Return the JSON object in file `name` of `folder`. Raises ModelError that names the file and what is wrong."""
-    path = file_inside(folder, name)
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ModelError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
 
 
 class ConfigReader:

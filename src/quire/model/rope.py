@@ -11,10 +11,17 @@ from quire.model.config_reader import ConfigReader
 from quire.model.spec import Rotary
 
 DEFAULT_THETA = 10_000.0
+MAX_TABLE_SIZE = 2**28  # cosines and sines of all positions, 1 GiB: 2**21 positions with heads of 128
 
 
 def rotary_from_config(config: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rotary:
-    """Return the frequencies that `config` asks for. Raises ModelError for a scaling that is not known."""
+    """Return the frequencies that `config` asks for.
+
+    Raises ModelError for a scaling that is not known, and for a table of frequencies that would fill the memory.
+    """
+    if max_position_embeddings * head_dim > MAX_TABLE_SIZE:
+        raise config.error(f"max_position_embeddings times head_dim must be at most {MAX_TABLE_SIZE}, got "
+                           f"{max_position_embeddings} times {head_dim}")
     rope = _rope_section(config, max_position_embeddings)
     rope.reject("partial_rotary_factor", 1, why="all dimensions of a head are turned")
     read = rope.choice("rope_type", SCALINGS, default="default")

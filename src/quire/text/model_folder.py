@@ -4,12 +4,11 @@ Three generations of files are known: `special_tokens_map.json`, `tokenizer_conf
 `chat_template.jinja` and `chat_template.json`; where two disagree, the newer one is right, as in transformers.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.core.errors import ModelError
+from quire.core.model_files import read_json_object, read_text
 
 TOKENIZER_FILE = "tokenizer.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -27,7 +26,7 @@ class TextSettings:
 
 def read_text_settings(folder: Path) -> TextSettings:
     """Read the settings of `folder`. Files that are not there count as empty; ModelError names a broken one."""
-    config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    config = _object_if_any(folder, "special_tokens_map.json") | _object_if_any(folder, "tokenizer_config.json")
     named = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
     special = list(named.values())
     for field in _LISTS_OF_TOKENS:
@@ -37,28 +36,14 @@ def read_text_settings(folder: Path) -> TextSettings:
     return TextSettings(named, tuple(dict.fromkeys(special)), _chat_template(folder, config))
 
 
-def read_text(path: Path) -> str | None:
-    """Return the text of a file, or None when it is not there. ModelError when it cannot be read as UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
+def text_if_any(folder: Path, name: str) -> str | None:
+    """Return the text of a file of a model folder, or None when it is not there. ModelError when it cannot be read."""
+    return read_text(folder, name) if (folder / name).exists() else None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _object_if_any(folder: Path, name: str) -> dict[str, Any]:
     """Return the object in a JSON file, or {} when it is not there."""
-    text = read_text(path)
-    if text is None:
-        return {}
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} must hold a JSON object, not a {type(content).__name__}")
-    return content
+    return read_json_object(folder, name) if (folder / name).exists() else {}
 
 
 def _token_text(token: object) -> str | None:
@@ -74,10 +59,10 @@ def _list(value: object) -> list[Any]:
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """Return the template of the newest kind of file that has one; of several named ones, the default."""
-    own_file = read_text(folder / "chat_template.jinja")
+    own_file = text_if_any(folder, "chat_template.jinja")
     if own_file is not None:
         return own_file
-    template: Any = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    template: Any = _object_if_any(folder, "chat_template.json").get("chat_template", config.get("chat_template"))
     named = template if isinstance(template, dict) else _by_name(_list(template))
     template = named.get("default", template)
     return template if isinstance(template, str) else None

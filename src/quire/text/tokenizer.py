@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.core.errors import InvalidRequestError, ModelError
 from quire.text.chat_template import ChatTemplate
-from quire.text.model_folder import TOKENIZER_FILE, TextSettings, read_text, read_text_settings
+from quire.text.model_folder import TOKENIZER_FILE, TextSettings, read_text_settings, text_if_any
 from quire.text.token_bytes import TokenBytes, decoding_rule
 
 _ANCHOR_TEXT = "a"
@@ -53,8 +53,7 @@ class Tokenizer:
 
         MissingTokenizerError when it has no `tokenizer.json`, ModelError naming the file when one is broken.
         """
-        path = Path(folder) / TOKENIZER_FILE
-        text = read_text(path)
+        text = text_if_any(Path(folder), TOKENIZER_FILE)
         if text is None:
             raise MissingTokenizerError(f"{folder} has no {TOKENIZER_FILE}: only token ids can be used with this model")
         settings = read_text_settings(Path(folder))
@@ -63,7 +62,7 @@ class Tokenizer:
             tokenizer.encode(_ANCHOR_TEXT)  # a broken post-processor shows only when it is used
         except BaseException as error:  # the library raises Exception itself; its panics are not even that
             if isinstance(error, Exception) or type(error).__name__ == _PANIC:
-                raise ModelError(f"{path} is not a tokenizer that can be loaded: {error}") from error
+                raise ModelError(f"{folder}/{TOKENIZER_FILE} is not a tokenizer that can be loaded: {error}") from error
             raise
         return tokenizer
 
