@@ -70,6 +70,27 @@ def test_blocks_of_several_sequences_are_counted_once() -> None:
     assert cache.count_blocks([]) == 0
 
 
+def test_swap_space_is_shown_with_what_swapped_sequences_share() -> None:
+    cache = KVCacheManager(CacheConfig(num_blocks=6, block_size=4, num_swap_blocks=5))
+    begin(cache, 1, 6)
+    cache.fork(1, 2, list(range(6)))
+    cache.swap_out([1, 2])
+    cache.end_step()
+    assert not any(entry.owners for entry in cache.view_blocks(0, 6))
+    shown = cache.view_blocks(0, 5, "swap")
+    used = [entry for entry in shown if entry.state == "used"]
+    assert [(entry.tier, entry.ref_count, entry.owners) for entry in used] == [
+        ("swap", 2, [BlockOwner(1, 0, 4), BlockOwner(2, 0, 4)]),
+        ("swap", 2, [BlockOwner(1, 1, 2), BlockOwner(2, 1, 2)]),
+    ]
+    assert {(entry.state, entry.ref_count) for entry in shown if entry not in used} == {("free", 0)}
+    assert cache.view_blocks(1, 2, "swap") == shown[1:3]
+
+
+def test_swap_space_that_is_not_there_has_no_blocks() -> None:
+    assert KVCacheManager(CacheConfig(num_blocks=6, block_size=4)).view_blocks(0, 6, "swap") == []
+
+
 def check_map(harness: Harness) -> None:
     """The map says the same as the figures, and as the tables."""
     cache, stats = harness.cache, harness.cache.stats()
@@ -80,6 +101,9 @@ def check_map(harness: Harness) -> None:
     assert all(min(entry.ref_count, MAX_OWNERS_SHOWN) == len(entry.owners) for entry in entries)
     last_empty = sum(cache.block_size - entry.owners[0].filled for entry in entries if entry.owners)
     assert last_empty == stats.tail_waste_slots
+    swapped = [entry for entry in cache.view_blocks(0, stats.swap_total_blocks, "swap") if entry.state == "used"]
+    assert len(swapped) == stats.swap_used_blocks
+    assert all(min(entry.ref_count, MAX_OWNERS_SHOWN) == len(entry.owners) for entry in swapped)
 
 
 def test_map_agrees_with_the_figures_after_each_step_of_random_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,17 @@ from support.clients import KEY, LIMIT_S
 from support.server import ServerProcess, running_server
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}
+FLAGS = (
+    "--enable-debug", "--api-key", KEY, "--block-size", "8", "--num-kv-blocks", "1100",
+    "--num-swap-blocks", "1200", "--preemption-mode", "swap", "--max-num-batched-tokens", "256",
+)  # fmt: skip
 PREFIX = [5 + number % 50 for number in range(64)]
 
 
 @pytest.fixture(scope="module")
 def server(demo_model: Path) -> Iterator[ServerProcess]:
     chromium()
-    with running_server(str(demo_model), "--enable-debug", "--api-key", KEY, "--num-kv-blocks", "1500") as running:
+    with running_server(str(demo_model), *FLAGS) as running:
         yield running
 
 
@@ -117,9 +121,9 @@ def test_live_map_follows_running_requests(server: ServerProcess) -> None:
                 await page.open(f"{server.url}/debug/blocks", password=KEY)
                 await page.until("document.querySelectorAll('#holders .swatch').length === 4")
                 assert await page.evaluate("document.querySelectorAll('#grid .cell').length") == 1024
-                assert await page.text("#shared") == "4"
+                assert await page.text("#shared") == "8"
                 corners = "[...document.querySelectorAll('#grid .cell b')].map((count) => count.textContent)"
-                assert await page.evaluate(corners) == ["4"] * 4
+                assert await page.evaluate(corners) == ["4"] * 8
                 assert await page.evaluate("document.querySelectorAll('#grid .cell i').length") >= 20
                 assert await page.text("#owners dt") == "key-1"
                 await page.evaluate("document.querySelector('#grid').focus()")
@@ -127,10 +131,41 @@ def test_live_map_follows_running_requests(server: ServerProcess) -> None:
                 assert await page.text("#chosen") == "1"
                 await page.until("document.querySelectorAll('#detail .swatch').length === 4")
                 await page.press("#next")
-                await page.until("document.querySelectorAll('#grid .cell').length === 1500 - 1024")
+                await page.until("document.querySelectorAll('#grid .cell').length === 1100 - 1024")
                 await page.press("#previous")
             await page.until("document.querySelector('#used').textContent === '0'")
             await page.until("document.querySelectorAll('#grid .cell.cached').length >= 4")
             assert await page.text("#status") == "live"
+
+    in_browser(visit)
+
+
+def test_live_map_shows_who_is_swapped_out(server: ServerProcess) -> None:
+    prompts = [[5 + number] * 1400 for number in range(6)]  # 175 blocks each
+    body = {"prompt": prompts, "n": 4, "max_tokens": 500, "ignore_eos": True, "stream": True}
+
+    async def visit(page: Page) -> None:
+        url = f"{server.url}/v1/completions"
+        async with httpx.AsyncClient(headers=HEADERS, timeout=LIMIT_S) as client:
+            async with client.stream("POST", url, json=body) as stream:
+                assert stream.status_code == 200
+                await page.open(f"{server.url}/debug/blocks", password=KEY)
+                await page.until("document.querySelectorAll('#swap-grid .cell.used').length > 175")
+                assert await page.evaluate("document.querySelectorAll('#swap-grid .cell').length") == 1024
+                rows = "[...document.querySelectorAll('#holders .figure')].map((row) => row.textContent)"
+                await page.press("#pause")
+                assert sum("swapped out" in row for row in await page.evaluate(rows)) in {4, 8, 12}
+                assert int(await page.text("#swap-used")) > 175
+                assert await page.evaluate("document.querySelectorAll('#swap-grid .cell b').length") >= 175
+                await page.evaluate("document.querySelector('#swap-grid').focus()")
+                assert await page.text("#chosen") == "0 of the swap space"
+                await page.key("ArrowRight")
+                assert await page.text("#chosen") == "1 of the swap space"
+                await page.press("#swap-next")
+                await page.until("document.querySelectorAll('#swap-grid .cell').length === 1200 - 1024")
+                assert await page.evaluate("document.querySelectorAll('#grid .cell').length") == 1024
+            await page.press("#pause")
+            await page.until("document.querySelector('#used').textContent === '0'")
+            await page.until("document.querySelector('#swap-used').textContent === '0'")
 
     in_browser(visit)

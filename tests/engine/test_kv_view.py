@@ -35,6 +35,25 @@ def test_pin_is_shown_too() -> None:
     assert shown.holders == [BlockHolder(-1 - pinned.request_id, "pin", 5, pinned.request_id)]
 
 
+def test_swapped_request_is_shown_where_it_is() -> None:
+    harness = Harness(num_blocks=12, block_size=4, num_swap_blocks=20, mode="swap")
+    engine = Engine(harness.scheduler, harness.executor)
+    harness.add(7, max_tokens=24, ignore_eos=True)
+    away = harness.add(6, n=2, max_tokens=16, ignore_eos=True)
+    away.owner = "key-1"
+    while away not in harness.scheduler.swapped:
+        harness.step()
+    num_tokens = away.live[0].num_computed_tokens
+    shown = engine.block_map(0, 20, "swap")
+    assert shown.holders == [BlockHolder(1, "sequence", num_tokens, 1, 0, "key-1"),
+                             BlockHolder(2, "sequence", num_tokens, 1, 1, "key-1")]  # fmt: skip
+    assert [holder.holder for holder in engine.block_map(0, 12).holders] == [0]
+    assert sum(entry.state == "used" for entry in shown.blocks) == shown.stats.swap_used_blocks > 0
+    harness.run()
+    after = engine.block_map(0, 20, "swap")
+    assert (after.holders, {entry.state for entry in after.blocks}) == ([], {"free"})
+
+
 def test_blocks_are_counted_once_for_each_label() -> None:
     harness = Harness(num_blocks=30, block_size=4, caching=True)
     prompt = list(range(9))

@@ -133,8 +133,9 @@ kv_stats = st.builds(
     preemptions=blocks_by_label,
     swap_s=st.floats(0, 1e9),
 )
+tiers = st.sampled_from(["kv", "swap"])
 owners = st.lists(st.builds(BlockOwner, counts, counts, counts), max_size=2)
-entries = st.builds(BlockEntry, counts, st.sampled_from(["free", "cached", "used"]), st.just("kv"), counts, owners)
+entries = st.builds(BlockEntry, counts, st.sampled_from(["free", "cached", "used"]), tiers, counts, owners)
 holders = st.builds(BlockHolder, counts, st.sampled_from(["sequence", "pin"]), counts, counts, counts, texts)
 maps = st.builds(
     BlockMap, counts, kv_stats, st.lists(entries, max_size=3), st.lists(holders, max_size=3)

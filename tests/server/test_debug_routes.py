@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from quire.cache.replay import MAX_OPERATIONS
@@ -20,7 +21,7 @@ from support.server import wait_until
 
 PAGES = ("/debug/blocks", "/debug/blocks/playground")
 FILES = tuple(f"/debug/pages/{path.name}" for path in debug_routes.PAGES.iterdir() if path.suffix in {".js", ".css"})
-NUM_BLOCKS = 160
+NUM_BLOCKS, NUM_SWAP_BLOCKS = 160, 400
 
 
 def error_of(response: httpx.Response) -> Json:
@@ -168,7 +169,10 @@ def test_replay_is_only_posted() -> None:
 
 @pytest.fixture(scope="module")
 def server(demo_model: Path) -> Iterator[OpenAIServer]:
-    engine = EngineOptions(str(demo_model), num_kv_blocks=NUM_BLOCKS, max_model_len=1024)
+    engine = EngineOptions(
+        str(demo_model), num_kv_blocks=NUM_BLOCKS, num_swap_blocks=NUM_SWAP_BLOCKS, max_model_len=1024,
+        preemption_mode="swap",
+    )  # fmt: skip
     with openai_server(engine, enable_debug=True, api_key=("first", "second")) as running:
         running.http.headers["Authorization"] = "Bearer second"
         yield running
@@ -180,8 +184,8 @@ def kv(server: OpenAIServer, **params: object) -> Json:
     return json.loads(response.text)  # type: ignore[no-any-return]
 
 
-def map_while_asking(server: OpenAIServer, body: dict[str, Any]) -> dict[str, Any]:
-    """Ask the same again and again, however fast that is answered, until a map has caught it."""
+def map_while_asking(server: OpenAIServer, body: dict[str, Any], num_holders: int, tier: str = "kv") -> dict[str, Any]:
+    """Ask the same again and again, however fast that is answered, until a map has caught enough of its sequences."""
     maps, is_seen = list[dict[str, Any]](), threading.Event()
 
     def keep_asking() -> None:
@@ -189,8 +193,8 @@ def map_while_asking(server: OpenAIServer, body: dict[str, Any]) -> dict[str, An
             server.http.post("/v1/completions", json=body)
 
     def has_caught_it() -> bool:
-        maps.append(kv(server, count=MAX_BLOCKS_SHOWN))
-        return len(maps[-1]["holders"]) == body["n"]
+        maps.append(kv(server, count=MAX_BLOCKS_SHOWN, tier=tier))
+        return len(maps[-1]["holders"]) >= num_holders
 
     asking = threading.Thread(target=keep_asking)
     asking.start()
@@ -205,7 +209,7 @@ def map_while_asking(server: OpenAIServer, body: dict[str, Any]) -> dict[str, An
 def test_map_shows_running_requests_and_what_they_leave(server: OpenAIServer) -> None:
     body = {"prompt": list(range(5, 45)), "n": 3, "max_tokens": 600, "ignore_eos": True, "cache_salt": "<b>"}
     server.wait_until(server.is_idle)
-    shown = map_while_asking(server, body)
+    shown = map_while_asking(server, body, num_holders=3)
     assert (shown["first"], len(shown["blocks"])) == (0, NUM_BLOCKS)
     states = [entry["state"] for entry in shown["blocks"]]
     assert states.count("used") == shown["stats"]["used_blocks"] >= 3
@@ -220,6 +224,31 @@ def test_map_shows_running_requests_and_what_they_leave(server: OpenAIServer) ->
     after = kv(server)
     assert {entry["state"] for entry in after["blocks"]} == {"cached", "free"}
     assert after["holders"] == []
+
+
+def test_map_shows_swapped_requests(server: OpenAIServer) -> None:
+    prompts = [[5 + number] * 600 for number in range(4)]  # three of them, and their answers, fill the cache
+    body = {"prompt": prompts, "n": 4, "max_tokens": 120, "ignore_eos": True}
+    server.wait_until(server.is_idle)
+    shown = map_while_asking(server, body, num_holders=4, tier="swap")
+    used = [entry for entry in shown["blocks"] if entry["state"] == "used"]
+    assert (shown["first"], len(shown["blocks"])) == (0, NUM_SWAP_BLOCKS)
+    assert len(used) == shown["stats"]["swap_used_blocks"] > 0
+    assert [holder["branch"] for holder in shown["holders"]] == [0, 1, 2, 3] * (len(shown["holders"]) // 4)
+    for away in shown["holders"]:
+        shares = [owner for entry in used for owner in entry["owners"] if owner["holder"] == away["holder"]]
+        assert sorted(owner["index"] for owner in shares) == list(range(len(shares)))
+        assert sum(owner["filled"] for owner in shares) == away["num_tokens"] > 600
+        assert all(entry["ref_count"] == 4 for entry in used if entry["owners"][0]["index"] < 37)
+    assert {entry["tier"] for entry in shown["blocks"]} == {"swap"}
+
+
+def test_without_a_swap_space_there_is_no_map_of_it(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = msgspec.structs.replace(server.service.client.ready, num_swap_blocks=0)
+    monkeypatch.setattr(server.service.client, "ready", ready)
+    response = server.http.get("/debug/kv", params={"tier": "swap"})
+    assert (response.status_code, error_of(response)["param"]) == (400, "tier")
+    assert "'swap'" in error_of(response)["message"]
 
 
 def test_map_is_a_window(server: OpenAIServer) -> None:
@@ -238,7 +267,8 @@ def test_map_is_a_window(server: OpenAIServer) -> None:
         ({"count": "4097"}, "count", "4096"),
         ({"count": ""}, "count", "4096"),
         ({"count": "1.0"}, "count", "4096"),
-        ({"tier": "swap"}, "tier", "kv"),
+        ({"tier": "disk"}, "tier", "kv, or swap where there is a swap space"),
+        ({"tier": "swap", "first": str(NUM_SWAP_BLOCKS)}, "first", "399"),
     ],
 )
 def test_windows_that_there_are_not_are_refused(server: OpenAIServer, params: Json, param: str, limit: str) -> None:

@@ -8,7 +8,7 @@ from quire.core.block_map import MAX_OWNERS_SHOWN, BlockEntry, BlockOwner, Tier
 
 
 def view_blocks(
-    pool: BlockPool, tables: Mapping[int, BlockTable], block_size: int, first: int, count: int, tier: Tier = "kv"
+    pool: BlockPool, tables: Mapping[int, BlockTable], block_size: int, first: int, count: int, tier: Tier
 ) -> list[BlockEntry]:
     """Return blocks [first, first + count), as far as there are any. Linear in `count` and in all tables' columns."""
     stop = min(first + count, pool.num_blocks)

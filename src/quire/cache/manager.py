@@ -17,7 +17,7 @@ from quire.cache.block_view import count_blocks, view_blocks
 from quire.cache.prefix_cache import NO_MATCH, Path, PrefixCache, PrefixMatch
 from quire.cache.prefix_tree import NONE, PrefixTree, Scope
 from quire.cache.swap_space import SwapSpace
-from quire.core.block_map import BlockEntry
+from quire.core.block_map import BlockEntry, Tier
 from quire.core.config import CacheConfig
 from quire.core.outputs import KVStats
 from quire.core.plan import BlockCopy
@@ -319,9 +319,14 @@ class KVCacheManager:
         )
         return stats if self._swap is None else self._swap.add_stats(stats)
 
-    def view_blocks(self, first: int, count: int) -> list[BlockEntry]:
-        """Return what blocks [first, first + count) are, and who holds them: a sequence by its id, a pin by -1 - id."""
-        return view_blocks(self._pool, self._holders(), self.block_size, first, count)
+    def view_blocks(self, first: int, count: int, tier: Tier = "kv") -> list[BlockEntry]:
+        """Return what blocks [first, first + count) are, and who holds them: a sequence by its id, a pin by -1 - id.
+
+        There are none in a swap space that is not there.
+        """
+        if tier == "swap":
+            return [] if self._swap is None else self._swap.view_blocks(self.block_size, first, count)
+        return view_blocks(self._pool, self._holders(), self.block_size, first, count, tier)
 
     def count_blocks(self, seq_ids: Iterable[int]) -> int:
         """Return how many blocks these sequences hold, each counted once. Linear in their columns."""

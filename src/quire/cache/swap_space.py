@@ -11,7 +11,9 @@ from dataclasses import replace
 
 from quire.cache.block_pool import BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable
+from quire.cache.block_view import view_blocks
 from quire.cache.prefix_cache import Path
+from quire.core.block_map import BlockEntry
 from quire.core.outputs import KVStats
 from quire.core.plan import BlockCopy
 
@@ -110,6 +112,10 @@ class SwapSpace:
             swapped_out_blocks=self._num_swapped_out,
             swapped_in_blocks=self._num_swapped_in,
         )
+
+    def view_blocks(self, block_size: int, first: int, count: int) -> list[BlockEntry]:
+        """Return what blocks [first, first + count) are, and which sequences hold them."""
+        return view_blocks(self._pool, self._tables, block_size, first, count, "swap")
 
     def check(self) -> None:
         """Assert that pool and tables are sound, and reference counts equal to holders."""

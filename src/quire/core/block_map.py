@@ -1,7 +1,7 @@
 """The KV cache block by block, as plain data: what each block is, and who holds it. For eyes, not for the step.
 
-One description serves the wire between our processes and the JSON that people read. A tier more, or a holder of another
-kind, is one more word in `Tier` or `HolderKind`.
+One description serves the wire between our processes and the JSON that people read. A holder of another kind is one
+more word in `HolderKind`.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import msgspec
 
 from quire.core.outputs import KVStats
 
-Tier = Literal["kv"]
+Tier = Literal["kv", "swap"]  # the cache itself, and the swap space
 BlockState = Literal["free", "cached", "used"]
 HolderKind = Literal["sequence", "pin"]
 
@@ -53,9 +53,9 @@ class BlockHolder(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """Blocks [first, first + len(blocks)) of a pool, and all who hold one of them."""
+    """Blocks [first, first + len(blocks)) of a tier, and all who hold one of them."""
 
     first: int
-    stats: KVStats                      # of the whole pool
+    stats: KVStats                      # of both tiers, whole
     blocks: list[BlockEntry]
     holders: list[BlockHolder]

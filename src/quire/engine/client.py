@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from quire.core.beam_search_params import BeamSearchParams
-from quire.core.block_map import BlockMap
+from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import EngineError, InvalidRequestError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import RequestOutput
@@ -231,8 +231,8 @@ class EngineClient:
 
     # --- the engine -----------------------------------------------------------------------------------------------
 
-    async def block_map(self, first: int, count: int, timeout_s: float) -> BlockMap:
-        """Return what blocks [first, first + count) of the KV cache are, as of the end of a step.
+    async def block_map(self, first: int, count: int, timeout_s: float, tier: Tier = "kv") -> BlockMap:
+        """Return what blocks [first, first + count) of a tier are, as of the end of a step.
 
         However many ask, the engine is asked for one map at a time: all together slow a step by no more than that.
         TimeoutError if it was not there in time; EngineDeadError if there is no engine any more.
@@ -243,7 +243,7 @@ class EngineClient:
             told: asyncio.Future[BlockMap] = asyncio.get_running_loop().create_future()
             self._maps[number] = told
             try:
-                self._send(frame(ShowBlocks(number, first, count)))
+                self._send(frame(ShowBlocks(number, first, count, tier)))
                 return await told
             finally:
                 del self._maps[number]

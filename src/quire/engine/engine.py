@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quire.core.block_map import BlockMap
+from quire.core.block_map import BlockMap, Tier
 from quire.core.outputs import Admission, KVStats, SequenceDelta
 from quire.core.sequence import Request
 from quire.engine.kv_view import count_blocks_by_owner, view_holders
@@ -71,7 +71,7 @@ class Engine:
             recovery_saved_s=recovery.saved_s,
         )
 
-    def block_map(self, first: int, count: int) -> BlockMap:
-        """Return blocks [first, first + count) of the KV cache between two steps, and whose they are."""
-        blocks = self.scheduler.cache.view_blocks(first, count)
+    def block_map(self, first: int, count: int, tier: Tier = "kv") -> BlockMap:
+        """Return blocks [first, first + count) of a tier between two steps, and whose they are."""
+        blocks = self.scheduler.cache.view_blocks(first, count, tier)
         return BlockMap(first, self.kv_stats(), blocks, view_holders(self.scheduler, blocks))

@@ -23,10 +23,10 @@ def view_holders(scheduler: Scheduler, blocks: Iterable[BlockEntry]) -> list[Blo
     seen = {owner.holder for entry in blocks for owner in entry.owners}
     known = {
         sequence.seq_id: BlockHolder(
-            sequence.seq_id, "sequence", scheduler.cache.num_tokens(sequence.seq_id),
-            request.request_id, sequence.index, request.owner,
+            sequence.seq_id, "sequence", sequence.num_computed_tokens, request.request_id, sequence.index, request.owner
         )
-        for request, sequence in _holding(scheduler)
+        for request in (*scheduler.running, *scheduler.swapped)
+        for sequence in request.live
         if sequence.seq_id in seen
     }
     pins = [-1 - holder for holder in sorted(seen - known.keys(), reverse=True)]

@@ -125,8 +125,8 @@ class EngineLoop:
                 self._engine.abort(request_id)
             case Finish(request_id, index):
                 self._engine.finish(request_id, index)
-            case ShowBlocks(number, first, count):
-                self._send(BlocksShown(number, self._engine.block_map(first, count)))
+            case ShowBlocks(number, first, count, tier):
+                self._send(BlocksShown(number, self._engine.block_map(first, count, tier)))
             case Start():
                 raise AssertionError("started twice")
 

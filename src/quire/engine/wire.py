@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from quire.core.block_map import BlockMap
+from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.outputs import Admission, KVStats, SequenceDelta
 from quire.core.sequence import Request
@@ -53,6 +53,7 @@ class ShowBlocks(msgspec.Struct, tag="show_blocks", array_like=True, frozen=True
     number: int
     first: int
     count: int
+    tier: Tier = "kv"
 
 
 Command = Start | Add | Abort | Finish | ShowBlocks

@@ -1,6 +1,7 @@
 """Who comes first, and who gives way: the scheduler's policies, small and replaceable. A third is in recovery.py."""
 
 from collections import deque
+from collections.abc import Iterator
 
 from quire.core.sequence import Request
 
@@ -17,6 +18,9 @@ class FirstComeFirstServed:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._queue)
 
     def __contains__(self, request: Request) -> bool:
         """Whether a request waits here."""

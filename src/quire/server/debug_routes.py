@@ -11,14 +11,16 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
 from quire.cache.replay import Operation, replay
-from quire.core.block_map import MAX_BLOCKS_SHOWN
+from quire.core.block_map import MAX_BLOCKS_SHOWN, Tier
 from quire.core.checks import refuse
+from quire.engine.wire import Ready
 from quire.server.errors import ApiError, engine_unhealthy, invalid
 from quire.server.openai.answer_format import encode
 from quire.server.openai.answering import json_response
 from quire.server.service import Service
 
 DEFAULT_COUNT = 1024
+TIERS = "kv, or swap where there is a swap space"
 MAP_LIMIT_S = 10.0  # a step of a long prefill may take seconds
 
 PAGES = Path(__file__).parent / "pages"
@@ -51,17 +53,15 @@ async def kv(
     request: Request,
     first: Annotated[str, Query(description="number of the first block")] = "0",
     count: Annotated[str, Query(description=f"number of blocks, at most {MAX_BLOCKS_SHOWN}")] = str(DEFAULT_COUNT),
-    tier: Annotated[str, Query(description="kv")] = "kv",
+    tier: Annotated[str, Query(description=TIERS)] = "kv",
 ) -> Response:
-    """Show blocks of the KV cache: what each is, and who holds it."""
+    """Show blocks of the KV cache or of its swap space: what each is, and who holds it."""
     service: Service = request.app.state.service
-    num_blocks = service.client.ready.limits.num_blocks
+    shown, num_blocks = _tier(tier, service.client.ready)
     start = _integer("first", first, 0, num_blocks - 1)
     number = _integer("count", count, 1, MAX_BLOCKS_SHOWN)
-    if tier != "kv":
-        refuse("tier", tier, "kv")
     try:
-        block_map = await service.client.block_map(start, number, MAP_LIMIT_S)
+        block_map = await service.client.block_map(start, number, MAP_LIMIT_S, shown)
     except TimeoutError:
         raise engine_unhealthy(f"the engine has not come to the end of a step within {MAP_LIMIT_S:g} s") from None
     return json_response(encode(block_map))
@@ -102,6 +102,15 @@ async def page_file(name: str) -> Response:
 def _file(name: str) -> Response:
     path = _FILES[name]
     return Response(path.read_bytes(), media_type=_TYPES[path.suffix], headers=_PAGE_HEADERS)
+
+
+def _tier(name: str, ready: Ready) -> tuple[Tier, int]:
+    """Return a tier and how many blocks it has."""
+    if name == "swap" and ready.num_swap_blocks > 0:
+        return "swap", ready.num_swap_blocks
+    if name != "kv":
+        refuse("tier", name, TIERS)
+    return "kv", ready.limits.num_blocks
 
 
 def _integer(name: str, text: str, low: int, high: int) -> int:

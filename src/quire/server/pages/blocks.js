@@ -66,7 +66,7 @@ export class Grid {
   }
 
   build(blocks) {
-    this.cells = blocks.map((entry) => element("div", { class: "cell", role: "option", id: `block-${entry.block}` }));
+    this.cells = blocks.map((entry) => element("div", { class: "cell", role: "option", id: `${entry.tier}-${entry.block}` }));
     const parts = [];
     this.cells.forEach((cell, index) => {
       if (index % this.numColumns === 0) {

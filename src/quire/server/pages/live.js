@@ -1,4 +1,4 @@
-// The live map: asks for a window of the pool again and again, and draws what has changed.
+// The live map: asks for a window of each tier again and again, and draws what has changed.
 
 import { Grid, ask, byId, element, show, tell } from "./blocks.js";
 
@@ -6,27 +6,68 @@ const NUM_COLUMNS = 32;
 const NUM_BLOCKS = 1024; // in a window
 const PAUSE_MS = 1000;
 
-let first = 0;
-let total = 0;
 let isPaused = false;
 let marked; // the holder under the pointer
 let holders = new Map();
-let grid;
+let numRefreshes = 0;
 let timer;
+
+// A tier of the cache: the window of it that is shown, and the buttons that turn to others.
+class Tier {
+  constructor(name, prefix) {
+    Object.assign(this, { name, prefix, first: 0, total: 0 });
+    byId(`${prefix}previous`).addEventListener("click", () => this.turn(-1));
+    byId(`${prefix}next`).addEventListener("click", () => this.turn(1));
+    byId(`${prefix}grid`).addEventListener("focus", () => activate(this));
+  }
+
+  ask() {
+    return ask(`kv?tier=${this.name}&first=${this.first}&count=${NUM_BLOCKS}`);
+  }
+
+  show({ first, blocks, stats }, total) {
+    this.total = total;
+    const numbers = [first, first + blocks.length - 1, total].map((number) => number.toLocaleString("en-US"));
+    show(`${this.prefix}range`, `${numbers[0]} to ${numbers[1]} of ${numbers[2]}`);
+    byId(`${this.prefix}previous`).disabled = first === 0;
+    byId(`${this.prefix}next`).disabled = first + blocks.length >= total;
+    this.grid ??= new Grid(byId(`${this.prefix}grid`), NUM_COLUMNS, stats.block_size, (entry) => {
+      if (this === active) showDetail(entry, stats.block_size);
+    });
+    this.grid.update(blocks);
+    this.grid.mark(marked);
+  }
+
+  turn(pages) {
+    this.first = Math.max(0, Math.min(this.first + pages * NUM_BLOCKS, this.total - 1));
+    this.first -= this.first % NUM_BLOCKS;
+    refresh();
+  }
+}
+
+const kv = new Tier("kv", "");
+const swap = new Tier("swap", "swap-");
+let active = kv; // whose chosen block is told of
+
+function activate(tier) {
+  active = tier;
+  for (const each of [kv, swap]) byId(`${each.prefix}grid`).classList.toggle("resting", each !== tier);
+  tier.grid?.choose(tier.grid.chosen);
+}
 
 function holderName(holder) {
   if (holder?.kind !== "sequence") return holder ? `${holder.kind} ${holder.request_id}` : "?";
   return `request ${holder.request_id} · branch ${holder.branch}`;
 }
 
-function showDetail(entry) {
-  show("chosen", String(entry.block));
+function showDetail(entry, blockSize) {
+  show("chosen", entry.tier === "kv" ? String(entry.block) : `${entry.block} of the swap space`);
   const words = { free: "Free: holds nothing.", cached: "Cached: no owner, content can be found.", used: "" }[entry.state];
   const owners = entry.owners.map((owner) =>
     element("li", {},
       element("span", { class: "swatch", hue: owner.holder }),
       element("span", { text: holderName(holders.get(owner.holder)) }),
-      element("span", { class: "figure", text: `logical ${owner.index} · ${owner.filled}/${grid.blockSize}` })));
+      element("span", { class: "figure", text: `logical ${owner.index} · ${owner.filled}/${blockSize}` })));
   const numMore = entry.ref_count - entry.owners.length;
   if (numMore > 0) owners.push(element("li", { text: `and ${numMore} more` }));
   const state = words || `Used, held ${entry.ref_count === 1 ? "once" : `${entry.ref_count} times`}.`;
@@ -38,7 +79,7 @@ function showHolders(list) {
     const row = element("li", {},
       element("span", { class: "swatch", hue: holder.holder }),
       element("span", { text: holderName(holder) }),
-      element("span", { class: "figure", text: `${holder.num_tokens} tokens` }));
+      element("span", { class: "figure", text: `${holder.num_tokens} tokens${holder.isAway ? ", swapped out" : ""}` }));
     if (holder.owner) row.append(element("span", { class: "label", text: holder.owner }));
     row.addEventListener("pointerenter", () => mark(holder.holder));
     row.addEventListener("pointerleave", () => mark(undefined));
@@ -49,7 +90,7 @@ function showHolders(list) {
 
 function mark(holder) {
   marked = holder;
-  grid.mark(holder);
+  for (const tier of [kv, swap]) tier.grid?.mark(holder);
 }
 
 function showFigures(stats) {
@@ -62,6 +103,8 @@ function showFigures(stats) {
   show("waste", stats.tail_waste_slots);
   show("copies", stats.copied_blocks);
   show("evicted", stats.evicted_blocks);
+  show("swap-used", stats.swap_used_blocks);
+  show("swapped-out", stats.swapped_out_blocks);
   const share = stats.prefix_hits_tokens / stats.prefix_queries_tokens;
   show("hits", Number.isNaN(share) ? "–" : `${(100 * share).toFixed(0)} %`);
   for (const state of ["used", "cached", "free"]) {
@@ -75,38 +118,30 @@ function showFigures(stats) {
   ]));
 }
 
-function showMap(map) {
-  total = map.stats.total_blocks;
-  const last = map.first + map.blocks.length - 1;
-  show("range", `${map.first.toLocaleString("en-US")} to ${last.toLocaleString("en-US")} of ${total.toLocaleString("en-US")}`);
-  byId("previous").disabled = map.first === 0;
-  byId("next").disabled = last + 1 >= total;
-  holders = new Map(map.holders.map((holder) => [holder.holder, holder]));
-  grid ??= new Grid(byId("grid"), NUM_COLUMNS, map.stats.block_size, showDetail);
-  grid.update(map.blocks);
-  grid.mark(marked);
+// The two maps are of different steps: who has moved meanwhile may be in both, or in none.
+function showMaps(map, away) {
+  const list = [...map.holders, ...(away?.holders ?? []).map((holder) => ({ ...holder, isAway: true }))];
+  holders = new Map(list.map((holder) => [holder.holder, holder]));
+  kv.show(map, map.stats.total_blocks);
+  document.querySelectorAll(".swap").forEach((part) => { part.hidden = !away; });
+  if (away) swap.show(away, away.stats.swap_total_blocks);
   showFigures(map.stats);
-  showHolders(map.holders);
+  showHolders([...holders.values()]);
 }
 
 async function refresh() {
   clearTimeout(timer);
-  const asked = first;
+  const number = ++numRefreshes;
   try {
-    const map = await ask(`kv?first=${asked}&count=${NUM_BLOCKS}`);
-    if (asked !== first) return; // another window is on its way
-    showMap(map);
+    const map = await kv.ask();
+    const away = map.stats.swap_total_blocks > 0 ? await swap.ask() : undefined;
+    if (number !== numRefreshes) return; // another window is on its way
+    showMaps(map, away);
     tell(isPaused ? "paused" : "live");
   } catch (error) {
     tell(error.message, true);
   }
   if (!isPaused) timer = setTimeout(refresh, PAUSE_MS);
-}
-
-function turn(pages) {
-  first = Math.max(0, Math.min(first + pages * NUM_BLOCKS, total - 1));
-  first -= first % NUM_BLOCKS;
-  refresh();
 }
 
 function setPaused(paused) {
@@ -119,8 +154,6 @@ function setPaused(paused) {
   } else refresh();
 }
 
-byId("previous").addEventListener("click", () => turn(-1));
-byId("next").addEventListener("click", () => turn(1));
 byId("pause").addEventListener("click", () => setPaused(!isPaused));
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) clearTimeout(timer);
