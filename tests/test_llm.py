@@ -306,6 +306,16 @@ def test_pins_of_other_calls_run_beside_a_stream(llm: LLM) -> None:
     llm.unpin_prefix(pinned.id)
 
 
+def test_lower_priority_runs_first(demo_model: Path) -> None:
+    with LLM(str(demo_model), max_num_seqs=1, num_kv_blocks=64) as llm:
+        outputs = llm.generate(["a"] * 4, SamplingParams(max_tokens=2), use_tqdm=False, priority=[2, 0, -1, 0])
+        metrics = [output.metrics for output in outputs]
+        assert sorted(range(4), key=lambda index: metrics[index].first_scheduled_s) == [2, 1, 3, 0]  # type: ignore[union-attr]
+        for wrong, told in (([1], "priority must be one for all"), ([0, 0, 0, 101], "priority must be an integer")):
+            with pytest.raises(InvalidRequestError, match=told):
+                llm.generate(["a"] * 4, priority=wrong)
+
+
 def test_metrics_are_in_order(llm: LLM) -> None:
     metrics = llm.generate("x", GREEDY, use_tqdm=False)[0].metrics
     assert metrics is not None

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, cast
+from typing import Self, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,6 +22,8 @@ from quire.engine.output_processor import OutputProcessor
 from quire.engine.pinned_prefixes import PinnedPrefixes
 from quire.text.chat_template import Message
 from quire.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class LLM:
@@ -123,15 +125,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt and return the outputs in the order of the prompts.
 
         A prompt is text, token ids, {"prompt": str} or {"prompt_token_ids": [...]}. `sampling_params` is one for all
         or one per prompt. Everything is checked before anything runs: InvalidRequestError (a ValueError) names what
-        is wrong, and nothing was started. On a terminal a progress bar runs unless `use_tqdm` is False.
+        is wrong, and nothing was started. On a terminal a progress bar runs unless `use_tqdm` is False. Of those that
+        wait, the ones with the lowest `priority` (0 if none is given), one for all or one per prompt, run first.
         """
         tokenized = [self._engine.inputs.tokenize(prompt) for prompt in _as_list(prompts)]
-        return self._finish_all(self._make_requests(tokenized, sampling_params), use_tqdm)
+        return self._finish_all(self._make_requests(tokenized, sampling_params, priority=priority), use_tqdm)
 
     def stream(
         self,
@@ -219,13 +223,16 @@ class LLM:
         prompts: list[TokenizedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         beam: BeamSearchParams | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[tuple[Request, TokenizedPrompt]]:
         """Check every request and queue none. A refused call uses no request id up: seeds derive from them."""
         inputs = self._inputs
-        params = _one_each(sampling_params, len(prompts))
+        params = _one_each("sampling_params", sampling_params, SamplingParams(), len(prompts))
+        priorities = _one_each("priority", priority, 0, len(prompts))
+        asked = zip(prompts, params, priorities, strict=True)
         requests = [
-            (inputs.make_request(request_id, prompt, own, beam), prompt)
-            for request_id, (prompt, own) in enumerate(zip(prompts, params, strict=True), start=self._num_requests)
+            (inputs.make_request(request_id, prompt, own, beam, level), prompt)
+            for request_id, (prompt, own, level) in enumerate(asked, start=self._num_requests)
         ]
         self._num_requests += len(requests)
         return requests
@@ -323,18 +330,15 @@ def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) ->
     return [cast(Sequence[Message], messages)]
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    """Return one SamplingParams per prompt."""
-    if params is None:
-        params = SamplingParams()
-    if not isinstance(params, (list, tuple)):
-        return [cast(SamplingParams, params)] * num_prompts
-    if len(params) != num_prompts:
+def _one_each(name: str, given: T | Sequence[T] | None, default: T, num_prompts: int) -> list[T]:
+    """Return one value per prompt, of those that were given for all or for each."""
+    if not isinstance(given, (list, tuple)):
+        return [default if given is None else cast(T, given)] * num_prompts
+    if len(given) != num_prompts:
         raise InvalidRequestError(
-            f"sampling_params must be one for all or one per prompt: got {len(params)} for {num_prompts} prompts",
-            param="sampling_params",
+            f"{name} must be one for all or one per prompt: got {len(given)} for {num_prompts} prompts", param=name
         )
-    return list(params)
+    return list(given)
 
 
 def _progress_bar(*, shown: bool) -> Progress:

@@ -5,7 +5,7 @@ import pytest
 from quire.core.config import PreemptionMode
 from quire.core.plan import MeasuredRates, StepPlan
 from quire.core.sequence import Request, SequenceStatus
-from quire.scheduling.policies import FirstComeFirstServed, next_to_enter
+from quire.scheduling.policies import RequestQueue, next_to_enter
 from support.scheduling import Harness
 
 MODES: tuple[PreemptionMode, ...] = ("recompute", "swap", "auto")
@@ -79,8 +79,8 @@ def test_swapped_requests_return_in_their_order() -> None:
     while harness.scheduler.has_requests:
         before = [r for r in harness.requests.values() if r in harness.scheduler.swapped]
         harness.step()
-        now = [r.arrival for r in before if r in harness.scheduler.running]
-        assert all(r.arrival > max(now) for r in before if now and r in harness.scheduler.swapped)
+        now = [r.turn for r in before if r in harness.scheduler.running]
+        assert all(r.turn > max(now) for r in before if now and r in harness.scheduler.swapped)
         returned += now
     assert len(returned) > 4
     finish(harness)
@@ -242,15 +242,15 @@ def test_only_an_earlier_victim_comes_before_what_is_swapped_out() -> None:
     harness = Harness(100)
     new, lost, swapped, lost_later = [harness.add(4, max_tokens=4) for _ in range(4)]
     lost.num_preemptions = lost_later.num_preemptions = 1
-    queues = {"waiting": FirstComeFirstServed(), "swapped": FirstComeFirstServed()}
+    queues = {"waiting": RequestQueue(), "swapped": RequestQueue()}
     assert next_to_enter(**queues) is None
     queues["swapped"].add(swapped)
     assert next_to_enter(**queues) is swapped
     queues["waiting"].add(lost_later)
     assert next_to_enter(**queues) is swapped
-    queues["waiting"].give_back(lost)
+    queues["waiting"].add(lost)
     assert next_to_enter(**queues) is lost
-    queues["waiting"].give_back(new)
+    queues["waiting"].add(new)
     assert next_to_enter(**queues) is swapped, "nothing new"
     assert next_to_enter(**queues, num_passed=1) is lost
     queues["swapped"].remove(swapped)

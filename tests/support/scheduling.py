@@ -84,16 +84,24 @@ class Harness:
         salt: str | None = None,
         *,
         is_pin: bool = False,
+        priority: int = 0,
         **params: object,
     ) -> Request:
         """Queue a request with a prompt of its own, so many tokens long, or with this one."""
-        return self._add(prompt, SamplingParams(**params), None, eos, salt, is_pin=is_pin)  # type: ignore[arg-type]
+        sampling = SamplingParams(**params)  # type: ignore[arg-type]
+        return self._add(prompt, sampling, None, eos, salt, is_pin=is_pin, priority=priority)
 
     def add_beams(
-        self, prompt: int | list[int], beam: BeamSearchParams, eos: Iterable[int] = (), salt: str | None = None
+        self,
+        prompt: int | list[int],
+        beam: BeamSearchParams,
+        eos: Iterable[int] = (),
+        salt: str | None = None,
+        *,
+        priority: int = 0,
     ) -> Request:
         """Queue a beam search."""
-        return self._add(prompt, as_sampling_params(beam), beam, eos, salt)
+        return self._add(prompt, as_sampling_params(beam), beam, eos, salt, priority=priority)
 
     def _add(
         self,
@@ -104,12 +112,13 @@ class Harness:
         salt: str | None,
         *,
         is_pin: bool = False,
+        priority: int = 0,
     ) -> Request:
         request_id = len(self.requests)
         if isinstance(prompt, int):
             prompt = [(request_id * 7 + i) % VOCAB_SIZE for i in range(prompt)]
         request = make_request(request_id, prompt, params, frozenset(eos), beam)
-        request.cache_salt, request.is_pin = salt, is_pin
+        request.cache_salt, request.is_pin, request.priority = salt, is_pin, priority
         self.scheduler.add(request)
         self.requests[request_id] = request
         return request
@@ -166,12 +175,13 @@ class Harness:
         """Make a plan, and check who was let in: nobody past a victim, nobody new while anything is swapped out."""
         scheduler, before = self.scheduler, list(self.scheduler.running)
         plan = scheduler.schedule()
+        assert not before or before[0] in scheduler.running, "the first in order gave way"
         for victim in (request for request in before if request not in scheduler.running):
-            assert all(request.arrival < victim.arrival for request in scheduler.admitted), "let in past a victim"
+            assert all(request.turn < victim.turn for request in scheduler.admitted), "let in past a victim"
         if len(scheduler.swapped) > 0:
             assert all(request.num_preemptions > 0 for request in scheduler.admitted), "let in past a swapped request"
-            first = scheduler.swapped.first().arrival
-            assert all(request.arrival < first for request in scheduler.admitted), "returned out of order"
+            first = scheduler.swapped.first().turn
+            assert all(request.turn < first for request in scheduler.admitted), "returned out of order"
         return plan
 
     def check(self) -> None:
@@ -282,6 +292,7 @@ def random_run(seed: int, *, crowded: bool = False) -> Harness:
     arrivals_left = rng.randint(*((6, 20) if crowded else (1, 12)))
     arrival_rate = 1.0 if crowded else rng.choice([0.1, 1.0])
     early_end_rate, failure_rate = rng.choice([0, 0.03]), rng.choice([0, 0, 0.02])
+    priorities = rng.choice([[0], [0], [0, 1], [-100, 0, 3, 100]])
     beam_rate, pin_rate, ended_early = rng.choice([0.0, 0.0, 0.3, 1.0]), rng.choice([0, 0, 0.3]), set[int]()
     while arrivals_left or harness.scheduler.has_requests:
         if arrivals_left and rng.random() < arrival_rate:
@@ -292,9 +303,10 @@ def random_run(seed: int, *, crowded: bool = False) -> Harness:
                 if rng.random() < pin_rate:
                     harness.pin(prompt, salt)
                 elif rng.random() < beam_rate:
-                    harness.add_beams(prompt, random_beams(rng), eos, salt)
+                    harness.add_beams(prompt, random_beams(rng), eos, salt, priority=rng.choice(priorities))
                 else:
-                    harness.add(prompt, eos, salt, **random_params(rng, crowded=crowded))
+                    params = random_params(rng, crowded=crowded)
+                    harness.add(prompt, eos, salt, priority=rng.choice(priorities), **params)
         if harness.requests and rng.random() < early_end_rate:
             victim = rng.choice(list(harness.requests))
             is_abort = rng.random() < 0.5

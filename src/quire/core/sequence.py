@@ -12,6 +12,8 @@ from quire.core.sampling_params import SamplingParams
 
 NO_ROW = -1
 
+Turn = tuple[int, int]  # a place in line: the lower comes first
+
 
 class SequenceStatus(Enum):
     """Where a sequence stands. A preempted sequence is waiting again, or swapped; either way it gets a new row."""
@@ -67,16 +69,11 @@ class Request:
     beam: BeamSearchParams | None = None                   # a beam search: its sequences are beams
     is_pin: bool = False              # when the prompt has been computed, it is kept under the request's id
     cache_salt: str | None = None     # requests find only what those with the same salt have computed
+    priority: int = 0                 # lower is served first
     owner: str = ""                   # label of who asked: see quire.core.owner_labels
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of positions 1, 2, ... as far as computed
+    turn: Turn = (0, 0)               # place in line, given by the scheduler at arrival; not the order of ids, which
+                                      # were given by those who make requests and take their time to queue them
     num_preemptions: int = 0
     num_cached_tokens: int = 0        # of the prompt, found in the cache when the request was first let in
-
-    @property
-    def arrival(self) -> int:
-        """Return where the request stands among the unfinished: lower came first. The scheduler's order, not the ids'.
-
-        Ids may have been given in another order: whoever makes a request may take its time to queue it.
-        """
-        return self.live[0].seq_id

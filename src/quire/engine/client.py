@@ -141,10 +141,11 @@ class EngineClient:
         return len(self._streams)
 
     def prepare(
-        self, prompt: TokenizedPrompt, params: SamplingParams, beam: BeamSearchParams | None = None
+        self, prompt: TokenizedPrompt, params: SamplingParams, beam: BeamSearchParams | None = None, priority: int = 0
     ) -> PreparedRequest:
         """Check a request and number it. InvalidRequestError names what is wrong. For any thread; takes its time."""
-        return PreparedRequest(self.inputs.make_request(next(self._request_ids), prompt, params, beam), prompt)
+        request = self.inputs.make_request(next(self._request_ids), prompt, params, beam, priority)
+        return PreparedRequest(request, prompt)
 
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, NotRequired, TypedDict
 
 from quire.core.beam_search_params import BeamSearchParams
-from quire.core.checks import check_text, shown
+from quire.core.checks import check_int, check_text, shown
 from quire.core.errors import InvalidRequestError
 from quire.core.owner_labels import OwnerLabels
 from quire.core.sampling_params import SamplingParams
@@ -47,12 +47,18 @@ class TokenizedPrompt(NamedTuple):
 
 _ANY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)  # every request samples one
 
+MAX_PRIORITY = 100     # either sign: so far may a request be overtaken by later ones, in levels of ageing
 MAX_SALT_CHARS = 1024  # the cache holds each salt for as long as it holds anything under it
 
 
 def check_cache_salt(cache_salt: object, max_chars: int = MAX_SALT_CHARS) -> str | None:
     """Return a salt, or None for none. InvalidRequestError for anything else."""
     return None if cache_salt is None else check_text("cache_salt", cache_salt, max_chars)
+
+
+def check_priority(priority: object) -> int:
+    """Return a priority. InvalidRequestError for anything else."""
+    return check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
 
 
 class InputProcessor:
@@ -147,11 +153,17 @@ class InputProcessor:
             raise InvalidRequestError("the model has no tokenizer: bad_words cannot be used", param="bad_words")
 
     def make_request(
-        self, request_id: int, prompt: TokenizedPrompt, params: SamplingParams, beam: BeamSearchParams | None = None
+        self,
+        request_id: int,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        beam: BeamSearchParams | None = None,
+        priority: int = 0,
     ) -> Request:
         """Return a request that the scheduler will take, or raise InvalidRequestError. Nothing is queued.
 
-        With `beam` it is a beam search; `params` say how many answers it has and how they become text.
+        With `beam` it is a beam search; `params` say how many answers it has and how they become text. The lower the
+        `priority`, the earlier it is served.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
@@ -169,6 +181,7 @@ class InputProcessor:
             bad_words_token_ids=self._bad_words(params),
             beam=beam,
             cache_salt=prompt.cache_salt,
+            priority=check_priority(priority),
             owner=self._owners.label(prompt.key_number, prompt.cache_salt),
         )
 

@@ -1,66 +1,84 @@
 """Who comes first, and who gives way: the scheduler's policies, small and replaceable. A third is in recovery.py."""
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterator
 
-from quire.core.sequence import Request
+from quire.core.sequence import Request, Turn
+
+AGEING_STEPS = 1024  # what one level of priority is worth: half a minute to a few, where a step takes 30 to 200 ms
 
 
-class FirstComeFirstServed:
-    """Serve in order of arrival, preempt in the opposite order (Kwon et al. 2023, section 4.5).
+class ByPriority:
+    """Serve the lower priority first, equal ones in order of arrival; preempt in the opposite order.
+
+    A request takes its place when it comes, for good: that of a request of priority 0 which came AGEING_STEPS later for
+    each level. So those who wait age: nobody is overtaken by who comes so many steps after him, and the first in order
+    stays the first until then. With one priority for all this is first come, first served (Kwon et al. 2023, 4.5).
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+
+    def note_step(self) -> None:
+        """Count a step: the only clock that there is."""
+        self._num_steps += 1
+
+    def turn(self, request: Request, number: int) -> Turn:
+        """Return the place of a new arrival; `number` tells it from all others, and is higher than theirs."""
+        return self._num_steps + AGEING_STEPS * request.priority, number
+
+    def victim(self, running: list[Request]) -> Request:
+        """Choose whom to preempt: the last in order. `running` is in order and not empty."""
+        return running[-1]
+
+
+class RequestQueue:
+    """Requests in the order of their turns.
 
     A preempted request returns to its place. In most cases that is the front: only a request that waits for another to
     compute their common prefix is passed over, so that later ones run before it.
     """
 
     def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
+        self._requests: list[Request] = []
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._queue)
+        return iter(self._requests)
 
     def __contains__(self, request: Request) -> bool:
         """Whether a request waits here."""
-        return request in self._queue
+        return request in self._requests
 
     def add(self, request: Request) -> None:
-        """Queue a new arrival."""
-        self._queue.append(request)
-
-    def give_back(self, request: Request) -> None:
-        """Queue a preempted request again."""
-        place = 0
-        while place < len(self._queue) and self._queue[place].arrival < request.arrival:
-            place += 1
-        self._queue.insert(place, request)
+        """Queue a new arrival, or a preempted request again."""
+        insort(self._requests, request, key=turn_of)
 
     def first(self, num_passed: int = 0) -> Request:
         """Return the request that must be served next, when so many before it are passed over."""
-        return self._queue[num_passed]
+        return self._requests[num_passed]
 
     def remove(self, request: Request) -> None:
         """Take out a request that is served now, or that was aborted while it waited."""
-        self._queue.remove(request)
-
-    def victim(self, running: list[Request]) -> Request:
-        """Choose whom to preempt: the latest arrival. `running` is in order of arrival and not empty."""
-        return running[-1]
+        self._requests.remove(request)
 
 
-def next_to_enter(
-    waiting: FirstComeFirstServed, swapped: FirstComeFirstServed, num_passed: int = 0
-) -> Request | None:
+def turn_of(request: Request) -> Turn:
+    """Return a request's place in line."""
+    return request.turn
+
+
+def next_to_enter(waiting: RequestQueue, swapped: RequestQueue, num_passed: int = 0) -> Request | None:
     """Return who is to run next, when so many waiting requests are passed over; None if there is nobody.
 
-    While anything is swapped out nothing new comes in: of those that wait, only who was preempted and arrived earlier.
+    While anything is swapped out nothing new comes in: of those that wait, only who was preempted and is before it.
     """
     first_waiting = waiting.first(num_passed) if num_passed < len(waiting) else None
     if len(swapped) == 0:
         return first_waiting
     first_swapped = swapped.first()
-    if first_waiting is None or first_waiting.num_preemptions == 0 or first_waiting.arrival > first_swapped.arrival:
+    if first_waiting is None or first_waiting.num_preemptions == 0 or first_waiting.turn > first_swapped.turn:
         return first_swapped
     return first_waiting

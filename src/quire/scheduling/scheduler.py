@@ -4,10 +4,11 @@ One rule and no phases: a sequence has known tokens and computed tokens, and a s
 first by at most the token budget. Chunked prefill, decoding, recomputation after a preemption and what is found in the
 prefix cache all follow from it.
 
-Requests are served first come, first served. Every running request is planned before any waiting one. When blocks
-run out, the latest arrival gives way as a whole; it is computed again later, or swapped out and in (Kwon et al. 2023,
-section 4.5). While anything is swapped out nothing new is let in. The first in order never gives way, and no request is
-accepted that could not finish alone: what is accepted always finishes.
+Requests are served in the order of their turns: by priority with ageing, first come, first served among equals. Every
+running request is planned before any waiting one. When blocks run out, the last in order gives way as a whole; it is
+computed again later, or swapped out and in (Kwon et al. 2023, section 4.5). While anything is swapped out nothing new
+is let in. The first in order never gives way, and no request is accepted that could not finish alone: what is accepted
+always finishes.
 A waiting request whose next block is being computed in this step is passed over: in the next step it finds that block.
 Pure Python: no torch, no clock, no I/O.
 """
@@ -29,7 +30,7 @@ from quire.scheduling.entrance import Entrance
 from quire.scheduling.limits import AdmissionLimits
 from quire.scheduling.pinning import check_pinnable, check_pinned, num_pinned_blocks
 from quire.scheduling.plan_builder import PlanBuilder
-from quire.scheduling.policies import FirstComeFirstServed, next_to_enter
+from quire.scheduling.policies import ByPriority, RequestQueue, next_to_enter, turn_of
 from quire.scheduling.recovery import RecoveryPolicy
 from quire.scheduling.stops import finish_reason
 
@@ -45,9 +46,10 @@ class Scheduler:
         )
         self.entrance = Entrance(cache, config.max_num_seqs)
         self.recovery = RecoveryPolicy(config.preemption_mode, cache.block_size)
-        self.waiting = FirstComeFirstServed()
-        self.swapped = FirstComeFirstServed()
-        self.running: list[Request] = []                    # in order of arrival
+        self.order = ByPriority()
+        self.waiting = RequestQueue()
+        self.swapped = RequestQueue()
+        self.running: list[Request] = []                    # in the order of their turns
         self.admitted: list[Request] = []                   # by the last plan
         self._requests: dict[int, Request] = {}
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
@@ -79,6 +81,7 @@ class Scheduler:
             )
             for index in range(request.params.n)
         ]
+        request.turn = self.order.turn(request, request.live[0].seq_id)
         self._requests[request.request_id] = request
         self._beams.begin(request)
         self.waiting.add(request)
@@ -124,6 +127,7 @@ class Scheduler:
         self._builder.plan.row_forks.extend(self._beams.take_row_forks())
         self.admitted = []
         self.entrance.open()
+        self.order.note_step()
         if self._needs_prefixes():
             self.cache.publish()
         self._admit(self._plan_running(self.config.max_num_batched_tokens))
@@ -157,7 +161,7 @@ class Scheduler:
                 elif waited_to_fork:
                     self.entrance.promise(request)
             if used is None:
-                break                                                   # the request itself, the latest, was preempted
+                break                                                   # the request itself, the last, was preempted
             budget -= used
             index += 1
         return budget
@@ -171,7 +175,7 @@ class Scheduler:
                 break
             except OutOfBlocksError:
                 assert len(self.running) > 1, "the first in order is never preempted"
-                victim = self.waiting.victim(self.running)
+                victim = self.order.victim(self.running)
                 self._preempt(victim)
                 if victim is request:
                     return None
@@ -250,7 +254,7 @@ class Scheduler:
     def _let_in(self, request: Request) -> None:
         """Move a request from its queue to those that run."""
         self._leave_queue(request)
-        insort(self.running, request, key=_arrival)
+        insort(self.running, request, key=turn_of)
         self.admitted.append(request)
         self.entrance.num_seats += len(request.live)
 
@@ -422,7 +426,7 @@ class Scheduler:
             self._free_row(sequence)
             sequence.status = SequenceStatus.SWAPPED
         self._leave_queue(request)
-        self.swapped.give_back(request)
+        self.swapped.add(request)
 
     def _lose(self, request: Request) -> None:
         """Free all that a request holds and queue it again; what is not found then will be computed anew."""
@@ -432,15 +436,15 @@ class Scheduler:
             sequence.num_computed_tokens = 0
             sequence.status = SequenceStatus.WAITING
         self._leave_queue(request)
-        self.waiting.give_back(request)
+        self.waiting.add(request)
 
     # --- invariants -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Assert what must hold between steps. For tests, and for an idle engine."""
         self.cache.check()
-        arrivals = [request.arrival for request in self.running]
-        assert arrivals == sorted(arrivals), "running requests are out of order"
+        turns = [request.turn for request in self.running]
+        assert turns == sorted(turns), "running requests are out of order"
         sequences = [sequence for request in self.running for sequence in request.live]
         assert self.entrance.num_seats == len(sequences) <= self.config.max_num_seqs
         rows = [sequence.row for sequence in sequences if sequence.row != NO_ROW]
@@ -456,6 +460,3 @@ class Scheduler:
         assert len(self.running) + len(self.waiting) + len(self.swapped) == len(self._requests)
         check_pinned(self._requests.values(), self.cache, self.limits)
 
-
-def _arrival(request: Request) -> int:
-    return request.arrival

@@ -39,7 +39,6 @@ def test_every_parameter_of_openai_is_known() -> None:
         ("service_tier", "flex"),
         ("store", True),
         ("parallel_tool_calls", False),
-        ("priority", 1),
         ("structured_outputs", {"json": {}}),
         ("tools", "x" * 1_000_000),
     ],
@@ -65,7 +64,7 @@ def test_values_that_change_nothing_pass(given: dict[str, Any], caplog: pytest.L
 
 
 def test_defaults_of_another_type_do_not_pass() -> None:
-    for name, value in (("store", 0), ("parallel_tool_calls", 1), ("priority", False)):
+    for name, value in (("store", 0), ("parallel_tool_calls", 1)):
         with pytest.raises(ApiError):
             check_names({name: value}, ())
 

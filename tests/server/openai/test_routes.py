@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quire.engine.client import PreparedRequest, RequestStream
 from support.openai_server import NAME, OpenAIServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -225,3 +226,23 @@ def test_names_are_those_of_the_server(server: OpenAIServer) -> None:
     answer = server.ask(COMPLETIONS, prompt="x", model=NAME, max_tokens=1)
     assert answer["model"] == NAME
     assert server.stream(COMPLETIONS, prompt="x", max_tokens=1)[0]["model"] == NAME
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": [5]}), (CHAT, {"messages": MESSAGES})])
+def test_priority_reaches_the_engine(
+    path: str, body: dict[str, Any], server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, sent = server.service.client, list[int]()
+    add = client.add
+
+    async def noting(prepared: PreparedRequest, **settings: Any) -> RequestStream:  # noqa: ANN401
+        sent.append(prepared.request.priority)
+        return await add(prepared, **settings)
+
+    monkeypatch.setattr(client, "add", noting)
+    for priority in (-100, 100, 0, None):
+        server.ask(path, **body, **GREEDY, priority=priority)
+    assert sent == [-100, 100, 0, 0]
+    for wrong in (-101, 101, 2**70, 1.5, "1", True):
+        status, error = server.refusal(path, **body, priority=wrong)
+        assert (status, error["param"]) == (400, "priority")

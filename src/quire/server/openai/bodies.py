@@ -97,6 +97,7 @@ class GenerationBody(Body):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     stream: bool | None = None

@@ -32,8 +32,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
-    # of the contract, to come
-    "priority": (0,),
     # vLLM's
     "chat_template": (),
     "documents": ([],),

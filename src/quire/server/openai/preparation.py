@@ -44,6 +44,7 @@ class Asked(NamedTuple):
     params: SamplingParams
     beam: BeamSearchParams | None
     cache_salt: str | None
+    priority: int
     key_number: int
 
 
@@ -96,7 +97,7 @@ async def _in_thread(
             limits.check_admissible(len(tokenized[-1].token_ids), params.max_tokens or 1, params.n)
             num_tokens += len(tokenized[-1].token_ids)
             _check_total(num_tokens, params, service.options)
-        return [service.client.prepare(prompt, params, asked.beam) for prompt in tokenized]
+        return [service.client.prepare(prompt, params, asked.beam, asked.priority) for prompt in tokenized]
 
     threads = service.threads_for(sum(map(len, prompts)))
     return await asyncio.get_running_loop().run_in_executor(threads, prepare)

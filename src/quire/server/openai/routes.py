@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from quire.core.sampling_params import SamplingParams
 from quire.engine.client import PreparedRequest
-from quire.engine.input_processor import check_cache_salt
+from quire.engine.input_processor import check_cache_salt, check_priority
 from quire.server.errors import invalid
 from quire.server.gate import key_number_of
 from quire.server.openai.answer_format import Call, encode
@@ -39,14 +39,14 @@ async def create_completion(request: Request) -> Response:
     call_id, model = f"cmpl-{uuid.uuid4().hex}", service.check_model(body.model)
     record = _begun_record(request, call_id, model, body)
     params, salt = sampling_params(body, service), check_cache_salt(body.cache_salt, service.options.max_salt_chars)
-    beam = beam_search_params(body, params, service)
+    beam, priority = beam_search_params(body, params, service), check_priority(body.priority or 0)
     prompts = as_prompts(body.prompt)
     check_num_choices(len(prompts), params.n, service.options)
     if body.echo and service.client.tokenizer is None:
         invalid("the model has no tokenizer: there is no text to echo", param="echo")
     record.num_prompts = len(prompts)
     with service.let_in(len(prompts)):
-        requests = await prepare_prompts(service, prompts, Asked(params, beam, salt, key_number_of(request)))
+        requests = await prepare_prompts(service, prompts, Asked(params, beam, salt, priority, key_number_of(request)))
         call = _call(call_id, model, body, params, requests, hides_output=body.max_tokens == 0)
         answer_format = CompletionFormat(call, service.client.tokenizer, echo=bool(body.echo))
         generation = await Generation.begin(service, call, record, arrival_s)
@@ -63,12 +63,12 @@ async def create_chat_completion(request: Request) -> Response:
     call_id, model = f"chatcmpl-{uuid.uuid4().hex}", service.check_model(body.model)
     record = _begun_record(request, call_id, model, body)
     params, salt = sampling_params(body, service), check_cache_salt(body.cache_salt, service.options.max_salt_chars)
-    beam = beam_search_params(body, params, service)
+    beam, priority = beam_search_params(body, params, service), check_priority(body.priority or 0)
     check_num_choices(1, params.n, service.options)
     record.num_prompts = 1
     with service.let_in(1, param="messages"):
         with field_names(body):
-            requests = await prepare_chat(service, body, Asked(params, beam, salt, key_number_of(request)))
+            requests = await prepare_chat(service, body, Asked(params, beam, salt, priority, key_number_of(request)))
         call = _call(call_id, model, body, params, requests)
         answer_format = ChatFormat(call, service.client.tokenizer)
         generation = await Generation.begin(service, call, record, arrival_s)
