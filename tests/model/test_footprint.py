@@ -4,85 +4,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import choose_back_end
-from quire.model.checkpoint import Checkpoint
-from quire.model.config import spec_from_config
-from quire.model.decoder import Decoder
-from quire.model.footprint import CPU_PACKING, kv_bytes_per_token, kv_heads_per_rank, num_parameters, weight_bytes
-from quire.model.shapes import DecoderShapes, LinearShape, NormShape, TableShape
-from quire.model.spec import DecoderSpec
-from quire.model.weights import WeightReader
-
-LLAMA: dict[str, object] = {
-    "vocab_size": 301, "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 64,
-}  # fmt: skip
-OPT: dict[str, object] = {
-    "vocab_size": 99, "hidden_size": 48, "ffn_dim": 70, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-}  # fmt: skip
-GPT2: dict[str, object] = {"vocab_size": 99, "n_embd": 48, "n_layer": 2, "n_head": 2, "n_positions": 32}
-FAMILIES = {
-    "Llama": LLAMA,
-    "Mistral": LLAMA,
-    "Qwen2": LLAMA,
-    "Qwen3": LLAMA | {"tie_word_embeddings": True},
-    "OPT": OPT,
-    "OPT, narrow embeddings": OPT | {"word_embed_proj_dim": 24, "do_layer_norm_before": False},
-    "GPT2": GPT2,
-}
-
-
-def spec_of(name: str, **changes: object) -> DecoderSpec:
-    family = name.partition(",")[0]
-    suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
-    return spec_from_config(FAMILIES[name] | {"architectures": [family + suffix]} | changes)
-
-
-def write_weights(folder: Path, spec: DecoderSpec, dtype: torch.dtype) -> Checkpoint:
-    """Write zeros for every shape of a spec."""
-    tensors: dict[str, torch.Tensor] = {}
-    shapes, prefix = DecoderShapes.of(spec), spec.weights.prefixes[0]
-    placed = [("", shape) for shape in shapes] + [
-        (spec.weights.layer.format(layer=i), shape) for i in range(spec.num_layers) for shape in shapes.layer
-    ]
-    for scope, shape in placed:
-        start = prefix + scope
-        if isinstance(shape, TableShape):
-            tensors[f"{start}{shape.module}.weight"] = torch.zeros(shape.num_rows, shape.width, dtype=dtype)
-        elif isinstance(shape, NormShape):
-            for kind in ("weight", "bias") if shape.has_bias else ("weight",):
-                tensors[f"{start}{shape.module}.{kind}"] = torch.zeros(shape.width, dtype=dtype)
-        elif shape is not shapes.head or not spec.is_head_tied:
-            tensors |= linear_tensors("" if shape is shapes.head else start, shape, spec, dtype)
-    save_file(tensors, folder / "model.safetensors")
-    return Checkpoint(folder)
-
-
-def linear_tensors(start: str, shape: LinearShape, spec: DecoderSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    num_rows = shape.num_rows if len(shape.modules) > 1 else (sum(shape.num_rows),)
-    tensors = {}
-    for module, rows in zip(shape.modules, num_rows, strict=True):
-        size = (shape.width, rows) if spec.weights.is_transposed else (rows, shape.width)
-        tensors[f"{start}{module}.weight"] = torch.zeros(size, dtype=dtype)
-        if shape.has_bias:
-            tensors[f"{start}{module}.bias"] = torch.zeros(rows, dtype=dtype)
-    return tensors
+from quire.model.footprint import (
+    CPU_PACKING,
+    PLAIN_PACKING,
+    kv_bytes_per_token,
+    kv_heads_per_rank,
+    num_parameters,
+    weight_bytes,
+)
+from quire.model.loader import load_model
+from support.zero_model import FAMILIES, spec_of, write_zero_model
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_count_is_the_loaded_models(tmp_path: Path, name: str, dtype: str) -> None:
-    spec, torch_dtype = spec_of(name), getattr(torch, dtype)
+    spec = spec_of(name)
     back_end = choose_back_end(torch.device("cpu"), head_dim=spec.head_dim)
     if back_end.name != "cpp":
         pytest.skip("the C++ kernels were not built")
-    checkpoint = write_weights(tmp_path, spec, torch_dtype)
-    reader = WeightReader(checkpoint, spec.weights, back_end, torch_dtype, torch.device("cpu"))
-    decoder = Decoder(spec, reader, max_positions=spec.max_position_embeddings)
+    decoder = load_model(write_zero_model(tmp_path, name, dtype), back_end=back_end)
     assert num_parameters(spec) == decoder.num_parameters
     assert weight_bytes(spec, dtype, CPU_PACKING) == decoder.weight_bytes
 
@@ -106,3 +50,9 @@ def test_ranks_hold_the_kv_heads_that_their_queries_see(heads: int, kv_heads: in
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size 4 does not divide the model's 6 attention heads"):
         kv_heads_per_rank(spec_of("Llama"), 4)
+
+
+def test_tied_head_is_its_table_where_nothing_is_packed() -> None:
+    tied, own = spec_of("Qwen3"), spec_of("Qwen3", tie_word_embeddings=False)
+    assert weight_bytes(own, "float16", PLAIN_PACKING) - weight_bytes(tied, "float16", PLAIN_PACKING) == 2 * 301 * 72
+    assert weight_bytes(own, "float32", CPU_PACKING) == weight_bytes(tied, "float32", CPU_PACKING)

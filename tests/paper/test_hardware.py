@@ -8,7 +8,7 @@ import pytest
 from quire.core.errors import ConfigError, ModelError
 from quire.model.footprint import kv_bytes_per_token, num_parameters
 from quire.paper.hardware import HARDWARE, CurvePoint, Hardware, read_hardware, write_hardware
-from quire.paper.models import SET_UPS, read_spec, set_up
+from quire.paper.models import SET_UPS, read_model, set_up
 
 
 def test_written_hardware_is_read(tmp_path: Path) -> None:
@@ -37,14 +37,14 @@ def test_curve_must_ascend() -> None:
 
 @pytest.mark.parametrize(("name", "billions"), [("OPT-13B", 12.9), ("OPT-66B", 65.7), ("OPT-175B", 174.6)])
 def test_models_have_the_papers_sizes(name: str, billions: float) -> None:
-    spec, folder = read_spec(name)
-    assert folder is None
-    assert num_parameters(spec) / 1e9 == pytest.approx(billions, rel=0.01)
+    model = read_model(name)
+    assert (model.folder, model.dtype) == (None, "float16")
+    assert num_parameters(model.spec) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_kv_bytes_are_the_papers() -> None:
-    assert kv_bytes_per_token(read_spec("OPT-13B")[0], 2) == 800 * 1024
-    assert kv_bytes_per_token(read_spec("Llama-3.1-8B")[0], 2) == 128 * 1024
+    assert kv_bytes_per_token(read_model("OPT-13B").spec, 2) == 800 * 1024
+    assert kv_bytes_per_token(read_model("Llama-3.1-8B").spec, 2) == 128 * 1024
 
 
 def test_set_ups_name_what_there_is() -> None:
@@ -57,4 +57,4 @@ def test_set_ups_name_what_there_is() -> None:
 
 def test_folder_without_config_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config.json"):
-        read_spec(str(tmp_path))
+        read_model(str(tmp_path))

@@ -15,7 +15,9 @@ from quire.cli.bench.commands import bench
 from quire.cli.chat.command import chat
 from quire.cli.flag_groups import COMMAND_SETTINGS, GROUP_SETTINGS
 from quire.cli.generate import generate
+from quire.cli.plan import plan
 from quire.cli.serve import serve
+from quire.cli.simulate import simulate
 from quire.core.errors import EngineError
 
 app = typer.Typer(
@@ -29,6 +31,8 @@ app = typer.Typer(
 app.command(context_settings=COMMAND_SETTINGS)(serve)
 app.command(context_settings=COMMAND_SETTINGS)(generate)
 app.command(context_settings=COMMAND_SETTINGS)(chat)
+app.command(context_settings=COMMAND_SETTINGS)(plan)
+app.command(context_settings=COMMAND_SETTINGS)(simulate)
 app.add_typer(bench)
 
 

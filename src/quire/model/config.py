@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from quire.core.errors import ConfigError
 from quire.core.model_files import read_json_object
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
 from quire.model.families import FAMILIES, MODEL_TYPES
+from quire.model.footprint import DTYPE_BYTES
 from quire.model.spec import DecoderSpec, SpecError
 
 
@@ -30,6 +32,17 @@ def spec_from_config(config: Mapping[str, object], source: str = CONFIG_FILE) ->
         return FAMILIES[_architecture(reader)](reader)
     except SpecError as error:
         raise reader.error(str(error)) from error
+
+
+def dtype_name(asked: str, config: Mapping[str, object], source: str = CONFIG_FILE) -> str:
+    """Return the dtype asked for, or the checkpoint's own, whose key older files spell torch_dtype; else float32."""
+    names = {name: name for name in DTYPE_BYTES}
+    if asked != "auto":
+        if asked not in names:
+            raise ConfigError(f"dtype must be auto, {', '.join(names)}, got {asked!r}")
+        return asked
+    key = "dtype" if config.get("dtype") is not None else "torch_dtype"
+    return ConfigReader(config, source).choice(key, names, default="float32")
 
 
 def _architecture(config: ConfigReader) -> str:

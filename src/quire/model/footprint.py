@@ -14,11 +14,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a back end keeps linear weights: rows and inputs padded to multiples, and in which dtypes it computes."""
+    """How a back end keeps linear weights: rows and inputs padded to multiples, in which dtypes, a tied head twice."""
 
     row_multiple: int
     input_multiple: int            # of bfloat16 weights
     kernel_dtypes: frozenset[str]  # everything else is float32, the KV cache too
+    copies_tied_head: bool
 
     def kernel_dtype(self, dtype: str) -> str:
         """Return the dtype in which weights and KV cache of a model of `dtype` are kept."""
@@ -30,8 +31,8 @@ class Packing:
         return -(-num_rows // self.row_multiple) * self.row_multiple * -(-width // inputs) * inputs
 
 
-CPU_PACKING = Packing(row_multiple=16, input_multiple=32, kernel_dtypes=frozenset({"float32", "bfloat16"}))
-PLAIN_PACKING = Packing(row_multiple=1, input_multiple=1, kernel_dtypes=frozenset(DTYPE_BYTES))
+CPU_PACKING = Packing(16, 32, frozenset({"float32", "bfloat16"}), copies_tied_head=True)
+PLAIN_PACKING = Packing(1, 1, frozenset(DTYPE_BYTES), copies_tied_head=False)
 
 
 def num_layer_weights(spec: DecoderSpec) -> int:
@@ -51,13 +52,15 @@ def num_parameters(spec: DecoderSpec) -> int:
 
 
 def weight_bytes(spec: DecoderSpec, dtype: str, packing: Packing = CPU_PACKING, num_ranks: int = 1) -> int:
-    """Return the bytes of all weights as one of `num_ranks` ranks keeps them, a tied head beside its table.
+    """Return the bytes of all weights as one of `num_ranks` ranks keeps them.
 
     Tables and linear layers are split over the ranks of tensor parallelism, norms stand on each.
     """
     shapes = DecoderShapes.of(spec)
     layer = sum(_kept_bytes(shape, dtype, packing, num_ranks) for shape in _of_rank(shapes.layer, spec, num_ranks))
-    return spec.num_layers * layer + sum(_kept_bytes(shape, dtype, packing, num_ranks) for shape in shapes)
+    is_head_kept = packing.copies_tied_head or not spec.is_head_tied
+    around = (shape for shape in shapes if is_head_kept or shape is not shapes.head)
+    return spec.num_layers * layer + sum(_kept_bytes(shape, dtype, packing, num_ranks) for shape in around)
 
 
 def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1) -> int:

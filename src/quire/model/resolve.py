@@ -9,15 +9,15 @@ from quire.model.config_reader import CONFIG_FILE
 log = logging.getLogger(__name__)
 
 DEMO_MODEL = Path(__file__).parent / "demo"
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt"]
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt")
 HUB_FILES_LEFT_OUT = ["original/*", "consolidated*"]  # the same weights a second time, in their makers' own format
 
 
-def resolve_model(model: str | None) -> Path:
+def resolve_model(model: str | None, files: tuple[str, ...] = HUB_FILES) -> Path:
     """Return the folder of `model`; None is the bundled demo model.
 
-    A hub id is downloaded into the hub's cache, or found there without network. Raises ModelError that says what was
-    tried.
+    The `files` of a hub id are downloaded into the hub's cache, or found there without network. Raises ModelError that
+    says what was tried.
     """
     if model is None:
         return _demo_model()
@@ -28,7 +28,7 @@ def resolve_model(model: str | None) -> Path:
         raise ModelError(f"{model}: is a file; expected a folder with {CONFIG_FILE} and safetensors")
     if not _is_hub_id(model):
         raise ModelError(f"{model!r}: no such folder, and not a hub id of the form owner/name")
-    return _from_hub(model)
+    return _from_hub(model, files)
 
 
 def _demo_model() -> Path:
@@ -42,14 +42,14 @@ def _is_hub_id(model: str) -> bool:
     return len(parts) <= 2 and all(part and part[0].isalnum() for part in parts)
 
 
-def _from_hub(model: str) -> Path:
+def _from_hub(model: str, files: tuple[str, ...]) -> Path:
     try:
-        return Path(_snapshot(model, local_files_only=False))
+        return Path(_snapshot(model, files, local_files_only=False))
     except Exception as error:  # the hub client lets its HTTP library's own errors through
         log.debug("download of %s failed", model, exc_info=True)
         reason = error
     try:
-        return Path(_snapshot(model, local_files_only=True))  # some proxies fail in ways that keep it from its cache
+        return Path(_snapshot(model, files, local_files_only=True))  # some proxies keep it from its cache
     except Exception:
         raise ModelError(
             f"{model}: no such local folder; the hub gave {type(reason).__name__} ({_first_line(reason)}); "
@@ -57,13 +57,13 @@ def _from_hub(model: str) -> Path:
         ) from reason
 
 
-def _snapshot(model: str, *, local_files_only: bool) -> str:
+def _snapshot(model: str, files: tuple[str, ...], *, local_files_only: bool) -> str:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 (0.3 s that a folder can start without)
 
     return str(
         snapshot_download(
             model,
-            allow_patterns=HUB_FILES,
+            allow_patterns=list(files),
             ignore_patterns=HUB_FILES_LEFT_OUT,
             local_files_only=local_files_only,
         )

@@ -30,8 +30,10 @@ class CostModel:
         num_devices: int = 1,
         dtype: str = "float16",
         attention_factor: float = PAGED_ATTENTION_FACTOR,
+        kv_itemsize: int | None = None,
     ) -> None:
-        itemsize, kv_bytes = DTYPE_BYTES[dtype], kv_bytes_per_token(spec, DTYPE_BYTES[dtype], num_devices)
+        itemsize = DTYPE_BYTES[dtype]
+        kv_bytes = kv_bytes_per_token(spec, kv_itemsize or itemsize, num_devices)
         self.spec, self.hardware = spec, hardware
         self._num_devices, self._itemsize, self._window = num_devices, itemsize, spec.sliding_window
         self._curve_scale = itemsize / DTYPE_BYTES[hardware.dtype]

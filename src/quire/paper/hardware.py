@@ -4,8 +4,9 @@ Rates are the makers' peaks; `bandwidth_share` and `flops_share` say how much of
 A machine that was measured (`quire bench calibrate`) brings a curve instead: seconds per weight at several batch sizes.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -39,6 +40,7 @@ class Hardware:
     step_s: float = 0.002                  # of each step: scheduling, batch preparation, launches
     sequence_s: float = 0.0                # the same for each sequence in it
     price_per_hour: float | None = None    # of one device
+    device: Literal["cuda", "cpu"] = "cuda"
     dtype: str = "bfloat16"                # that the curve was measured in
     curve: tuple[CurvePoint, ...] = ()     # ascending; empty: by bandwidth and arithmetic
 
@@ -52,10 +54,16 @@ class Hardware:
             raise ConfigError(f"hardware {self.name}: the curve must ascend in num_tokens, with times above 0")
 
 
-def read_hardware(name: str) -> Hardware:
-    """Return a machine by its name, or from the JSON that `quire bench calibrate` wrote. ConfigError if neither."""
-    if name in HARDWARE:
-        return HARDWARE[name]
+def read_hardware(name: str, memory_bytes: int | None = None) -> Hardware:
+    """Return a machine by its name, or from the JSON that `quire bench calibrate` wrote. ConfigError if neither.
+
+    `memory_bytes`: of one device, instead of its own.
+    """
+    found = HARDWARE[name] if name in HARDWARE else _from_file(name)
+    return found if memory_bytes is None else replace(found, memory_bytes=memory_bytes)
+
+
+def _from_file(name: str) -> Hardware:
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"hardware must be one of {', '.join(HARDWARE)}, or a JSON file, got {name!r}")

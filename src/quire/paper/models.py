@@ -5,9 +5,10 @@ A model is its config.json: the families of `quire.model` make sizes of it.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from quire.core.errors import ConfigError
-from quire.model.config import read_config, spec_from_config
+from quire.model.config import dtype_name, read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.resolve import resolve_model
 from quire.model.spec import DecoderSpec
@@ -20,6 +21,7 @@ def _opt(num_layers: int, num_heads: int) -> dict[str, object]:
     return {
         "architectures": ["OPTForCausalLM"], "vocab_size": 50272, "hidden_size": width, "ffn_dim": 4 * width,
         "num_hidden_layers": num_layers, "num_attention_heads": num_heads, "max_position_embeddings": 2048,
+        "dtype": "float16",
     }  # fmt: skip
 
 
@@ -30,6 +32,7 @@ def _llama(
         "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": 128 * num_heads,
         "intermediate_size": inner, "num_hidden_layers": num_layers, "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads, "max_position_embeddings": length,
+        "dtype": "float16",
     }  # fmt: skip
 
 
@@ -57,7 +60,7 @@ class SetUp:
     def cost_model(self, block_size: int = 16, attention_factor: float = PAGED_ATTENTION_FACTOR) -> CostModel:
         """Return the time of its steps with the paper's software."""
         hardware = replace(HARDWARE[self.hardware], step_s=PAPER_STEP_S)
-        spec, _ = read_spec(self.model)
+        spec = read_model(self.model).spec
         return CostModel(spec, hardware, block_size, self.num_devices, "float16", attention_factor)
 
 
@@ -72,15 +75,25 @@ SET_UPS = {
 }
 
 
-def read_spec(model: str | None) -> tuple[DecoderSpec, Path | None]:
-    """Return the sizes of a model by its name here, and no folder; or of a folder or hub id, as `quire serve` takes it.
+class Model(NamedTuple):
+    """A model as its config.json says it is."""
+
+    name: str
+    spec: DecoderSpec
+    dtype: str
+    folder: Path | None  # None: only known by name
+
+
+def read_model(name: str | None, dtype: str = "auto") -> Model:
+    """Return a model of this module by its name, or one that `quire serve` takes: of a hub id its JSON files alone.
 
     Raises ModelError for what is none of them.
     """
-    if model in CONFIGS:
-        return spec_from_config(CONFIGS[model], model), None
-    folder = resolve_model(model)
-    return spec_from_config(read_config(folder), str(folder / CONFIG_FILE)), folder
+    if name in CONFIGS:
+        return Model(name, spec_from_config(CONFIGS[name], name), dtype_name(dtype, CONFIGS[name], name), None)
+    folder = resolve_model(name, files=("*.json",))
+    config, source = read_config(folder), str(folder / CONFIG_FILE)
+    return Model(name or folder.name, spec_from_config(config, source), dtype_name(dtype, config, source), folder)
 
 
 def set_up(model: str) -> SetUp:

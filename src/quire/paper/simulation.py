@@ -31,6 +31,7 @@ class Answer:
     arrival_s: float
     num_open: int = 1                                      # branches that have not ended
     steps: list[int] = field(default_factory=list)         # that brought a token, by their numbers
+    admitted_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
@@ -86,6 +87,12 @@ class SimulatedRun:
     def normalized_latency_s(self) -> float:
         """Mean over finished requests."""
         return sum(answer.normalized_latency_s for answer in self.finished) / len(self.finished)
+
+    @property
+    def mean_queue_s(self) -> float:
+        """From arrival to the first step with a token of the request."""
+        admitted = [answer.admitted_s - answer.arrival_s for answer in self.answers if answer.admitted_s is not None]
+        return sum(admitted) / len(admitted) if admitted else 0.0
 
     def timeline(self, answer: Answer) -> Timeline:
         """Return when a request came, and its tokens."""
@@ -159,6 +166,7 @@ class Simulation:
 
     def _step(self) -> None:
         run, answers, number = self._run, self._answers, len(self._run.step_ends_s)
+        started_s = self._executor.now_s
         deltas = self._engine.step()
         now_s = self._executor.now_s
         for delta in deltas:
@@ -174,6 +182,7 @@ class Simulation:
             answers[request_id].num_preemptions = num_preemptions
             if not num_preemptions:
                 answers[request_id].num_cached_tokens = num_cached_tokens
+                answers[request_id].admitted_s = started_s
 
     def _observe(self, plan: StepPlan, seconds: float) -> None:
         run, cache = self._run, self._scheduler.cache

@@ -78,6 +78,14 @@ def print_tables(title: str, columns: Sequence[str], figures: Mapping[str, Mappi
         print_line(f"{name}: " + ", ".join(f"{key} {_short(value)}" for key, value in values.items()))
 
 
+def print_rows(title: str, rows: Mapping[str, object]) -> None:
+    """Print names with what is to be said of each."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in rows.items():
+        table.add_row(name, _short(value))
+    Console().print(table)
+
+
 def print_line(text: str) -> None:
     """Print a line as it stands."""
     Console().print(text, highlight=False, markup=False)

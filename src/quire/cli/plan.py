@@ -1,0 +1,91 @@
+"""`quire plan`: what fits on a device, from config.json and safetensors headers alone."""
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from quire.cli.bench import report
+from quire.cli.engine_flags import EngineFlags
+from quire.cli.flag_groups import flag, with_flag_groups
+from quire.engine.options import parse_bytes
+from quire.engine.sizing import free_memory_bytes
+from quire.paper.hardware import Hardware, read_hardware
+from quire.paper.models import Model, read_model
+from quire.paper.planning import MemoryPlan, plan_memory, stored_parameters
+from quire.server.announcement import in_units
+
+_device = partial(flag, panel="Device")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFlags:
+    """What the model is to run on."""
+
+    hardware: Annotated[
+        str | None,
+        _device(
+            "A100-40GB, A100-80GB, H100, H200, or a file of `quire bench calibrate`",
+            metavar="NAME|FILE",
+            show_default="this machine",
+        ),
+    ] = None
+    device_memory: Annotated[
+        str | None,
+        _device("bytes of one device; 24GiB", metavar="SIZE", show_default="the hardware's, or what is free"),
+    ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "fp8"], _device("of the KV cache; auto is the engine's")
+    ] = "auto"
+    tensor_parallel_size: Annotated[int, _device("devices that share the model", min=1)] = 1
+
+    @property
+    def machine(self) -> Hardware:
+        """The device with the memory asked for."""
+        memory_bytes = None if self.device_memory is None else parse_bytes(self.device_memory, "device_memory")
+        return (
+            Hardware("this machine", memory_bytes or free_memory_bytes(), 1.0, 1.0, device="cpu")
+            if self.hardware is None
+            else read_hardware(self.hardware, memory_bytes)
+        )
+
+    def plan(self, model: Model, engine: EngineFlags) -> MemoryPlan:
+        """Return what fits. Raises ConfigError for what does not."""
+        return plan_memory(
+            model,
+            self.machine,
+            engine.options(),
+            kv_dtype=self.kv_cache_dtype,
+            num_devices=self.tensor_parallel_size,
+        )
+
+
+@with_flag_groups
+def plan(
+    engine: EngineFlags,
+    device: DeviceFlags,
+    json: Annotated[Path | None, flag("write everything there as well", metavar="FILE")] = None,
+) -> None:
+    """Say what fits before anything is loaded: weights, KV blocks, requests by length, and what binds."""
+    model = read_model(engine.model, engine.dtype)
+    found = device.plan(model, engine)
+    num_stored = 0 if model.folder is None else stored_parameters(model.folder)
+    report.print_rows(f"{found.model} on {found.num_devices} x {found.hardware}", _rows(found))
+    if num_stored not in (0, found.num_parameters):
+        report.print_line(f"the files hold {num_stored:,} parameters, config.json tells of {found.num_parameters:,}")
+    report.write_json(json, asdict(found) | {"kv_cache_bytes": found.kv_cache_bytes, "stored_parameters": num_stored})
+
+
+def _rows(found: MemoryPlan) -> dict[str, Any]:
+    cache, each = found.cache, " each" if found.num_devices > 1 else ""
+    held = f"{cache.num_blocks:,} blocks of {cache.block_size}: {cache.num_blocks * cache.block_size:,} tokens"
+    return {
+        "memory": in_units(found.memory_bytes) + each,
+        "weights": f"{in_units(found.weight_bytes)}{each}, {found.num_parameters:,} parameters of {found.dtype}",
+        "workspaces": f"up to {in_units(found.workspace_bytes)}{each}; block tables {in_units(found.table_bytes)}",
+        "KV cache": f"{held}, {in_units(found.kv_cache_bytes)}{each}",
+        "of each token": f"{in_units(found.kv_bytes_per_token)} in {found.kv_cache_dtype}",
+        "longest request": f"{found.scheduler.max_model_len:,} tokens",
+        "at once": ", ".join(f"{num:,} of {length:,}" for length, num in found.num_fitting.items()) + " tokens",
+        "what binds": found.binds,
+    }

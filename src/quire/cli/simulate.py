@@ -1,0 +1,144 @@
+"""`quire simulate`: this model, this hardware, these requests: what would be served, and what would bind."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+
+from quire.cli.bench import report
+from quire.cli.bench.diagnosis import ITL_LIMIT_S, TTFT_LIMIT_S, Observation, diagnose
+from quire.cli.bench.goodput import Limits
+from quire.cli.bench.serve_flags import LimitFlags
+from quire.cli.engine_flags import EngineFlags
+from quire.cli.flag_groups import flag, with_flag_groups
+from quire.cli.plan import DeviceFlags
+from quire.core.errors import ConfigError
+from quire.paper.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR, CostModel
+from quire.paper.datasets import DATA_FOLDER, due_times, workload
+from quire.paper.hardware import Hardware
+from quire.paper.models import read_model
+from quire.paper.planning import KV_DTYPE_BYTES, MemoryPlan
+from quire.paper.simulation import SimulatedRun, Simulation, paged_scheduler
+from quire.paper.statistics import distribution, latencies
+
+_load = partial(flag, panel="Load")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFlags:
+    """Which requests come, and when."""
+
+    workload: Annotated[
+        str, _load("a data set, a mix such as sharegpt:3,alpaca:1, a trace, or a file of lengths", metavar="NAME|FILE")
+    ] = "sharegpt"
+    num_prompts: Annotated[int, _load("requests", min=1)] = 1000
+    rate: Annotated[
+        float | None, _load("requests per second, Poisson", show_default="a trace's own; of the rest all at once")
+    ] = None
+    data: Annotated[Path, _load("where the files of data sets are; fits stand in", metavar="FOLDER")] = DATA_FOLDER
+    price: Annotated[float | None, _load("of one device for an hour: what a million tokens cost", min=0.0)] = None
+
+
+@with_flag_groups
+def simulate(
+    engine: EngineFlags,
+    device: DeviceFlags,
+    load: LoadFlags,
+    limits: LimitFlags,
+    json: Annotated[Path | None, flag("write everything there as well", metavar="FILE")] = None,
+) -> None:
+    """Serve on a virtual clock: throughput, latencies, goodput, KV use, cost, and what would bind."""
+    if device.hardware is None:
+        raise ConfigError("hardware must be given: a name, or a file of `quire bench calibrate`")
+    model, hardware = read_model(engine.model, engine.dtype), device.machine
+    found = device.plan(model, engine)
+    vocab_size, num_prompts = model.spec.vocab_size, load.num_prompts
+    items = workload(load.workload, num_prompts, seed=engine.seed, data=load.data, vocab_size=vocab_size)
+    has_times = load.rate is not None or items[0].arrival_s is not None
+    due_s = due_times(items, load.rate, engine.seed) if has_times else [0.0] * len(items)
+    is_measured = bool(hardware.curve)  # its attention, too
+    cost = CostModel(
+        model.spec,
+        hardware,
+        found.cache.block_size,
+        found.num_devices,
+        found.dtype,
+        CONTIGUOUS_ATTENTION_FACTOR if is_measured else PAGED_ATTENTION_FACTOR,
+        KV_DTYPE_BYTES[found.kv_cache_dtype],
+    )
+    run = Simulation(paged_scheduler(found.cache, found.scheduler), cost).run(items, due_s)
+    if not run.finished:
+        longest = found.scheduler.max_model_len
+        raise ConfigError(f"none of {len(items)} requests fits: the longest may have {longest} tokens")
+    record = _record(run, found, limits.limits) | _cost(run, found, hardware, load.price)
+    title = f"{found.model} on {found.num_devices} x {found.hardware}, {load.workload}, seconds"
+    facts = {name: values for name, values in record.items() if name not in ("figures", "verdict")}
+    report.print_tables(title, report.DISTRIBUTION_COLUMNS, record["figures"], facts)
+    report.print_line(record["verdict"])
+    report.write_json(json, record)
+
+
+def _record(run: SimulatedRun, found: MemoryPlan, limits: Limits) -> report.Record:
+    timelines = [run.timeline(answer) for answer in run.finished]
+    gaps = {"itl_s, prefill beside": run.itl_s(beside_prefill=True), "itl_s, none": run.itl_s(beside_prefill=False)}
+    figures = latencies(timelines) | {name: distribution(sample) for name, sample in gaps.items() if sample}
+    num_met = limits.num_met(timelines)
+    return {
+        "figures": {name: values._asdict() for name, values in figures.items()},
+        "rates": {
+            "tokens_per_s": run.tokens_per_s,
+            "requests_per_s": len(run.finished) / run.duration_s,
+            "goodput_rps": num_met / run.duration_s,
+            "duration_s": run.duration_s,
+        },
+        "requests": {"finished": len(run.finished), "met_limits": num_met, "refused": run.num_refused},
+        "kv_cache": {
+            "num_blocks": found.cache.num_blocks,
+            "mean_kv_usage": run.mean_kv_usage,
+            "peak_kv_usage": run.peak_kv_usage,
+            "mean_batched_requests": run.mean_batched_requests,
+            "num_preemptions": run.num_preemptions,
+            "prefix_hit_rate": _hit_rate(run),
+        },
+        "verdict": _verdict(run, found, limits, figures),
+    }
+
+
+def _hit_rate(run: SimulatedRun) -> float:
+    num_prompt_tokens = sum(len(answer.item.prompt_token_ids) for answer in run.finished)
+    return sum(answer.num_cached_tokens for answer in run.finished) / num_prompt_tokens
+
+
+def _cost(run: SimulatedRun, found: MemoryPlan, hardware: Hardware, price: float | None) -> report.Record:
+    """Return what a million output tokens cost, where a price is known."""
+    price = hardware.price_per_hour if price is None else price
+    if price is None:
+        return {}
+    per_token = price * found.num_devices / 3600 / run.tokens_per_s
+    return {"cost": {"per_million_output_tokens": per_token * 1e6, "price_per_hour": price * found.num_devices}}
+
+
+def _verdict(run: SimulatedRun, found: MemoryPlan, limits: Limits, figures: dict[str, Any]) -> str:
+    """Return where to look first: what memory says before what latencies say."""
+    share = found.weight_bytes / found.memory_bytes
+    memory = f" Weights take {share:.0%} of the memory: the model is large for this device." if share > 0.75 else ""
+    if run.num_refused:
+        memory += f" {run.num_refused} requests were refused, as longer than {found.scheduler.max_model_len} tokens."
+    if run.num_preemptions > len(run.finished) / 10 and found.cache.block_size > 32:
+        memory += f" Blocks of {found.cache.block_size} tokens waste much of the KV cache on short requests."
+    late = [answer for answer in run.finished if run.timeline(answer).ttft_s > (limits.ttft_s or TTFT_LIMIT_S)]
+    prompts = [len(answer.item.prompt_token_ids) for answer in late or run.finished]
+    seen = Observation(
+        num_prompt_tokens=float(np.median(prompts)),
+        ttft_s=figures["ttft_s"].p95,
+        itl_s=figures["itl_s"].p95 if "itl_s" in figures else 0.0,
+        ttft_limit_s=limits.ttft_s or TTFT_LIMIT_S,
+        itl_limit_s=limits.itl_s or limits.tpot_s or ITL_LIMIT_S,
+        queue_s=run.mean_queue_s,
+        num_preemptions=run.num_preemptions,
+        peak_kv_usage=run.peak_kv_usage,
+        is_too_long=limits.e2e_s is not None and figures["e2e_s"].p95 > limits.e2e_s,
+    )
+    return diagnose(seen) + memory

@@ -1,0 +1,129 @@
+"""What fits, before any weight is loaded: from config.json and the headers of safetensors files. Loads no torch.
+
+Shapes and block arithmetic are the engine's own (`model/shapes.py`, `engine/sizing.py`). Workspaces are an upper
+estimate: the widest activations of a full step, and logits for every sequence.
+"""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.errors import ConfigError, ModelError
+from quire.core.model_files import file_inside
+from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions
+from quire.engine.sizing import ModelLimits, size_engine
+from quire.model.footprint import (
+    CPU_PACKING,
+    DTYPE_BYTES,
+    PLAIN_PACKING,
+    kv_bytes_per_token,
+    num_parameters,
+    weight_bytes,
+)
+from quire.paper.hardware import Hardware
+from quire.paper.models import Model
+
+KV_DTYPE_BYTES = DTYPE_BYTES | {"fp8": 1}
+GPU_MEMORY_UTILIZATION = 0.9  # of a GPU for weights, activations and KV cache; the contract's default
+MAX_HEADER_BYTES = 100 * 2**20  # as in safetensors itself
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What one device holds. All bytes are of one device, also with tensor parallelism."""
+
+    model: str
+    hardware: str
+    dtype: str
+    kv_cache_dtype: str
+    num_devices: int
+    num_parameters: int
+    memory_bytes: int
+    weight_bytes: int
+    workspace_bytes: int
+    table_bytes: int             # block tables and tokens of the running sequences, in host memory
+    kv_bytes_per_token: int
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    num_fitting: dict[int, int]  # requests at once, by their context length
+    binds: str
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.cache.num_blocks * self.cache.block_size * self.kv_bytes_per_token
+
+
+def plan_memory(
+    model: Model, hardware: Hardware, options: EngineOptions, *, kv_dtype: str = "auto", num_devices: int = 1
+) -> MemoryPlan:
+    """Return what fits. Raises ConfigError, with the numbers, for a model that does not fit or sizes that cannot be."""
+    spec, packing = model.spec, CPU_PACKING if hardware.device == "cpu" else PLAIN_PACKING
+    kv_dtype = packing.kernel_dtype(model.dtype) if kv_dtype == "auto" else kv_dtype
+    num_seqs = options.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    num_tokens = options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
+    token_bytes = kv_bytes_per_token(spec, KV_DTYPE_BYTES[kv_dtype], num_devices)
+    weights = weight_bytes(spec, model.dtype, packing, num_devices)
+    widest = 2 * spec.hidden_size + max(2 * spec.intermediate_size, 3 * spec.num_heads * spec.head_dim) // num_devices
+    workspaces = num_tokens * widest * DTYPE_BYTES[model.dtype] + num_seqs * spec.vocab_size * 4
+    share = 1.0 if hardware.device == "cpu" else GPU_MEMORY_UTILIZATION
+    free_bytes = int(hardware.memory_bytes * share) - weights - workspaces
+    if free_bytes <= 0:
+        raise ConfigError(
+            f"{model.name} does not fit: weights of {weights} bytes and workspaces of {workspaces} on each of "
+            f"{num_devices} devices with {int(hardware.memory_bytes * share)}; more devices or a smaller dtype may help"
+        )
+    if hardware.device == "cuda" and options.kv_cache_memory is None:
+        options = replace(options, kv_cache_memory=free_bytes)
+    limits = ModelLimits(spec.max_position_embeddings, token_bytes, spec.sliding_window)
+    cache, scheduler = size_engine(options, limits, free_bytes)
+    length = scheduler.max_model_len
+    lengths = sorted({length, *(short for short in _LENGTHS if short < length)})
+    return MemoryPlan(
+        model=model.name,
+        hardware=hardware.name,
+        dtype=model.dtype,
+        kv_cache_dtype=kv_dtype,
+        num_devices=num_devices,
+        num_parameters=num_parameters(spec),
+        memory_bytes=int(hardware.memory_bytes),
+        weight_bytes=weights,
+        workspace_bytes=workspaces,
+        table_bytes=4 * num_seqs * (length + math.ceil(length / cache.block_size)),
+        kv_bytes_per_token=token_bytes,
+        cache=cache,
+        scheduler=scheduler,
+        num_fitting={at: min(num_seqs, cache.num_blocks // math.ceil(at / cache.block_size)) for at in lengths},
+        binds=_what_binds(cache, scheduler, options.max_model_len or spec.max_position_embeddings),
+    )
+
+
+def _what_binds(cache: CacheConfig, scheduler: SchedulerConfig, longest: int) -> str:
+    """Return what would have to be raised for more requests of full length at once."""
+    if scheduler.max_model_len < longest:
+        return f"KV cache: {scheduler.max_model_len} tokens are the longest request, the model takes {longest}"
+    num_fitting = cache.num_blocks // math.ceil(longest / cache.block_size)
+    if num_fitting >= scheduler.max_num_seqs:
+        return f"max_num_seqs: {scheduler.max_num_seqs} requests of {longest} tokens fit"
+    return f"KV cache: {num_fitting} requests of {longest} tokens fit, max_num_seqs is {scheduler.max_num_seqs}"
+
+
+def stored_parameters(folder: Path) -> int:
+    """Return how many parameters the safetensors files of a folder hold, by their headers; 0 if there is none.
+
+    Raises ModelError for a file that is none.
+    """
+    return sum(_parameters_in(file_inside(folder, path.name)) for path in sorted(folder.glob("*.safetensors")))
+
+
+def _parameters_in(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)))
+            entries = (entry for name, entry in header.items() if name != "__metadata__")
+            return sum(math.prod(entry["shape"]) for entry in entries)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path}: not a safetensors file: {error}") from error

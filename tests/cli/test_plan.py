@@ -1,0 +1,67 @@
+"""`quire plan` prints and writes what fits, loads no torch and reads no weight."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.zero_model import write_zero_model
+
+Run = Callable[..., Any]
+
+
+def test_table_and_json_say_the_same(run: Run, tmp_path: Path) -> None:
+    folder, path = write_zero_model(tmp_path, "Llama", "bfloat16"), tmp_path / "plan.json"
+    ran = run("plan", folder, "--device-memory", "1GiB", "--max-num-seqs", 4, "--json", path)
+    assert ran.code == 0, ran.err
+    plan = json.loads(path.read_text())
+    assert plan["num_parameters"] == plan["stored_parameters"]
+    assert plan["memory_bytes"] == 2**30
+    assert f"{plan['cache']['num_blocks']:,} blocks of 16" in ran.out
+    assert plan["binds"] in " ".join(ran.out.split())
+
+
+def test_difference_between_config_and_files_is_told(run: Run, tmp_path: Path) -> None:
+    folder = write_zero_model(tmp_path, "Llama", "bfloat16")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    ran = run("plan", folder, "--device-memory", "1GiB")
+    assert ran.code == 0
+    assert "the files hold" in ran.out
+
+
+def test_nothing_is_loaded(tmp_path: Path) -> None:
+    folder = write_zero_model(tmp_path, "Llama", "bfloat16")
+    with (folder / "model.safetensors").open("r+b") as file:  # no weight is there to be read
+        file.truncate(8 + int.from_bytes(file.read(8), "little"))
+    code = (
+        "import sys\nfrom quire.cli.main import main\n"
+        f"try: main(['plan', {str(folder)!r}, '--device-memory', '1GiB'])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "0 False", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--hardware", "A99"), "hardware must be one of A100-40GB"),
+        (("--device-memory", "much"), "device_memory must be bytes"),
+        (("--device-memory", "1KiB"), "does not fit"),
+    ],
+)
+def test_what_cannot_be_is_an_error(run: Run, tmp_path: Path, arguments: tuple[str, str], message: str) -> None:
+    ran = run("plan", write_zero_model(tmp_path, "Llama", "bfloat16"), *arguments)
+    assert ran.code == 1
+    assert message in ran.err
+
+
+def test_folder_without_config_is_an_error(run: Run, tmp_path: Path) -> None:
+    ran = run("plan", tmp_path)
+    assert ran.code == 1
+    assert "config.json" in ran.err

@@ -1,0 +1,84 @@
+"""`quire simulate` answers the user's question, and its JSON says what its tables say."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+MODEL = ("OPT-13B", "--hardware", "A100-40GB", "--data", "/no/such/folder")
+
+
+def simulated(run: Run, tmp_path: Path, *arguments: object) -> dict[str, Any]:
+    path = tmp_path / "simulated.json"
+    ran = run("simulate", *MODEL, "--json", path, *arguments)
+    assert ran.code == 0, ran.err
+    record = json.loads(path.read_text())
+    assert record["verdict"] in " ".join(ran.out.split())
+    return record
+
+
+def test_light_load_is_fine(run: Run, tmp_path: Path) -> None:
+    record = simulated(run, tmp_path, "--workload", "alpaca", "--num-prompts", 40, "--rate", 1)
+    assert record["verdict"].startswith("Fine")
+    assert record["requests"] == {"finished": 40, "met_limits": 40, "refused": 0}
+    assert record["rates"]["requests_per_s"] == pytest.approx(1, rel=0.2)
+    assert set(record["figures"]) >= {"ttft_s", "itl_s", "itl_s, prefill beside", "itl_s, none", "tpot_s", "e2e_s"}
+    assert set(record["figures"]["ttft_s"]) == {"mean", "p50", "p95", "p99"}
+
+
+def test_overload_names_what_binds(run: Run, tmp_path: Path) -> None:
+    record = simulated(run, tmp_path, "--num-prompts", 150, "--rate", 20, "--ttft-limit-ms", 500)
+    assert record["verdict"].startswith("KV cache full")
+    assert record["kv_cache"]["num_preemptions"] > 0
+    assert record["requests"]["met_limits"] < 150
+    assert record["rates"]["goodput_rps"] < record["rates"]["requests_per_s"]
+
+
+def test_a_price_makes_a_cost(run: Run, tmp_path: Path) -> None:
+    record = simulated(run, tmp_path, "--num-prompts", 20, "--price", 3.6)
+    assert record["cost"]["per_million_output_tokens"] == pytest.approx(1e3 / record["rates"]["tokens_per_s"])
+
+
+def test_prefixes_are_found_unless_switched_off(run: Run, tmp_path: Path) -> None:
+    translate = ("--workload", "translation-5-shot", "--num-prompts", 30, "--rate", 10)
+    assert simulated(run, tmp_path, *translate)["kv_cache"]["prefix_hit_rate"] > 0.8
+    off = simulated(run, tmp_path, *translate, "--no-enable-prefix-caching")
+    assert off["kv_cache"]["prefix_hit_rate"] == 0
+
+
+def test_long_prompts_are_refused_and_told(run: Run, tmp_path: Path) -> None:
+    record = simulated(run, tmp_path, "--workload", "arxiv", "--num-prompts", 40, "--rate", 1)
+    assert record["requests"]["refused"] > 0
+    assert "requests were refused, as longer than 2048 tokens" in record["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rate", 0), "rate must be above 0 requests per second, got 0"),
+        (("--workload", "squad"), "workload must be one of alpaca"),
+        (("--tensor-parallel-size", 3), "does not divide the model's 40 attention heads"),
+        (("--max-model-len", 3), "none of 1000 requests fits: the longest may have 3 tokens"),
+    ],
+)
+def test_what_cannot_be_is_an_error(run: Run, arguments: tuple[str, object], message: str) -> None:
+    ran = run("simulate", *MODEL, *arguments)
+    assert ran.code == 1
+    assert message in ran.err
+
+
+def test_hardware_must_be_named(run: Run) -> None:
+    ran = run("simulate", "OPT-13B")
+    assert ran.code == 1
+    assert "hardware must be given" in ran.err
+
+
+def test_bad_row_is_named_by_its_line(run: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n1,5,-\n")
+    ran = run("simulate", *MODEL, "--workload", trace)
+    assert ran.code == 1
+    assert "trace.csv, line 3" in ran.err

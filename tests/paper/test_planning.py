@@ -1,0 +1,92 @@
+"""A plan says what the loaded engine says, for every family; and clearly what cannot be."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quire.core.errors import ConfigError, ModelError
+from quire.engine import assembly
+from quire.engine.assembly import assemble
+from quire.engine.options import EngineOptions
+from quire.paper.hardware import HARDWARE, Hardware
+from quire.paper.models import read_model
+from quire.paper.planning import plan_memory, stored_parameters
+from support.zero_model import FAMILIES, write_zero_model
+
+MIB = 2**20
+
+
+def this_machine(memory_bytes: int) -> Hardware:
+    return Hardware("this machine", memory_bytes, 1.0, 1.0, device="cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_plan_is_what_the_engine_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+) -> None:
+    folder = str(write_zero_model(tmp_path, name, dtype))
+    options, memory_bytes = EngineOptions(model=folder, max_num_seqs=8, max_num_batched_tokens=32), 100 * MIB
+    plan = plan_memory(read_model(folder), this_machine(memory_bytes), options)
+    monkeypatch.setattr(assembly, "free_memory_bytes", lambda: memory_bytes - plan.weight_bytes)
+    loaded = assemble(options, takes_text=False)
+    if loaded.model.back_end.name != "cpp":
+        pytest.skip("the C++ kernels were not built")
+    limits = loaded.engine.scheduler.limits
+    assert plan.num_parameters == loaded.model.num_parameters == stored_parameters(tmp_path)
+    assert plan.weight_bytes == loaded.model.weight_bytes
+    assert plan.kv_bytes_per_token == loaded.kv_bytes_per_token
+    assert plan.cache.num_blocks == pytest.approx(limits.num_blocks, rel=0.03)
+    assert plan.scheduler.max_model_len == limits.max_model_len
+    assert (plan.dtype, plan.cache.block_size) == (dtype, limits.block_size)
+
+
+def test_gpu_gives_the_cache_what_weights_and_workspaces_leave() -> None:
+    plan = plan_memory(read_model("OPT-13B"), HARDWARE["A100-40GB"], EngineOptions(max_num_seqs=64))
+    left = int(0.9 * 40 * 2**30) - plan.weight_bytes - plan.workspace_bytes
+    assert 0 <= left - plan.kv_cache_bytes < 16 * plan.kv_bytes_per_token
+    assert plan.cache.num_blocks * 16 == pytest.approx(15_700, rel=0.05), "table 1 of the paper"
+    assert plan.num_fitting[2048] == plan.cache.num_blocks // 128
+    assert plan.binds == "KV cache: 7 requests of 2048 tokens fit, max_num_seqs is 64"
+
+
+@pytest.mark.parametrize(("num_devices", "kv_heads"), [(1, 8), (4, 2), (8, 1), (16, 1), (64, 1)])
+def test_devices_share_kv_heads_down_to_one(num_devices: int, kv_heads: int) -> None:
+    hardware = replace(HARDWARE["H200"], memory_bytes=1e12)
+    plan = plan_memory(read_model("Llama-3.1-70B"), hardware, EngineOptions(), num_devices=num_devices)
+    assert plan.kv_bytes_per_token == 2 * 80 * kv_heads * 128 * 2
+
+
+def test_smaller_kv_dtype_holds_more() -> None:
+    model, hardware = read_model("Llama-3.1-8B"), HARDWARE["A100-40GB"]
+    half, quarter = (plan_memory(model, hardware, EngineOptions(), kv_dtype=name) for name in ("auto", "fp8"))
+    assert quarter.cache.num_blocks == pytest.approx(2 * half.cache.num_blocks, abs=1)
+
+
+def test_seats_bind_where_memory_does_not() -> None:
+    plan = plan_memory(read_model("OPT-13B"), HARDWARE["H200"], EngineOptions(max_num_seqs=4))
+    assert plan.binds == "max_num_seqs: 4 requests of 2048 tokens fit"
+
+
+def test_context_that_does_not_fit_is_cut() -> None:
+    plan = plan_memory(read_model("Llama-3.1-8B"), replace(HARDWARE["A100-40GB"], memory_bytes=20e9), EngineOptions())
+    assert plan.scheduler.max_model_len < 131_072
+    assert plan.binds.startswith(f"KV cache: {plan.scheduler.max_model_len} tokens are the longest request")
+
+
+def test_model_that_does_not_fit_is_refused_with_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"OPT-175B does not fit: weights of \d+ bytes .* on each of 2 devices"):
+        plan_memory(read_model("OPT-175B"), HARDWARE["A100-80GB"], EngineOptions(), num_devices=2)
+
+
+def test_heads_must_divide() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not divide the model's 40 attention heads"):
+        plan_memory(read_model("OPT-13B"), HARDWARE["H200"], EngineOptions(), num_devices=3)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x05\0\0\0\0\0\0\0[1,2]", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}"[:9]])
+def test_file_that_is_no_safetensors_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"model.safetensors: not a safetensors file"):
+        stored_parameters(tmp_path)
