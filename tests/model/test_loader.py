@@ -47,10 +47,13 @@ def test_sizes_are_counted(write_llama: Callable[..., Path], back_end: BackEnd) 
 
 
 def _packing_bytes(tensors: dict[str, torch.Tensor], back_end: BackEnd) -> int:
-    """Bytes beyond two per parameter: a float32 head of the stand-in; inputs and outputs that the extension pads."""
-    if back_end.name == "torch":
-        return 2 * tensors["lm_head.weight"].numel()
+    """Bytes beyond two per parameter: of the stand-in float32 weights, on some CPUs the head's alone; of the extension
+    inputs and outputs that it pads.
+    """
     layers = {name: tensor for name, tensor in tensors.items() if tensor.dim() == 2 and "embed" not in name}
+    if back_end.name == "torch":
+        has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return sum(2 * layer.numel() for name, layer in layers.items() if name == "lm_head.weight" or not has_bfloat16)
     columns = sum(2 * len(layer) * (-layer.shape[1] % 32) for layer in layers.values())
     gates_and_ups = [layer for name, layer in layers.items() if "gate_proj" in name or "up_proj" in name]
     return columns + sum(2 * (-len(layer) % 16) * (layer.shape[1] + -layer.shape[1] % 32) for layer in gates_and_ups)
