@@ -42,6 +42,8 @@ def test_what_is_no_size_is_refused_by_name(text: int | str) -> None:
         ("max_num_batched_tokens", True),
         ("kv_cache_memory", "lots"),
         ("preemption_mode", "never"),
+        ("memory_policy", "contiguous"),
+        ("batching", "dynamic"),
         ("seed", "zero"),
         ("enable_prefix_caching", "no"),
         ("max_logprobs", -1),
@@ -69,6 +71,13 @@ def test_swapping_without_swap_space_is_refused(sizes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="preemption_mode 'swap' needs a swap space; set swap_space or"):
         EngineOptions(preemption_mode="swap", **sizes)
     assert EngineOptions(preemption_mode="auto", **sizes).preemption_mode == "auto"
+
+
+def test_policies_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="batching 'static' needs memory_policy 'contiguous-max', got 'paged'"):
+        EngineOptions(batching="static")
+    with pytest.raises(ConfigError, match="memory_policy 'contiguous-pow2' does not swap; leave swap_space out"):
+        EngineOptions(memory_policy="contiguous-pow2", swap_space="1GiB")
 
 
 @pytest.mark.parametrize("sizes", [{"swap_space": "1GiB"}, {"num_swap_blocks": 1}], ids=str)

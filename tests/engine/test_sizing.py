@@ -39,6 +39,12 @@ def test_length_asked_for_that_the_cache_cannot_hold_is_refused_with_the_nearest
         size_engine(EngineOptions(kv_cache_memory="512MiB", max_model_len=5000), LLAMA_8B, free_bytes=GIB)
 
 
+def test_longest_sequence_is_cut_to_the_longest_chunk_where_memory_is_contiguous() -> None:
+    options = EngineOptions(num_kv_blocks=100, memory_policy="contiguous-pow2")
+    cache, scheduler = size_engine(options, LLAMA_8B, free_bytes=GIB)
+    assert (cache.memory_policy, scheduler.max_model_len) == ("contiguous-pow2", 64 * 16)
+
+
 def test_length_beyond_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_model_len is 9000.*8192 positions"):
         size_engine(EngineOptions(max_model_len=9000), LLAMA_8B, free_bytes=100 * GIB)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.cache.block_table import NULL_BLOCK
-from quire.cache.manager import KVCacheManager
+from quire.cache.contiguous import make_manager
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
-from quire.core.config import CacheConfig, PreemptionMode, SchedulerConfig
+from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionMode, SchedulerConfig
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import SequenceDelta
 from quire.core.plan import UNMEASURED, MeasuredRates, StepPlan
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import NO_ROW, Request
-from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.static_batching import make_scheduler
 from support.beam_reference import Found, reference_search
 from support.fake_executor import VOCAB_SIZE, FakeExecutor, expected_tokens
 
@@ -54,6 +54,8 @@ class Harness:
     num_swap_blocks: int = 0
     mode: PreemptionMode = "auto"
     rates: MeasuredRates = UNMEASURED
+    policy: MemoryPolicy = "paged"
+    batching: Batching = "continuous"
     outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
     logprobs: dict[tuple[int, int], float] = field(default_factory=dict)  # of whole answers of beam searches
@@ -61,11 +63,13 @@ class Harness:
     num_pinned: int = 0
 
     def __post_init__(self) -> None:
-        self.cache = KVCacheManager(
-            CacheConfig(self.num_blocks, self.block_size, self.window, self.caching, self.num_swap_blocks)
+        self.cache = make_manager(
+            CacheConfig(
+                self.num_blocks, self.block_size, self.window, self.caching, self.num_swap_blocks, self.policy
+            )
         )
-        config = SchedulerConfig(self.max_num_seqs, self.budget, self.max_model_len, self.mode)
-        self.scheduler = Scheduler(config, self.cache)
+        config = SchedulerConfig(self.max_num_seqs, self.budget, self.max_model_len, self.mode, self.batching)
+        self.scheduler = make_scheduler(config, self.cache)
         self.executor = FakeExecutor(
             self.num_blocks,
             self.block_size,

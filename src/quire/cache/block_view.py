@@ -20,7 +20,8 @@ def view_blocks(
         for column in [column for column, block in enumerate(blocks) if first <= block < stop]:
             owners = entries[blocks[column] - first].owners
             if len(owners) < MAX_OWNERS_SHOWN:
-                owners.append(BlockOwner(seq_id, column, min(block_size, num_filled - column * block_size)))
+                filled = max(0, min(block_size, num_filled - column * block_size))  # 0: kept for tokens to come
+                owners.append(BlockOwner(seq_id, column, filled))
     return entries
 
 

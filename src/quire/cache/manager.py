@@ -85,13 +85,14 @@ class KVCacheManager:
         match: PrefixMatch = NO_MATCH,
         *,
         keeps_all: bool = False,
+        num_reserved: int = 0,
     ) -> BlockCopy | None:
         """Begin a sequence, with the tokens of a match or with an empty table. ValueError if the id is taken.
 
         Returns the copy, if any, that has to be made before the forward pass of this step; for want of blocks, the
         match's tokens that need one are left out. `token_ids` is the list of all its known tokens, which its owner
         extends; without it, the sequence's blocks cannot be found by others. `keeps_all`: it will be pinned, so it
-        holds its blocks also when they have left the sliding window.
+        holds its blocks also when they have left the sliding window. `num_reserved`: tokens that it will have at most.
         """
         self._refuse_taken(seq_id)
         table = self._tables[seq_id] = BlockTable(self._pool, self.block_size)
@@ -126,6 +127,10 @@ class KVCacheManager:
             path = paths.get(parent_id)
             if path is not None and token_ids is not None:
                 paths[child_id] = Path(token_ids, path.scope, path.num_blocks)
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Return, once, the copies that forks before this step have asked for: none where a fork shares all blocks."""
+        return []
 
     def free(self, seq_id: int, num_computed: int = 0) -> None:
         """End a sequence, swapped out or not: give up its share of every block.
@@ -338,7 +343,7 @@ class KVCacheManager:
         A block that several tables hold must hold equally many tokens of each: none may write while others share.
         """
         self._pool.check()
-        holders = Counter[int]() if self._prefixes is None else Counter(self._prefixes.sources)
+        holders = self._held_besides()
         filled: dict[int, int] = {}
         for holder, table in self._holders().items():
             table.check()
@@ -356,6 +361,10 @@ class KVCacheManager:
         counts = {block: self._pool.ref_count(block) for block in range(self.num_blocks)}
         assert {block: count for block, count in counts.items() if count} == holders, f"{counts} but held {holders}"
         self._check_prefixes()
+
+    def _held_besides(self) -> Counter[int]:
+        """Count the blocks that are held by no table: what the step under way copies from."""
+        return Counter() if self._prefixes is None else Counter(self._prefixes.sources)
 
     def _check_prefixes(self) -> None:
         """Assert that the tree is sound, holds what the paths say, and has no pending node without an owner."""

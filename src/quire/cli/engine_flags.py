@@ -84,9 +84,9 @@ class EngineFlags:
         """Return the options; nothing is loaded. ConfigError for a value that cannot work."""
         return EngineOptions(**self._values())
 
-    def load(self) -> "LLM":
-        """Load the model, and torch with it, which is not imported before."""
-        return quire.LLM(**self._values())
+    def load(self, **settings: Any) -> "LLM":  # noqa: ANN401 (as `_values`)
+        """Load the model, and torch with it, which is not imported before. `settings`: those without a flag here."""
+        return quire.LLM(**self._values(), **settings)
 
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "config"}

@@ -7,6 +7,8 @@ from quire.core.errors import ConfigError
 
 Recovery = Literal["recompute", "swap"]                # how a preempted request comes back
 PreemptionMode = Literal["auto", "recompute", "swap"]  # auto: the cheaper of the two
+MemoryPolicy = Literal["paged", "contiguous-max", "contiguous-pow2", "contiguous-oracle"]
+Batching = Literal["continuous", "static"]             # whether requests join and leave between steps, or all at once
 
 KERNEL_BLOCK_SIZES = (8, 16, 32, 64, 128)  # tokens; cache and scheduler by themselves take any size from 1 up
 
@@ -18,7 +20,8 @@ class CacheConfig:
     `sliding_window`: tokens that a query may look back on, itself included, if every layer has such a window (the
     widest one); None when some layer looks back on everything. `enable_prefix_caching`: what sequences have computed is
     kept while there is room, and found again by those that begin alike. `num_swap_blocks`: places outside of the cache,
-    of the same size, for the blocks of preempted requests.
+    of the same size, for the blocks of preempted requests. `memory_policy`: how blocks are given out; those but `paged`
+    are what paging is compared with (see quire.cache.contiguous), and neither cache prefixes nor swap.
     """
 
     num_blocks: int
@@ -26,6 +29,7 @@ class CacheConfig:
     sliding_window: int | None = None
     enable_prefix_caching: bool = True
     num_swap_blocks: int = 0
+    memory_policy: MemoryPolicy = "paged"
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:
@@ -46,6 +50,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048     # the token budget of a step
     max_model_len: int = 2048              # prompt and output together, tokens
     preemption_mode: PreemptionMode = "auto"
+    batching: Batching = "continuous"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):

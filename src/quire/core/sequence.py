@@ -21,6 +21,7 @@ class SequenceStatus(Enum):
     WAITING = "waiting"    # holds no blocks and no row
     RUNNING = "running"    # holds a row; its blocks cover its computed tokens
     SWAPPED = "swapped"    # holds no row; blocks in the swap space cover its computed tokens
+    PADDING = "padding"    # ended, but computed on, for nothing, until its static batch ends: holds what it held
     FINISHED = "finished"  # ended; holds nothing
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.cache.manager import KVCacheManager
+from quire.cache.contiguous import make_manager
 from quire.core.config import CacheConfig
 from quire.engine.engine import Engine
 from quire.engine.input_processor import InputProcessor
@@ -24,7 +24,7 @@ from quire.model.generation_config import eos_token_ids
 from quire.model.kv_cache import KVCache
 from quire.model.loader import load_model
 from quire.model.resolve import resolve_model
-from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.static_batching import make_scheduler
 from quire.text.tokenizer import Tokenizer
 
 
@@ -63,7 +63,7 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
     cache = KVCache.allocate(spec, cache_config.num_blocks, cache_config.block_size, model.dtype, back_end)
     swapper = None if cache_config.num_swap_blocks == 0 else _swapper(options, cache_config, model, cache)
     executor = LocalExecutor(Worker(model, cache, batch, swapper).execute)
-    scheduler = Scheduler(scheduler_config, KVCacheManager(cache_config))
+    scheduler = make_scheduler(scheduler_config, make_manager(cache_config))
     ends = eos_token_ids(folder, config, spec.vocab_size)
     inputs = InputProcessor(
         tokenizer,

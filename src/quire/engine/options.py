@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from quire.core.config import KERNEL_BLOCK_SIZES, PreemptionMode
+from quire.core.config import KERNEL_BLOCK_SIZES, Batching, MemoryPolicy, PreemptionMode
 from quire.core.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -50,6 +50,8 @@ class EngineOptions:
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
     preemption_mode: str = "auto"
+    memory_policy: str = "paged"
+    batching: str = "continuous"
     tensor_parallel_size: int = 1
     seed: int = 0
     max_logprobs: int = 20
@@ -61,6 +63,10 @@ class EngineOptions:
         self._check_choice("device", get_args(Device))
         self._check_choice("cpu_isa", get_args(CpuIsa))
         self._check_choice("preemption_mode", get_args(PreemptionMode))
+        self._check_choice("memory_policy", get_args(MemoryPolicy))
+        self._check_choice("batching", get_args(Batching))
+        if self.batching == "static" and self.memory_policy != "contiguous-max":
+            raise ConfigError(f"batching 'static' needs memory_policy 'contiguous-max', got {self.memory_policy!r}")
         for name in ("max_model_len", "num_kv_blocks", "max_num_batched_tokens"):
             self._check_count(name, 1)
         self._check_count("num_swap_blocks", 0)
@@ -83,6 +89,8 @@ class EngineOptions:
         num_swap_blocks = swap_bytes if self.num_swap_blocks is None else self.num_swap_blocks
         if self.preemption_mode == "swap" and num_swap_blocks == 0:
             raise ConfigError("preemption_mode 'swap' needs a swap space; set swap_space or num_swap_blocks above 0")
+        if self.memory_policy != "paged" and num_swap_blocks > 0:
+            raise ConfigError(f"memory_policy {self.memory_policy!r} does not swap; leave swap_space out")
         if self.swap_dir is not None and not isinstance(self.swap_dir, str):
             raise ConfigError(f"swap_dir must be a path as text, got {self.swap_dir!r}")
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import cast
 
-from quire.core.config import CacheConfig, PreemptionMode, SchedulerConfig
+from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionMode, SchedulerConfig
 from quire.core.errors import ConfigError
 from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions, parse_bytes
 
@@ -49,10 +49,11 @@ def size_engine(options: EngineOptions, limits: ModelLimits, free_bytes: int) ->
             f"{free_bytes} are free; lower num_kv_blocks to at most {free_bytes // block_bytes} or kv_cache_memory to "
             f"at most {free_bytes}, or leave both to the engine"
         )
-    capacity = num_blocks * options.block_size
+    in_a_row = num_blocks if options.memory_policy == "paged" else 1 << num_blocks.bit_length() - 1
+    capacity = in_a_row * options.block_size
     if options.max_model_len is not None and options.max_model_len > capacity:
         raise ConfigError(
-            f"max_model_len is {options.max_model_len}, but the KV cache holds {capacity} tokens ({num_blocks} blocks "
+            f"max_model_len is {options.max_model_len}, but the KV cache holds {capacity} tokens ({in_a_row} blocks "
             f"of {options.block_size}); lower max_model_len to {capacity} or raise kv_cache_memory or num_kv_blocks to "
             f"{-(-options.max_model_len // options.block_size)} blocks"
         )
@@ -61,6 +62,7 @@ def size_engine(options: EngineOptions, limits: ModelLimits, free_bytes: int) ->
         max_num_batched_tokens=options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
         max_model_len=min(longest, capacity),
         preemption_mode=cast(PreemptionMode, options.preemption_mode),
+        batching=cast(Batching, options.batching),
     )
     cache = CacheConfig(
         num_blocks,
@@ -68,6 +70,7 @@ def size_engine(options: EngineOptions, limits: ModelLimits, free_bytes: int) ->
         limits.sliding_window,
         enable_prefix_caching=options.enable_prefix_caching,
         num_swap_blocks=_num_swap_blocks(options, block_bytes),
+        memory_policy=cast(MemoryPolicy, options.memory_policy),
     )
     return cache, scheduler
 

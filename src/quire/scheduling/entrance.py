@@ -20,6 +20,13 @@ class Entrance:
 
     # --- room -----------------------------------------------------------------------------------------------------
 
+    def check_admissible(self, request: Request) -> None:
+        """Raise an InvalidRequestError if a request could never run for a reason that the limits do not know."""
+
+    def num_reserved(self, request: Request) -> int:
+        """Return how many tokens each sequence of a request reserves: none, since blocks are taken as they fill."""
+        return 0
+
     def open(self) -> None:
         """Begin a step: nothing is promised yet."""
         self._num_promised = 0

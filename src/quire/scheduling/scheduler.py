@@ -18,6 +18,7 @@ from dataclasses import replace
 from itertools import count
 
 from quire.cache.block_pool import OutOfBlocksError
+from quire.cache.contiguous import ContiguousManager
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
 from quire.core.config import SchedulerConfig
@@ -32,6 +33,7 @@ from quire.scheduling.pinning import check_pinnable, check_pinned, num_pinned_bl
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import ByPriority, RequestQueue, next_to_enter, turn_of
 from quire.scheduling.recovery import RecoveryPolicy
+from quire.scheduling.reservation import ReservingEntrance
 from quire.scheduling.stops import finish_reason
 
 
@@ -44,7 +46,7 @@ class Scheduler:
         self.limits = AdmissionLimits(
             cache.num_blocks, cache.block_size, config.max_num_seqs, config.max_model_len
         )
-        self.entrance = Entrance(cache, config.max_num_seqs)
+        self.entrance = _make_entrance(config, cache)
         self.recovery = RecoveryPolicy(config.preemption_mode, cache.block_size)
         self.order = ByPriority()
         self.waiting = RequestQueue()
@@ -82,6 +84,7 @@ class Scheduler:
             for index in range(request.params.n)
         ]
         request.turn = self.order.turn(request, request.live[0].seq_id)
+        self.entrance.check_admissible(request)
         self._requests[request.request_id] = request
         self._beams.begin(request)
         self.waiting.add(request)
@@ -125,6 +128,7 @@ class Scheduler:
         """Choose who runs in the next step. The plan is empty only if nothing waits or runs."""
         self._builder = PlanBuilder()
         self._builder.plan.row_forks.extend(self._beams.take_row_forks())
+        self._builder.plan.copies.extend(self.cache.take_copies())
         self.admitted = []
         self.entrance.open()
         self.order.note_step()
@@ -291,7 +295,8 @@ class Scheduler:
         """Give a sequence a row, and the tokens of a match."""
         self._give_row(sequence)
         copy = self.cache.create(
-            sequence.seq_id, sequence.token_ids, request.cache_salt, match, keeps_all=request.is_pin
+            sequence.seq_id, sequence.token_ids, request.cache_salt, match,
+            keeps_all=request.is_pin, num_reserved=self.entrance.num_reserved(request),
         )
         sequence.num_computed_tokens = self.cache.num_tokens(sequence.seq_id)
         self.recovery.note_recomputed(max(0, sequence.num_lost_tokens - sequence.num_computed_tokens))
@@ -316,8 +321,8 @@ class Scheduler:
         for (request, sequence), token, token_logprobs in zip(
             self._builder.sampled, result.token_ids, logprobs, strict=True
         ):
-            if sequence.status is SequenceStatus.FINISHED:
-                continue                                                # aborted while the step ran
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue                                                # aborted while the step ran, or padding
             if request.beam is not None:
                 self._beams.answer(request, sequence, token_logprobs)
                 continue
@@ -331,13 +336,17 @@ class Scheduler:
             if delta.finish_reason is not None:
                 if request.is_pin:
                     self.cache.pin(request.request_id, sequence.seq_id)  # without the token, which nobody wants
-                self._end(request, sequence)
+                self._complete(request, sequence)
             deltas.append(delta)
         for request, answers in self._beams.advance():
             for sequence in list(request.live):
                 self._end(request, sequence)
             deltas += answers
         return deltas
+
+    def _complete(self, request: Request, sequence: Sequence) -> None:
+        """Let go of a sequence that has reached its end by itself."""
+        self._end(request, sequence)
 
     def undo(self) -> None:
         """Take back a plan whose step failed: what runs is queued again, in its order, and will be computed anew.
@@ -450,7 +459,7 @@ class Scheduler:
         rows = [sequence.row for sequence in sequences if sequence.row != NO_ROW]
         assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs)), "rows lost or doubled"
         for sequence in sequences:
-            assert (sequence.row != NO_ROW) == (sequence.status is SequenceStatus.RUNNING)
+            assert (sequence.row != NO_ROW) == (sequence.status in {SequenceStatus.RUNNING, SequenceStatus.PADDING})
             if sequence.row != NO_ROW:
                 assert self.cache.num_tokens(sequence.seq_id) == sequence.num_computed_tokens <= sequence.num_tokens
         for request in self.running:
@@ -460,3 +469,8 @@ class Scheduler:
         assert len(self.running) + len(self.waiting) + len(self.swapped) == len(self._requests)
         check_pinned(self._requests.values(), self.cache, self.limits)
 
+
+def _make_entrance(config: SchedulerConfig, cache: KVCacheManager) -> Entrance:
+    if isinstance(cache, ContiguousManager):
+        return ReservingEntrance(cache, config.max_num_seqs, config.max_model_len)
+    return Entrance(cache, config.max_num_seqs)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.bench import report
-from quire.cli.bench.flags import RunFlags, WorkloadFlags
+from quire.cli.bench.flags import PolicyFlags, RunFlags, WorkloadFlags
 from quire.cli.bench.machine import machine_facts
 from quire.cli.bench.passes import latency_pass, throughput_pass, watched_pass
 from quire.cli.bench.serve_flags import ArrivalFlags, LimitFlags, PromptFlags, SearchFlags, ServerFlags
@@ -28,11 +28,11 @@ bench = typer.Typer(
 
 
 @with_flag_groups
-def throughput(engine: EngineFlags, workload: WorkloadFlags, run: RunFlags) -> None:
+def throughput(engine: EngineFlags, workload: WorkloadFlags, policy: PolicyFlags, run: RunFlags) -> None:
     """Ask everything at once; report tokens and requests per second."""
-    with engine.load() as llm:
+    with engine.load(**asdict(policy)) as llm:
         items = workload.build(llm.vocab_size, engine.seed)
-        facts = _warm_up(llm, items, engine, workload)
+        facts = _warm_up(llm, items, engine, workload) | {"policy": asdict(policy)}
         passes = [throughput_pass(llm, pass_items) for pass_items in _new_passes(items, run.repeats)]
     record = report.throughput_record(passes)
     report.print_tables("throughput", report.SPREAD_COLUMNS, record["figures"], facts)

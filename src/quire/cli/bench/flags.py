@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from quire.cli.flag_groups import flag
+from quire.core.config import Batching, MemoryPolicy
 from quire.core.errors import ConfigError
 from quire.paper.traces import TraceSlice, is_trace, trace_workload
 from quire.paper.workloads import WorkItem, length_workload, random_workload, token_id_workload
@@ -46,6 +47,18 @@ class WorkloadFlags:
         raise ConfigError(
             f"workload must be random, or a .json, .csv, .csv.gz, .jsonl or .jsonl.gz file, got {self.workload!r}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFlags:
+    """What paging and continuous batching are compared with."""
+
+    memory_policy: Annotated[
+        MemoryPolicy, flag("how KV blocks are given out; all but paged reserve one chunk per sequence", panel="Policy")
+    ] = "paged"
+    batching: Annotated[
+        Batching, flag("static: whole batches, one after the other; needs contiguous-max", panel="Policy")
+    ] = "continuous"
 
 
 @dataclass(frozen=True, slots=True)

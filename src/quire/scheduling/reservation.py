@@ -1,0 +1,59 @@
+"""Who may run where memory is reserved ahead, and how much each reserves: Orca's policies (Kwon et al. 2023, 6.1).
+
+`contiguous-max` reserves the longest sequence that there may be, `contiguous-pow2` the prompt and the next power of two
+of the true output length, `contiguous-oracle` the true lengths. The true output length is the request's max_tokens: an
+oracle knows it where the end of sequence is ignored. Who is let in never needs more, so nobody is ever preempted.
+"""
+
+from quire.cache.contiguous import ContiguousManager
+from quire.cache.prefix_cache import PrefixMatch
+from quire.core.config import MemoryPolicy
+from quire.core.errors import ContextLengthError
+from quire.core.sequence import Request
+from quire.scheduling.entrance import Entrance
+
+
+def num_reserved_tokens(policy: MemoryPolicy, num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> int:
+    """Return how many tokens of one sequence are reserved."""
+    if policy == "contiguous-max":
+        return max_model_len
+    output_len = 1 << (max_tokens - 1).bit_length() if policy == "contiguous-pow2" else max_tokens
+    return min(num_prompt_tokens + output_len, max_model_len)
+
+
+class ReservingEntrance(Entrance):
+    """Lets a request in when there is a chunk for each of its sequences.
+
+    Those that wait for the first one's prompt take theirs when they fork. Nobody is let in before that: a prompt that
+    is not computed in one step has used up the step's budget.
+    """
+
+    def __init__(self, cache: ContiguousManager, max_num_seqs: int, max_model_len: int) -> None:
+        super().__init__(cache, max_num_seqs)
+        self._chunks, self._policy, self._max_model_len = cache, cache.policy, max_model_len
+
+    def check_admissible(self, request: Request) -> None:
+        """Raise ContextLengthError if there could never be a chunk for each sequence."""
+        num_tokens, n = self.num_reserved(request), len(request.live)
+        num_chunks = self._chunks.num_chunks(num_tokens, when_empty=True)
+        if num_chunks < n:
+            raise ContextLengthError(
+                f"memory_policy {self._policy} reserves {num_tokens} tokens for each of {n} sequences, but only "
+                f"{num_chunks} of these fit in {self._cache.num_blocks} KV blocks of {self._cache.block_size} tokens"
+            )
+
+    def num_reserved(self, request: Request) -> int:
+        """Return how many tokens each sequence of a request reserves."""
+        num_prompt_tokens = len(request.prompt_token_ids)
+        return num_reserved_tokens(self._policy, num_prompt_tokens, request.max_tokens, self._max_model_len)
+
+    def promise(self, request: Request) -> None:
+        """Keep nothing back: it has all that it needs."""
+
+    def may_have_room(self, request: Request) -> bool:
+        """Whether there are rows for a request's sequences."""
+        return self.num_seats + len(request.live) <= self._max_num_seqs
+
+    def num_spare_blocks(self, request: Request, match: PrefixMatch) -> int:
+        """Return 0 if there is a chunk for each sequence, else -1."""
+        return 0 if self._chunks.num_chunks(self.num_reserved(request)) >= len(request.live) else -1

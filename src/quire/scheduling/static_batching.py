@@ -1,0 +1,74 @@
+"""Static batching: whole batches, one after the other, as FasterTransformer's users and the first servers had them.
+
+When nothing runs, the earliest arrivals are let in, as many as fit, and the batch runs until the last of its sequences
+has ended. Whoever ends earlier keeps its row and its memory and is computed on for nothing, as padding, and its answer
+is handed over when the batch is over (the baseline of Kwon et al. 2023, section 6.1). Prompts are not padded:
+FasterTransformer leaves that out, too. Only where each sequence has the longest length reserved: padding must fit.
+"""
+
+from quire.cache.contiguous import ContiguousManager
+from quire.cache.manager import KVCacheManager
+from quire.core.config import SchedulerConfig
+from quire.core.outputs import SequenceDelta
+from quire.core.plan import StepPlan, StepResult
+from quire.core.sequence import Request, Sequence, SequenceStatus
+from quire.scheduling.scheduler import Scheduler
+
+
+class StaticScheduler(Scheduler):
+    """A scheduler that lets nobody in while anybody runs."""
+
+    def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+        assert isinstance(cache, ContiguousManager) and cache.policy == "contiguous-max", "no room for padding"  # noqa: PT018
+        super().__init__(config, cache)
+        self._held: dict[tuple[int, int], SequenceDelta] = {}  # the last ones of padding, by request id and branch
+
+    def abort(self, request_id: int) -> bool:
+        """End a request at once; what it was to be handed at the end is forgotten."""
+        self._held = {key: delta for key, delta in self._held.items() if key[0] != request_id}
+        return super().abort(request_id)
+
+    def finish(self, request_id: int, index: int) -> bool:
+        """End one branch, because its text is complete."""
+        self._held.pop((request_id, index), None)
+        return super().finish(request_id, index)
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
+        """Record a step; give padding its next token; when all is padding, end the batch."""
+        sampled = zip(self._builder.sampled, result.token_ids, strict=True)
+        padded = [(*each, token) for each, token in sampled if each[1].status is SequenceStatus.PADDING]
+        deltas = super().update(plan, result)
+        for request, sequence, token in padded:
+            sequence.token_ids.append(token)
+            self._complete(request, sequence)
+        if all(each.status is SequenceStatus.PADDING for request in self.running for each in request.live):
+            for request in self.running.copy():
+                super().abort(request.request_id)
+        held = self._held | {(each.request_id, each.index): each for each in deltas if each.finish_reason is not None}
+        here = {(request.request_id, each.index) for request in self.running for each in request.live}
+        self._held = {key: delta for key, delta in held.items() if key in here}
+        return [each for each in deltas if each.finish_reason is None] + [held[key] for key in held if key not in here]
+
+    def undo(self) -> None:
+        """Take back a plan whose step failed: padding is not computed again, and handed over with the next step."""
+        for request in self.running.copy():
+            for sequence in request.live.copy():
+                if sequence.status is SequenceStatus.PADDING:
+                    self._end(request, sequence)
+        super().undo()
+
+    def _admit(self, budget: int) -> None:
+        """Let the next batch in when nothing runs."""
+        if not self.running:
+            super()._admit(budget)
+
+    def _complete(self, request: Request, sequence: Sequence) -> None:
+        """Make a sequence padding, or end it where the model can compute no more."""
+        sequence.status = SequenceStatus.PADDING
+        if sequence.num_tokens >= self.config.max_model_len:
+            self._end(request, sequence)
+
+
+def make_scheduler(config: SchedulerConfig, cache: KVCacheManager) -> Scheduler:
+    """Return the scheduler of the configuration's way of batching."""
+    return Scheduler(config, cache) if config.batching == "continuous" else StaticScheduler(config, cache)
