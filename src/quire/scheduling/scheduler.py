@@ -14,6 +14,7 @@ Pure Python: no torch, no clock, no I/O.
 """
 
 from bisect import insort
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
@@ -27,6 +28,7 @@ from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
 from quire.core.seeds import branch_seed
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
 from quire.scheduling.beam_search import BeamSearches
+from quire.scheduling.budget import LongPrompts
 from quire.scheduling.entrance import Entrance
 from quire.scheduling.limits import AdmissionLimits
 from quire.scheduling.pinning import check_pinnable, check_pinned, num_pinned_blocks
@@ -49,6 +51,7 @@ class Scheduler:
         self.entrance = _make_entrance(config, cache)
         self.recovery = RecoveryPolicy(config.preemption_mode, cache.block_size)
         self.order = ByPriority()
+        self.long_prompts = LongPrompts(config.max_num_batched_tokens, self._contenders)
         self.waiting = RequestQueue()
         self.swapped = RequestQueue()
         self.running: list[Request] = []                    # in the order of their turns
@@ -131,6 +134,7 @@ class Scheduler:
         self._builder.plan.copies.extend(self.cache.take_copies())
         self.admitted = []
         self.entrance.open()
+        self.long_prompts.open()
         self.order.note_step()
         if self._needs_prefixes():
             self.cache.publish()
@@ -147,28 +151,48 @@ class Scheduler:
         return self.cache.num_free_blocks < self.entrance.num_seats
 
     def _plan_running(self, budget: int) -> int:
-        """Plan running requests in order. Return the budget left.
-
-        Whoever else still has known tokens to compute used up the budget, so nobody can be admitted in its way.
-        """
+        """Plan running requests in order. Return the budget left."""
         index = 0
         while budget > 0 and index < len(self.running):
             request = self.running[index]
-            live = request.live
-            if len(live) == 1 and live[0].row != NO_ROW:                # one sequence: what most requests are
-                used = self._advance(request, live[0], len(live[0].token_ids), budget)
+            first = request.live[0]
+            num_known = len(first.token_ids)
+            if num_known - first.num_computed_tokens == 1 and len(request.live) == 1 and first.row != NO_ROW:
+                used = self._advance(request, first, num_known, budget)  # what most requests of most steps are
             else:
-                mark, waited_to_fork = self._builder.mark(), live[-1].row == NO_ROW
-                used = self._advance_gang(request, budget)
-                if used is None:
-                    self._builder.cut(mark)
-                elif waited_to_fork:
-                    self.entrance.promise(request)
+                used = self._advance_others(request, budget)
             if used is None:
                 break                                                   # the request itself, the last, was preempted
             budget -= used
             index += 1
         return budget
+
+    def _contenders(self) -> Iterator[Request]:
+        """Yield who could use some of this step's budget: who runs, and who may be let in next."""
+        yield from self.running
+        newcomer = next_to_enter(self.waiting, self.swapped)
+        if newcomer is not None and self.entrance.may_have_room(newcomer):
+            yield from self.swapped if len(self.swapped) > 0 else self.waiting
+
+    def _advance_others(self, request: Request, budget: int) -> int | None:
+        """Plan a prompt, which may be long, or a gang. What a prompt does not get in this step is promised to it."""
+        mark = self._builder.mark()
+        waits_to_fork, is_alone = request.live[-1].row == NO_ROW, len(request.live) == 1
+        num_missing = self._num_missing(request)
+        if waits_to_fork or is_alone:
+            budget = self.long_prompts.share(num_missing, budget)
+        used = self._advance_gang(request, budget) if budget > 0 else 0
+        if used is None:
+            self._builder.cut(mark)
+        elif waits_to_fork or (is_alone and used < num_missing):
+            self.entrance.promise(request)
+        return used
+
+    def _num_missing(self, request: Request) -> int:
+        """Count what is to be computed before the branches of a request go their own ways."""
+        first = request.live[0]
+        target = len(first.token_ids) if len(request.live) == 1 else first.num_prompt_tokens
+        return target - first.num_computed_tokens
 
     def _advance(self, request: Request, sequence: Sequence, target: int, budget: int) -> int | None:
         """Plan up to `budget` tokens of a sequence toward `target`. None if its own request had to be preempted."""
@@ -249,8 +273,14 @@ class Scheduler:
             num_spare = self.entrance.num_spare_blocks(request, match)
             if num_spare < 0 and self.running:                          # alone it fits: see AdmissionLimits
                 return
+            share = self.long_prompts.share(self._num_missing(request) - match.num_tokens, budget)
+            if share == 0:
+                if not self.long_prompts.may_be_passed():
+                    return
+                num_passed += 1
+                continue
             self._let_in(request)
-            used = self._advance_admitted(request, match if num_spare > 0 else match.of_whole_blocks(), budget)
+            used = self._advance_admitted(request, match if num_spare > 0 else match.of_whole_blocks(), share)
             assert used is not None, "admitted without room"
             budget -= used
             self.entrance.promise(request)
