@@ -86,6 +86,7 @@ class LLM:
         self._pinned = PinnedPrefixes(self._assembled.inputs.limits.block_size)
         self._num_requests = 0                           # accepted so far; also the next one's id
         self._unclaimed: dict[str, RequestOutput] = {}   # outputs for another iterator than the one that stepped
+        self._faults: dict[str, Exception] = {}          # of requests that have failed, until they are told
 
     def __enter__(self) -> Self:
         _ = self._engine  # a closed one cannot be entered
@@ -256,6 +257,8 @@ class LLM:
         try:
             self._queue(requests, stream)
             while left:
+                for request_id in left & self._faults.keys():
+                    raise self._faults[request_id]
                 if not (self._engine.engine.scheduler.has_requests or left & self._unclaimed.keys()):
                     raise RuntimeError(f"a failed step of another call has ended request {min(left)}")
                 for output in self._step():
@@ -291,20 +294,22 @@ class LLM:
         try:
             self._outputs.note_admitted(engine.admissions, started_s)
             processed = self._outputs.process(deltas, time.monotonic())
-            for _, error in processed.failed:
-                raise error
             outputs = [self._outputs.output(request_id) for request_id in processed.ready]
         except BaseException:
             self._abort({str(delta.request_id) for delta in deltas})  # their new tokens are lost
             raise
         for request_id, index in processed.finish:
             engine.finish(request_id, index)
+        for request_id, error in processed.failed:
+            engine.abort(request_id)
+            self._faults[str(request_id)] = error
         return outputs
 
     def _abort(self, request_ids: set[str]) -> None:
         """End what is still there of these requests: the iterator was left early, or a step failed."""
         for request_id in request_ids:
             self._unclaimed.pop(request_id, None)
+            self._faults.pop(request_id, None)
             self._engine.engine.abort(int(request_id))
             self._outputs.drop(int(request_id))
 

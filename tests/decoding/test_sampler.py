@@ -216,4 +216,48 @@ def test_new_owner_of_a_row_gets_nothing_that_the_last_one_asked_for(ops: Sampli
     state.set(NewRow(0, [0], 1, [], params, seed=0))
     state.set(NewRow(0, [0], 1, [], SamplingParams(temperature=0), seed=0))
     logits = torch.tensor([[0.0, 1.0, 3.0, 2.0, 3.0]])
-    assert sample(state, logits, np.array([0]), np.zeros((1, 4), np.int32), np.array([1]), ops) == ([2], None)
+    assert sample(state, logits, np.array([0]), np.zeros((1, 4), np.int32), np.array([1]), ops)[:2] == ([2], None)
+
+
+# --- rows that are no numbers -----------------------------------------------------------------------------------------
+
+KINDS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "drawn": SamplingParams(seed=1),
+    "cut": SamplingParams(seed=1, top_k=3, top_p=0.9, min_p=0.01),
+    "with logprobs": SamplingParams(seed=1, logprobs=2),
+    "edited": SamplingParams(seed=1, logit_bias={3: 5.0}, presence_penalty=1.0, min_tokens=2, logprobs=0),
+    "allowed": SamplingParams(seed=1, allowed_token_ids=[1, 2, 3, 4]),
+}
+
+
+@pytest.mark.parametrize("params", KINDS.values(), ids=list(KINDS))
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
+def test_row_that_is_no_numbers_fails_and_no_other_notices(
+    sample_rows: SampleRows, params: SamplingParams, value: float
+) -> None:
+    rng = np.random.default_rng(5)
+    new_rows = [
+        NewRow(row, [5, 6, 7], 3, [], params, seed=row, eos_token_ids=frozenset({0})) for row in range(5)
+    ]
+    logits = rng.normal(size=(5, 40)).astype(np.float32)
+    expected = sample_rows(new_rows, logits)
+    assert expected.failures == {}
+    logits[2] = value
+    logits[4, 3] = abs(value)
+    found = sample_rows(new_rows, logits)
+    assert found.failures.keys() == {2, 4}
+    for row in (0, 1, 3):
+        assert found.token_ids[row] == expected.token_ids[row]
+        if expected.logprobs is not None and found.logprobs is not None:
+            assert found.logprobs[row] == expected.logprobs[row]
+
+
+def test_no_number_that_a_mask_hides_fails_only_where_logprobs_are_wanted(sample_rows: SampleRows) -> None:
+    logits = np.zeros((2, 40), dtype=np.float32)
+    logits[:, 9] = np.nan
+    plain = SamplingParams(seed=1, allowed_token_ids=[1, 2])
+    new_rows = [NewRow(0, [5], 1, [], plain, seed=0), NewRow(1, [5], 1, [], replace(plain, logprobs=1), seed=0)]
+    found = sample_rows(new_rows, logits)
+    assert found.failures.keys() == {1}
+    assert found.token_ids[0] in (1, 2)

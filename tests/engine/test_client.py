@@ -14,14 +14,13 @@ import pytest
 import uvloop
 
 from quire import LLM, SamplingParams
-from quire.core.errors import InvalidRequestError, UnknownPrefixError
+from quire.core.errors import InvalidRequestError, RequestFailedError, UnknownPrefixError
 from quire.core.outputs import CompletionOutput, PinnedPrefix, RequestOutput, SequenceDelta
 from quire.engine.branch_output import BranchOutput
 from quire.engine.client import EngineClient
 from quire.engine.input_processor import Prompt, TokenizedPrompt
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind
-from quire.engine.wire import RequestFailedError
 from support.engine_process import (
     TIMEOUT_S,
     Recorder,

@@ -1,6 +1,6 @@
 """An engine process without a model, with limits that no small model has: the real process over the fake executor.
 
-`python scripted_engine.py FD [STEP]`; the executor fails in step STEP. Started by `spawn_scripted`.
+`python scripted_engine.py FD [STEP]`; the executor fails from step STEP on. Started by `spawn_scripted`.
 """
 
 import socket
@@ -44,7 +44,7 @@ def serve(connection: process.Connection, commands: SimpleQueue[bytes]) -> NoRet
     from support.scheduling import Harness
 
     class FailingExecutor:
-        """Fails once, for good."""
+        """Fails from some step on, for good."""
 
         def __init__(self) -> None:
             self.submit = harness.executor.submit
@@ -52,7 +52,7 @@ def serve(connection: process.Connection, commands: SimpleQueue[bytes]) -> NoRet
 
         def collect(self) -> StepResult:
             self._num_steps += 1
-            if sys.argv[2:] == [str(self._num_steps)]:
+            if sys.argv[2:] and self._num_steps >= int(sys.argv[2]):
                 raise RuntimeError(FAULT)
             return harness.executor.collect()
 

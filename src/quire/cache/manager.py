@@ -142,6 +142,12 @@ class KVCacheManager:
         else:
             self._free_in_cache(seq_id, num_computed)
 
+    def distrust(self, seq_id: int) -> None:
+        """Let nobody find what a sequence holds and others do not: its keys and values may be no numbers."""
+        path = self._paths.get(seq_id)
+        if self._prefixes is not None and path is not None:
+            self._prefixes.withdraw(path, self._tables[seq_id], only_pending=False)
+
     def _free_in_cache(self, seq_id: int, num_computed: int) -> None:
         table = self._tables[seq_id]
         path = self._paths.pop(seq_id, None)

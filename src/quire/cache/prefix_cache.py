@@ -144,12 +144,17 @@ class PrefixCache:
             node, path.num_blocks = table.blocks[column], column + 1
             tree.pending.add(node)
 
-    def withdraw(self, path: Path, table: BlockTable) -> None:
-        """Take pending nodes out of the tree that nobody else computes: their sequence ends before the step does."""
+    def withdraw(self, path: Path, table: BlockTable, *, only_pending: bool = True) -> None:
+        """Take nodes out of the tree that nobody else computes or holds: their sequence ends before the step does.
+
+        Pending ones; or all of them, if what it has computed earlier is no good either.
+        """
         tree, blocks = self._tree, table.blocks
         while path.num_blocks > 0:
             block = blocks[path.num_blocks - 1]
-            if block not in tree.pending or self._pool.ref_count(block) > 1:
+            if only_pending and block not in tree.pending:
+                return
+            if block == NULL_BLOCK or block not in tree or tree.has_children(block) or self._pool.ref_count(block) > 1:
                 return
             tree.remove(block)
             path.num_blocks -= 1

@@ -80,7 +80,12 @@ class SwapSpace:
         for block in found.values():
             pool.share(block)                                    # else the next line could evict it
         missing = [block for block in distinct_blocks(map(self.table, seq_ids)) if block not in found]
-        copied = dict(zip(missing, pool.allocate(len(missing)), strict=True))
+        try:
+            copied = dict(zip(missing, pool.allocate(len(missing)), strict=True))
+        except BaseException:                                    # not for want of blocks: that was looked at above
+            for block in found.values():
+                pool.release(block)
+            raise
         places = {**found, **copied}
         for block in missing:
             self._pool.share(block)

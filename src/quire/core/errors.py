@@ -36,6 +36,10 @@ class ContextLengthError(InvalidRequestError):
         super().__init__(message, param=param, code="context_length_exceeded")
 
 
+class RequestFailedError(EngineError):
+    """A fault, ours or the model's, has ended this request. Nothing else is disturbed."""
+
+
 class UnknownPrefixError(InvalidRequestError):
     """No pinned prefix has this id (any more)."""
 

@@ -36,6 +36,7 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     cumulative_logprob: float | None = None             # of a whole answer, where nobody asked for logprobs
+    error: str | None = None                            # why the whole request has failed: its last delta
 
 
 class Admission(NamedTuple):

@@ -108,10 +108,14 @@ UNMEASURED = MeasuredRates()
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave: one token per sample of the plan, in the plan's order."""
+    """What a step gave: one token per sample of the plan, in the plan's order.
+
+    `failures`: rows whose tokens or logprobs could not be had, and why; what stands for them elsewhere means nothing.
+    """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None       # None: no sample asked for them
     prompt_logprobs: list[PromptLogprobsChunk] = field(default_factory=list)
     swap_s: float = 0.0                                      # spent on swapping, both ways
     rates: MeasuredRates = UNMEASURED
+    failures: dict[int, str] = field(default_factory=dict)

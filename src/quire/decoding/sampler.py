@@ -10,8 +10,13 @@ The order of operations, in each row on its own:
 
 Logprobs are those of the raw logits, whatever the steps above did; but a beam search with a temperature scores by those
 of logits / temperature. The order is vLLM's, so the same parameters mean the same distribution.
+
+A row with NaN or an infinite highest logit has no distribution, and fails. One look at the logits of the tokens chosen
+tells: NaN, and infinity, are chosen before anything else.
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,12 +32,18 @@ from quire.decoding.samples import Samples
 from quire.decoding.state import EDITS, LOGPROBS, SAMPLED, SCALED, SamplingState
 from quire.kernels.sampling import TORCH, SamplingOps
 
+NOT_FINITE = "the model gave logits that are NaN or infinite"
+
 
 class SampledTokens(NamedTuple):
-    """One token per sample. `logprobs` is None when no sample asked for them, else None where one did not."""
+    """One token per sample. `logprobs` is None when no sample asked for them, else None where one did not.
+
+    `failures`: the numbers of samples that have no token, and why; what stands for them in the lists means nothing.
+    """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None
+    failures: Mapping[int, str] = {}
 
 
 def sample(
@@ -61,14 +72,39 @@ def sample(
         apply_masks(samples, logits)
         apply_penalties(samples, logits, ops)
     chosen = _choose(samples, logits, wanted, ops)
+    failures = _without_distribution(logits, chosen)
     if not asking.size:
-        return SampledTokens(chosen.tolist(), None)
+        return SampledTokens(chosen.tolist(), None, failures)
     counts = samples.take(asking).settings()["num_logprobs"].astype(np.int64)
     records: list[TokenLogprobs | None] = [None] * len(chosen)
     found = token_logprobs(raw, raw_rows, chosen[asking], counts, ops)
     for index, record in zip(asking.tolist(), found, strict=True):
         records[index] = record
-    return SampledTokens(chosen.tolist(), records)
+        if not is_finite(record):  # a mask has hidden it from the choice
+            failures[index] = NOT_FINITE
+    return SampledTokens(chosen.tolist(), records, failures)
+
+
+def join(parts: Sequence[SampledTokens]) -> SampledTokens:
+    """Return what calls for one sample each have given, as one call would."""
+    records = [part.logprobs[0] if part.logprobs else None for part in parts]
+    return SampledTokens(
+        [part.token_ids[0] for part in parts],
+        records if any(records) else None,
+        {index: why for index, part in enumerate(parts) for why in part.failures.values()},
+    )
+
+
+def is_finite(record: TokenLogprobs) -> bool:
+    """Whether the logits behind a record were numbers: else no token has a logprob."""
+    return math.isfinite(record.logprobs[0])
+
+
+def _without_distribution(logits: Tensor, chosen: NDArray[np.int64]) -> dict[int, str]:
+    """Return the samples, of logits [num_samples, vocab], whose chosen tokens [num_samples] have no finite logit."""
+    tokens = torch.from_numpy(chosen).to(logits.device)
+    is_sound = logits.gather(1, tokens[:, None]).isfinite().numpy(force=True)[:, 0]
+    return {} if is_sound.all() else dict.fromkeys(np.flatnonzero(~is_sound).tolist(), NOT_FINITE)
 
 
 def prompt_logprobs(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.block_map import BlockMap, Tier
-from quire.core.errors import EngineError, InvalidRequestError
+from quire.core.errors import EngineError, InvalidRequestError, RequestFailedError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import RequestOutput
 from quire.core.sampling_params import SamplingParams
@@ -42,7 +42,6 @@ from quire.engine.wire import (
     Ready,
     Refused,
     Report,
-    RequestFailedError,
     ShowBlocks,
     Stepped,
     as_error,
@@ -334,8 +333,8 @@ class EngineClient:
         for request_id, error in processed.failed:
             log.error("request %d has failed", request_id, exc_info=error)
             self._send(frame(Abort(request_id)))
-            message = f"the request's output could not be made: {error}"
-            self._streams[request_id].fail(RequestFailedError(message), keeps_output=False)
+            told = RequestFailedError(f"the request's output could not be made: {error}")
+            self._streams[request_id].fail(error if isinstance(error, EngineError) else told, keeps_output=False)
         for request_id in processed.ready:
             self._streams[request_id].wake()
         if self._observer is not None:

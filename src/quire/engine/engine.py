@@ -16,6 +16,7 @@ class Engine:
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler = scheduler
         self.num_computed_tokens = 0        # by the last step
+        self._ran: list[int] = []           # requests, in the last step, if it failed
         self._executor = executor
 
     def add(self, request: Request) -> None:
@@ -35,17 +36,28 @@ class Engine:
 
         A step that fails, or is interrupted, leaves every request as it was before, to be computed again.
         """
+        self.num_computed_tokens = 0
         try:
             plan = self.scheduler.schedule()
             if plan.is_empty:
                 return []
             self._executor.submit(plan)
             result = self._executor.collect()
+            deltas = self.scheduler.update(plan, result)
         except BaseException:
-            self.scheduler.undo()
+            self._ran = self.scheduler.undo()
             raise
         self.num_computed_tokens = sum(plan.counts)
-        return self.scheduler.update(plan, result)
+        return deltas
+
+    def fail_step(self, reason: str) -> list[SequenceDelta]:
+        """End the requests that ran in the step that has just failed; the others go on.
+
+        AssertionError if the failure has left anything behind.
+        """
+        ran = [request_id for request_id in self._ran if self.abort(request_id)]
+        self.scheduler.check()
+        return [SequenceDelta(request_id, 0, [], error=reason) for request_id in ran]
 
     @property
     def admissions(self) -> list[Admission]:

@@ -8,9 +8,11 @@ slow reader has left lying is joined to what comes later, so nothing piles up bu
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from quire.core.errors import RequestFailedError
 from quire.core.outputs import (
     Admission,
     CompletionOutput,
@@ -45,7 +47,8 @@ class ProcessedStep(NamedTuple):
     `finish`: (request_id, index) of branches that a stop string ended and that the engine still runs.
     `begun`: requests that gave their first token. `gaps_s`: seconds between two tokens of a branch, for each pair.
     `num_output_tokens`: given to users in this step, so without those behind a stop string.
-    `failed`: requests whose tokens could not be taken, and why; they are forgotten, and the engine still runs them.
+    `failed`: requests whose tokens could not be had or taken, and why; they are forgotten, and the engine may still run
+    them.
     """
 
     ready: list[int]
@@ -170,7 +173,8 @@ class OutputProcessor:
             return None
         for branch in request.branches:
             if branch.finish_reason is None:
-                branch.finish("abort")
+                with suppress(Exception):  # nobody wants its last text
+                    branch.finish("abort")
                 request.touched.add(branch.index)
         request.num_unfinished = 0
         return _end(request, now_s)
@@ -202,7 +206,12 @@ class OutputProcessor:
 
 
 def _extend(request: _OpenRequest, delta: SequenceDelta, now_s: float, step: ProcessedStep) -> int:
-    """Add a delta to its branch, and what rides on the first one to the request. Return how many tokens were taken."""
+    """Add a delta to its branch, and what rides on the first one to the request. Return how many tokens were taken.
+
+    RequestFailedError if the delta says that there is nothing to add.
+    """
+    if delta.error is not None:
+        raise RequestFailedError(delta.error)
     if request.metrics.first_token_s is None:
         request.metrics.first_token_s = now_s
         step.begun.append((request.metrics, len(request.prompt_token_ids)))

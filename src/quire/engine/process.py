@@ -106,6 +106,7 @@ class EngineLoop:
         self._owners_due_s = 0.0
         self._quiet_since_s = time.monotonic()  # the end of the last step
         self._is_checked = False                # since then
+        self._has_failed = False                # the last step
 
     def run(self) -> NoReturn:
         """Step for as long as the process lives."""
@@ -139,7 +140,14 @@ class EngineLoop:
     def _step(self) -> None:
         self._pulse.work()
         engine, started_s = self._engine, time.monotonic()
-        deltas = engine.step()
+        try:
+            deltas = engine.step()
+            self._has_failed = False
+        except Exception as error:
+            if self._has_failed:
+                raise  # with other requests than before: it is not for them that steps fail
+            log.exception("a step has failed, and with it the requests that ran in it")
+            self._has_failed, deltas = True, engine.fail_step(f"its step has failed: {error!r}")
         self._quiet_since_s, self._is_checked = time.monotonic(), False
         self._send(Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, self._state()))
 

@@ -153,10 +153,6 @@ class EngineDeadError(EngineError):
     """The engine process has ended, or could not start, for no fault of the request."""
 
 
-class RequestFailedError(EngineError):
-    """What a request gave could not be made into output. Nothing else is disturbed."""
-
-
 def failed(error: Exception) -> Failed:
     """Return the message for an error: a user's mistake by its name, everything else as a fault."""
     kind = next((name for name, mendable in _MENDABLE.items() if isinstance(error, mendable)), FAULT)

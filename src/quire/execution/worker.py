@@ -1,17 +1,24 @@
-"""The worker owns one device: the model, the KV tensors and the persistent batch."""
+"""The worker owns one device: the model, the KV tensors and the persistent batch.
 
+The forward pass is one for all: its fault is the step's. What is done for a single row behind it, sampling and
+logprobs, fails for that row alone.
+"""
+
+import logging
 import time
 
 import torch
 from torch import Tensor
 
 from quire.core.plan import MeasuredRates, PromptLogprobsChunk, StepPlan, StepResult
-from quire.decoding.sampler import prompt_logprobs, sample
+from quire.decoding.sampler import NOT_FINITE, SampledTokens, is_finite, join, prompt_logprobs, sample
 from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.rates import Rate
 from quire.execution.swapper import Swapper
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+
+log = logging.getLogger(__name__)
 
 PROMPT_LOGITS_ROWS = 256  # rows of logits held at once for prompt logprobs: 256 x 150,000 x 4 bytes is 154 MB
 
@@ -37,24 +44,48 @@ class Worker:
             self._model.back_end.copy_blocks([*self._cache.keys, *self._cache.values], src, dst)
         inputs = self._batch.inputs(plan)
         hidden = self._model.forward(inputs.forward, self._cache)                  # [T, hidden]
-        logits = self._model.logits(hidden[torch.from_numpy(inputs.logit_rows)])   # [N, vocab]
-        sampled = sample(
-            self._batch.sampling,
-            logits,
-            inputs.sample_rows,
-            self._batch.token_ids,
-            inputs.sample_num_tokens,
-            self._model.back_end.sampling,
-        )
+        sampled = self._sample(inputs, hidden)
         self._batch.record(inputs, sampled.token_ids)
         if max(plan.counts) > 1:                                                   # else nothing but decodes
             self._prefill_rate.add(sum(plan.counts), time.perf_counter() - started_s)
+        failures = {int(inputs.sample_rows[index]): why for index, why in sampled.failures.items()}
         return StepResult(
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
-            prompt_logprobs=self._prompt_logprobs(inputs, hidden),
+            prompt_logprobs=self._prompt_logprobs(inputs, hidden, failures),
             swap_s=swap_s,
             rates=self._rates(),
+            failures=failures,
+        )
+
+    def _sample(self, inputs: StepInputs, hidden: Tensor) -> SampledTokens:
+        """Draw all samples at once; should that fail, one after the other. hidden [T, hidden]."""
+        num_samples = len(inputs.sample_rows)
+        try:
+            return self._draw(inputs, self._logits(inputs, hidden, slice(num_samples)), slice(num_samples))
+        except Exception:
+            log.exception("the samples of a step are drawn one by one")
+        return join([self._draw_alone(inputs, hidden, slice(i, i + 1)) for i in range(num_samples)])
+
+    def _draw_alone(self, inputs: StepInputs, hidden: Tensor, one: slice) -> SampledTokens:
+        logits = self._logits(inputs, hidden, one)
+        try:
+            return self._draw(inputs, logits, one)
+        except Exception as error:
+            return SampledTokens([0], None, {0: f"its next token could not be drawn: {error!r}"})
+
+    def _logits(self, inputs: StepInputs, hidden: Tensor, which: slice) -> Tensor:
+        """Return new logits [num, vocab] of some samples."""
+        return self._model.logits(hidden[torch.from_numpy(inputs.logit_rows[which])])
+
+    def _draw(self, inputs: StepInputs, logits: Tensor, which: slice) -> SampledTokens:
+        return sample(
+            self._batch.sampling,
+            logits,
+            inputs.sample_rows[which],
+            self._batch.token_ids,
+            inputs.sample_num_tokens[which],
+            self._model.back_end.sampling,
         )
 
     def _rates(self) -> MeasuredRates:
@@ -63,18 +94,37 @@ class Worker:
             return MeasuredRates(self._prefill_rate.per_s)
         return MeasuredRates(self._prefill_rate.per_s, swapper.out_rate.per_s, swapper.in_rate.per_s)
 
-    def _prompt_logprobs(self, inputs: StepInputs, hidden: Tensor) -> list[PromptLogprobsChunk]:
-        """Score the prompt tokens that follow this step's tokens, for the rows that asked. hidden [T, hidden]."""
-        asked = self._batch.prompt_logprobs[inputs.rows]
+    def _prompt_logprobs(
+        self, inputs: StepInputs, hidden: Tensor, failures: dict[int, str]
+    ) -> list[PromptLogprobsChunk]:
+        """Score the prompt tokens that follow this step's tokens, for the rows that asked. hidden [T, hidden].
+
+        Adds those that cannot be scored to `failures`.
+        """
         chunks = []
-        for entry in (asked >= 0).nonzero()[0].tolist():
-            row, start = int(inputs.rows[entry]), int(inputs.starts[entry])
-            stop = min(int(inputs.stops[entry]), int(self._batch.num_prompt_tokens[row]) - 1)
-            first = int(inputs.forward.query_starts[entry]) - start                # position 0's place in the batch
-            for begin in range(start, stop, PROMPT_LOGITS_ROWS):
-                end = min(begin + PROMPT_LOGITS_ROWS, stop)
-                logits = self._model.logits(hidden[first + begin : first + end])
-                following = torch.from_numpy(self._batch.token_ids[row, begin + 1 : end + 1])
-                records = prompt_logprobs(logits, following, int(asked[entry]), self._model.back_end.sampling)
-                chunks.append(PromptLogprobsChunk(row, begin + 1, records))
+        for entry in (self._batch.prompt_logprobs[inputs.rows] >= 0).nonzero()[0].tolist():
+            row = int(inputs.rows[entry])
+            try:
+                own = self._prompt_logprobs_of(inputs, hidden, entry)
+            except Exception as error:
+                log.exception("prompt logprobs cannot be had")
+                failures[row] = f"its prompt logprobs could not be had: {error!r}"
+                continue
+            if not all(is_finite(record) for chunk in own for record in chunk.tokens):
+                failures[row] = NOT_FINITE
+            chunks += own
+        return chunks
+
+    def _prompt_logprobs_of(self, inputs: StepInputs, hidden: Tensor, entry: int) -> list[PromptLogprobsChunk]:
+        row, start = int(inputs.rows[entry]), int(inputs.starts[entry])
+        stop = min(int(inputs.stops[entry]), int(self._batch.num_prompt_tokens[row]) - 1)
+        first = int(inputs.forward.query_starts[entry]) - start                    # position 0's place in the batch
+        chunks = []
+        for begin in range(start, stop, PROMPT_LOGITS_ROWS):
+            end = min(begin + PROMPT_LOGITS_ROWS, stop)
+            logits = self._model.logits(hidden[first + begin : first + end])
+            following = torch.from_numpy(self._batch.token_ids[row, begin + 1 : end + 1])
+            asked = int(self._batch.prompt_logprobs[row])
+            records = prompt_logprobs(logits, following, asked, self._model.back_end.sampling)
+            chunks.append(PromptLogprobsChunk(row, begin + 1, records))
         return chunks

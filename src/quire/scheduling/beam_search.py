@@ -136,6 +136,7 @@ class BeamSearches:
     def end(self, request: Request) -> None:
         """Forget a request, whatever it is."""
         self._searches.pop(request.request_id, None)
+        self._answered.pop(request.request_id, None)
 
     def take_row_forks(self) -> list[RowFork]:
         """Return what the next plan has to tell of, once."""

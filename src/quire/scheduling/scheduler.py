@@ -14,7 +14,7 @@ Pure Python: no torch, no clock, no I/O.
 """
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 
@@ -342,17 +342,17 @@ class Scheduler:
             sequence.num_computed_tokens += num_tokens
         for sequence in self._builder.forked:
             sequence.num_computed_tokens = sequence.num_prompt_tokens
+        deltas = self._fail(result.failures) if result.failures else []
         self.cache.end_step()
         self.recovery.note_step(result)
         for chunk in result.prompt_logprobs:
             self._take_prompt_logprobs(chunk)
-        deltas = []
         logprobs = result.logprobs or [None] * len(result.token_ids)
         for (request, sequence), token, token_logprobs in zip(
             self._builder.sampled, result.token_ids, logprobs, strict=True
         ):
             if sequence.status is not SequenceStatus.RUNNING:
-                continue                                                # aborted while the step ran, or padding
+                continue                                                # has failed, was aborted meanwhile, or padding
             if request.beam is not None:
                 self._beams.answer(request, sequence, token_logprobs)
                 continue
@@ -378,12 +378,25 @@ class Scheduler:
         """Let go of a sequence that has reached its end by itself."""
         self._end(request, sequence)
 
-    def undo(self) -> None:
+    def _fail(self, failures: Mapping[int, str]) -> list[SequenceDelta]:
+        """End the requests that own these rows, for the reasons given. Nobody shall find what they have computed."""
+        deltas = []
+        for request in [r for r in self.running if any(sequence.row in failures for sequence in r.live)]:
+            index, why = next((s.index, failures[s.row]) for s in request.live if s.row in failures)
+            for sequence in list(request.live):
+                self.cache.distrust(sequence.seq_id)
+                sequence.num_computed_tokens = 0
+                self._end(request, sequence)
+            deltas.append(SequenceDelta(request.request_id, index, [], error=why))
+        return deltas
+
+    def undo(self) -> list[int]:
         """Take back a plan whose step failed: what runs is queued again, in its order, and will be computed anew.
 
         Nobody knows how far the step came, so nothing that it wrote is trusted, in the swap space either. What was
-        swapped out before, and did not come back in this step, is as it was.
+        swapped out before, and did not come back in this step, is as it was. Returns the ids of the requests that ran.
         """
+        ran = [request.request_id for request in self.running]
         for request in self.running[::-1]:
             self.recovery.count("recompute")
             request.num_preemptions += 1
@@ -392,6 +405,7 @@ class Scheduler:
             if request in self.swapped:                                 # else it was aborted while the step ran
                 self._lose(request)
         self.cache.end_step()
+        return ran
 
     def _take_prompt_logprobs(self, chunk: PromptLogprobsChunk) -> None:
         """Keep the logprobs of prompt positions that were not known yet: a recomputed prompt brings them again."""

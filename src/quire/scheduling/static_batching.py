@@ -49,13 +49,13 @@ class StaticScheduler(Scheduler):
         self._held = {key: delta for key, delta in held.items() if key in here}
         return [each for each in deltas if each.finish_reason is None] + [held[key] for key in held if key not in here]
 
-    def undo(self) -> None:
+    def undo(self) -> list[int]:
         """Take back a plan whose step failed: padding is not computed again, and handed over with the next step."""
         for request in self.running.copy():
             for sequence in request.live.copy():
                 if sequence.status is SequenceStatus.PADDING:
                     self._end(request, sequence)
-        super().undo()
+        return super().undo()
 
     def _admit(self, budget: int) -> None:
         """Let the next batch in when nothing runs."""

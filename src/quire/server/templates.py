@@ -202,7 +202,7 @@ def _frame(message: Start | Render) -> bytes:
 
 
 def _failure(status: int) -> Exception:
-    """Return the error for whoever gave a process its last conversation: a refusal only where its own limits ended it."""
+    """Return the error for whoever gave a process its last conversation: a refusal where its own limits ended it."""
     if status == -signal.SIGALRM:
         return InvalidRequestError(f"{_CANNOT_RENDER} within {RENDER_LIMIT_S:g} seconds", param="messages")
     if status == OUT_OF_MEMORY:

@@ -1,0 +1,285 @@
+"""The fault of one request is its own: whatever breaks, and whenever, the others get what they get alone.
+
+A fault is put in at a named point, at its first hit, its second, and so on until a run no longer comes so far. After
+each the accounts of rows and blocks are right, and the next request is answered as ever.
+"""
+
+from collections.abc import Callable, Iterator, KeysView, Sequence
+from queue import SimpleQueue
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from quire import LLM, RequestOutput, SamplingParams
+from quire.cache.block_pool import BlockPool
+from quire.core.errors import EngineError, RequestFailedError
+from quire.core.frames import LENGTH_BYTES, frame
+from quire.core.outputs import SequenceDelta
+from quire.core.sequence import Request
+from quire.engine.branch_output import BranchOutput
+from quire.engine.output_processor import OutputProcessor
+from quire.engine.process import EngineLoop
+from quire.engine.pulse import Pulse
+from quire.engine.wire import Add, Idle, Report, Stepped
+from quire.execution import worker
+from quire.execution.swapper import Swapper
+from quire.model.batch import ForwardBatch
+from quire.model.decoder import Decoder
+from quire.model.kv_cache import KVCache
+from support.answers import Answer, answers_of
+from support.random_model import write_random_model
+
+CURSED = 300   # a token of the victims' prompts alone
+VICTIM: tuple[list[int], SamplingParams] = ([7, 8, CURSED], SamplingParams(max_tokens=9, ignore_eos=True, seed=9))
+ASKED: tuple[tuple[list[int], SamplingParams], ...] = (
+    ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0, logprobs=1)),
+    ([20] * 9, SamplingParams(max_tokens=16, ignore_eos=True, seed=2, top_k=9, logit_bias={5: 2.0}, prompt_logprobs=1)),
+    ([20] * 9, SamplingParams(max_tokens=16, ignore_eos=True, seed=3, allowed_token_ids=[4, 5, 6, 7, 8])),
+    ([1, 2, 3, 4, 5, 6, 7, 8, 11], SamplingParams(max_tokens=11, ignore_eos=True, n=2, seed=1, presence_penalty=0.5)),
+)
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 32, "block_size": 8, "num_kv_blocks": 8, "num_swap_blocks": 24, "preemption_mode": "swap",
+    "max_num_batched_tokens": 24, "max_num_seqs": 8,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with LLM(write_random_model(tmp_path_factory.mktemp("random-model")), **OPTIONS) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[list[Answer]]:
+    return [answers_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in ASKED]
+
+
+# --- numbers that are none --------------------------------------------------------------------------------------------
+
+
+def cursed_forward(value: float) -> Callable[[Decoder, ForwardBatch, KVCache], Tensor]:
+    """Return a forward pass in which one token's hidden state is no number."""
+    forward = Decoder.forward
+
+    def run(model: Decoder, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        hidden = forward(model, batch, cache)
+        hidden[batch.token_ids == CURSED] = value
+        return hidden
+
+    return run
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("params", [{}, {"logprobs": 2}, {"n": 3}, {"allowed_token_ids": [3, 4]}], ids=str)
+def test_request_without_numbers_fails_and_its_mates_do_not_notice(
+    llm: LLM, alone: list[list[Answer]], monkeypatch: pytest.MonkeyPatch, value: float, params: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(Decoder, "forward", cursed_forward(value))
+    streams = [llm.stream([prompt], own) for prompt, own in ASKED]
+    last = [next(stream) for stream in streams]
+    with pytest.raises(RequestFailedError, match="NaN or infinite"):
+        llm.generate([VICTIM[0]], SamplingParams(max_tokens=4, **params), use_tqdm=False)
+    last = [[output, *stream][-1] for output, stream in zip(last, streams, strict=True)]
+    assert [answers_of(output) for output in last] == alone
+    assert_at_rest(llm)
+
+
+def test_nothing_of_a_prompt_without_numbers_is_found_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit that fell over once must not fail all that begins alike until it is evicted."""
+    prompt, params = [*[40 + i for i in range(24)], CURSED], SamplingParams(max_tokens=4, temperature=0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Decoder, "forward", cursed_forward(np.nan))
+        with pytest.raises(RequestFailedError):
+            llm.generate([prompt], params, use_tqdm=False)
+    assert_at_rest(llm)
+    output = llm.generate([prompt], params, use_tqdm=False)[0]
+    assert (output.num_cached_tokens, len(output.outputs[0].token_ids)) == (0, 4)
+
+
+def test_prompt_logprobs_without_numbers_fail_their_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decoder, "forward", cursed_forward(np.nan))
+    with pytest.raises(RequestFailedError, match="NaN or infinite"):
+        llm.generate([[7, CURSED, 8, 9]], SamplingParams(max_tokens=4, prompt_logprobs=0), use_tqdm=False)
+    assert_at_rest(llm)
+
+
+def assert_at_rest(llm: LLM) -> None:
+    llm._engine.engine.scheduler.check()
+    stats = llm.kv_stats()
+    assert (stats.used_blocks, stats.swap_used_blocks) == (0, 0)
+    assert not llm._faults
+    assert len(llm._outputs) == 0
+
+
+# --- named points -----------------------------------------------------------------------------------------------------
+
+
+class Injected(RuntimeError):
+    """A fault that a test has put in."""
+
+
+class OverError(Exception):
+    """The engine has come to rest."""
+
+
+class Run:
+    """All of ASKED through the engine process's own loop, in this process: what came of each, and who ran when."""
+
+    def __init__(self, llm: LLM, asked: Sequence[tuple[list[int], SamplingParams]] = ASKED) -> None:
+        self.ids: list[int] = []
+        self.failed: dict[int, Exception] = {}
+        self.answers: dict[int, list[Answer]] = {}
+        self._engine, self._outputs = llm._engine.engine, OutputProcessor(llm.tokenizer)
+        self._commands = SimpleQueue[bytes]()
+        for prompt, params in asked:
+            request, tokenized = llm._make_requests([llm._engine.inputs.tokenize(prompt)], params)[0]
+            self._send(request)
+            self._outputs.add(
+                request.request_id, external_id=str(len(self.ids)), prompt=None, params=request.params, arrival_s=0.0,
+                prompt_token_ids=tokenized.token_ids,
+            )  # fmt: skip
+            self.ids.append(request.request_id)
+        with pytest.raises(OverError):
+            EngineLoop(self._engine, self._commands, self._take, Pulse(lambda: 0, lambda: None)).run()
+        assert len(self._outputs) == 0, "somebody waits in vain"
+
+    def _send(self, request: Request) -> None:
+        self._commands.put(frame(Add(request))[LENGTH_BYTES:])
+
+    def _take(self, report: Report) -> None:
+        self._engine.scheduler.check()
+        if isinstance(report, Idle):
+            raise OverError
+        if not isinstance(report, Stepped):
+            return
+        processed = self._outputs.process(report.deltas, 0.0)
+        for request_id, error in processed.failed:
+            self.failed[self.ids.index(request_id)] = error
+            self._engine.abort(request_id)
+        for request_id in processed.ready:
+            output: RequestOutput = self._outputs.output(request_id)
+            if output.finished:
+                self.answers[self.ids.index(request_id)] = answers_of(output)
+
+
+class NthHit:
+    """Calls through, but for one call: that one fails."""
+
+    def __init__(self, llm: LLM, inner: Callable[..., Any], nth: int, is_hit: Callable[..., bool]) -> None:
+        self._scheduler, self._inner, self._nth, self._is_hit = llm._engine.engine.scheduler, inner, nth, is_hit
+        self.num_hits = 0
+        self.concerned: set[int] = set()   # requests: that of a delta, or all that ran when it failed
+
+    def __get__(self, owner: object, _: type) -> Callable[..., Any]:
+        return lambda *arguments, **options: self(owner, *arguments, **options)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 (of whatever it stands for)
+        if self._is_hit(*arguments):
+            self.num_hits += 1
+            if self.num_hits == self._nth:
+                deltas = {each.request_id for each in arguments if isinstance(each, SequenceDelta)}
+                self.concerned = deltas or {request.request_id for request in self._scheduler.running}
+                raise Injected("here")
+        return self._inner(*arguments, **options)
+
+
+def moves(direction: str) -> Callable[..., bool]:
+    def is_hit(swapper: Swapper, sources: object, destinations: object, copies: list[Any], rate: object) -> bool:
+        return bool(copies) and rate is getattr(swapper, f"{direction}_rate")
+
+    return is_hit
+
+
+def always(*_: object) -> bool:
+    return True
+
+
+POINTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
+    "allocate": (BlockPool, "allocate", always),
+    "forward": (Decoder, "forward", always),
+    "swap out": (Swapper, "_move", moves("out")),
+    "swap in": (Swapper, "_move", moves("in")),
+    "logits": (Decoder, "logits", always),
+    "detokenize": (BranchOutput, "extend", always),
+    "sample": (worker, "sample", always),
+}
+
+# Who fails with a hit, of those that ran: at least one, exactly one, or nobody, because samples are drawn once more.
+MAY_FAIL: dict[str, Callable[[KeysView[int]], bool]] = {
+    **dict.fromkeys(("allocate", "forward", "swap out", "swap in"), lambda failed: len(failed) > 0),
+    "detokenize": lambda failed: len(failed) == 1,
+    "logits": lambda failed: failed <= {1},             # whose prompt is scored with logits of its own
+    "sample": lambda failed: not failed,
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_any_hit_of_any_point_may_fail(
+    llm: LLM, alone: list[list[Answer]], monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    owner, name, is_hit = POINTS[point]
+    nth, num_failed = 0, 0
+    while True:  # each of the first twelve hits, then every fifteenth
+        nth += 1 if nth < 12 else 15
+        with monkeypatch.context() as patched:
+            injected = NthHit(llm, getattr(owner, name), nth, is_hit)
+            patched.setattr(owner, name, injected)
+            run = Run(llm)
+        if injected.num_hits < nth:
+            break
+        assert run.failed.keys() <= {run.ids.index(request_id) for request_id in injected.concerned}
+        assert MAY_FAIL[point](run.failed.keys())
+        num_failed += len(run.failed)
+        for index, expected in enumerate(alone):
+            assert index in run.failed or run.answers[index] == expected, f"hit {nth} changed request {index}"
+        assert all(isinstance(error, EngineError | Injected) for error in run.failed.values())
+        assert_at_rest(llm)
+    assert nth > 1, "the point is never reached"
+    assert run.failed == {}
+    assert [run.answers[index] for index in range(len(ASKED))] == alone, "the next requests are not right"
+    assert (num_failed == 0) == (point == "sample"), "the samples of a step are drawn again, one by one"
+
+
+def test_row_that_cannot_be_sampled_fails_alone(
+    llm: LLM, alone: list[list[Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is that its parameters do to the sampler."""
+    sample = worker.sample
+
+    def fail_for_bias(state: Any, logits: Tensor, rows: Any, *rest: Any) -> Any:  # noqa: ANN401 (those of sample)
+        if any(state.lists[row] is not None and len(state.lists[row].bias_ids) for row in rows):
+            raise IndexError("no such token")
+        return sample(state, logits, rows, *rest)
+
+    monkeypatch.setattr(worker, "sample", fail_for_bias)
+    run = Run(llm)
+    assert run.failed.keys() == {1}
+    assert "IndexError" in str(run.failed[1])
+    assert [run.answers[index] for index in (0, 2, 3)] == [alone[index] for index in (0, 2, 3)]
+    assert_at_rest(llm)
+
+
+def test_prompt_logprobs_that_cannot_be_had_fail_their_request_alone(
+    llm: LLM, alone: list[list[Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(worker, "prompt_logprobs", fail)
+    run = Run(llm)
+    assert run.failed.keys() == {1}
+    assert [run.answers[index] for index in (0, 2, 3)] == [alone[index] for index in (0, 2, 3)]
+
+
+def test_steps_that_fail_one_after_the_other_end_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second failed with other requests: it is the device that is broken, or we are."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Decoder, "forward", Mock(side_effect=Injected))
+        with pytest.raises(Injected):
+            Run(llm, ASKED * 3)
+    for request_id in list(llm._engine.engine.scheduler._requests):
+        llm._engine.engine.abort(request_id)
+    assert_at_rest(llm)
