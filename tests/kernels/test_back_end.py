@@ -71,6 +71,14 @@ def test_unknown_name_is_refused_with_the_known_ones() -> None:
         choose_back_end(CPU, "triton")
 
 
-def test_device_that_has_no_back_end_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cuda is not supported yet"):
+def test_cuda_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs Triton; install quire\[gpu\]"):
         choose_back_end(torch.device("cuda"))
+
+
+def test_cuda_refuses_heads_that_its_attention_does_not_serve() -> None:
+    pytest.importorskip("triton")
+    assert choose_back_end(torch.device("cuda"), head_dim=256).name == "cuda"
+    with pytest.raises(ConfigError, match="heads of at most 256, the model's have 264"):
+        choose_back_end(torch.device("cuda"), head_dim=264)

@@ -49,7 +49,11 @@ class Paging:
 
 
 def attend(
-    parts: Sequence[Part], paging: Paging | None = None, window: int | None = None, back_end: BackEnd = TORCH
+    parts: Sequence[Part],
+    paging: Paging | None = None,
+    window: int | None = None,
+    back_end: BackEnd = TORCH,
+    device: torch.device | str = "cpu",
 ) -> list[Tensor]:
     """Compute the parts in one step over a cache of NaN with shuffled blocks; garbage wherever nothing should look."""
     paging = paging or Paging()
@@ -61,14 +65,18 @@ def attend(
     for table, part in zip(tables, parts, strict=True):
         _fill(table, part, window, key_cache, value_cache)
     counts = torch.tensor([0] + [part.stop - part.start for part in parts])
+    context_lens = torch.tensor([part.stop for part in parts]).int()
     plan = back_end.prepare_attention(
-        tables, counts.cumsum(0).int(), torch.tensor([part.stop for part in parts]).int(), paging.block_size
+        tables.to(device), counts.cumsum(0).int().to(device), context_lens.to(device), paging.block_size
     )
-    query = torch.cat([part.tokens.query[part.start : part.stop] for part in parts])
+    query, key_cache, value_cache = (
+        x.to(device)
+        for x in (torch.cat([part.tokens.query[part.start : part.stop] for part in parts]), key_cache, value_cache)
+    )
     out = back_end.paged_attention(query, key_cache, value_cache, plan, query.shape[2] ** -0.5, window)
     assert out.shape == query.shape
     assert out.dtype == query.dtype
-    return list(out.split(counts[1:].tolist()))
+    return list(out.cpu().split(counts[1:].tolist()))
 
 
 def _fill(table: Tensor, part: Part, window: int | None, key_cache: Tensor, value_cache: Tensor) -> None:

@@ -30,7 +30,7 @@ from quire.decoding.masks import apply_masks
 from quire.decoding.penalties import apply_penalties
 from quire.decoding.samples import Samples
 from quire.decoding.state import EDITS, LOGPROBS, SAMPLED, SCALED, SamplingState
-from quire.kernels.sampling import TORCH, SamplingOps
+from quire.kernels.sampling import TORCH, SamplingOps, Tokens
 
 NOT_FINITE = "the model gave logits that are NaN or infinite"
 
@@ -71,7 +71,8 @@ def sample(
             raw, raw_rows = logits[torch.from_numpy(asking).to(logits.device)], np.arange(len(asking))
         apply_masks(samples, logits)
         apply_penalties(samples, logits, ops)
-    chosen = _choose(samples, logits, wanted, ops)
+    choice = _choose(samples, logits, wanted, ops)
+    chosen = choice.numpy(force=True) if isinstance(choice, Tensor) else choice
     failures = _without_distribution(logits, chosen)
     if not asking.size:
         return SampledTokens(chosen.tolist(), None, failures)
@@ -123,7 +124,7 @@ def _scale(samples: Samples, logits: Tensor) -> None:
         logits[index] = (logits[index] - logits[index].amax()) / temperature
 
 
-def _choose(samples: Samples, logits: Tensor, wanted: int, ops: SamplingOps) -> NDArray[np.int64]:
+def _choose(samples: Samples, logits: Tensor, wanted: int, ops: SamplingOps) -> Tokens:
     """Return the tokens [num_samples]: drawn where the temperature is above 0, else those of the highest logits."""
     if not wanted & SAMPLED:
         return ops.argmax(logits)

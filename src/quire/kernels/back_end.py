@@ -1,10 +1,12 @@
 """The one place that decides which implementation of each op runs: chosen once, when a worker starts.
 
-`cpp` is the CPU's: C++ kernels for AMX, AVX-512 and anything else (csrc/). `torch` stands in where they were not built:
-batched PyTorch, exact to the bit too (docs/decisions/0002). `reference` is what tests hold both against: the plainest
-form of each op. A further back end is one more `BackEnd` here.
+`cuda` is the GPU's: Triton, compiled for the card when a kernel first runs (docs/decisions/0011). `cpp` is the CPU's:
+C++ kernels for AMX, AVX-512 and anything else (csrc/). `torch` stands in where they were not built: batched PyTorch,
+exact to the bit too (docs/decisions/0002). `reference` is what tests hold them against: the plainest form of each op. A
+further back end is one more `BackEnd` here.
 """
 
+import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +83,7 @@ REFERENCE = replace(
     write_kv=kv_cache_write.reference,
     copy_blocks=block_copy.reference,
 )
-NAMES = ("cpp", "torch", "reference")
+NAMES = ("cpp", "torch", "reference")  # of the CPU's
 
 
 def choose_back_end(device: torch.device, name: str = "auto", isa: str = "auto", head_dim: int = 8) -> BackEnd:
@@ -90,8 +92,8 @@ def choose_back_end(device: torch.device, name: str = "auto", isa: str = "auto",
     `isa` is the instruction set of the C++ kernels; auto is the best that the CPU has. Where they were not built, or
     cannot serve heads of `head_dim`, auto is the PyTorch stand-in. Raises ConfigError for what is not there.
     """
-    if device.type != "cpu":
-        raise ConfigError(f"device {device.type} is not supported yet, use cpu")
+    if device.type == "cuda":
+        return cuda_back_end(head_dim)
     if name not in ("auto", *NAMES):
         raise ConfigError(f"the back end must be auto, {' or '.join(NAMES)}, got {name!r}")
     if name in ("torch", "reference"):
@@ -110,3 +112,15 @@ def choose_back_end(device: torch.device, name: str = "auto", isa: str = "auto",
         log.warning("heads of %d are not %s: PyTorch's kernels serve, several times slower", head_dim, limit)
         return TORCH
     return replace(TORCH, name="cpp", **cpp_ops(usable_isas()[0] if isa == "auto" else isa))
+
+
+def cuda_back_end(head_dim: int = 8) -> BackEnd:
+    """Return the back end for CUDA. ConfigError where Triton is missing, or cannot serve heads of `head_dim`."""
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("device cuda needs Triton; install quire[gpu]")
+    from quire.kernels.triton import attention, back_end  # noqa: PLC0415 (an optional package)
+
+    if head_dim > attention.MAX_HEAD_DIM:
+        limit = attention.MAX_HEAD_DIM
+        raise ConfigError(f"device cuda serves heads of at most {limit}, the model's have {head_dim}; use cpu")
+    return replace(TORCH, name="cuda", **back_end.triton_ops())

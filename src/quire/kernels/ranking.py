@@ -12,14 +12,14 @@ _ID_MASK = 0xFFFFFFFF
 
 
 def order_keys(logits: Tensor) -> Tensor:
-    """Return int64 keys [vocab] in whose descending order the tokens of float32 `logits` [vocab] rank.
+    """Return int64 keys [..., vocab] in whose descending order the tokens of float32 `logits` [..., vocab] rank.
 
     The bits of a float32 read as an integer rise with it if it is positive, fall if negative: flipping the latter's
     lower bits makes them rise everywhere. Adding 0 turns -0.0 into 0.0, which it equals.
     """
     bits = (logits + 0.0).view(torch.int32)
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    ids = torch.arange(len(logits), device=logits.device)
+    ids = torch.arange(logits.shape[-1], device=logits.device)
     return (rising.long() << 32) | (_ID_MASK - ids)
 
 

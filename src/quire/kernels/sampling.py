@@ -9,13 +9,15 @@ from torch import Tensor
 
 from quire.kernels import penalties, philox, token_choice, top_logprobs
 
+Tokens = NDArray[np.int64] | Tensor  # one per row; a tensor where the device has yet to choose them
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingOps:
     """One implementation of each op of sampling; a field has the signature of the function that `TORCH` names here."""
 
-    argmax: Callable[[Tensor], NDArray[np.int64]]
-    choose_tokens: Callable[..., NDArray[np.int64]]
+    argmax: Callable[[Tensor], Tokens]
+    choose_tokens: Callable[..., Tokens]
     uniforms: Callable[[NDArray[np.uint64], NDArray[np.int64]], NDArray[np.float64]]
     top_logprobs: Callable[..., top_logprobs.TopLogprobs]
     penalize: Callable[..., None]

@@ -1,0 +1,319 @@
+"""Paged attention in Triton: one op for decodes and for chunks of prompts (Kwon et al. 2023, section 4.1).
+
+A row is one query head of one token. The heads that share a key-value head stand in one tile, so that keys and values
+are read once for all of them; a tile of a chunk holds several tokens besides. Keys go by in tiles that begin at
+multiples of their size, in ascending order, under a running softmax (Milakov and Gimelshein 2018). A table entry is
+read once per tile, for keys and values, and never past what the tile sees.
+
+A sequence that advances by one token is cut into partitions of its context, which several programs share; a second
+kernel puts them together. How long a partition is depends on the context alone, so the order in which a row is reduced
+does, too: not on the batch, nor on how many programs there are. A chunk's tile sees its whole context in one program.
+
+Per token of context and key-value head, 2 * head_dim elements are read. Nothing has been measured on a GPU yet.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.core.config import KERNEL_BLOCK_SIZES
+
+MAX_HEAD_DIM = 256
+PARTITION = 256       # least tokens of context in a partition; a multiple of every key tile
+MAX_PARTITIONS = 32   # beyond, partitions double: what they leave behind stays small, and 8 heads still fill a card
+TARGET_PROGRAMS = 2048  # about four on each of 132 processors, with as much again for uneven contexts
+DECODE_ROWS = 16      # least height of a product on matrix units
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class TritonAttentionPlan:
+    """What all layers of a step share, on the device; the first three as in `paged_attention.reference`."""
+
+    block_tables: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    block_size: int
+
+
+def prepare(block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, block_size: int) -> TritonAttentionPlan:
+    """Gather what every layer of a step needs to know; arguments as in `reference`, the tables as wide as needed.
+
+    Table entries past a context, or before every window, may hold anything: they are never followed. A context of 0
+    stands for no sequence: its rows of the result hold anything.
+    """
+    assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
+    assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
+    assert all(x.dtype == torch.int32 for x in (block_tables, query_starts, context_lens)), "int32 tables and lengths"
+    assert block_tables.stride(1) == 1, "tables with gaps"
+    return TritonAttentionPlan(block_tables, query_starts, context_lens, block_size)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: TritonAttentionPlan,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attend as `reference` does, with the plan of the step; caches contiguous, in the plain layout.
+
+    query [num_tokens, num_heads, head_dim] may be a slice of a wider projection.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_seqs, num_kv_heads = len(plan.context_lens), key_cache.shape[2]
+    assert key_cache.shape == value_cache.shape == (len(key_cache), plan.block_size, num_kv_heads, head_dim)
+    assert key_cache.is_contiguous() and value_cache.is_contiguous(), "caches with gaps"
+    assert key_cache.dtype == value_cache.dtype == query.dtype, f"queries {query.dtype}, caches {key_cache.dtype}"
+    assert num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads}"
+    assert head_dim <= MAX_HEAD_DIM, f"head size {head_dim}"
+    assert query.stride(2) == 1, "queries with gaps"
+    out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device)
+    shape = tile_shape(num_heads // num_kv_heads, head_dim, query.dtype)
+    step = (
+        query, key_cache, value_cache, out, plan.block_tables, plan.query_starts, plan.context_lens, num_seqs,
+        query.stride(0), query.stride(1), plan.block_tables.stride(0), scale * LOG2_E,
+    )  # fmt: skip
+    settings = {
+        "NUM_KV_HEADS": num_kv_heads, "BLOCK_SIZE": plan.block_size, "WINDOW": window or 0, **shape
+    }  # fmt: skip
+    if num_tokens > num_seqs:
+        options = chunk_options(int(shape["DIMS"]), query.dtype)
+        options["ROWS"] = max(options["ROWS"], int(shape["ROWS_PER_TOKEN"]))
+        tokens = options["ROWS"] // int(shape["ROWS_PER_TOKEN"])
+        grid = (num_tokens // tokens + num_seqs, num_kv_heads)  # at most so many tiles, each sequence's last not full
+        _chunk_kernel[grid](*step, **(settings | options))
+    _attend_decodes(step, settings, plan, num_heads)
+    return out
+
+
+def tile_shape(group: int, head_dim: int, dtype: torch.dtype) -> dict[str, int | str]:
+    """Return what tiles are cut to, KEYS for decodes; `group` is query heads per key-value head."""
+    dims = max(16, triton.next_power_of_2(head_dim))
+    is_half = dtype.itemsize == 2
+    return {
+        "GROUP": group,
+        "ROWS_PER_TOKEN": triton.next_power_of_2(group),
+        "HEAD_DIM": head_dim,
+        "DIMS": dims,
+        "KEYS": (64 if is_half else 32) if dims <= 128 else (32 if is_half else 16),
+        "PRECISION": "ieee" if is_half else "tf32x3",  # float32 in three products of its upper and lower bits
+    }
+
+
+def chunk_options(dims: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return a chunk's tiles, and how they are compiled: the largest that spill no register on sm_80 and sm_90."""
+    if dtype.itemsize == 4:
+        rows, keys, num_warps, num_stages = (32, 32, 4, 2) if dims <= 128 else (16, 16, 4, 2)
+    elif dims <= 128:
+        rows, keys, num_warps, num_stages = (128, 64 if dims <= 64 else 32, 8, 3)
+    else:
+        rows, keys, num_warps, num_stages = (64, 32, 8, 2)
+    return {"ROWS": rows, "KEYS": keys, "num_warps": num_warps, "num_stages": num_stages}
+
+
+def _attend_decodes(
+    step: tuple[object, ...],
+    settings: dict[str, int | str],
+    plan: TritonAttentionPlan,
+    num_heads: int,
+) -> None:
+    """Attend for the sequences of one query: partition by partition, then all of them together."""
+    query, out = step[0], step[3]
+    assert isinstance(query, Tensor)
+    num_seqs, num_kv_heads, dims = len(plan.context_lens), settings["NUM_KV_HEADS"], settings["DIMS"]
+    max_partitions = min(MAX_PARTITIONS, -(-plan.block_tables.shape[1] * plan.block_size // PARTITION))
+    partials = torch.empty(
+        (num_seqs, num_heads, max_partitions, int(dims) + 2) if max_partitions > 1 else (1,),
+        dtype=torch.float32,
+        device=query.device,
+    )
+    num_programs = min(max_partitions, -(-TARGET_PROGRAMS // (num_seqs * int(num_kv_heads))))
+    rows = max(DECODE_ROWS, int(settings["ROWS_PER_TOKEN"]))
+    limits = {"PARTITION": PARTITION, "MAX_PARTITIONS": MAX_PARTITIONS}
+    grid = (num_seqs, num_kv_heads, num_programs)
+    _decode_kernel[grid](*step, partials, max_partitions, ROWS=rows, **settings, **limits, num_warps=4, num_stages=3)
+    if max_partitions > 1:
+        _combine_kernel[(num_seqs, num_heads)](
+            partials, out, plan.query_starts, plan.context_lens, max_partitions, num_heads,
+            HEAD_DIM=settings["HEAD_DIM"], DIMS=dims, **limits, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _partition(context_len, PARTITION: tl.constexpr, MAX_PARTITIONS: tl.constexpr):
+    """Return how many tokens a partition of this context has: as few as MAX_PARTITIONS of them allow."""
+    length = context_len * 0 + PARTITION
+    while length * MAX_PARTITIONS < context_len:
+        length *= 2
+    return length
+
+
+@triton.jit
+def _fold_keys(
+    query, positions, begin, end, first_seen, key_cache, value_cache, table, scale, kv_head,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend from rows at `positions` [ROWS] to keys [begin, end), of which those before `first_seen` are not there.
+
+    Return the highest score, the sum of weights and the weighted values, [ROWS], [ROWS] and [ROWS, DIMS], base 2. A
+    position of -1 sees nothing. Tiles of which a row sees nothing leave it exactly as it is. Of a row that sees
+    anything, the sum is at least the 1 of its highest score.
+    """
+    dims = tl.arange(0, DIMS)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, DIMS], tl.float32)
+    for start in range(begin // KEYS * KEYS, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        is_there = (keys >= first_seen) & (keys < end)
+        block = tl.load(table + keys // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
+        slots = ((block * BLOCK_SIZE + keys % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        key = tl.load(
+            key_cache + slots[None, :] + dims[:, None], mask=is_there[None, :] & (dims < HEAD_DIM)[:, None], other=0.0
+        )  # [DIMS, KEYS]
+        scores = tl.dot(query, key, input_precision=PRECISION) * scale
+        is_seen = keys[None, :] <= positions[:, None]
+        if WINDOW > 0:
+            is_seen &= keys[None, :] > positions[:, None] - WINDOW
+        scores = tl.where(is_seen & is_there[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # -inf less -inf would be NaN
+        weights = tl.exp2(scores - base[:, None])
+        rescale = tl.exp2(highest - base)
+        value = tl.load(
+            value_cache + slots[:, None] + dims[None, :], mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0
+        )  # [KEYS, DIMS]; zero where nothing is: 0 times NaN is NaN
+        total = total * rescale + tl.sum(weights, 1)
+        weighted = tl.dot(weights.to(value.dtype), value, weighted * rescale[:, None], input_precision=PRECISION)
+        highest = higher
+    return highest, total, weighted
+
+
+@triton.jit
+def _decode_kernel(
+    query, key_cache, value_cache, out, block_tables, query_starts, context_lens, num_seqs,
+    token_stride, head_stride, table_stride, scale, partials, max_partitions,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
+    ROWS_PER_TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, PARTITION: tl.constexpr, MAX_PARTITIONS: tl.constexpr,
+):  # fmt: skip
+    """One sequence of one query and one key-value head: every `num_programs`-th partition of its context.
+
+    One partition is the answer; of several, each leaves its weighted values, highest score and sum of weights.
+    """
+    sequence, kv_head = tl.program_id(0), tl.program_id(1)
+    token = tl.load(query_starts + sequence)
+    context_len = tl.load(context_lens + sequence)
+    if (tl.load(query_starts + sequence + 1) - token == 1) & (context_len > 0):
+        rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+        is_row = rows < GROUP
+        heads = kv_head * GROUP + rows
+        tile = tl.load(
+            query + token.to(tl.int64) * token_stride + heads[:, None] * head_stride + dims[None, :],
+            mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        positions = tl.where(is_row, context_len - 1, -1)
+        first_seen = context_len * 0
+        if WINDOW > 0:
+            first_seen = tl.maximum(context_len - WINDOW, 0)
+        length = _partition(context_len, PARTITION, MAX_PARTITIONS)
+        num_partitions = tl.cdiv(context_len, length)
+        for partition in range(tl.program_id(2), num_partitions, tl.num_programs(2)):
+            highest, total, weighted = _fold_keys(
+                tile, positions, tl.maximum(partition * length, first_seen),
+                tl.minimum((partition + 1) * length, context_len), first_seen, key_cache, value_cache,
+                block_tables + sequence.to(tl.int64) * table_stride, scale, kv_head,
+                NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, ROWS, PRECISION,
+            )  # fmt: skip
+            if num_partitions == 1:
+                tl.store(
+                    out + (token.to(tl.int64) * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + dims[None, :],
+                    weighted / tl.maximum(total, 1.0)[:, None],
+                    mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
+                )
+            else:
+                place = (sequence.to(tl.int64) * NUM_KV_HEADS * GROUP + heads) * max_partitions + partition
+                place = partials + place * (DIMS + 2)
+                tl.store(place[:, None] + dims[None, :], weighted, mask=is_row[:, None])
+                tl.store(place + DIMS, highest, mask=is_row)
+                tl.store(place + DIMS + 1, total, mask=is_row)
+
+
+@triton.jit
+def _combine_kernel(
+    partials, out, query_starts, context_lens, max_partitions, num_heads,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PARTITION: tl.constexpr, MAX_PARTITIONS: tl.constexpr,
+):  # fmt: skip
+    """One sequence of one query and one head: the mean of its partitions, weighed; those beyond it add exact zeros."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    token = tl.load(query_starts + sequence)
+    context_len = tl.load(context_lens + sequence)
+    length = _partition(context_len, PARTITION, MAX_PARTITIONS)
+    is_one_query = tl.load(query_starts + sequence + 1) - token == 1
+    if is_one_query & (context_len > length):
+        index, dims = tl.arange(0, MAX_PARTITIONS), tl.arange(0, DIMS)
+        is_there = index < tl.cdiv(context_len, length)
+        place = partials + ((sequence.to(tl.int64) * num_heads + head) * max_partitions + index) * (DIMS + 2)
+        highest = tl.load(place + DIMS, mask=is_there, other=float("-inf"))
+        weights = tl.exp2(highest - tl.max(highest, 0))
+        total = tl.sum(weights * tl.load(place + DIMS + 1, mask=is_there, other=0.0), 0)
+        weighted = tl.load(place[:, None] + dims[None, :], mask=is_there[:, None], other=0.0)
+        mean = tl.sum(weighted * weights[:, None], 0) / total
+        tl.store(out + (token.to(tl.int64) * num_heads + head) * HEAD_DIM + dims, mean, mask=dims < HEAD_DIM)
+
+
+@triton.jit
+def _chunk_kernel(
+    query, key_cache, value_cache, out, block_tables, query_starts, context_lens, num_seqs,
+    token_stride, head_stride, table_stride, scale,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
+    ROWS_PER_TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A few consecutive tokens of one sequence and one key-value head, over the whole context that they see.
+
+    Sequence i has its tiles from index query_starts[i] // TOKENS + i on, which leaves room for all before it.
+    """
+    TOKENS: tl.constexpr = ROWS // ROWS_PER_TOKEN
+    kv_head = tl.program_id(1)
+    low, high = tl.program_id(0) * 0, num_seqs  # the tile's sequence is in [low, high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_later = tl.load(query_starts + middle) // TOKENS + middle > tl.program_id(0)
+        high = tl.where(is_later, middle, high)
+        low = tl.where(is_later, low, middle)
+    first_token = tl.load(query_starts + low)
+    num_queries = tl.load(query_starts + low + 1) - first_token
+    offset = (tl.program_id(0) - first_token // TOKENS - low) * TOKENS  # of the tile's first token in its sequence
+    if (num_queries > 1) & (offset < num_queries):
+        rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+        queries = offset + rows // ROWS_PER_TOKEN
+        heads = kv_head * GROUP + rows % ROWS_PER_TOKEN
+        is_row = (queries < num_queries) & (rows % ROWS_PER_TOKEN < GROUP)
+        is_element = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+        tokens = (first_token + queries).to(tl.int64)
+        tile = tl.load(
+            query + tokens[:, None] * token_stride + heads[:, None] * head_stride + dims[None, :],
+            mask=is_element,
+            other=0.0,
+        )
+        first_position = tl.load(context_lens + low) - num_queries + offset
+        positions = tl.where(is_row, first_position + rows // ROWS_PER_TOKEN, -1)
+        first_seen = first_position * 0
+        if WINDOW > 0:
+            first_seen = tl.maximum(first_position - WINDOW + 1, 0)
+        _, total, weighted = _fold_keys(
+            tile, positions, first_seen, tl.max(positions, 0) + 1, first_seen, key_cache, value_cache,
+            block_tables + low.to(tl.int64) * table_stride, scale, kv_head,
+            NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, ROWS, PRECISION,
+        )  # fmt: skip
+        place = out + (tokens * NUM_KV_HEADS * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(place, weighted / tl.maximum(total, 1.0)[:, None], mask=is_element)

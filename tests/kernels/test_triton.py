@@ -1,0 +1,75 @@
+"""The CUDA back end on a machine without a GPU: interpreted, and compiled for cards that are not here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.triton_compiler import compiled_launches
+
+pytest.importorskip("triton", reason="Triton is not installed")
+NONE_COLLECTED = 5  # of the exit codes of pytest
+FOLDER = Path(__file__).parent / "triton"
+
+
+@pytest.mark.parametrize("module", sorted(path.name for path in FOLDER.glob("test_*.py")))
+@pytest.mark.parametrize("marks", ["not matrix", pytest.param("matrix", marks=pytest.mark.matrix)])
+def test_kernels_match_their_references_in_the_interpreter(module: str, marks: str) -> None:
+    """Triton chooses its interpreter when it is imported, so it has a process to itself."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", marks, str(FOLDER / module)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode in ({0} if marks == "not matrix" else {0, NONE_COLLECTED}), result.stdout + result.stderr
+    assert "skipped" not in result.stdout, result.stdout
+
+
+CASES = [((32, 8, 128), torch.bfloat16)]
+OTHERS = [
+    ((16, 4, 64), torch.bfloat16), ((8, 2, 32), torch.float16), ((32, 32, 80), torch.float16),
+    ((8, 4, 256), torch.bfloat16), ((8, 2, 32), torch.float32), ((32, 8, 128), torch.float32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [*CASES, *(pytest.param(*case, marks=pytest.mark.matrix) for case in OTHERS)], ids=str
+)
+def test_kernels_of_a_layer_compile_without_spilling(
+    heads: tuple[int, int, int], dtype: torch.dtype, capability: int
+) -> None:
+    from quire.kernels.back_end import cuda_back_end
+
+    ops, (num_heads, num_kv_heads, head_dim) = cuda_back_end(), heads
+    cache = torch.empty(3, 16, num_kv_heads, head_dim, dtype=dtype)
+    query, key = torch.empty(70, num_heads, head_dim, dtype=dtype), torch.empty(70, num_kv_heads, head_dim, dtype=dtype)
+    int32, int64 = torch.zeros(5, dtype=torch.int32), torch.zeros(70, dtype=torch.int64)
+    with compiled_launches(capability) as kernels:
+        plan = ops.prepare_attention(torch.zeros(4, 2048, dtype=torch.int32), int32, int32[:4], 16)
+        ops.paged_attention(query, cache, cache, plan, 0.1)
+        ops.rotate_and_write_kv(query, key, key, int64, torch.empty(9, head_dim), cache, cache, int64)
+        ops.rms_norm(torch.empty(4096, dtype=dtype), 1e-5)(torch.empty(4, 4096, dtype=dtype), None)
+    assert {kernel.name for kernel in kernels} >= {"_chunk_kernel", "_decode_kernel", "_combine_kernel"}
+    assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
+    assert all(kernel.shared_bytes <= 163 * 1024 for kernel in kernels), "more than sm_80 gives a program"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_other_kernels_compile_without_spilling(capability: int) -> None:
+    import numpy as np
+
+    from quire.kernels.back_end import cuda_back_end
+
+    ops, half = cuda_back_end(), torch.empty(4, 4096, dtype=torch.bfloat16)
+    blocks, ids = [torch.empty(4, 16, 8, 128, dtype=torch.bfloat16)], torch.tensor([1])
+    with compiled_launches(capability) as kernels:
+        ops.layer_norm(half[0], half[0], 1e-5)(half, half.clone())
+        ops.linear(half, activation="silu_and_mul")(half)
+        ops.linear(half, activation="gelu")(half)
+        ops.copy_blocks(blocks, ids, ids + 1)
+        floats = np.ones(4, np.float32)
+        ops.sampling.choose_tokens(torch.empty(4, 128_256), floats, floats, np.ones(4, np.int32), floats, floats)
+    assert len(kernels) == 5
+    assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels

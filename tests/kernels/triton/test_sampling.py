@@ -1,0 +1,74 @@
+"""Sampling on the device against its references: the same draws give the same tokens, ties and all."""
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels import penalties, token_choice, top_logprobs
+from quire.kernels.back_end import cuda_back_end
+
+OPS = pytest.importorskip("triton") and cuda_back_end().sampling
+VOCAB_SIZE = 300
+
+
+def tied_logits(num_rows: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
+    """Return logits of which every second row has many equal ones."""
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
+    logits[::2] = logits[::2].round()
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("temperature", "min_p", "top_k", "top_p"),
+    [(1.0, 0.0, None, 1.0), (0.7, 0.1, None, 1.0), (1.3, 0.0, 5, 1.0), (1.0, 0.0, None, 0.6), (1.5, 0.01, 40, 0.9)],
+)
+def test_draws_are_those_of_the_reference(
+    temperature: float, min_p: float, top_k: int | None, top_p: float, device: torch.device
+) -> None:
+    num_rows = 4
+    logits = tied_logits(num_rows)
+    log_min_p = np.float32(np.log(min_p) if min_p else -np.inf)
+    settings = (
+        np.full(num_rows, temperature, np.float32), np.full(num_rows, log_min_p),
+        np.full(num_rows, top_k or VOCAB_SIZE, np.int32), np.full(num_rows, top_p),
+        np.random.default_rng(1).random(num_rows),
+    )  # fmt: skip
+    tokens = OPS.choose_tokens(logits.to(device), *settings)
+    assert tokens.tolist() == token_choice.choose_tokens(logits, *settings).tolist()
+
+
+def test_rows_without_a_draw_take_the_first_of_the_highest(device: torch.device) -> None:
+    logits = torch.randn(5, 5000, generator=torch.Generator().manual_seed(0))  # more than one tile
+    logits[0, [4500, 4700]] = 9.0
+    logits[1, 4321] = torch.nan
+    logits[2, 17] = torch.inf
+    logits[3] = -torch.inf
+    logits[4, 4999] = 50.0
+    temperatures = np.array([0, 1, 1, 1, 1], np.float32)
+    settings = (temperatures, np.full(5, -np.inf, np.float32), np.full(5, 5000, np.int32), np.ones(5), np.full(5, 0.5))
+    assert OPS.choose_tokens(logits.to(device), *settings).tolist() == [4500, 4321, 17, 0, 4999]
+    assert OPS.argmax(logits.to(device)).tolist() == [4500, 4321, 17, 0, 4999]
+
+
+def test_logprobs_and_ranks_are_those_of_the_reference(device: torch.device) -> None:
+    logits = tied_logits(40)
+    rows, tokens, counts = np.array([3, 0, 39, 2]), np.array([1, 2, 3, 299]), np.array([5, 0, 2, 300])
+    found = OPS.top_logprobs(logits.to(device), rows, tokens, counts)
+    expected = top_logprobs.top_logprobs(logits, rows, tokens, counts)
+    for i, count in enumerate(counts):
+        assert np.array_equal(found.token_ids[i, : count + 1], expected.token_ids[i, : count + 1])
+        assert np.array_equal(found.ranks[i, : count + 1], expected.ranks[i, : count + 1])
+        np.testing.assert_allclose(found.logprobs[i, : count + 1], expected.logprobs[i, : count + 1], rtol=1e-5)
+
+
+def test_penalties_are_those_of_the_reference(device: torch.device) -> None:
+    chooser, num = np.random.default_rng(0), 40  # more than are done at once
+    logits = tied_logits(50)
+    token_ids = chooser.integers(0, VOCAB_SIZE, (60, 30), dtype=np.int32)
+    num_tokens = chooser.integers(2, 31, num)
+    floats = [chooser.random(num).astype(np.float32) + shift for shift in (1.0, -0.5, -0.5)]
+    rows = (chooser.permutation(50)[:num], token_ids, chooser.permutation(60)[:num], num_tokens, num_tokens // 2)
+    on_device = logits.clone().to(device)
+    OPS.penalize(on_device, *rows, *floats)
+    penalties.penalize(logits, *rows, *floats)
+    torch.testing.assert_close(on_device.cpu(), logits)
