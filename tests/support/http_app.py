@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import httpx
@@ -34,6 +35,7 @@ class StandInEngine:
         self.num_queued = 0
         self.stalled_s = 0.0
         self.tokenizer = None
+        self.inputs = SimpleNamespace(max_logprobs=20)
 
 
 def make_app(**options: Any) -> FastAPI:  # noqa: ANN401 (those of ServerOptions)

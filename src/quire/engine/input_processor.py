@@ -79,7 +79,7 @@ class InputProcessor:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._engine_seed = engine_seed
-        self._max_logprobs = max_logprobs
+        self.max_logprobs = max_logprobs
         self._owners = OwnerLabels()
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
@@ -202,9 +202,9 @@ class InputProcessor:
     def _check_logprobs(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
-            if asked is not None and asked > self._max_logprobs:
+            if asked is not None and asked > self.max_logprobs:
                 raise InvalidRequestError(
-                    f"{name} must be at most {self._max_logprobs} (max_logprobs), got {asked}", param=name
+                    f"{name} must be at most {self.max_logprobs} (max_logprobs), got {asked}", param=name
                 )
 
     def _check_beam_width(self, width: int) -> None:

@@ -1,7 +1,5 @@
 """The application: every route, in the layers that all of them share."""
 
-from typing import Any
-
 from fastapi import FastAPI
 
 from quire.core.version import __version__
@@ -9,14 +7,9 @@ from quire.server import debug_routes, prefix_routes, system_routes
 from quire.server.error_responses import handle_errors
 from quire.server.gate import Gate
 from quire.server.openai import routes
+from quire.server.openapi import ERRORS, describe
 from quire.server.request_log import RequestLog
 from quire.server.service import Service
-
-# Tells /openapi.json about our errors; without it FastAPI announces its own 422, which nobody ever gets.
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"description": "the request was refused"},
-    "5XX": {"description": "the request failed"},
-}
 
 
 def create_app(service: Service) -> FastAPI:
@@ -27,7 +20,7 @@ def create_app(service: Service) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        responses=_ERRORS,
+        responses=ERRORS,
     )
     app.state.service = service
     app.include_router(system_routes.router)
@@ -36,6 +29,7 @@ def create_app(service: Service) -> FastAPI:
     if service.options.enable_debug:
         app.include_router(debug_routes.router)
     handle_errors(app)
+    describe(app, service)
     app.add_middleware(Gate, service=service)
     app.add_middleware(RequestLog)  # added last: outermost
     return app

@@ -1,7 +1,7 @@
 """Routes about the server itself: is it well, does it take requests, what is it, what has it done."""
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from quire.core.version import __version__
 from quire.server.errors import engine_unhealthy, shutting_down
@@ -33,7 +33,7 @@ async def version() -> Response:
     return JSONResponse({"version": __version__})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Show counters, gauges and histograms in Prometheus' format."""
     service: Service = request.app.state.service

@@ -1,18 +1,49 @@
 """What clients may send, as pydantic models: names and types, for the checks and for openapi.json.
 
 Types are strict: a bool is no integer and "5" is no number. null means the default everywhere. Ranges, and the elements
-of lists, are the business of `SamplingParams`, which the parameters of every route become.
+of lists, are only described here: they are the business of `SamplingParams`, which the parameters of all routes become.
+What depends on the server's flags is filled in by `quire.server.openapi`.
 """
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from quire.core.beam_search_params import MAX_LENGTH_PENALTY
+from quire.core.checks import MAX_INT
+from quire.core.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    MIN_SEED,
+)
+from quire.engine.input_processor import MAX_PRIORITY
 
-def _as(kind: Any) -> WithJsonSchema:  # noqa: ANN401 (a type, or a union of types)
-    """Describe a field as a type that pydantic does not check: our own check is faster, or its error clearer."""
-    return WithJsonSchema(TypeAdapter(kind).json_schema())
+Schema = dict[str, Any]
+_NULL: Schema = {"type": "null"}
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_TOKEN: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
+
+
+def _as(*kinds: Schema) -> WithJsonSchema:
+    """Describe a field that pydantic does not check so closely: our own check is faster, or its error clearer."""
+    return WithJsonSchema({"anyOf": list(kinds)} if len(kinds) > 1 else kinds[0])
+
+
+def _list_of(items: Schema, *, least: int = 0) -> Schema:
+    return {"type": "array", "items": items, "minItems": least}
+
+
+def _number(low: float, high: float, *, above_low: bool = False) -> WithJsonSchema:
+    """Describe a number in [low, high], or in (low, high] with `above_low`, or null."""
+    return _as({"type": "number", "exclusiveMinimum" if above_low else "minimum": low, "maximum": high}, _NULL)
+
+
+def _integer(low: int, high: int = MAX_INT) -> WithJsonSchema:
+    return _as({"type": "integer", "minimum": low, "maximum": high}, _NULL)
 
 
 def _checked_content(content: object) -> object:
@@ -28,10 +59,22 @@ def _is_text_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-Prompt = Annotated[Any, _as(str | list[str] | list[int] | list[list[int]])]
-Content = Annotated[Any, AfterValidator(_checked_content), _as(str | list[dict[str, str]] | None)]
-TokenIds = Annotated[Any, _as(list[int] | None)]
-Strings = Annotated[Any, _as(list[str] | None)]
+_PART: Schema = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_BIAS: Schema = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+    "additionalProperties": {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
+}
+_ONE_PROMPT = ({"type": "string"}, _list_of(_TOKEN, least=1))
+
+Prompt = Annotated[Any, _as(*_ONE_PROMPT, _list_of({"anyOf": list(_ONE_PROMPT)}, least=1))]
+Content = Annotated[Any, AfterValidator(_checked_content), _as({"type": "string"}, _list_of(_PART), _NULL)]
+TokenIds = Annotated[Any, _as(_list_of(_TOKEN), _NULL)]
+Salt = Annotated[str | None, _as(_TEXT, _NULL)]
 
 
 class Body(BaseModel):
@@ -75,31 +118,31 @@ class TemplateOptions(BaseModel):
 class GenerationBody(Body):
     """Parameters that both kinds of completion have."""
 
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    n: Annotated[int | None, _integer(1)] = None
+    temperature: Annotated[float | None, _number(0, MAX_TEMPERATURE)] = None
+    top_p: Annotated[float | None, _number(0, 1, above_low=True)] = None
+    top_k: Annotated[int | None, _integer(-1)] = None
+    min_p: Annotated[float | None, _number(0, 1)] = None
+    presence_penalty: Annotated[float | None, _number(-MAX_PENALTY, MAX_PENALTY)] = None
+    frequency_penalty: Annotated[float | None, _number(-MAX_PENALTY, MAX_PENALTY)] = None
+    repetition_penalty: Annotated[float | None, _number(0, MAX_REPETITION_PENALTY, above_low=True)] = None
+    seed: Annotated[int | None, _integer(MIN_SEED, MAX_SEED)] = None
+    max_tokens: Annotated[int | None, _integer(1)] = None
+    min_tokens: Annotated[int | None, _integer(0)] = None
     ignore_eos: bool | None = None
-    stop: Annotated[Any, _as(str | list[str] | None)] = None
+    stop: Annotated[Any, _as(_TEXT, _list_of(_TEXT), _NULL)] = None
     stop_token_ids: TokenIds = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: Annotated[Any, _as(dict[str, float] | None)] = None
-    allowed_token_ids: TokenIds = None
-    bad_words: Strings = None
-    prompt_logprobs: int | None = None
+    logit_bias: Annotated[Any, _as(_BIAS, _NULL)] = None
+    allowed_token_ids: Annotated[Any, _as(_list_of(_TOKEN, least=1), _NULL)] = None
+    bad_words: Annotated[Any, _as(_list_of(_TEXT), _NULL)] = None
+    prompt_logprobs: Annotated[int | None, _integer(0)] = None
     return_token_ids: bool | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
+    cache_salt: Salt = None
+    priority: Annotated[int | None, _integer(-MAX_PRIORITY, MAX_PRIORITY)] = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
+    length_penalty: Annotated[float | None, _number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -108,18 +151,19 @@ class CompletionBody(GenerationBody):
     """The body of /v1/completions."""
 
     prompt: Prompt
+    max_tokens: Annotated[int | None, _integer(0)] = None  # 0 with echo
     echo: bool | None = None
-    logprobs: int | None = None
-    best_of: int | None = None
+    logprobs: Annotated[int | None, _integer(0)] = None
+    best_of: Annotated[int | None, _integer(1)] = None
 
 
 class ChatBody(GenerationBody, TemplateOptions):
     """The body of /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int | None, _integer(1)] = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int | None, _integer(0)] = None
 
 
 class TokenizeBody(Body, TemplateOptions):
@@ -134,23 +178,23 @@ class TokenizeBody(Body, TemplateOptions):
 class DetokenizeBody(Body):
     """The body of /detokenize."""
 
-    tokens: Annotated[Any, _as(list[int])]
+    tokens: Annotated[Any, _as(_list_of(_TOKEN))]
 
 
 class PrefixBody(Body):
     """The body of /v1/prefixes."""
 
-    prompt: Annotated[Any, _as(str | list[int])]
-    cache_salt: str | None = None
+    prompt: Annotated[Any, _as(*_ONE_PROMPT)]
+    cache_salt: Salt = None
 
 
-def takes(body_type: type[BaseModel]) -> dict[str, Any]:
+def takes(body_type: type[BaseModel]) -> Schema:
     """Describe a body that a route decodes by itself."""
     content = {"application/json": {"schema": schema_of(body_type)}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-def schema_of(body_type: type[BaseModel]) -> dict[str, Any]:
+def schema_of(body_type: type[BaseModel]) -> Schema:
     """Return the JSON schema of a body in one piece: openapi.json has no place for definitions of its own."""
     schema = body_type.model_json_schema()
     definitions = schema.pop("$defs", {})
@@ -164,5 +208,5 @@ def schema_of(body_type: type[BaseModel]) -> dict[str, Any]:
             return inlined(definitions[value["$ref"].rpartition("/")[2]])
         return {key: inlined(item) for key, item in value.items()}
 
-    whole: dict[str, Any] = inlined(schema)
+    whole: Schema = inlined(schema)
     return whole

@@ -30,8 +30,10 @@ from quire.server.service import RequestRecord, Service
 
 router = APIRouter()
 
+_STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # with stream: true
 
-@router.post("/v1/completions", openapi_extra=takes(CompletionBody))
+
+@router.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=_STREAMS)
 async def create_completion(request: Request) -> Response:
     """Continue one prompt or several."""
     arrival_s, service = time.monotonic(), _service(request)
@@ -55,7 +57,7 @@ async def create_completion(request: Request) -> Response:
     return await whole_answer(request, service, generation, answer_format)
 
 
-@router.post("/v1/chat/completions", openapi_extra=takes(ChatBody))
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=_STREAMS)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     arrival_s, service = time.monotonic(), _service(request)
