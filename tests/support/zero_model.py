@@ -40,9 +40,9 @@ def spec_of(name: str, **changes: object) -> DecoderSpec:
     return spec_from_config(config_of(name, **changes))
 
 
-def write_zero_model(folder: Path, name: str, dtype: str) -> Path:
+def write_zero_model(folder: Path, name: str, dtype: str, **changes: object) -> Path:
     """Write config.json, and zeros for every shape."""
-    config = config_of(name, dtype=dtype)
+    config = config_of(name, dtype=dtype, **changes)
     (folder / "config.json").write_text(json.dumps(config))
     _write_weights(folder, spec_from_config(config), getattr(torch, dtype))
     return folder

@@ -21,6 +21,8 @@ class SimulatedExecutor:
     seconds, between schedule and update: what is planned holds its blocks then.
     """
 
+    now_s = 0.0
+
     def __init__(
         self,
         step_s: Callable[[StepPlan], float],
@@ -30,8 +32,7 @@ class SimulatedExecutor:
         rates: MeasuredRates = UNMEASURED,
         seed: int = 0,
     ) -> None:
-        self.now_s = 0.0
-        self._step_s, self._on_step, self._swap_s, self._rates = step_s, on_step, swap_s, rates
+        self._step_s, self.on_step, self._swap_s, self._rates = step_s, on_step, swap_s, rates
         self._random = Random(seed)  # noqa: S311 (a simulation)
         self._beams: dict[int, NewRow] = {}  # rows of beam searches
         self._plans: list[StepPlan] = []
@@ -49,7 +50,7 @@ class SimulatedExecutor:
                 self._beams[new.row] = new
         seconds = self._step_s(plan)
         self.now_s += seconds
-        self._on_step(plan, seconds)
+        self.on_step(plan, seconds)
         num_swapped = len(plan.swap_outs) + len(plan.swap_ins)
         return StepResult(
             token_ids=plan.sample_rows,

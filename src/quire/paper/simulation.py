@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol
 
 from quire.cache.manager import KVCacheManager
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
@@ -16,6 +17,7 @@ from quire.core.plan import StepPlan
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.engine.engine import Engine
+from quire.execution.executor import Executor
 from quire.execution.simulated import SimulatedExecutor
 from quire.paper.cost import CostModel
 from quire.paper.statistics import Timeline
@@ -109,17 +111,30 @@ class SimulatedRun:
         ]
 
 
+class ClockedExecutor(Executor, Protocol):
+    """An executor with a clock: it goes on with every step, and is put forward where nothing runs."""
+
+    now_s: float
+    on_step: Callable[[StepPlan, float], None]  # sees each plan and its seconds before its result
+
+
 class Simulation:
-    """One engine on a virtual clock. `scheduler` may be any that the engine takes, over any cache with its door."""
+    """One engine on a clock: a virtual one, by a cost model, or that of a real executor.
+
+    `scheduler` may be any that the engine takes, over any cache with its door.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        cost: CostModel,
+        cost: CostModel | ClockedExecutor,
         on_step: Callable[[StepPlan, float], None] = lambda plan, seconds: None,
     ) -> None:
         self._scheduler, self._on_step = scheduler, on_step
-        self._executor = SimulatedExecutor(cost.step_s, self._observe, swap_s=cost.swap_s, rates=cost.rates)
+        if isinstance(cost, CostModel):
+            cost = SimulatedExecutor(cost.step_s, swap_s=cost.swap_s, rates=cost.rates)
+        self._executor: ClockedExecutor = cost
+        self._executor.on_step = self._observe
         self._engine = Engine(scheduler, self._executor)
         self._run = SimulatedRun()
         self._answers: dict[int, Answer] = {}

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from support.zero_model import write_zero_model
+
 Run = Callable[..., Any]
 
 SMALL = ("--num-kv-blocks", 64, "--max-num-seqs", 8, "--max-model-len", 256)
@@ -94,3 +96,16 @@ def test_control_plane_is_measured_for_each_number_of_sequences(run: Run, tmp_pa
 def test_command_names_take_underscores(run: Run, tmp_path: Path) -> None:
     record = figures(run, tmp_path, "control_plane", "--num_seqs", 2, "--steps", 2, "--repeats", 1)
     assert record["benchmark"] == "control-plane"
+
+
+def test_calibrated_machine_is_one_that_simulations_take(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    folder = write_zero_model(tmp_path / "model", "Llama", "float32", max_position_embeddings=512)
+    path = tmp_path / "cpu.json"
+    ran = run("bench", "calibrate", folder, "--num-kv-blocks", 512, "--repeats", 1, "--json", path)
+    assert ran.code == 0, ran.err
+    assert "prefill of 1 x 256 tokens" in ran.out
+    load = ("--workload", "alpaca", "--num-prompts", 20, "--max-num-seqs", 8)
+    ran = run("simulate", folder, "--hardware", path, *load, "--json", tmp_path / "simulated.json")
+    assert ran.code == 0, ran.err
+    assert json.loads((tmp_path / "simulated.json").read_text())["rates"]["tokens_per_s"] > 0

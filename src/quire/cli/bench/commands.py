@@ -1,19 +1,25 @@
-"""`quire bench throughput`, `latency`, `serve` and `control-plane`."""
+"""`quire bench throughput`, `latency`, `serve`, `control-plane` and `calibrate`."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 import typer
 
 from quire.cli.bench import report
+from quire.cli.bench.calibrate import time_steps
 from quire.cli.bench.flags import PolicyFlags, RunFlags, WorkloadFlags
 from quire.cli.bench.machine import machine_facts
 from quire.cli.bench.passes import latency_pass, throughput_pass, watched_pass
 from quire.cli.bench.serve_flags import ArrivalFlags, LimitFlags, PromptFlags, SearchFlags, ServerFlags
 from quire.cli.engine_flags import EngineFlags
 from quire.cli.flag_groups import COMMAND_SETTINGS, flag, with_flag_groups
+from quire.engine.sizing import free_memory_bytes
+from quire.paper.calibration import StepSizes, fit_hardware
+from quire.paper.hardware import write_hardware
+from quire.paper.models import read_model
 from quire.paper.workloads import WorkItem, renewed
 
 if TYPE_CHECKING:
@@ -21,7 +27,7 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(
     name="bench",
-    help="Measure throughput, latency, a server and the control plane.",
+    help="Measure throughput, latency, a server, the control plane, and this machine for simulations.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -73,6 +79,29 @@ def serve(
     ServeCommand(server, workload, prompts, arrivals, limits, search, json).run()
 
 
+@with_flag_groups
+def calibrate(engine: EngineFlags, run: RunFlags) -> None:
+    """Time steps of many sizes, and make of them the hardware that `quire simulate` takes (--json)."""
+    model = read_model(engine.model, engine.dtype)
+    longest = min(engine.max_num_batched_tokens, (engine.max_model_len or model.spec.max_position_embeddings) - 1)
+    sizes, memory_bytes = StepSizes.up_to(longest), free_memory_bytes()
+    with engine.load() as llm:
+        time_steps(llm, sizes, 1, engine.seed)  # warms up
+        times = time_steps(llm, sizes, run.repeats, engine.seed)
+    medians = {size: float(np.median(seconds)) for size, seconds in times.items()}
+    hardware = fit_hardware(str(machine_facts()["cpu"]), model.spec, model.dtype, sizes, medians, memory_bytes)
+    record = report.spread_record({size.name: seconds for size, seconds in times.items()})
+    fitted = {
+        "kv_bytes_per_s": hardware.bytes_per_s,
+        "attention_flops_per_s": hardware.flops_per_s,
+        "sequence_s": hardware.sequence_s,
+    }
+    facts = {"fit": fitted, "machine": machine_facts()}
+    report.print_tables(f"steps of {model.name}, seconds", report.SPREAD_COLUMNS, record["figures"], facts)
+    if run.json is not None:
+        write_hardware(run.json, hardware)
+
+
 @dataclass(frozen=True, slots=True)
 class ControlPlaneFlags:
     """How much the control plane is given to do."""
@@ -120,3 +149,4 @@ bench.command(context_settings=COMMAND_SETTINGS)(throughput)
 bench.command(context_settings=COMMAND_SETTINGS)(latency)
 bench.command(context_settings=COMMAND_SETTINGS)(serve)
 bench.command(context_settings=COMMAND_SETTINGS)(control_plane)
+bench.command(context_settings=COMMAND_SETTINGS)(calibrate)
