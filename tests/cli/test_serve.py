@@ -54,7 +54,8 @@ def test_flags_reach_the_engine_and_the_server(run: Run, started: Started) -> No
         "--served-model-name", "one", "--served_model_name", "two",
         "--max-queued-requests", "7", "--max-n", "3",
         "--max-logprobs", "5", "--max-body-bytes", "1KiB",
-        "--shutdown-timeout", "1.5", "--stall-limit", "7", "--allow-unauthenticated", "--max-num-seqs", "9",
+        "--shutdown-timeout", "1.5", "--stall-limit", "7", "--restart-engine", "2",
+        "--allow-unauthenticated", "--max-num-seqs", "9",
     )
     assert ran.code == 0
     ((engine, options),) = started
@@ -62,6 +63,7 @@ def test_flags_reach_the_engine_and_the_server(run: Run, started: Started) -> No
     assert options == ServerOptions(
         host="::1", port=0, served_model_name=("one", "two"), allow_unauthenticated=True, max_queued_requests=7,
         max_n=3, max_body_bytes=1024, shutdown_timeout=1.5, stall_limit=7.0,
+        restart_engine=2,
     )
 
 

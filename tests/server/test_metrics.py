@@ -408,3 +408,20 @@ def test_refused_client_is_told_when_the_queue_will_have_left() -> None:
     assert metrics.seconds_until_room(100_000) == LONGEST_S
     metrics.idled(IDLE)
     assert metrics.seconds_until_room(50) == RETRY_AFTER_S
+
+
+def test_counters_go_on_when_another_engine_takes_over() -> None:
+    metrics = Metrics("tiny")
+    figures = kv_stats(copied_blocks=5, swap_s=1.5, prefix_hits_tokens=7, preemptions={"swap": 2})
+    metrics.idled(EngineState(1, 2, 3, figures))
+    for _ in range(2):
+        metrics.engine_ended()
+        page = Page(metrics)
+        assert (page["quire:kv_blocks_copied_total"], page["quire:swap_seconds_total"]) == (5, 1.5)
+        assert page["vllm:num_requests_running"] == page["quire:kv_sequences"] == 0
+    metrics.idled(EngineState(0, 0, 0, figures))
+    metrics.idled(EngineState(0, 0, 0, figures))
+    page = Page(metrics)
+    assert (page["quire:kv_blocks_copied_total"], page["vllm:prefix_cache_hits_total"]) == (10, 14)
+    assert page.by("quire:preemptions_total", "mode") == {"recompute": 0, "swap": 4}
+    assert page.by("quire:kv_blocks", "state")["used"] == 4

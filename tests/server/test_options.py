@@ -32,6 +32,8 @@ def test_other_hosts_need_a_key_or_a_decision(host: str) -> None:
         {"max_body_bytes": 0},
         {"shutdown_timeout": -1.0},
         {"stall_limit": 0.0},
+        {"restart_engine": -1},
+        {"restart_engine": 1001},
         {"stall_limit": float("nan")},
         {"stall_limit": 1e6},
         {"shutdown_timeout": float("nan")},

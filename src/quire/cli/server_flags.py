@@ -30,6 +30,7 @@ class ServerFlags:
     stall_limit: Annotated[
         float, _flag("seconds without progress while work is pending, after which /health is 503")
     ] = 10.0
+    restart_engine: Annotated[int, _flag("how often a new engine takes the place of one that has died")] = 0
     shutdown_timeout: Annotated[float, _flag("seconds that open requests get after SIGTERM")] = 30.0
     enable_debug: Annotated[
         bool, _flag("serve /debug/kv and /debug/blocks: the KV cache, block by block", "--enable-debug")

@@ -10,7 +10,7 @@ import itertools
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +79,7 @@ class EngineClient:
 
     def __init__(
         self, child: EngineChild, writer: asyncio.StreamWriter, ready: Ready, tokenizer: Tokenizer | None,
-        options: EngineOptions, observer: Observer | None,
+        options: EngineOptions, observer: Observer | None, request_ids: Iterator[int],
     ) -> None:
         self.ready, self.tokenizer = ready, tokenizer
         self.state = EngineState(0, 0, 0)
@@ -98,7 +98,7 @@ class EngineClient:
         self._queued: set[int] = set()                    # sent, and never yet let into a step
         self._is_idle, self._last_progress_s = True, 0.0  # as the engine's last report says, and when it came
         self._unpinning: dict[int, asyncio.Future[None]] = {}  # until the engine says that they are gone
-        self._request_ids = itertools.count()
+        self.request_ids = request_ids                    # of requests to come
         self._maps: dict[int, asyncio.Future[BlockMap]] = {}  # asked for, by number; one at a time
         self._map_numbers = itertools.count()
         self._map_turn = asyncio.Lock()
@@ -107,8 +107,14 @@ class EngineClient:
         self._ending = ThreadPoolExecutor(1, "engine end")  # of our own: nobody's work may hold up bad news
 
     @classmethod
-    async def connect(cls, child: EngineChild, options: EngineOptions, observer: Observer | None = None) -> Self:
-        """Wait until the engine is ready.
+    async def connect(
+        cls,
+        child: EngineChild,
+        options: EngineOptions,
+        observer: Observer | None = None,
+        request_ids: Iterator[int] | None = None,
+    ) -> Self:
+        """Wait until the engine is ready. `request_ids`: those of an engine that this one replaces.
 
         ConfigError or ModelError: it cannot run so. EngineDeadError: it died. In each case nothing is left behind.
         """
@@ -123,7 +129,7 @@ class EngineClient:
             if isinstance(error, (EOFError, ConnectionError)):
                 raise EngineDeadError(f"the engine process ended while it loaded ({_told(status)})") from error
             raise
-        client = cls(child, writer, ready, tokenizer, options, observer)
+        client = cls(child, writer, ready, tokenizer, options, observer, request_ids or itertools.count())
         client._listener = asyncio.create_task(client._listen(reader), name="engine reports")
         return client
 
@@ -143,7 +149,7 @@ class EngineClient:
         self, prompt: TokenizedPrompt, params: SamplingParams, beam: BeamSearchParams | None = None, priority: int = 0
     ) -> PreparedRequest:
         """Check a request and number it. InvalidRequestError names what is wrong. For any thread; takes its time."""
-        request = self.inputs.make_request(next(self._request_ids), prompt, params, beam, priority)
+        request = self.inputs.make_request(next(self.request_ids), prompt, params, beam, priority)
         return PreparedRequest(request, prompt)
 
     async def add(
@@ -351,6 +357,7 @@ class EngineClient:
             return
         self._death.set_result(reason)
         self._queued.clear()
+        self._is_idle = True                              # the dead do not stall
         for stream in self._streams.values():
             stream.fail(EngineDeadError(reason), keeps_output=True)
         waiting: list[asyncio.Future[Any]] = [*self._unpinning.values(), *self._maps.values()]

@@ -1,7 +1,8 @@
 """From an engine that loads to the last answer: connect, serve, and end in one of three ways.
 
 A first signal drains: /ready and new requests are answered with 503, open ones go on until the shutdown timeout, then
-they are ended. A second signal ends the process at once. A dead engine ends it soon: probes get a moment to see it.
+they are ended. A second signal ends the process at once. An engine that dies and is not replaced ends it soon: probes
+get a moment to see it.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from quire.engine.options import EngineOptions
 from quire.server import logs
 from quire.server.announcement import announce
 from quire.server.app import create_app
+from quire.server.engine_keeper import keep_engine
 from quire.server.errors import shutting_down
 from quire.server.http_server import HttpServer
 from quire.server.listener import url_of
@@ -57,7 +59,7 @@ async def _run(child: EngineChild, engine: EngineOptions, options: ServerOptions
     try:
         await http.start(listener, options.host)
         announce(service.names[0], url_of(listener, options.host), service.client.ready)
-        status = await _serve(service, http, signals)
+        status = await _serve(service, http, signals, engine)
         await http.end()
         return status
     finally:
@@ -88,18 +90,20 @@ async def _connect(child: EngineChild, engine: EngineOptions, options: ServerOpt
     return Service(client, options, names, metrics, templates)
 
 
-async def _serve(service: Service, http: HttpServer, signals: StopSignals) -> int:
-    """Serve until a signal has drained everything or the engine is dead; return the exit status."""
-    death = asyncio.create_task(service.client.death())
-    watch = asyncio.create_task(watch_for_stalls(service.client, service.options.stall_limit))
-    await signals.wait_or(death)
+async def _serve(service: Service, http: HttpServer, signals: StopSignals, engine: EngineOptions) -> int:
+    """Serve until a signal has drained everything or there is no engine any more; return the exit status."""
+    keeping = asyncio.create_task(keep_engine(service, engine, signals))
+    watch = asyncio.create_task(watch_for_stalls(service))
+    await signals.wait_or(keeping)
     if signals.came:
         await _drain(service, http)
     else:
-        log.error("%s; the server ends", death.result())
+        log.error("%s; the server ends", keeping.result())
         await signals.wait_or(asyncio.create_task(asyncio.sleep(UNHEALTHY_S)))
     watch.cancel()
-    return 1 if death.done() else 0
+    keeping.cancel()
+    await asyncio.wait((keeping,))  # it may have to end an engine that loads
+    return 0 if service.client.is_alive else 1
 
 
 async def _drain(service: Service, http: HttpServer) -> None:

@@ -6,6 +6,7 @@ work. All series that can ever be are on every page from the first on, so that a
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -36,6 +37,10 @@ _UNTOLD = KVStats(
     num_sequences=0,
     tail_waste_slots=0,
 )
+_COUNTERS = (
+    "copied_blocks", "evicted_blocks", "swapped_out_blocks", "swapped_in_blocks", "recomputed_tokens", "swap_s",
+    "recompute_s", "recovery_saved_s", "prefix_queries_tokens", "prefix_hits_tokens",
+)  # fmt: skip
 
 
 class Metrics(Collector):
@@ -45,6 +50,7 @@ class Metrics(Collector):
         self.model_name = model_name
         self._state = EngineState(0, 0, 0)
         self._kv = kv or _UNTOLD
+        self._earlier: KVStats | None = None                        # what engines before this one have counted
         self._blocks_by_owner = {OTHER: 0}                          # labels that were there once stay, at 0
         self._num_queued = 0
         self._num_prompt_tokens = self._num_generation_tokens = self._num_aborted = 0
@@ -82,10 +88,16 @@ class Metrics(Collector):
         """Count a call that was not let in, for one of REFUSALS."""
         self._num_refused[reason] += 1
 
+    def engine_ended(self) -> None:
+        """Take down that the engine is gone, and another may come: counters go on, all else is 0. Twice is fine."""
+        self._state = EngineState(0, 0, 0)
+        self._kv = self._earlier = _counted_on(self._kv, _UNTOLD)
+        self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0)
+
     def _note_state(self, state: EngineState) -> None:
         self._state = state
         if state.kv is not None:
-            self._kv = state.kv
+            self._kv = state.kv if self._earlier is None else _counted_on(self._earlier, state.kv)
             if state.kv.blocks_by_owner is not None:
                 self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0) | state.kv.blocks_by_owner
 
@@ -156,3 +168,11 @@ class Metrics(Collector):
         yield counter("vllm:request_success_total", "Choices that ended, by finish reason.", *finished)
         yield counter("quire:requests_refused_total", "Calls not let in, by code.", *by("reason", self._num_refused))
         yield counter("quire:requests_aborted_total", "Requests ended by their client.", ({}, self._num_aborted))
+
+
+def _counted_on(earlier: KVStats, kv: KVStats) -> KVStats:
+    """Return the figures of an engine with what another one has counted before it added to each counter."""
+    sums = {name: getattr(earlier, name) + getattr(kv, name) for name in _COUNTERS}
+    modes = earlier.preemptions.keys() | kv.preemptions.keys()
+    preemptions = {mode: earlier.preemptions.get(mode, 0) + kv.preemptions.get(mode, 0) for mode in modes}
+    return replace(kv, preemptions=preemptions, **sums)

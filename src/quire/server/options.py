@@ -8,6 +8,7 @@ from quire.server.limits import Limits
 
 _HIGHEST_PORT = 65535
 _LONGEST_SHUTDOWN_S = 86400.0
+_MOST_RESTARTS = 1000
 _SHORTEST_STALL_S, _LONGEST_STALL_S = 1.0, 86400.0  # the engine gives signs of life four times a second
 
 
@@ -21,6 +22,7 @@ class ServerOptions(Limits):
     api_key: tuple[str, ...] = ()
     allow_unauthenticated: bool = False
     stall_limit: float = 10.0                        # seconds
+    restart_engine: int = 0                          # times
     shutdown_timeout: float = 30.0                   # seconds
     enable_debug: bool = False
 
@@ -36,6 +38,8 @@ class ServerOptions(Limits):
                 f"stall_limit must be from {_SHORTEST_STALL_S:g} to {_LONGEST_STALL_S:g} seconds, "
                 f"got {self.stall_limit}"
             )
+        if not 0 <= self.restart_engine <= _MOST_RESTARTS:
+            raise ConfigError(f"restart_engine must be from 0 to {_MOST_RESTARTS}, got {self.restart_engine}")
         if not 0 <= self.shutdown_timeout <= _LONGEST_SHUTDOWN_S:
             raise ConfigError(
                 f"shutdown_timeout must be from 0 to {_LONGEST_SHUTDOWN_S:g} seconds, got {self.shutdown_timeout}"

@@ -24,7 +24,7 @@ class StopSignals:
 
     def __init__(self, child: EngineChild) -> None:
         self.number: int | None = None
-        self._child = child
+        self.child = child       # of the engine as it is now
         self._came = asyncio.Event()
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._take, number)
@@ -50,7 +50,7 @@ class StopSignals:
             self.number = number
             self._came.set()
             return
-        self._child.process.kill()
+        self.child.process.kill()
         os._exit(_status(number))
 
 

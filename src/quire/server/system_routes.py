@@ -43,7 +43,7 @@ async def metrics(request: Request) -> Response:
 
 def _check_engine(service: Service) -> None:
     if not service.client.is_alive:
-        raise engine_unhealthy("the engine process has ended; the server ends too")
+        raise engine_unhealthy("the engine process has ended")
     limit_s = service.options.stall_limit
     if service.client.stalled_s > limit_s:
         raise engine_unhealthy(f"the engine has work and made no progress for more than {limit_s:g} s (stall_limit)")
