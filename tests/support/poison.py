@@ -1,0 +1,61 @@
+"""Poison: before each step, all that nobody owns is filled with what shows wherever it is read.
+
+NaN in blocks that are free, in the cache and in the swap space; in rows without an owner, parameters that ask for the
+impossible, tokens that are in no prompt, and block tables full of a block that is free.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire import LLM
+from quire.cache.block_pool import BlockPool
+from quire.core.plan import StepPlan, StepResult
+from quire.execution.worker import Worker
+
+POISON_TOKEN = 3
+
+
+class Poison:
+    """Poisons the engine of an LLM before each of its steps, from now on."""
+
+    def __init__(self, llm: LLM) -> None:
+        engine = llm._engine.engine
+        self._scheduler, self._executor = engine.scheduler, engine._executor
+        self._worker: Worker = self._executor._execute.__self__  # type: ignore[attr-defined]
+        self._executor._execute = self._execute  # type: ignore[attr-defined]
+        self.num_poisoned_blocks = self.num_poisoned_rows = 0
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        """Run a step. What it takes has been poisoned in the steps before, and is not free any more."""
+        result = self._worker.execute(plan)
+        self.spread()
+        return result
+
+    def spread(self) -> None:
+        """Poison all that is free now."""
+        cache, worker = self._scheduler.cache, self._worker
+        self._fill(cache._pool, [*worker._cache.keys, *worker._cache.values])
+        if cache._swap is not None and worker._swapper is not None:
+            self._fill(cache._swap._pool, worker._swapper._space)
+        self._fill_rows()
+
+    def _fill(self, pool: BlockPool, tensors: Sequence[Tensor]) -> None:
+        free = [block for block in range(pool.num_blocks) if pool.state(block) == "free"]
+        self.num_poisoned_blocks += len(free)
+        for tensor in tensors:
+            tensor[torch.tensor(free, dtype=torch.int64)] = torch.nan
+
+    def _fill_rows(self) -> None:
+        batch, rows = self._worker._batch, self._scheduler._free_rows
+        self.num_poisoned_rows += len(rows)
+        batch.token_ids[rows] = POISON_TOKEN
+        batch.block_tables[rows] = 0
+        batch.num_prompt_tokens[rows] = 1
+        batch.prompt_logprobs[rows] = 5
+        batch.sampling.features[rows] = 0xFFFF
+        batch.sampling.settings["temperature"][rows] = torch.nan
+        batch.sampling.settings["repetition_penalty"][rows] = torch.nan
+        for row in rows:
+            batch.sampling.lists[row] = None
