@@ -141,6 +141,16 @@ class TestWaitingForEachOther:
         assert [request.request_id for request in harness.scheduler.running] == [0, 1, 2], "in order of arrival"
         finish(harness, *same, other)
 
+    def test_nobody_past_those_who_wait_takes_their_seats(self) -> None:
+        harness = harness_of(budget=64, max_num_seqs=4)
+        sharing = [harness.add([*PREFIX, number], max_tokens=6, ignore_eos=True) for number in range(3)]
+        others = [harness.add(8, max_tokens=6, ignore_eos=True) for _ in range(2)]
+        harness.step()
+        assert admitted(harness) == [0, 3], "one seat is left over"
+        harness.step()
+        assert admitted(harness) == [1, 2]
+        finish(harness, *sharing, *others)
+
     def test_who_waited_is_preempted_after_who_went_past(self) -> None:
         """The first in order gives way to nobody, and who arrived later gives way first."""
         harness = harness_of(num_blocks=26, budget=64)

@@ -16,6 +16,7 @@ class Entrance:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._num_promised = 0  # blocks
+        self._num_kept = 0      # seats
         self.num_seats = 0      # unfinished sequences of running requests
 
     # --- room -----------------------------------------------------------------------------------------------------
@@ -29,15 +30,19 @@ class Entrance:
 
     def open(self) -> None:
         """Begin a step: nothing is promised yet."""
-        self._num_promised = 0
+        self._num_promised = self._num_kept = 0
 
     def promise(self, request: Request) -> None:
         """Keep blocks back for what is known of a gang's branches that this step does not reach."""
         self._num_promised += self._blocks_to_come(request)
 
+    def pass_over(self, request: Request) -> None:
+        """Keep the seats of a request that waits for this step: nobody behind it takes them, or looks in vain."""
+        self._num_kept += len(request.live)
+
     def may_have_room(self, request: Request) -> bool:
         """Whether there are rows for a request's branches, and a block for each sequence: a quick look."""
-        num_seats = self.num_seats + len(request.live)
+        num_seats = self.num_seats + self._num_kept + len(request.live)
         if num_seats > self._max_num_seqs:
             return False
         return self.num_seats == 0 or self._cache.num_free_blocks - self._num_promised >= num_seats

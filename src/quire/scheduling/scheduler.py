@@ -9,7 +9,8 @@ running request is planned before any waiting one. When blocks run out, the last
 computed again later, or swapped out and in (Kwon et al. 2023, section 4.5). While anything is swapped out nothing new
 is let in. The first in order never gives way, and no request is accepted that could not finish alone: what is accepted
 always finishes.
-A waiting request whose next block is being computed in this step is passed over: in the next step it finds that block.
+A waiting request whose next block is being computed in this step is passed over, and its seat is kept: in the next step
+it finds that block.
 Pure Python: no torch, no clock, no I/O.
 """
 
@@ -269,6 +270,7 @@ class Scheduler:
             match = self.entrance.match(request)
             if match.is_pending:
                 num_passed += 1
+                self.entrance.pass_over(request)
                 continue
             num_spare = self.entrance.num_spare_blocks(request, match)
             if num_spare < 0 and self.running:                          # alone it fits: see AdmissionLimits
