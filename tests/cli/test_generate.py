@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, BeamSearchParams, SamplingParams
 
 QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 SMALL = ("--num-kv-blocks", "64", "--max-num-seqs", "8", "--max-model-len", "256")
@@ -34,6 +34,40 @@ def test_prompt_is_completed(run: Run, llm: LLM) -> None:
     expected = llm.generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
     ran = run("generate", "--prompt", "def add(a, b):", "--temperature", 0, "--max-tokens", 12, *SMALL)
     assert (ran.code, ran.out, ran.err) == (0, expected[0].outputs[0].text + "\n", "")
+
+
+def test_beams_are_searched_for_all_prompts(run: Run, llm: LLM, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", {"prompt": "class A", "id": 7}, {"prompt_token_ids": [5, 6, 7]})
+    ran = run("generate", "--input", path, "--beam-width", 3, "--length-penalty", 0.5, "--max-tokens", 6, *SMALL)
+    expected = llm.beam_search(["class A", [5, 6, 7]], BeamSearchParams(3, 6, length_penalty=0.5), use_tqdm=False)
+    records = [json.loads(line) for line in ran.out.splitlines()]
+    assert (ran.code, [record.get("id") for record in records]) == (0, [7, None])
+    assert [[each["token_ids"] for each in record["outputs"]] for record in records] == [
+        [completion.token_ids for completion in output.outputs] for output in expected
+    ]
+    text = run("generate", "--prompt", "class A", "--beam-width", 1, "--max-tokens", 6, *SMALL)
+    (best,) = llm.beam_search(["class A"], BeamSearchParams(1, 6), use_tqdm=False)
+    assert (text.code, text.out) == (0, best.outputs[0].text + "\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "line", "named"),
+    [
+        (("--beam-width", 2, "--top-p", 0.5), {}, "top_p"),
+        (("--beam-width", 2, "--n", 2), {}, "n is"),
+        (("--beam-width", 0), {}, "beam_width"),
+        (("--length-penalty", 2), {}, "length_penalty"),
+        (("--beam-width", 2), {"max_tokens": 3}, "line 1"),
+        (("--beam-width", 2), {"prompt": "x " * 300}, "line 1"),
+    ],
+)
+def test_what_a_beam_search_cannot_obey_is_refused(
+    run: Run, tmp_path: Path, flags: tuple[object, ...], line: dict[str, Any], named: str
+) -> None:
+    path = write_lines(tmp_path / "in.jsonl", {"prompt": "class A"} | line)
+    ran = run("generate", "--input", path, *flags, *SMALL)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1)
+    assert named in ran.err
 
 
 def test_model_is_an_argument(run: Run, demo_model: Path) -> None:

@@ -15,7 +15,8 @@ from quire.cli.engine_flags import EngineFlags
 from quire.cli.flag_groups import flag, with_flag_groups
 from quire.cli.jobs import Chat, Job, read_jobs
 from quire.cli.results import Format, write_result
-from quire.cli.sampling_flags import SamplingFlags
+from quire.cli.sampling_flags import BeamFlags, SamplingFlags
+from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import RequestOutput
 from quire.core.sampling_params import SamplingParams
@@ -30,6 +31,7 @@ _STANDARD_STREAM = Path("-")
 def generate(
     engine: EngineFlags,
     sampling: SamplingFlags,
+    beams: BeamFlags,
     prompt: Annotated[str | None, flag("text to complete; without it and --input, standard input")] = None,
     input: Annotated[  # noqa: A002 (the flag's name)
         Path | None, flag("JSONL: prompt, prompt_token_ids or messages, and sampling", metavar="FILE|-")
@@ -42,12 +44,15 @@ def generate(
     """Complete one prompt, or a JSONL file of prompts."""
     if prompt is not None and input is not None:
         raise typer.BadParameter("give --prompt or --input, not both")
-    jobs = _read_input(input, sampling.params()) if input else [_single_job(prompt, sampling.params())]
+    params = sampling.params()
+    if (beam := beams.search(params)) is not None:
+        params = as_sampling_params(beam)
+    jobs = _read_input(input, params) if input else [_single_job(prompt, params)]
     output_format: Format = format or ("jsonl" if input else "text")
     with engine.load() as llm:
-        results = _start(llm, jobs)
+        results = _start(llm, jobs, beam)
         with _open_output(output) as stream:
-            if not input and output_format == "text" and jobs[0].params.n == 1:
+            if not input and output_format == "text" and jobs[0].params.n == 1 and beam is None:
                 _stream_text(results, stream, prompt or "")
             else:
                 _write_all(results, stream, jobs, output_format)
@@ -81,10 +86,16 @@ def _open_output(path: Path) -> Iterator[TextIO]:
         yield stream
 
 
-def _start(llm: "LLM", jobs: list[Job]) -> Iterator[RequestOutput]:
+def _start(llm: "LLM", jobs: list[Job], beam: BeamSearchParams | None) -> Iterator[RequestOutput]:
     """Check every job and return the stream of their outputs. Raises InvalidRequestError that names the bad job."""
     try:
-        return llm.stream([_as_prompt(llm, job) for job in jobs], [job.params for job in jobs])
+        prompts = [_as_prompt(llm, job) for job in jobs]
+        if beam is None:
+            return llm.stream(prompts, [job.params for job in jobs])
+        for job in jobs:
+            if job.params != as_sampling_params(beam):
+                raise InvalidRequestError(f"{job.source}: beams are searched alike for all, with the flags' parameters")
+        return iter(llm.beam_search(prompts, beam))
     except InvalidRequestError:
         for job in jobs:
             _check_alone(llm, job)

@@ -1,10 +1,12 @@
 """The options that choose tokens; names and meanings are `SamplingParams`', which also checks the values."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Annotated
 
 from quire.cli.flag_groups import flag
+from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
+from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 
 _flag = partial(flag, panel="Sampling")
@@ -43,3 +45,28 @@ class SamplingFlags(AnswerFlags):
     max_tokens: Annotated[int, _flag("most tokens of an answer")] = 128
     n: Annotated[int, _flag("answers per prompt")] = 1
     logprobs: Annotated[int | None, _flag("likeliest tokens to report at each position, in JSONL")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamFlags:
+    """A search for the likeliest answers, which takes the place of sampling."""
+
+    beam_width: Annotated[int | None, flag("search with so many beams: as many answers", panel="Beam search")] = None
+    length_penalty: Annotated[
+        float, flag("a beam's score is its logprob / tokens to this power", panel="Beam search")
+    ] = 1.0
+
+    def search(self, params: SamplingParams) -> BeamSearchParams | None:
+        """Return the search, if one is wanted. InvalidRequestError if `params` have what it cannot obey."""
+        if self.beam_width is None:
+            if self.length_penalty != 1.0:
+                raise InvalidRequestError("length_penalty is only allowed with beam_width", param="length_penalty")
+            return None
+        beam = BeamSearchParams(
+            self.beam_width, params.max_tokens, params.ignore_eos, params.temperature, self.length_penalty
+        )
+        obeyed = replace(as_sampling_params(beam), n=1)
+        for name in (each.name for each in fields(params)):
+            if getattr(params, name) != getattr(obeyed, name):
+                raise InvalidRequestError(f"{name} is not allowed with beam_width", param=name)
+        return beam
