@@ -6,32 +6,32 @@ Requests have the lengths of Alpaca and of ShareGPT's first turns (at most 2,048
 the paper's OPT. Saved is the sum over all steps of the blocks that sharing spares, over the sum of the blocks that the
 same sequences would hold each by itself; both are counted between two steps. Blocks of 16, no prefix cache, as there.
 
-Parallel samples run through the real scheduler without a model: who shares what follows from lengths alone. Beams run
-through the real cache, forks for survivors and frees for losers, and which ones survive comes from `beam_patterns.py`:
-from random scores, sure of themselves or not (`--spread`), or from a model (`--model demo`, or a folder).
+All run through the real scheduler and cache. Parallel samples need no model: who shares what follows from lengths
+alone. Beams are the engine's own beam search. Which of them survive depends on their scores: random ones, sure of
+themselves or not (`--spread`), or those of a model (`--model demo`, or a folder).
 """
 
 import csv
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from beam_patterns import Lengths, Parents, model_patterns, random_patterns
+from beams import Lengths, beam_request, model_engine, random_scores, written_prompts
 from quire import LLM
-from quire.cache.manager import KVCacheManager
 from quire.cli.bench.machine import client_facts
 from quire.core.config import CacheConfig
-from quire.core.sequence import NO_ROW
+from quire.core.plan import StepPlan, StepResult
+from quire.core.sequence import NO_ROW, Request
 from quire.engine.engine import Engine
 from quire.paper.workloads import length_workload, open_text
 from sharing_plot import Group, svg
-from without_model import InOrder, engine_without_model, request_of, run_all
+from without_model import InOrder, always_the_same, engine_without_model, request_of, run_all
 
 DATA = Path(__file__).parents[1] / "../shared/data"
 BLOCK_SIZE = 16
@@ -59,15 +59,12 @@ class Meter:
         """Return the share of blocks that sharing makes unnecessary."""
         return 1 - self.with_sharing / self.without
 
-    def count(self, cache: KVCacheManager, seq_ids: Iterable[int]) -> None:
-        """Count the state between two steps."""
-        self.with_sharing += cache.stats().used_blocks
-        self.without += sum(cache.blocks_for(cache.num_tokens(seq_id)) for seq_id in seq_ids)
-
-    def count_engine(self, engine: Engine) -> None:
-        """Count the running sequences of an engine."""
+    def count(self, engine: Engine) -> None:
+        """Count the running sequences between two steps."""
+        cache = engine.scheduler.cache
         running = [sequence for request in engine.scheduler.running for sequence in request.live]
-        self.count(engine.scheduler.cache, (sequence.seq_id for sequence in running if sequence.row != NO_ROW))
+        self.with_sharing += cache.num_blocks - cache.num_free_blocks
+        self.without += sum(cache.blocks_for(each.num_computed_tokens) for each in running if each.row != NO_ROW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,60 +78,30 @@ class Figure:
     saved: float
 
 
-# --- parallel samples -----------------------------------------------------------------------------------------------
+def saving(engine: Engine, requests: Iterable[Request]) -> float:
+    """Serve requests and return what sharing saves."""
+    meter = Meter()
+    run_all(engine, InOrder(iter(requests)), MAX_OPEN, lambda: meter.count(engine))
+    return meter.saved
+
+
+def without_model(requests: Sequence[Lengths], n: int, answer: Callable[[StepPlan], StepResult]) -> Engine:
+    """Return an engine that is never short of blocks."""
+    longest = max(map(sum, requests)) // BLOCK_SIZE + 1
+    cache = CacheConfig(MAX_OPEN * n * longest, BLOCK_SIZE, enable_prefix_caching=False)
+    return engine_without_model(cache, MAX_OPEN * n, MAX_TOTAL_LEN, answer)
 
 
 def parallel_saving(requests: Sequence[Lengths], n: int) -> float:
     """Return what `n` samples of each request save."""
-    longest = max(map(sum, requests)) // BLOCK_SIZE + 1
-    cache = CacheConfig(MAX_OPEN * n * longest, BLOCK_SIZE, enable_prefix_caching=False)
-    engine, meter = engine_without_model(cache, MAX_OPEN * n, MAX_TOTAL_LEN), Meter()
     asked = (request_of(i, [PROMPT_TOKEN] * prompt, output, n) for i, (prompt, output) in enumerate(requests))
-    run_all(engine, InOrder(asked), MAX_OPEN, lambda: meter.count_engine(engine))
-    return meter.saved
+    return saving(without_model(requests, n, always_the_same), asked)
 
 
-# --- beams ----------------------------------------------------------------------------------------------------------
-
-
-def beam_saving(requests: Sequence[Lengths], width: int, patterns: Iterator[Iterator[Parents]]) -> float:
-    """Return what beams save. Requests share nothing with each other, so each may run by itself."""
-    meter = Meter()
-    for lengths, pattern in zip(requests, patterns, strict=True):
-        run_beams(lengths, width, pattern, meter)
-    return meter.saved
-
-
-def run_beams(lengths: Lengths, width: int, pattern: Iterator[Parents], meter: Meter) -> None:
-    """Let beams live as their pattern says: the prompt once, a fork for each beam, then a token for each in a step."""
-    num_blocks = width * (sum(lengths) // BLOCK_SIZE + 1)
-    cache = KVCacheManager(CacheConfig(num_blocks, BLOCK_SIZE, enable_prefix_caching=False))
-    beams, num_begun = [0], 1
-    cache.create(0)
-    cache.append(0, lengths.prompt)
-    survivors: Parents | None = [0] * width
-    while survivors is not None:
-        beams, num_begun = select(cache, beams, survivors, num_begun)
-        meter.count(cache, beams)
-        survivors = next(pattern, None)
-        for beam in beams if survivors is not None else ():
-            cache.append(beam, 1)
-    cache.check()
-
-
-def select(cache: KVCacheManager, beams: list[int], parents: Parents, num_begun: int) -> tuple[list[int], int]:
-    """Return the next beams: losers are freed first, a parent's first child takes its place, the others are forks."""
-    for loser in set(range(len(beams))) - set(parents):
-        cache.free(beams[loser])
-    chosen, taken = list[int](), set[int]()
-    for parent in parents:
-        child = beams[parent]
-        if parent in taken:
-            child, num_begun = num_begun, num_begun + 1
-            cache.fork(beams[parent], child)
-        taken.add(parent)
-        chosen.append(child)
-    return chosen, num_begun
+def random_beam_saving(requests: Sequence[Lengths], width: int, spread: float, seed: int) -> float:
+    """Return what beams save whose scores are random."""
+    asked = (beam_request(i, [PROMPT_TOKEN] * prompt, output, width) for i, (prompt, output) in enumerate(requests))
+    return saving(without_model(requests, width, random_scores(width, spread, seed)), asked)
 
 
 # --- lengths --------------------------------------------------------------------------------------------------------
@@ -215,7 +182,7 @@ def main(
         chosen = evenly(requests, num_beam_requests)
         for width in sizes:
             for each in spreads:
-                saved = beam_saving(chosen, width, random_patterns(chosen, width, each, seed))
+                saved = random_beam_saving(chosen, width, each, seed)
                 figures.append(Figure(workload, "beam", width, f"random, spread {each:g}", saved))
         if model is not None:
             figures += model_figures(workload, requests, sizes, model, num_model_requests, seed)
@@ -239,13 +206,16 @@ def model_figures(
     workload: str, requests: list[Lengths], sizes: Sequence[int], model: str, count: int, seed: int
 ) -> list[Figure]:
     """Return what the beams of a model save. Long requests take too long, and are left out."""
-    with LLM(model=None if model == "demo" else model, kv_cache_memory="1GiB", seed=seed) as llm:
-        chosen = evenly([each for each in requests if sum(each) <= MODEL_TOTAL_LEN], count)
-        return [
-            Figure(workload, "beam", width, f"model {Path(model).name}",
-                   beam_saving(chosen, width, model_patterns(llm, chosen, width, seed)))
-            for width in sizes
-        ]
+    folder = None if model == "demo" else model
+    chosen = evenly([each for each in requests if sum(each) <= MODEL_TOTAL_LEN], count)
+    with LLM(folder, kv_cache_memory="1GiB", seed=seed) as llm:
+        prompts = written_prompts(llm, chosen, seed)
+    figures = []
+    for width in sizes:
+        asked = (beam_request(i, prompts[i], lengths.output, width) for i, lengths in enumerate(chosen))
+        saved = saving(model_engine(folder, MAX_OPEN * width, seed), asked)
+        figures.append(Figure(workload, "beam", width, f"model {Path(model).name}, {len(chosen)} requests", saved))
+    return figures
 
 
 if __name__ == "__main__":

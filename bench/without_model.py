@@ -37,10 +37,20 @@ class InOrder:
         pass
 
 
-def engine_without_model(cache: CacheConfig, max_num_seqs: int, max_num_batched_tokens: int) -> Engine:
-    """Return an engine that computes nothing, and answers every sample with OUTPUT_TOKEN."""
+def always_the_same(plan: StepPlan) -> StepResult:
+    """Answer every sample with OUTPUT_TOKEN."""
+    return StepResult([OUTPUT_TOKEN] * len(plan.sample_rows))
+
+
+def engine_without_model(
+    cache: CacheConfig,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    answer: Callable[[StepPlan], StepResult] = always_the_same,
+) -> Engine:
+    """Return an engine that computes nothing: its samples come from `answer`."""
     config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len=NO_LIMIT)
-    return Engine(Scheduler(config, KVCacheManager(cache)), LocalExecutor(_answer))
+    return Engine(Scheduler(config, KVCacheManager(cache)), LocalExecutor(answer))
 
 
 def request_of(request_id: int, prompt: list[int], output_len: int, n: int = 1) -> Request:
@@ -64,7 +74,3 @@ def run_all(engine: Engine, clients: Clients, max_open: int, after_step: Callabl
         for request_id in {delta.request_id for delta in deltas if delta.finish_reason is not None}:
             if not unanswered[request_id].live:
                 clients.take(unanswered.pop(request_id))
-
-
-def _answer(plan: StepPlan) -> StepResult:
-    return StepResult([OUTPUT_TOKEN] * len(plan.sample_rows))
