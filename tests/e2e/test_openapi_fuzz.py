@@ -53,6 +53,7 @@ def config(max_examples: int) -> SchemathesisConfig:
         "seed": 0,
         "request-timeout": LIMIT_S,
         "continue-on-failure": True,
+        "max-stream-events": 10_000,           # else a stream is cut by the client
         "generation": {"max-examples": max_examples, "mode": "all", "database": "none", "allow-x00": True},
         "checks": {"enabled": False} | {name: {"enabled": True} for name in CHECKS},
         "phases": {"stateful": {"enabled": False}, "coverage": {"enabled": max_examples >= MANY}},

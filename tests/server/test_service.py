@@ -42,6 +42,14 @@ def test_requests_that_wait_in_the_engine_count(service: Service) -> None:
     assert "at most 4" in error.message
 
 
+def test_free_seats_are_places_too(service: Service) -> None:
+    service.client.num_queued, service.client.num_free_seats = 3, 2  # type: ignore[misc]
+    with service.let_in(3):
+        assert refusal(service, 1).code == "server_overloaded"
+    service.client.num_free_seats = 1  # type: ignore[misc]
+    assert refusal(service, 3).code == "server_overloaded"
+
+
 def test_more_than_ever_fit_are_no_overload(service: Service) -> None:
     error = refusal(service, 5)
     assert (error.status, error.param) == (400, "prompt")

@@ -141,6 +141,14 @@ class EngineClient:
         return len(self._queued)
 
     @property
+    def num_free_seats(self) -> int:
+        """Requests of one sequence that would not have to wait, as far as the last report tells: none if some do."""
+        state = self.state
+        if state.num_waiting or state.num_swapped:
+            return 0
+        return max(0, self.ready.limits.max_num_seqs - state.num_seats)
+
+    @property
     def num_open(self) -> int:
         """Requests that have not ended, or whose last output has not been taken."""
         return len(self._streams)

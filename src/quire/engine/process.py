@@ -178,6 +178,7 @@ class EngineLoop:
             kv=self._kv_stats(),
             pins=scheduler.cache.pins,
             num_pinned_blocks=scheduler.limits.num_pinned_blocks,
+            num_seats=scheduler.entrance.num_seats,
         )
 
     def _kv_stats(self) -> KVStats:

@@ -99,6 +99,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     kv: KVStats | None = None
     pins: tuple[int, ...] = ()          # requests whose prompts are kept
     num_pinned_blocks: int = 0          # of AdmissionLimits
+    num_seats: int = 0                  # sequences that run
 
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True, frozen=True):

@@ -77,8 +77,9 @@ class Service:
     def let_in(self, num_requests: int, param: str = "prompt") -> Iterator[None]:
         """Hold places in the queue while requests are tokenized and sent; raise before any work if there are none.
 
-        A call of several prompts counts as that many. ApiError 503 while shutting down, 429 when the queue is full,
-        400 when it could never take so many.
+        A call of several prompts counts as that many. Beyond the queue's bound, so many are let in as there are free
+        seats while nobody waits: a burst shall not be turned away from an idle engine.
+        ApiError 503 while shutting down, 429 when the queue is full, 400 when it could never take so many.
         """
         limit = self.options.max_queued_requests
         if self.is_draining:
@@ -87,7 +88,7 @@ class Service:
         if num_requests > limit:
             invalid(f"{num_requests} prompts in one call; at most {limit} may wait (max_queued_requests)", param=param)
         num_queued = self.num_preparing + self.client.num_queued
-        if num_queued + num_requests > limit:
+        if num_queued + num_requests > limit + self.client.num_free_seats:
             self.metrics.refused("server_overloaded")
             raise overloaded(num_queued, limit, self.metrics.seconds_until_room(num_queued))
         self.num_preparing += num_requests

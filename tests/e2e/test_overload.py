@@ -1,0 +1,70 @@
+"""A burst of twenty times the capacity: who is let in is answered, who is not is told at once, and all goes on."""
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+from support.clients import LIMIT_S
+from support.metrics_page import wait_until_idle
+from support.reciting_model import TEXT, Reciter
+from support.server import ServerProcess, running_server
+
+NUM_SEATS, NUM_PLACES = 4, 8
+NUM_REQUESTS = 20 * (NUM_SEATS + NUM_PLACES)
+REFUSAL_LIMIT_S = 0.1
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def small_server(reciter: Reciter) -> Iterator[ServerProcess]:
+    arguments = ("--max-num-seqs", str(NUM_SEATS), "--max-queued-requests", str(NUM_PLACES))
+    with running_server(str(reciter.folder), *arguments) as running:
+        yield running
+
+
+def cpu_s(server: ServerProcess) -> float:
+    """Return the seconds that the server's own process has computed, whoever else shares the machine."""
+    times = psutil.Process(server.pid).cpu_times()
+    return times.user + times.system
+
+
+async def burst(
+    url: str, count: int, method: str = "GET", path: str = "/version", json: object = None
+) -> list[httpx.Response]:
+    """Send all requests at once, each on a connection of its own."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=limits) as client:
+        return await asyncio.gather(*(client.request(method, path, json=json) for _ in range(count)))
+
+
+def test_burst_is_answered_or_refused_at_once(small_server: ServerProcess, reciter: Reciter) -> None:
+    server, engine = small_server, small_server.engine_pid()
+    body = {"prompt": reciter.prompt(), "max_tokens": len(reciter.script), "temperature": 0}
+    asyncio.run(burst(server.url, 1, "POST", PATH, json=body))  # the first of all is slow
+    before_s = cpu_s(server)
+    responses = asyncio.run(burst(server.url, NUM_REQUESTS, "POST", PATH, json=body))
+    took_s = cpu_s(server) - before_s
+    accepted = [response for response in responses if response.status_code == 200]
+    refused = [response for response in responses if response.status_code == 429]
+    assert len(accepted) + len(refused) == NUM_REQUESTS
+    assert len(accepted) >= NUM_SEATS + NUM_PLACES
+    assert len(refused) > NUM_REQUESTS / 2
+    assert {response.json()["choices"][0]["text"] for response in accepted} == {TEXT}
+    for response in refused:
+        assert response.json()["error"]["code"] == "server_overloaded"
+        assert int(response.headers["Retry-After"]) >= 1
+    wait_until_idle(server.url)
+    assert httpx.post(server.url + PATH, json=body, timeout=LIMIT_S).json()["choices"][0]["text"] == TEXT
+    assert server.engine_pid() == engine
+    # In seconds of computing, since others share the machine: a refusal takes about a millisecond, answers included.
+    assert took_s / NUM_REQUESTS < REFUSAL_LIMIT_S / 20
+
+
+def test_idle_server_takes_a_burst_that_fills_seats_and_queue(small_server: ServerProcess, reciter: Reciter) -> None:
+    wait_until_idle(small_server.url)
+    body = {"prompt": reciter.prompt(), "max_tokens": 4}
+    responses = asyncio.run(burst(small_server.url, NUM_SEATS + NUM_PLACES, "POST", PATH, json=body))
+    assert [response.status_code for response in responses] == [200] * (NUM_SEATS + NUM_PLACES)
