@@ -16,6 +16,7 @@ from quire.core.outputs import KVStats, PinnedPrefix, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.engine.assembly import AssembledEngine, assemble
+from quire.engine.device import give_back_device_memory
 from quire.engine.input_processor import InputProcessor, Prompt, TokenizedPrompt
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputProcessor
@@ -48,6 +49,7 @@ class LLM:
         swap_space: int | str | None = None,
         num_swap_blocks: int | None = None,
         swap_dir: str | Path | None = None,
+        gpu_memory_utilization: float = 0.9,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool = True,
@@ -70,6 +72,7 @@ class LLM:
             swap_space=swap_space,
             num_swap_blocks=num_swap_blocks,
             swap_dir=None if swap_dir is None else str(swap_dir),
+            gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
@@ -100,6 +103,7 @@ class LLM:
     def close(self) -> None:
         """Give everything back: weights, KV cache, what still runs. Closing twice is fine."""
         self._assembled = None
+        give_back_device_memory()
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -217,7 +217,7 @@ def test_line_that_the_model_refuses_is_named_and_nothing_runs(
         (("generate", "--prompt", "a", "--max-tokens", "0"), 1, "max_tokens must be"),
         (("generate", "--prompt", "a", "--kv-cache-memory", "lots"), 1, "kv_cache_memory must be"),
         (("generate", "--prompt", "a", "--block-size", "12"), 1, "block_size must be"),
-        (("generate", "--prompt", "a", "--device", "cuda"), 2, "--device"),
+        (("generate", "--prompt", "a", "--device", "tpu"), 2, "--device"),
         (("generate", "--prompt", "a", "--tensor-parallel-size", "2"), 2, "No such option"),
         (("generate", "--input", "no-such-file.jsonl"), 1, "no-such-file.jsonl"),
         (("bench", "throughput", "--repeats", "0"), 2, "--repeats"),

@@ -17,6 +17,7 @@ from quire.core.config import PreemptionMode
 from quire.engine.options import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
+    GPU_MEMORY_UTILIZATION,
     CpuIsa,
     Device,
     Dtype,
@@ -55,15 +56,22 @@ class EngineFlags:
     ] = None
     block_size: Annotated[int, _flag("tokens per KV block")] = 16
     kv_cache_memory: Annotated[
-        str | None, _flag("bytes; 512MiB, 4GiB", show_default="40 % of the free memory", metavar="SIZE")
+        str | None, _flag("bytes; 512MiB, 4GiB", show_default="40 % of the free memory on a CPU", metavar="SIZE")
     ] = None
     num_kv_blocks: Annotated[
         int | None, _flag("exact number of KV blocks; wins over the above", show_default="from the above")
     ] = None
     swap_space: Annotated[
         str | None,
-        _flag("bytes of a file for the blocks of preempted requests; 4GiB", show_default="none", metavar="SIZE"),
+        _flag(
+            "bytes for the blocks of preempted requests, of a file, or of host memory for a GPU; 4GiB",
+            show_default="none on a CPU, 4GiB for a GPU",
+            metavar="SIZE",
+        ),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float, _flag("share of a GPU for weights, activations and KV cache")
+    ] = GPU_MEMORY_UTILIZATION
     num_swap_blocks: Annotated[
         int | None, _flag("exact number of its blocks; wins over the above", show_default="from the above")
     ] = None

@@ -2,18 +2,19 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from quire.cache.contiguous import make_manager
-from quire.core.config import CacheConfig
+from quire.core.config import CacheConfig, SchedulerConfig
+from quire.engine.device import resolve_device
 from quire.engine.engine import Engine
 from quire.engine.input_processor import InputProcessor
-from quire.engine.options import EngineOptions
-from quire.engine.sizing import ModelLimits, free_memory_bytes, size_engine
+from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions
+from quire.engine.sizing import CUDA_SWAP_BYTES, ModelLimits, free_memory_bytes, size_engine
 from quire.execution.batch import PersistentBatch
+from quire.execution.device_memory import memory_of
 from quire.execution.executor import LocalExecutor
+from quire.execution.largest_step import CudaMeter, bytes_left
 from quire.execution.swap_storage import allocate_swap_space
-from quire.execution.swapper import Swapper
+from quire.execution.swapper import CudaSwapper, Swapper
 from quire.execution.worker import Worker
 from quire.kernels.back_end import choose_back_end
 from quire.model.config import read_config, spec_from_config
@@ -49,18 +50,21 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
     config = read_config(folder)
     tokenizer = Tokenizer.from_folder_if_any(folder) if takes_text else None
     head_dim = spec_from_config(config, str(folder / CONFIG_FILE)).head_dim
-    back_end = choose_back_end(torch.device("cpu"), isa=options.cpu_isa, head_dim=head_dim)
+    device = resolve_device(options.device)
+    back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=head_dim)
     model = load_model(
-        folder, dtype=options.dtype, device="cpu", back_end=back_end, max_positions=options.max_model_len
+        folder, dtype=options.dtype, device=device, back_end=back_end, max_positions=options.max_model_len
     )
     spec = model.spec
     token_bytes = kv_bytes_per_token(spec, back_end.cache_layout.dtype(model.dtype).itemsize)
     limits = ModelLimits(spec.max_position_embeddings, token_bytes, spec.sliding_window)
-    cache_config, scheduler_config = size_engine(options, limits, free_memory_bytes())
+    cache_config, scheduler_config = _sizes(options, limits, model)
     batch = PersistentBatch(
         scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size, spec.vocab_size
     )
-    cache = KVCache.allocate(spec, cache_config.num_blocks, cache_config.block_size, model.dtype, back_end)
+    cache = KVCache.allocate(
+        spec, cache_config.num_blocks, cache_config.block_size, model.dtype, back_end, memory_of(device)
+    )
     swapper = None if cache_config.num_swap_blocks == 0 else _swapper(options, cache_config, model, cache)
     executor = LocalExecutor(Worker(model, cache, batch, swapper).execute)
     scheduler = make_scheduler(scheduler_config, make_manager(cache_config))
@@ -76,8 +80,26 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
     return AssembledEngine(Engine(scheduler, executor), inputs, tokenizer, model, ends, limits.kv_bytes_per_token)
 
 
-def _swapper(options: EngineOptions, config: CacheConfig, model: Decoder, cache: KVCache) -> Swapper:
-    space = allocate_swap_space(
-        model.spec, config.num_swap_blocks, config.block_size, model.dtype, model.back_end, options.swap_dir
+def _sizes(options: EngineOptions, limits: ModelLimits, model: Decoder) -> tuple[CacheConfig, SchedulerConfig]:
+    """Return the configurations for the memory that there is, on the model's device."""
+    if model.device.type == "cpu":
+        return size_engine(options, limits, free_memory_bytes())
+    left = bytes_left(
+        model,
+        options.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+        options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        options.max_model_len or limits.max_position_embeddings,
+        options.gpu_memory_utilization,
+        CudaMeter(model.device),
     )
-    return Swapper(cache, space, model.back_end.swap_blocks)
+    swap_bytes = CUDA_SWAP_BYTES if options.memory_policy == "paged" else 0
+    return size_engine(options, limits, left, share=1.0, default_swap_bytes=swap_bytes)
+
+
+def _swapper(options: EngineOptions, config: CacheConfig, model: Decoder, cache: KVCache) -> Swapper:
+    sizes = config.num_swap_blocks, config.block_size
+    space = allocate_swap_space(
+        model.spec, *sizes, model.dtype, model.back_end, options.swap_dir, model.device
+    )
+    make = CudaSwapper if model.device.type == "cuda" else Swapper
+    return make(cache, space, model.back_end.swap_blocks)

@@ -9,10 +9,11 @@ from quire.core.config import KERNEL_BLOCK_SIZES, Batching, MemoryPolicy, Preemp
 from quire.core.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Device = Literal["auto", "cpu"]
+Device = Literal["auto", "cpu", "cuda"]
 CpuIsa = Literal["auto", "amx", "avx512", "portable"]
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+GPU_MEMORY_UTILIZATION = 0.9  # of a GPU for weights, activations and KV cache; the contract's default
 MAX_NUM_SEQS = 1 << 16  # every row is a place for max_model_len tokens
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -46,6 +47,7 @@ class EngineOptions:
     swap_space: int | str | None = None
     num_swap_blocks: int | None = None
     swap_dir: str | None = None
+    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
@@ -77,6 +79,9 @@ class EngineOptions:
             raise ConfigError(f"block_size must be one of {KERNEL_BLOCK_SIZES}, got {self.block_size}")
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be a number above 0, at most 1, got {share!r}")
         self._check_swap()
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
@@ -87,7 +92,8 @@ class EngineOptions:
     def _check_swap(self) -> None:
         swap_bytes = 0 if self.swap_space is None else parse_bytes(self.swap_space, "swap_space", low=0)
         num_swap_blocks = swap_bytes if self.num_swap_blocks is None else self.num_swap_blocks
-        if self.preemption_mode == "swap" and num_swap_blocks == 0:
+        has_default = self.device == "cuda" and self.swap_space is None and self.num_swap_blocks is None
+        if self.preemption_mode == "swap" and num_swap_blocks == 0 and not has_default:
             raise ConfigError("preemption_mode 'swap' needs a swap space; set swap_space or num_swap_blocks above 0")
         if self.memory_policy != "paged" and num_swap_blocks > 0:
             raise ConfigError(f"memory_policy {self.memory_policy!r} does not swap; leave swap_space out")
@@ -101,8 +107,6 @@ class EngineOptions:
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
-        if (name, value) == ("device", "cuda"):
-            raise ConfigError(f"{name} {value!r} is not supported yet, only {', '.join(choices)}")
         if value not in choices:
             raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 

@@ -9,6 +9,7 @@ from quire.core.errors import ConfigError
 from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions, parse_bytes
 
 CPU_KV_CACHE_SHARE = 0.4  # of the free memory; the contract's default
+CUDA_SWAP_BYTES = 4 << 30  # likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,17 @@ def free_memory_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def size_engine(options: EngineOptions, limits: ModelLimits, free_bytes: int) -> tuple[CacheConfig, SchedulerConfig]:
-    """Return the cache and scheduler configuration. ConfigError names the setting, the numbers and what would work."""
+def size_engine(
+    options: EngineOptions,
+    limits: ModelLimits,
+    free_bytes: int,
+    share: float = CPU_KV_CACHE_SHARE,
+    default_swap_bytes: int = 0,
+) -> tuple[CacheConfig, SchedulerConfig]:
+    """Return the cache and scheduler configuration. ConfigError names the setting, the numbers and what would work.
+
+    `share` of the free bytes is the KV cache's where nothing else is asked for.
+    """
     if options.max_model_len is not None and options.max_model_len > limits.max_position_embeddings:
         raise ConfigError(
             f"max_model_len is {options.max_model_len}, but the model has only "
@@ -41,7 +51,7 @@ def size_engine(options: EngineOptions, limits: ModelLimits, free_bytes: int) ->
         )
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     longest = options.max_model_len or limits.max_position_embeddings
-    num_blocks = _num_blocks(options, limits, free_bytes, max_num_seqs, longest)
+    num_blocks = _num_blocks(options, limits, int(free_bytes * share), max_num_seqs, longest)
     block_bytes = options.block_size * limits.kv_bytes_per_token
     if num_blocks * block_bytes > free_bytes:
         raise ConfigError(
@@ -69,21 +79,19 @@ def size_engine(options: EngineOptions, limits: ModelLimits, free_bytes: int) ->
         options.block_size,
         limits.sliding_window,
         enable_prefix_caching=options.enable_prefix_caching,
-        num_swap_blocks=_num_swap_blocks(options, block_bytes),
+        num_swap_blocks=_num_swap_blocks(options, block_bytes, default_swap_bytes),
         memory_policy=cast(MemoryPolicy, options.memory_policy),
     )
     return cache, scheduler
 
 
 def _num_blocks(
-    options: EngineOptions, limits: ModelLimits, free_bytes: int, max_num_seqs: int, longest: int
+    options: EngineOptions, limits: ModelLimits, memory_bytes: int, max_num_seqs: int, longest: int
 ) -> int:
     """Return num_kv_blocks if it is set, else what the memory holds, but no more than all sequences can use."""
     if options.num_kv_blocks is not None:
         return options.num_kv_blocks
-    if options.kv_cache_memory is None:
-        memory_bytes = int(free_bytes * CPU_KV_CACHE_SHARE)
-    else:
+    if options.kv_cache_memory is not None:
         memory_bytes = parse_bytes(options.kv_cache_memory, "kv_cache_memory")
     block_bytes = limits.kv_bytes_per_token * options.block_size
     num_blocks = min(memory_bytes // block_bytes, max_num_seqs * -(-longest // options.block_size))
@@ -95,11 +103,13 @@ def _num_blocks(
     return num_blocks
 
 
-def _num_swap_blocks(options: EngineOptions, block_bytes: int) -> int:
-    """Return num_swap_blocks if it is set, else what swap_space holds; none if neither is."""
+def _num_swap_blocks(options: EngineOptions, block_bytes: int, default_bytes: int) -> int:
+    """Return num_swap_blocks if it is set, else what swap_space holds, or so many bytes if neither is."""
     if options.num_swap_blocks is not None:
         return options.num_swap_blocks
-    swap_bytes = 0 if options.swap_space is None else parse_bytes(options.swap_space, "swap_space", low=0)
+    if options.swap_space is None:
+        return default_bytes // block_bytes
+    swap_bytes = parse_bytes(options.swap_space, "swap_space", low=0)
     if 0 < swap_bytes < block_bytes:
         raise ConfigError(
             f"swap_space of {swap_bytes} bytes holds no KV block; one block of {options.block_size} tokens takes "

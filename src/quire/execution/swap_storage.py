@@ -1,8 +1,9 @@
 """Where the swap space is kept.
 
-A cache in host memory swaps to a file, mapped into memory: what has no room in one kind of memory would have none
-beside it either. The file loses its name as soon as it is open, so that nothing is left behind whatever happens. Its
-bytes are really taken: were the disk full later, writing to the mapping would kill the process.
+A cache on a GPU swaps to host memory. One in host memory swaps to a file, mapped into memory: what has no room in one
+kind of memory would have none beside it either. The file loses its name as soon as it is open, so that nothing is left
+behind whatever happens. Its bytes are really taken: were the disk full later, writing to the mapping would kill the
+process.
 """
 
 import mmap
@@ -14,20 +15,32 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
+from quire.execution.device_memory import pinned
 from quire.kernels.back_end import BackEnd
 from quire.model.footprint import kv_bytes_per_token
 from quire.model.kv_cache import ALIGNMENT, KVCache
 from quire.model.spec import DecoderSpec
 
+HOST = torch.device("cpu")
+
 
 def allocate_swap_space(
-    spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, back_end: BackEnd, directory: str | None
+    spec: DecoderSpec,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    back_end: BackEnd,
+    directory: str | None,
+    device: torch.device = HOST,
 ) -> KVCache:
     """Return tensors like the cache's for `num_blocks` blocks, in the kind of memory that suits where the cache is.
 
-    The one place that chooses. `directory`: for the file; None is the system's directory for temporary files. Raises
-    ConfigError where it cannot be written to or has too little room.
+    The one place that chooses: pinned memory of the host for a GPU, a file for the host. `directory`: for the file;
+    None is the system's directory for temporary files. Raises ConfigError where it cannot be written to or has too
+    little room.
     """
+    if device.type == "cuda":
+        return KVCache.allocate(spec, num_blocks, block_size, dtype, back_end, pinned)
     block_bytes = block_size * kv_bytes_per_token(spec, back_end.cache_layout.dtype(dtype).itemsize)
     num_bytes = num_blocks * block_bytes + 2 * spec.num_layers * ALIGNMENT
     space = UnlinkedFile(Path(directory or tempfile.gettempdir()), num_bytes)

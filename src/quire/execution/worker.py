@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.core.plan import MeasuredRates, PromptLogprobsChunk, StepPlan, StepResult
 from quire.decoding.sampler import NOT_FINITE, SampledTokens, is_finite, join, prompt_logprobs, sample
 from quire.execution.batch import PersistentBatch, StepInputs
+from quire.execution.device_memory import upload_step
 from quire.execution.rates import Rate
 from quire.execution.swapper import Swapper
 from quire.model.decoder import Decoder
@@ -43,8 +44,9 @@ class Worker:
             src, dst = torch.tensor(plan.copies).unbind(dim=1)
             self._model.back_end.copy_blocks([*self._cache.keys, *self._cache.values], src, dst)
         inputs = self._batch.inputs(plan)
-        hidden = self._model.forward(inputs.forward, self._cache)                  # [T, hidden]
-        sampled = self._sample(inputs, hidden)
+        forward, logit_rows = upload_step(inputs.forward, torch.from_numpy(inputs.logit_rows), self._model.device)
+        hidden = self._model.forward(forward, self._cache)                         # [T, hidden]
+        sampled = self._sample(inputs, hidden, logit_rows)
         self._batch.record(inputs, sampled.token_ids)
         if max(plan.counts) > 1:                                                   # else nothing but decodes
             self._prefill_rate.add(sum(plan.counts), time.perf_counter() - started_s)
@@ -58,25 +60,22 @@ class Worker:
             failures=failures,
         )
 
-    def _sample(self, inputs: StepInputs, hidden: Tensor) -> SampledTokens:
-        """Draw all samples at once; should that fail, one after the other. hidden [T, hidden]."""
+    def _sample(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens:
+        """Draw all samples at once; should that fail, one after the other. hidden [T, hidden], logit_rows [N]."""
         num_samples = len(inputs.sample_rows)
+        hidden = hidden[logit_rows]
         try:
-            return self._draw(inputs, self._logits(inputs, hidden, slice(num_samples)), slice(num_samples))
+            return self._draw(inputs, self._model.logits(hidden), slice(num_samples))
         except Exception:
             log.exception("the samples of a step are drawn one by one")
         return join([self._draw_alone(inputs, hidden, slice(i, i + 1)) for i in range(num_samples)])
 
     def _draw_alone(self, inputs: StepInputs, hidden: Tensor, one: slice) -> SampledTokens:
-        logits = self._logits(inputs, hidden, one)
+        logits = self._model.logits(hidden[one])
         try:
             return self._draw(inputs, logits, one)
         except Exception as error:
             return SampledTokens([0], None, {0: f"its next token could not be drawn: {error!r}"})
-
-    def _logits(self, inputs: StepInputs, hidden: Tensor, which: slice) -> Tensor:
-        """Return new logits [num, vocab] of some samples."""
-        return self._model.logits(hidden[torch.from_numpy(inputs.logit_rows[which])])
 
     def _draw(self, inputs: StepInputs, logits: Tensor, which: slice) -> SampledTokens:
         return sample(

@@ -1,6 +1,6 @@
 """ForwardBatch: one step's tokens, flat, prefills and decodes side by side."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -15,3 +15,8 @@ class ForwardBatch:
     query_starts: Tensor   # [S + 1] int32, where each sequence begins in the batch
     context_lens: Tensor   # [S] int32, tokens that a sequence's last query may attend to, itself included
     block_tables: Tensor   # [S, max_blocks] int32
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them, in the order of the fields."""
+        return [getattr(self, each.name) for each in fields(self)]

@@ -26,7 +26,6 @@ from quire.paper.hardware import Hardware
 from quire.paper.models import Model
 
 KV_DTYPE_BYTES = DTYPE_BYTES | {"fp8": 1}
-GPU_MEMORY_UTILIZATION = 0.9  # of a GPU for weights, activations and KV cache; the contract's default
 MAX_HEADER_BYTES = 100 * 2**20  # as in safetensors itself
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -69,7 +68,7 @@ def plan_memory(
     weights = weight_bytes(spec, model.dtype, packing, num_devices)
     widest = 2 * spec.hidden_size + max(2 * spec.intermediate_size, 3 * spec.num_heads * spec.head_dim) // num_devices
     workspaces = num_tokens * widest * DTYPE_BYTES[model.dtype] + num_seqs * spec.vocab_size * 4
-    share = 1.0 if hardware.device == "cpu" else GPU_MEMORY_UTILIZATION
+    share = 1.0 if hardware.device == "cpu" else options.gpu_memory_utilization
     free_bytes = int(hardware.memory_bytes * share) - weights - workspaces
     if free_bytes <= 0:
         raise ConfigError(

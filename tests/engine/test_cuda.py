@@ -1,0 +1,36 @@
+"""The engine with --device cuda, where there is a GPU; elsewhere tests/kernels/triton/test_engine.py interprets it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire import LLM
+from quire.core.errors import ConfigError
+from quire.engine.device import resolve_device
+from support.cuda_engine import check_sharing
+from support.random_model import write_random_model
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@needs_gpu
+def test_sharing_and_preemption_keep_to_the_margin(tmp_path: Path) -> None:
+    check_sharing(lambda **settings: LLM(device="cuda", **settings), write_random_model(tmp_path), margin=1e-3)
+
+
+@needs_gpu
+def test_two_engines_share_a_card(tmp_path: Path) -> None:
+    model = write_random_model(tmp_path)
+    share = {"device": "cuda", "gpu_memory_utilization": 0.3}
+    with LLM(model, **share) as one, LLM(model, **share) as other:
+        assert one.kv_stats().total_blocks == other.kv_stats().total_blocks
+
+
+def test_cuda_without_a_gpu_is_an_error_that_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for version, what in ((None, "built without CUDA"), ("13.0", "torch sees no GPU")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        with pytest.raises(ConfigError, match=rf"device cuda: .*{what}; use cpu or auto"):
+            resolve_device("cuda")
+        assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")

@@ -1,0 +1,65 @@
+"""What is left for the KV cache: what the largest steps were seen to leave."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.core.errors import ConfigError
+from quire.execution.largest_step import bytes_left
+from quire.kernels.back_end import REFERENCE
+from quire.model.decoder import Decoder
+from quire.model.loader import load_model
+from support.random_model import write_random_model
+
+GIB = 1 << 30
+
+
+class FakeMeter:
+    """A card of 10 GiB on which the steps leave a peak of 4."""
+
+    def __init__(self, free_bytes: int = 10 * GIB) -> None:
+        self.calls: list[str] = []
+        self._free_bytes = free_bytes
+
+    def forget(self) -> None:
+        self.calls.append("forget")
+
+    def peak_bytes(self) -> int:
+        self.calls.append("peak")
+        return 4 * GIB
+
+    def total_bytes(self) -> int:
+        return 10 * GIB
+
+    def free_bytes(self) -> int:
+        return self._free_bytes
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Decoder:
+    return load_model(write_random_model(tmp_path), back_end=REFERENCE)
+
+
+def test_share_of_the_card_less_the_peak_is_left(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[tuple[int, torch.Size]] = []
+    forward = Decoder.forward
+
+    def counting(self: Decoder, batch: object, cache: object) -> torch.Tensor:
+        steps.append((len(batch.token_ids), batch.block_tables.shape))  # type: ignore[attr-defined]
+        return forward(self, batch, cache)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Decoder, "forward", counting)
+    meter = FakeMeter()
+    assert bytes_left(model, 4, 90, 640, 0.9, meter) == 5 * GIB
+    assert meter.calls == ["forget", "peak", "forget"]
+    assert steps == [(90, torch.Size([4, 3])), (4, torch.Size([4, 80]))]
+
+
+def test_what_others_hold_is_not_given_away(model: Decoder) -> None:
+    assert bytes_left(model, 2, 8, 64, 0.9, FakeMeter(free_bytes=GIB)) == GIB
+
+
+def test_card_too_small_for_the_largest_step_is_refused(model: Decoder) -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization of 0.3 is 3221225472 bytes, but .* take 4294967296"):
+        bytes_left(model, 2, 8, 64, 0.3, FakeMeter())

@@ -1,0 +1,33 @@
+"""The whole engine on the CUDA back end's kernels: on a GPU tests/engine/test_cuda.py does it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire import LLM
+from quire.kernels.back_end import cuda_back_end
+from support.cuda_engine import PROMPTS, check_sharing, differences_beyond_margin, tokens_of
+from support.random_model import write_random_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+
+def interpreted(**settings: object) -> LLM:
+    """Make an engine whose ops are those of a GPU, on tensors in host memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.engine.assembly.choose_back_end", lambda *args, **kwargs: cuda_back_end())
+        return LLM(device="cpu", **settings)  # type: ignore[arg-type]
+
+
+def test_answers_are_those_of_the_cpu(tmp_path: Path, device: torch.device) -> None:
+    model = write_random_model(tmp_path)
+    with interpreted(model=model, dtype="float32", num_kv_blocks=32) as llm:
+        answers = tokens_of(llm, PROMPTS[:2])
+    for prompt, (tokens,) in zip(PROMPTS, answers, strict=False):
+        assert not differences_beyond_margin(model, prompt, tokens, margin=1e-3)
+
+
+@pytest.mark.matrix
+def test_sharing_and_preemption_keep_to_the_margin(tmp_path: Path, device: torch.device) -> None:
+    check_sharing(interpreted, write_random_model(tmp_path), margin=1e-3)
