@@ -221,7 +221,7 @@ def test_line_that_the_model_refuses_is_named_and_nothing_runs(
         (("generate", "--prompt", "a", "--tensor-parallel-size", "2"), 2, "No such option"),
         (("generate", "--input", "no-such-file.jsonl"), 1, "no-such-file.jsonl"),
         (("bench", "throughput", "--repeats", "0"), 2, "--repeats"),
-        (("plan",), 2, "No such command"),
+        (("fly",), 2, "No such command"),
     ],
 )
 def test_what_cannot_work_ends_with_a_code_and_a_reason(
