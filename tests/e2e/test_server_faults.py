@@ -39,17 +39,19 @@ class Watched:
         pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
         found = [f"process {pid}" for pid in pids if is_running(pid) and self._mark in _environment(pid)]
         found += [f"port {self.server.port}"] if _is_open(self.server.port) else []
-        return found + [f"file {path}" for path in self._temporary.iterdir()]
+        shared = [f"shared memory {path}" for path in Path("/dev/shm").glob("*quire*")]
+        return found + shared + [f"file {path}" for path in self._temporary.iterdir()]
 
     def assert_gone(self) -> None:
-        """Wait until nothing is left."""
-        wait_until(lambda: not self.remains())
+        """Wait until nothing is left, in five seconds at most."""
+        wait_until(lambda: not self.remains(), 5.0)
 
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[Watched]:
     mark = f"e2e-{uuid.uuid4().hex}"
-    with running_server("--num-kv-blocks", "8192", env={"TMPDIR": str(tmp_path), "E2E_MARK": mark}) as server:
+    env = {"TMPDIR": str(tmp_path), "E2E_MARK": mark}
+    with running_server("--num-kv-blocks", "8192", "--swap-space", "4MiB", env=env) as server:
         found = Watched(server, mark, tmp_path)
         assert len(found.remains()) >= 3  # server, engine, port: the test can see them
         yield found

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from quire.engine.pulse import Pulse
 from quire.engine.wire import (
     Abort,
     Add,
+    Alive,
     BlocksShown,
     Command,
     EngineDeadError,
@@ -326,12 +328,50 @@ def test_report_that_nobody_understands_ends_the_engine(caplog: pytest.LogCaptur
     assert "a report of the engine could not be taken" in caplog.text
 
 
-def stand_in_engine(last_bytes: bytes) -> EngineChild:
+def test_long_step_that_gets_on_is_progress_and_one_that_does_not_is_a_stall() -> None:
+    then = f"[(s.sendall({frame(Alive())!r}), time.sleep(0.1)) for _ in range(15)]; s.recv(1 << 20); time.sleep(60)"
+
+    async def run() -> None:
+        client = await EngineClient.connect(stand_in_engine(b"", f"import time; {then}"), EngineOptions())
+        assert client.stalled_s == 0
+        stream = await add(client, [1], GREEDY)
+        longest_s, started_s = 0.0, time.monotonic()
+        while time.monotonic() < started_s + 1.2:
+            longest_s = max(longest_s, client.stalled_s)
+            await asyncio.sleep(0.01)
+        assert longest_s < 1.0
+        await until(lambda: client.stalled_s > 1.0)
+        client._child.process.kill()
+        with pytest.raises(EngineDeadError):
+            await read(stream)
+        assert client.stalled_s == 0, "the dead do not stall"
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_engine_ends_with_any_of_its_threads() -> None:
+    code = (
+        "import threading, time; from quire.engine import process; "
+        "process.serve = lambda *_: (threading.Thread(target=lambda: 1 / 0).start(), time.sleep(60)); process.main()"
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ended = subprocess.run(
+            [sys.executable, "-c", code, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], capture_output=True, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    assert ended.returncode == 1
+    assert b"a thread of the engine has died" in ended.stderr
+    assert b"ZeroDivisionError" in ended.stderr
+
+
+def stand_in_engine(last_bytes: bytes, then: str = "pass") -> EngineChild:
     """Return a process that says it is ready and what comes last, waits for a word, and ends with status 7."""
     limits = AdmissionLimits(10, 16, 10, 160)
     ready = Ready(limits, 100, 100, frozenset(), "none", "none", 0, 0, 0)
     said = frame(Located("/nowhere")) + frame(ready) + last_bytes
-    code = f"import socket; s = socket.socket(fileno=0); s.sendall({said!r}); s.recv(1); raise SystemExit(7)"
+    code = f"import socket; s = socket.socket(fileno=0); s.sendall({said!r}); s.recv(1); {then}; raise SystemExit(7)"
     ours, theirs = socket.socketpair()
     with theirs:
         child = subprocess.Popen([sys.executable, "-c", code], stdin=theirs)

@@ -1,6 +1,9 @@
 """Routes about the server itself."""
 
+import asyncio
+
 import quire
+from quire.server import lifecycle
 from support.http_app import ask, make_app
 
 
@@ -25,6 +28,25 @@ def test_server_whose_engine_stands_still_is_neither_until_it_goes_on() -> None:
     for stalled_s, status in ((1.9, 200), (2.1, 503), (0.0, 200)):
         app.state.service.client.stalled_s = stalled_s
         assert {ask(app, "GET", url).status_code for url in ("/health", "/ready")} == {status}
+
+
+def test_server_with_a_dead_task_is_neither() -> None:
+    app = make_app()
+
+    async def watch() -> None:
+        raise RuntimeError("no more")
+
+    async def die() -> "asyncio.Task[None]":
+        task = asyncio.create_task(watch(), name="stall watch")
+        await asyncio.wait((task,))
+        lifecycle._log_end(task)
+        return task
+
+    app.state.service.vital = (asyncio.run(die()),)
+    for url in ("/health", "/ready"):
+        response = ask(app, "GET", url)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unhealthy")
+        assert "stall watch has ended" in response.json()["error"]["message"]
 
 
 def test_draining_server_is_healthy_and_not_ready() -> None:

@@ -199,6 +199,7 @@ def main() -> None:
     if sys.stderr is not None:  # closed, if the server's is
         faulthandler.register(signal.SIGUSR1)  # whoever finds that nothing goes on asks where every thread stands
     logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
+    threading.excepthook = _end_with_thread
     connection, commands = Connection(socket.socket(fileno=int(sys.argv[1]))), SimpleQueue[bytes]()
     listener = threading.Thread(target=connection.read_into, args=(commands,), name="commands", daemon=True)
     listener.start()
@@ -211,6 +212,12 @@ def main() -> None:
         connection.exit_status = 1
         connection.send(message)
         listener.join()  # until the server has read all of it: what it still sends would otherwise break its stream
+
+
+def _end_with_thread(died: threading.ExceptHookArgs) -> NoReturn:
+    """End the process with a thread of it, which nobody would miss before it is too late."""
+    log.critical("a thread of the engine has died", exc_info=died.exc_value)
+    os._exit(1)
 
 
 def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:

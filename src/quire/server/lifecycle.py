@@ -92,8 +92,10 @@ async def _connect(child: EngineChild, engine: EngineOptions, options: ServerOpt
 
 async def _serve(service: Service, http: HttpServer, signals: StopSignals, engine: EngineOptions) -> int:
     """Serve until a signal has drained everything or there is no engine any more; return the exit status."""
-    keeping = asyncio.create_task(keep_engine(service, engine, signals))
-    watch = asyncio.create_task(watch_for_stalls(service))
+    keeping = asyncio.create_task(keep_engine(service, engine, signals), name="engine keeper")
+    watch = asyncio.create_task(watch_for_stalls(service), name="stall watch")
+    watch.add_done_callback(_log_end)
+    service.vital = keeping, watch
     await signals.wait_or(keeping)
     if signals.came:
         await _drain(service, http)
@@ -104,6 +106,12 @@ async def _serve(service: Service, http: HttpServer, signals: StopSignals, engin
     keeping.cancel()
     await asyncio.wait((keeping,))  # it may have to end an engine that loads
     return 0 if service.client.is_alive else 1
+
+
+def _log_end(task: asyncio.Task[None]) -> None:
+    """Log that a task that never ends has ended, and where; /health is 503 from now on."""
+    if not task.cancelled():
+        log.critical("the %s has ended", task.get_name(), exc_info=task.exception())
 
 
 async def _drain(service: Service, http: HttpServer) -> None:

@@ -1,10 +1,12 @@
 """What all routes share: the engine, the limits, who is let in, and what is counted."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from quire.core.checks import shown
 from quire.engine.client import EngineClient
@@ -58,6 +60,7 @@ class Service:
     long_thread: ThreadPoolExecutor = field(default_factory=_long_thread)
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
+    vital: tuple[asyncio.Task[Any], ...] = ()  # tasks without which the server is not well
     num_preparing: int = 0                    # requests let in and not yet sent to the engine
 
     def check_model(self, name: str | None) -> str:

@@ -44,6 +44,9 @@ async def metrics(request: Request) -> Response:
 def _check_engine(service: Service) -> None:
     if not service.client.is_alive:
         raise engine_unhealthy("the engine process has ended")
+    for task in service.vital:
+        if task.done():
+            raise engine_unhealthy(f"the server's {task.get_name()} has ended")
     limit_s = service.options.stall_limit
     if service.client.stalled_s > limit_s:
         raise engine_unhealthy(f"the engine has work and made no progress for more than {limit_s:g} s (stall_limit)")

@@ -1,0 +1,100 @@
+"""What happens to the machine under a server takes nobody's service down: files, pipes, clocks, processes."""
+
+import ast
+import os
+import resource
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from support.server import SOURCES, ServerProcess, running_server, wait_until
+
+SMALL = ("--num-kv-blocks", "512")
+BODY = {"prompt": "def area(", "max_tokens": 5, "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+# The only places that may ask what time of day it is: what clients and logs are told, and templates.
+WALL_CLOCKS = {"engine/pinned_prefixes.py", "server/service.py", "server/request_log.py", "server/openai/routes.py"}
+
+
+@pytest.fixture(scope="module")
+def server(demo_model: Path) -> Iterator[ServerProcess]:
+    with running_server(*SMALL, "--swap-space", "1MiB") as running:
+        yield running
+
+
+def text_of(server: ServerProcess) -> str:
+    return str(httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).json()["choices"][0]["text"])
+
+
+def cpu_ticks(pid: int) -> int:
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+
+
+@pytest.mark.parametrize(
+    "redirection", ["2>/dev/full", "2> >(exec true)"], ids=["full disk", "closed pipe"]
+)
+def test_log_that_cannot_be_written_disturbs_nobody(demo_model: Path, redirection: str) -> None:
+    with running_server(*SMALL, command=("bash", "-c", f'exec "$@" {redirection}', "bash")) as running:
+        assert running.process.stdout is not None
+        running.process.stdout.close()  # nobody reads what is printed either
+        for _ in range(3):
+            assert text_of(running)
+        assert httpx.get(f"{running.url}/nothing").status_code == 404
+        assert running.stop() == 0
+
+
+def test_no_file_descriptors_left_is_a_pause_for_new_clients_alone(server: ServerProcess) -> None:
+    expected, (_, hard) = text_of(server), resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+    with httpx.Client(base_url=server.url, timeout=60) as old:
+        old.get("/health")
+        before = resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (1, hard))
+        try:
+            with socket.create_connection(("127.0.0.1", server.port)) as new:
+                new.settimeout(30)
+                new.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert old.post("/v1/completions", json=BODY).json()["choices"][0]["text"] == expected
+                started = cpu_ticks(server.pid)
+                time.sleep(1)
+                assert cpu_ticks(server.pid) - started < 50, "it tries again and again"
+        finally:
+            resource.prlimit(server.pid, resource.RLIMIT_NOFILE, before)
+    wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+    assert text_of(server) == expected
+
+
+def test_killed_template_process_is_replaced(server: ServerProcess) -> None:
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60).status_code == 200
+    (template,) = set(server.child_pids()) - {server.engine_pid()}
+    os.kill(template, signal.SIGKILL)
+    wait_until(lambda: template not in server.child_pids())
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60).status_code == 200
+
+
+def test_swap_file_has_no_name_and_goes_with_its_process(server: ServerProcess) -> None:
+    maps = Path(f"/proc/{server.engine_pid()}/maps").read_text()
+    assert any(line.endswith(" (deleted)") and tempfile.gettempdir() in line for line in maps.splitlines())
+    assert not list(Path(tempfile.gettempdir()).glob("quire-swap-*"))
+
+
+def test_engine_at_rest_uses_no_processor(server: ServerProcess) -> None:
+    text_of(server)
+    engine = server.engine_pid()
+    wait_until(lambda: httpx.get(f"{server.url}/metrics").text.count('quire:kv_blocks{state="used"} 0.0') == 1)
+    before = cpu_ticks(engine)
+    time.sleep(2)
+    assert cpu_ticks(engine) - before <= 1  # of 10 ms
+
+
+def test_limits_are_kept_by_a_clock_that_nobody_sets() -> None:
+    found = set()
+    for path in (SOURCES / "quire").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.time", "datetime.now", "time.localtime"):
+                found.add(str(path.relative_to(SOURCES / "quire")))
+    assert found == WALL_CLOCKS
