@@ -26,6 +26,14 @@ def test_kernels_match_their_references_in_the_interpreter(module: str, marks: s
     assert "skipped" not in result.stdout, result.stdout
 
 
+@pytest.mark.matrix
+def test_benchmark_runs_without_a_card() -> None:
+    command = [sys.executable, str(FOLDER.parents[2] / "bench/gpu.py"), "--dry-run"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "| tiny | 2 |" in result.stdout
+
+
 CASES = [((32, 8, 128), torch.bfloat16)]
 OTHERS = [
     ((16, 4, 64), torch.bfloat16), ((8, 2, 32), torch.float16), ((32, 32, 80), torch.float16),

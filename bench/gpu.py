@@ -1,0 +1,305 @@
+"""What the CUDA back end does on the card that is here: kernels, then whole models on random weights.
+
+    python bench/gpu.py              at most 8 minutes; writes its tables into docs/gpu.md
+    python bench/gpu.py --dry-run    tiny shapes in Triton's interpreter, on any machine: that it runs, and no figure
+
+Attention is given in bytes of keys and values read per second, beside the card's measured copy bandwidth, and beside
+torch's own attention over contiguous keys and values. Models are in the shapes of Llama 3.2 1B and 3.1 8B; the floor of
+a step is the time that reading the weights and the KV cache once takes at the copy bandwidth.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from functools import partial
+from json import dumps
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+DRY_RUN = "--dry-run" in sys.argv
+if DRY_RUN:
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import quire.engine.assembly  # noqa: E402
+import quire.model.loader  # noqa: E402
+from quire import LLM, SamplingParams  # noqa: E402
+from quire.kernels.back_end import cuda_back_end  # noqa: E402
+
+PAGE = Path(__file__).parents[1] / "docs/gpu.md"
+BEGIN, END = "<!-- figures of bench/gpu.py -->", "<!-- end of figures -->"
+BUDGET_S = 440.0  # of the 8 minutes; what has not begun by then is left out, and said so
+DEVICE = torch.device("cpu" if DRY_RUN else "cuda")
+DTYPE = torch.float16 if DRY_RUN else torch.bfloat16
+HEADS, KV_HEADS, HEAD_DIM = (4, 2, 32) if DRY_RUN else (32, 8, 128)
+BATCHES, CONTEXTS = ((1, 2), (40, 300)) if DRY_RUN else ((1, 4, 16, 64, 256), (512, 2048, 8192, 32768))
+PREFILLS = (40,) if DRY_RUN else (512, 2048, 8192)
+MAX_KV_BYTES = 16 << 30
+SEQUENCES = (1, 2) if DRY_RUN else (1, 16, 64, 256)
+PROMPT, OUTPUT = (6, 4) if DRY_RUN else (128, 128)
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "torch_dtype": "float16" if DRY_RUN else "bfloat16", "vocab_size": 300 if DRY_RUN else 128_256,
+    "max_position_embeddings": 1024, "num_key_value_heads": KV_HEADS, "rope_theta": 500_000.0,
+}  # fmt: skip
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 32}
+MODELS: dict[str, dict[str, Any]] = (
+    {"tiny": TINY}
+    if DRY_RUN
+    else {
+        "Llama 3.2 1B": {
+            "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+            "head_dim": 64, "tie_word_embeddings": True,
+        },
+        "Llama 3.1 8B": {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "head_dim": 128,
+        },
+    }
+)  # fmt: skip
+
+Row = list[str]
+Table = tuple[str, Row, Iterator[Row]]
+
+
+def seconds(run: Callable[[], object], num_bytes: int = 0) -> float:
+    """Return the median time of a call on the device, its data not in the device's cache."""
+    if DRY_RUN:
+        started_s = time.perf_counter()
+        run()
+        return time.perf_counter() - started_s
+    spoil = torch.empty(256 << 20, dtype=torch.int8, device=DEVICE) if num_bytes < 1 << 30 else None
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(10):
+        if spoil is not None:
+            spoil.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1000)
+    return median(times)
+
+
+def copy_bandwidth() -> float:
+    """Return the bytes per second that a copy within the device reads and writes together."""
+    source = torch.empty((1 << 20) if DRY_RUN else (2 << 30), dtype=torch.uint8, device=DEVICE)
+    return 2 * source.nbytes / seconds(partial(torch.empty_like(source).copy_, source), source.nbytes)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=DTYPE, device=DEVICE)
+
+
+def decode_rows(bandwidth: float) -> Iterator[Row]:
+    """Decode attention over shuffled blocks, beside torch's over contiguous keys and values."""
+    for batch in BATCHES:
+        for context in CONTEXTS:
+            num_bytes = 2 * batch * context * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+            if num_bytes > min(MAX_KV_BYTES, MAX_KV_BYTES if DRY_RUN else torch.cuda.mem_get_info()[0] // 3):
+                continue
+            paged_s = seconds(paged_call(batch, context, 1), num_bytes)
+            key, value = (random(batch, KV_HEADS, context, HEAD_DIM) for _ in range(2))
+            query = random(batch, HEADS, 1, HEAD_DIM)
+            plain = partial(F.scaled_dot_product_attention, query, key, value, enable_gqa=True)
+            plain_s = seconds(plain, num_bytes)
+            rate = num_bytes / paged_s
+            slower = f"{paged_s / plain_s - 1:+.0%}"
+            yield [str(batch), str(context), f"{rate / 1e9:.0f}", f"{rate / bandwidth:.0%}", slower]
+
+
+def paged_call(batch: int, context: int, num_queries: int) -> Callable[[], object]:
+    """Return a call of the paged attention for `batch` sequences, each with its last `num_queries` tokens new."""
+    back_end, per_sequence = cuda_back_end(), -(-context // 16)
+    key, value = (random(batch * per_sequence, 16, KV_HEADS, HEAD_DIM) for _ in range(2))
+    tables = torch.randperm(batch * per_sequence, device=DEVICE).int().view(batch, per_sequence)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * num_queries
+    lens = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
+    plan = back_end.prepare_attention(tables, starts, lens, 16)
+    query = random(batch * num_queries, HEADS, HEAD_DIM)
+    return partial(back_end.paged_attention, query, key, value, plan, HEAD_DIM**-0.5)
+
+
+def prefill_rows() -> Iterator[Row]:
+    """Causal attention of one whole prompt."""
+    for length in PREFILLS:
+        flops = 2 * HEADS * HEAD_DIM * length * length  # two products, half of each
+        query, key, value = (random(1, heads, length, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        plain = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True, enable_gqa=True)
+        rates = [flops / seconds(call) / 1e12 for call in (paged_call(1, length, length), plain)]
+        yield [str(length), *(f"{rate:.1f}" for rate in rates), f"{rates[0] / rates[1]:.0%}"]
+
+
+def move_rows(bandwidth: float) -> Iterator[Row]:
+    """Blocks within the cache, out to pinned host memory, and back in."""
+    back_end, count, layers = cuda_back_end(), (2 if DRY_RUN else 256), (2 if DRY_RUN else 32)
+    caches = [random(2 * count, 16, KV_HEADS, HEAD_DIM) for _ in range(2 * layers)]
+    space = [torch.zeros(count, 16, KV_HEADS, HEAD_DIM, dtype=DTYPE, pin_memory=not DRY_RUN) for _ in caches]
+    num_bytes = count * caches[0][0].nbytes * len(caches)
+    ids = torch.randperm(2 * count)
+    src, dst, places = ids[:count], ids[count:], torch.arange(count)
+    for name, call, factor in (
+        ("copy within the cache, read and write", partial(back_end.copy_blocks, caches, src, dst), 2),
+        ("swap out", partial(back_end.swap_blocks, caches, space, src, places), 1),
+        ("swap in", partial(back_end.swap_blocks, space, caches, places, dst), 1),
+    ):
+        rate = factor * num_bytes / seconds(call, num_bytes)
+        yield [name, f"{rate / 1e9:.1f}", f"{rate / bandwidth:.0%}"]
+
+
+class RandomCheckpoint:
+    """Stands in for a checkpoint's files: any tensor that is asked for, small random numbers on the device."""
+
+    names: tuple[str, ...] = ()
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __contains__(self, name: str) -> bool:
+        return name == "model.embed_tokens.weight"
+
+    def file_of(self, name: str) -> Path:
+        return self._folder / name
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return random(*shape) * 0.02
+
+
+def model_rows(bandwidth: float) -> Iterator[Row]:
+    """Greedy answers of whole models, all prompts at once."""
+    for name, shape in MODELS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(dumps(LLAMA | shape))
+            prefill = {"max_num_batched_tokens": SEQUENCES[-1] * PROMPT}  # all in one step, and so they end in one
+            with LLM(folder, device=DEVICE.type, num_kv_blocks=64 if DRY_RUN else None, **prefill) as llm:
+                for num_seqs in SEQUENCES:
+                    yield model_row(llm, name, num_seqs, bandwidth)
+
+
+def model_row(llm: LLM, name: str, num_seqs: int, bandwidth: float) -> Row:
+    """Time the steps in which every sequence decodes, and what share of them the device is at work."""
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+    prompts = [[(i * 31 + seed) % 299 for i in range(PROMPT)] for seed in range(num_seqs)]
+    llm.generate(prompts[:1], params, use_tqdm=False)  # compiles what has not been compiled
+    outputs = llm.generate([prompt[1:] for prompt in prompts], params, use_tqdm=False)
+    marks = [(out.metrics.first_token_s, out.metrics.finished_s) for out in outputs if out.metrics]
+    begin, end = max(first or 0.0 for first, _ in marks), min(last or 0.0 for _, last in marks)
+    step_s = max(end - begin, 1e-9) / (OUTPUT - 1)
+    model = llm._engine.model  # what it has in memory is not public
+    kv_bytes = num_seqs * (PROMPT + OUTPUT // 2) * llm._engine.kv_bytes_per_token
+    floor_s = (model.weight_bytes + kv_bytes) / bandwidth
+    return [
+        name, str(num_seqs), f"{num_seqs / step_s:.0f}", f"{step_s * 1e3:.2f}", f"{floor_s / step_s:.0%}",
+        "" if DRY_RUN else f"{gap_share(llm, prompts, params):.0%}",
+    ]  # fmt: skip
+
+
+def gap_share(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> float:
+    """Return the share of a run's time in which no kernel runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        started_s = time.perf_counter()
+        llm.generate([prompt[2:] for prompt in prompts], params, use_tqdm=False)
+        torch.cuda.synchronize()
+        elapsed_s = time.perf_counter() - started_s
+    busy_s = sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
+    return max(0.0, 1 - busy_s / elapsed_s)
+
+
+def transformers_rows() -> Iterator[Row]:
+    """The same models by transformers' `generate`, where one batch decodes together."""
+    from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: PLC0415 (seconds, and only here)
+
+    for name, shape in MODELS.items():
+        config = LlamaConfig(**{key: value for key, value in (LLAMA | shape).items() if key != "architectures"})
+        with DEVICE:
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+        for num_seqs in SEQUENCES[:3]:
+            ids = torch.randint(0, 299, (num_seqs, PROMPT), device=DEVICE)
+            mask, pad = torch.ones_like(ids), config.eos_token_id or 0
+            generate = partial(
+                model.generate, ids, attention_mask=mask, do_sample=False, pad_token_id=pad, min_new_tokens=OUTPUT
+            )
+            generate(max_new_tokens=OUTPUT)
+            started_s = time.perf_counter()
+            generate(max_new_tokens=OUTPUT).tolist()
+            yield [name, str(num_seqs), f"{num_seqs * OUTPUT / (time.perf_counter() - started_s):.0f}"]
+        del model
+
+
+def tables(bandwidth: float) -> Iterator[Table]:
+    """Yield title, head and rows of every table; a row is measured when it is asked for."""
+    heads = f"{HEADS} heads over {KV_HEADS} of {HEAD_DIM}, {str(DTYPE).removeprefix('torch.')}"
+    yield (
+        f"Decode attention, {heads}, blocks of 16",
+        ["sequences", "context", "GB/s of KV", "of the copy bandwidth", "time beside torch's, contiguous"],
+        decode_rows(bandwidth),
+    )
+    yield f"Prefill attention, {heads}", ["tokens", "TFLOP/s", "torch's", "share"], prefill_rows()
+    yield "Blocks of 16 tokens, 32 layers", ["what", "GB/s", "of the copy bandwidth"], move_rows(bandwidth)
+    yield (
+        f"Random weights, {PROMPT} tokens in, {OUTPUT} out, greedy",
+        ["model", "sequences", "tokens/s", "ms per step", "floor's share of it", "device idle"],
+        model_rows(bandwidth),
+    )
+    head = ["model", "sequences", "tokens/s, prefill included"]
+    yield "The same by transformers' generate", head, transformers_rows()
+
+
+def render(title: str, head: Row, rows: Iterator[Row], deadline_s: float) -> list[str]:
+    """Return a table's lines; rows that would begin after the deadline are left out."""
+    lines = [f"### {title}", "", f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    is_late = False
+    while not is_late:
+        row = next(rows, None)
+        if row is None:
+            return [*lines, ""]
+        lines.append(f"| {' | '.join(row)} |")
+        print(lines[-1], flush=True)
+        is_late = time.monotonic() > deadline_s
+    return [*lines, "", "The time was up here: what comes after this row was left out.", ""]
+
+
+def write(lines: list[str]) -> None:
+    """Put the figures into the page, in place of the old ones."""
+    page = PAGE.read_text()
+    before, after = page.split(BEGIN)[0], page.split(END)[1]
+    PAGE.write_text("\n".join([before + BEGIN, *lines, END]) + after)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes in the interpreter; nothing is written")
+    parser.parse_args()
+    if not DRY_RUN and not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU; --dry-run works without one")
+    deadline_s = time.monotonic() + BUDGET_S
+    quire.model.loader.Checkpoint = RandomCheckpoint  # type: ignore[assignment,misc]
+    if DRY_RUN:
+        quire.engine.assembly.choose_back_end = lambda *args, **kwargs: cuda_back_end()  # type: ignore[attr-defined]
+    bandwidth = copy_bandwidth()
+    card = "no card: a dry run" if DRY_RUN else torch.cuda.get_device_name()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    about = f"{card}, {date.today()}, commit {commit.strip() or 'unknown'}, torch {torch.__version__}"
+    lines = ["", f"{about}. A copy within the card reads and writes {bandwidth / 1e9:.0f} GB/s.", ""]
+    print(about, flush=True)
+    for title, head, rows in tables(bandwidth):
+        lines += render(title, head, rows, deadline_s)
+        if time.monotonic() > deadline_s:
+            break
+    if not DRY_RUN:
+        write(lines)
+
+
+if __name__ == "__main__":
+    main()
