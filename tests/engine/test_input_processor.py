@@ -12,7 +12,7 @@ from quire.core.seeds import arrival_seed
 from quire.engine.input_processor import InputProcessor, TokenizedPrompt
 from quire.scheduling.limits import AdmissionLimits
 from quire.text.tokenizer import Tokenizer
-from support.small_tokenizers import CHAT_TEMPLATE, byte_fallback, save
+from support.small_tokenizers import CHAT_TEMPLATE, byte_fallback, byte_level, save
 
 VOCAB_SIZE, ENGINE_SEED, EOS_ID = 400, 11, 1
 LIMITS = AdmissionLimits(num_blocks=10, block_size=16, max_num_seqs=4, max_model_len=100)
@@ -53,6 +53,21 @@ def test_text_becomes_tokens_as_the_model_was_trained_to_see_them(inputs: InputP
 @pytest.mark.parametrize("prompt", [[5, 0, 399], (5, 0, 399), {"prompt_token_ids": [5, 0, 399]}], ids=str)
 def test_token_ids_are_taken_as_they_are(inputs: InputProcessor, prompt: Any) -> None:  # noqa: ANN401
     assert inputs.tokenize(prompt) == TokenizedPrompt(None, [5, 0, 399])
+
+
+def test_hopelessly_long_text_is_refused_before_it_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer.from_folder(save(byte_level(), tmp_path))
+    inputs, encoded = make_inputs(tokenizer), list[int]()
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **rest: encoded.append(len(text)) or encode(text, **rest))
+    for tokenize in (inputs.tokenize, inputs.tokenize_rendered):
+        with pytest.raises(ContextLengthError, match=r"too long: it has \d+ tokens or more.* is 100 tokens"):
+            tokenize("stop " * 100_000)
+    assert encoded == []
+    assert len(inputs.tokenize("stop " * 50).token_ids) > 50
+    assert encoded == [250]
 
 
 def test_prompt_in_a_dict_may_have_a_salt(inputs: InputProcessor, tokenizer: Tokenizer) -> None:

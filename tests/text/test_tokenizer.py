@@ -3,14 +3,17 @@
 import json
 import sys
 import threading
+import unicodedata
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from quire.core.errors import InvalidRequestError, ModelError
+from quire.text import tokenizer as tokenizer_module
 from quire.text.tokenizer import MissingTokenizerError, Tokenizer
 from support import small_tokenizers
 from support.text_tokenizers import REAL, SMALL, expected_ids
@@ -246,3 +249,38 @@ def test_real_chat_template_renders_like_transformers(tokenizer_folder: Path) ->
     assert ours.apply_chat_template(talk) == theirs.apply_chat_template(
         talk, add_generation_prompt=True, tokenize=False
     )
+
+
+def test_no_character_is_composed_of_more_bytes_than_is_reckoned_with() -> None:
+    ratios = []
+    for char in map(chr, [*range(0xD800), *range(0xE000, 0x110000)]):
+        composed = unicodedata.normalize("NFC", char)
+        ratios.append(len(unicodedata.normalize("NFD", char).encode()) / len(composed.encode()))
+    assert max(ratios) <= tokenizer_module._MOST_COMPOSED
+
+
+def test_least_tokens_is_a_bound_and_worth_something(tmp_path: Path) -> None:
+    backend = small_tokenizers.byte_level()
+    for normalizer in (None, normalizers.NFC()):
+        if normalizer is not None:
+            backend.normalizer = normalizer
+        tokenizer = Tokenizer.from_folder(small_tokenizers.save(backend, tmp_path / str(normalizer is None)))
+        korean = unicodedata.normalize("NFD", "각힣" * 500)
+        for text in ("", "stop " * 1000, "日本語" * 300, "x" * 5000, korean, small_tokenizers.CORPUS[3] * 50):
+            assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+        assert tokenizer.least_tokens("x" * 5000) > 50
+
+
+def test_least_tokens_of_a_tokenizer_that_may_lose_bytes_is_not_known(tmp_path: Path) -> None:
+    lossy = small_tokenizers.byte_level()
+    lossy.normalizer = normalizers.Strip()
+    greedy = small_tokenizers.byte_level()
+    greedy.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    cutting = small_tokenizers.byte_level()
+    cutting.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex("x"), "removed"), pre_tokenizers.ByteLevel()]
+    )
+    others = small_tokenizers.word_level(), small_tokenizers.metaspace()
+    for number, backend in enumerate((lossy, greedy, cutting, *others)):
+        tokenizer = Tokenizer.from_folder(small_tokenizers.save(backend, tmp_path / str(number)))
+        assert tokenizer.least_tokens("x" * 100_000) == 0

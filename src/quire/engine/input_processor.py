@@ -89,7 +89,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InvalidRequestError("the model has no tokenizer: give prompt_token_ids", param="prompt")
-            return TokenizedPrompt(prompt, self._check_token_ids(self._tokenizer.encode(prompt)))
+            return TokenizedPrompt(prompt, self._encode(self._tokenizer, prompt, add_special_tokens=True))
         return TokenizedPrompt(None, self._check_token_ids(prompt))
 
     def tokenize_chat(
@@ -109,7 +109,13 @@ class InputProcessor:
     def tokenize_rendered(self, text: str) -> TokenizedPrompt:
         """Return the tokens of what a chat template wrote, which names its special tokens itself."""
         assert self._tokenizer is not None, "a chat template comes with a tokenizer"
-        return TokenizedPrompt(text, self._check_token_ids(self._tokenizer.encode(text, add_special_tokens=False)))
+        return TokenizedPrompt(text, self._encode(self._tokenizer, text, add_special_tokens=False))
+
+    def _encode(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return a text's tokens; one that is hopelessly long is refused before it is looked at any closer."""
+        if len(text) > self.limits.max_model_len:
+            self.limits.check_length(tokenizer.least_tokens(text))
+        return self._check_token_ids(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _tokenize_dict(self, prompt: TextPrompt | TokensPrompt) -> TokenizedPrompt:
         given, salt = set(prompt), check_cache_salt(prompt.get("cache_salt"))

@@ -45,6 +45,14 @@ class AdmissionLimits:
                 f"blocks of {self.block_size} tokens, but there are {self.num_blocks} (num_kv_blocks){pinned}"
             )
 
+    def check_length(self, least_tokens: int) -> None:
+        """Raise ContextLengthError for a prompt that is too long even if it has no more than `least_tokens`."""
+        if least_tokens >= self.max_model_len:
+            raise ContextLengthError(
+                f"the prompt is too long: it has {least_tokens} tokens or more, but this model's maximum context "
+                f"length is {self.max_model_len} tokens (max_model_len)"
+            )
+
     def check_pinnable(self, num_tokens: int, num_pins: int, most_needed: int) -> None:
         """Raise InvalidRequestError if a prefix cannot be kept beside `num_pins` others.
 

@@ -8,7 +8,7 @@ detokenizer needs one look-up per token and never decodes anything twice.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -28,6 +28,11 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_level_alphabet()
+
+
+def has_every_byte(tokens: Collection[str]) -> bool:
+    """Whether there is a token for each single byte, so that none of a text is dropped."""
+    return all(char in tokens for char in _BYTE_OF_CHAR)
 
 
 class DecodingRule(NamedTuple):

@@ -6,19 +6,23 @@ silence. Whether a beginning-of-sequence token is added is the post-processor's 
 like transformers from 5.0 on, `add_bos_token` of `tokenizer_config.json` is not looked at beside it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, normalizers
 from tokenizers import Tokenizer as Backend
 
 from quire.core.errors import InvalidRequestError, ModelError
 from quire.text.chat_template import ChatTemplate
 from quire.text.model_folder import TOKENIZER_FILE, TextSettings, read_text_settings, text_if_any
-from quire.text.token_bytes import TokenBytes, decoding_rule
+from quire.text.token_bytes import TokenBytes, decoding_rule, has_every_byte
 
 _ANCHOR_TEXT = "a"
+_MOST_COMPOSED = 3  # bytes of a text that become one by NFC: three Korean letters of three bytes each, one syllable
+_SPLITS_THAT_KEEP_ALL = {b"ByteLevel", b"Sequence", b"Split", b"Digits", b"Isolated"}
 _PANIC = "PanicException"  # of the library's Rust side; its type cannot be imported
 
 
@@ -110,6 +114,30 @@ class Tokenizer:
             raise InvalidRequestError("prompt must be a valid Unicode string", param="prompt") from error
         ids: list[int] = encoding.ids
         return ids
+
+    def least_tokens(self, text: str) -> int:
+        """Return how many tokens a text has at least, as far as its length alone tells; 0 where it tells nothing."""
+        longest = self._longest_token_bytes
+        return 0 if longest is None else len(text.encode(errors="replace")) // (longest * _MOST_COMPOSED)
+
+    @cached_property
+    def _longest_token_bytes(self) -> int | None:
+        """The bytes of the longest token, where every byte of a text lands in a token; None where some may not.
+
+        Byte-level tokenizers with a token for every byte lose nothing, unless what comes before cuts something off: a
+        normalizer other than NFC, a way to split that drops what it finds, an added token that takes spaces in.
+        """
+        backend = self._backend
+        split = b"" if backend.pre_tokenizer is None else backend.pre_tokenizer.__getstate__()
+        splits = set(re.findall(rb'"(?:type|behavior)": ?"(\w+)"', split))
+        takes_spaces = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+        vocabulary = backend.get_vocab()
+        is_byte_level = isinstance(backend.decoder, decoders.ByteLevel) and has_every_byte(vocabulary)
+        if not is_byte_level or takes_spaces or not splits <= _SPLITS_THAT_KEEP_ALL:
+            return None
+        if backend.normalizer is not None and not isinstance(backend.normalizer, normalizers.NFC):
+            return None
+        return max(len(token.encode()) for token in vocabulary)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Bytes that are no UTF-8 become U+FFFD, ids out of the vocabulary nothing."""
