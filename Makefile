@@ -7,9 +7,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.set-up
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-MODEL  ?=
-ARGS   ?=
-PROMPT ?= def fibonacci(n):
+MODEL   ?=
+ARGS    ?=
+MINUTES ?= 10
+PROMPT  ?= def fibonacci(n):
 
 # `quire` reads QUIRE_PROMPT: through the environment a prompt arrives as it was typed, quotes, spaces and dollars too.
 unexport PROMPT
@@ -18,7 +19,7 @@ generate: export QUIRE_PROMPT := $(value PROMPT)
 generate: export QUIRE_TEMPERATURE ?= 0.7
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test fuzz matrix lint serve generate \
+.PHONY: help set-up test fuzz matrix soak lint serve generate \
         bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
@@ -43,6 +44,9 @@ fuzz: $(STAMP) ## run the long random tests
 
 matrix: $(STAMP) ## run the whole cross product of settings
 	$(BIN)/python -m pytest -m matrix --timeout 0 $(ARGS)
+
+soak: $(STAMP) ## load a server for MINUTES=10 with all that goes wrong; fails if anything grows (120 nightly)
+	PYTHONPATH=tests $(BIN)/python tests/soak.py $(MINUTES)
 
 lint: $(STAMP) ## check style, types and the floors
 	$(BIN)/ruff check .

@@ -25,14 +25,16 @@ READY_LINE = re.compile(r"^Quire is serving (?P<name>.+) on (?P<url>http://\S+)$
 
 
 class ServerProcess:
-    """`quire serve` and what it has printed. `url` is known once it is ready. `command`: what runs it."""
+    """`quire serve` and what it has printed. `url` is known once it is ready. `command` runs `entry`, its code."""
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None, command: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *arguments: str, env: dict[str, str] | None = None, command: tuple[str, ...] = (), entry: str = ENTRY
+    ) -> None:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close; a pipe that nobody reads would fill up)
         self.out = ""
         self.url = self.name = ""
         self.process = subprocess.Popen(
-            [*command, sys.executable, "-c", ENTRY, "serve", *arguments],
+            [*command, sys.executable, "-c", entry, "serve", *arguments],
             env=_environment() | (env or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -109,10 +111,10 @@ class ServerProcess:
 
 @contextmanager
 def running_server(
-    *arguments: str, env: dict[str, str] | None = None, command: tuple[str, ...] = ()
+    *arguments: str, env: dict[str, str] | None = None, command: tuple[str, ...] = (), entry: str = ENTRY
 ) -> Iterator[ServerProcess]:
     """Start `quire serve --port 0` with more arguments, wait until it is ready, and end it afterwards."""
-    server = ServerProcess("--port", "0", *arguments, env=env, command=command)
+    server = ServerProcess("--port", "0", *arguments, env=env, command=command, entry=entry)
     try:
         server.wait_ready()
         yield server
