@@ -30,7 +30,7 @@ from support.server import ServerProcess, running_server
 from support.small_tokenizers import byte_level
 
 NUM_CLIENTS = 24
-NUM_BLOCKS = 80              # of 16 tokens: a small part of what the clients ask for at once
+NUM_BLOCKS = 96              # of 16 tokens: a small part of what the clients ask for at once
 ARGUMENTS = ("--num-kv-blocks", str(NUM_BLOCKS), "--num-swap-blocks", "40", "--max-num-seqs", "24",
              "--max-model-len", "512", "--served-model-name", MODEL)  # fmt: skip
 ROUND_S, MIN_ROUNDS, MAX_ROUNDS = 15, 6, 60

@@ -7,7 +7,15 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 from quire.core.beam_search_params import BeamSearchParams
-from quire.core.outputs import CompletionOutput, KVStats, Logprob, PinnedPrefix, RequestMetrics, RequestOutput
+from quire.core.outputs import (
+    CompletionOutput,
+    KVStats,
+    Logprob,
+    PinnedPrefix,
+    Preemption,
+    RequestMetrics,
+    RequestOutput,
+)
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import branch_seed
 from quire.core.version import __version__ as __version__
@@ -22,6 +30,7 @@ __all__ = [
     "KVStats",
     "Logprob",
     "PinnedPrefix",
+    "Preemption",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

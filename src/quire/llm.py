@@ -296,6 +296,7 @@ class LLM:
         started_s = time.monotonic()
         deltas = engine.step()
         try:
+            self._outputs.note_preempted(engine.scheduler.preempted, started_s)
             self._outputs.note_admitted(engine.admissions, started_s)
             processed = self._outputs.process(deltas, time.monotonic())
             outputs = [self._outputs.output(request_id) for request_id in processed.ready]

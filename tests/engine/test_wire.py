@@ -12,7 +12,7 @@ from quire.core.block_map import BlockEntry, BlockHolder, BlockMap, BlockOwner
 from quire.core.checks import MAX_INT
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.frames import LENGTH_BYTES, frame, read_frame
-from quire.core.outputs import Admission, KVStats, SequenceDelta, TokenLogprobs
+from quire.core.outputs import WAIT_REASONS, Admission, KVStats, SequenceDelta, TokenLogprobs
 from quire.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from quire.core.sequence import Request
 from quire.engine.options import EngineOptions
@@ -141,7 +141,9 @@ maps = st.builds(
     BlockMap, counts, kv_stats, st.lists(entries, max_size=3), st.lists(holders, max_size=3)
 )
 pins = st.lists(request_ids, max_size=3).map(tuple)
-states = st.builds(EngineState, counts, counts, counts, st.none() | kv_stats, pins, counts)
+waits = st.none() | st.sampled_from(WAIT_REASONS)
+states = st.builds(EngineState, counts, counts, counts, st.none() | kv_stats, pins, counts, counts, waits)
+admissions = st.builds(Admission, counts, counts, counts, st.lists(counts, max_size=5).map(tuple), counts, counts)
 reports = st.one_of(
     st.builds(Located, texts),
     st.builds(
@@ -161,9 +163,10 @@ reports = st.one_of(
         Stepped,
         seconds,
         counts,
-        st.lists(st.builds(Admission, counts, counts, counts), max_size=3),
+        st.lists(admissions, max_size=3),
         st.lists(deltas, max_size=3),
         states,
+        st.lists(counts, max_size=3),
     ),
     st.builds(Idle, states),
     st.builds(Refused, request_ids, texts, st.none() | texts, st.none() | texts),

@@ -1,11 +1,14 @@
 """What comes out: token records inside the engine, `RequestOutput` and its parts for users."""
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
+# What keeps a request waiting: no seats, no blocks, a step that is full, its own prefix being computed, swapped ones.
+WaitReason = Literal["max_num_seqs", "kv_blocks", "token_budget", "pending_prefix", "swapped_first"]
+WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 
 
 class TokenLogprobs(NamedTuple):
@@ -40,11 +43,18 @@ class SequenceDelta(msgspec.Struct, array_like=True):
 
 
 class Admission(NamedTuple):
-    """A request that was let into a step, how often it had been preempted before, and what it found in the cache."""
+    """A request that was let into a step, how often it had been preempted before, and what it found in the cache.
+
+    The rest is about the time since it was queued, or preempted: how many steps it waited for what, how many tokens
+    have to be computed again, how many blocks were moved out and in.
+    """
 
     request_id: int
     num_preemptions: int
     num_cached_tokens: int = 0  # of its prompt, when it was first let in
+    waited: tuple[int, ...] = ()  # by WAIT_REASONS
+    num_recomputed_tokens: int = 0
+    num_swapped_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +80,32 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class Preemption:
+    """A time for which a request had to give way, and what it took to come back. Times as in `RequestMetrics`."""
+
+    preempted_s: float
+    returned_s: float | None = None
+    waited_steps: dict[str, int] = field(default_factory=dict)
+    num_recomputed_tokens: int = 0
+    num_swapped_blocks: int = 0    # out and in
+
+
+@dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds on one monotonic clock."""
+    """When things happened to a request, in seconds on one monotonic clock, and what it waited for.
+
+    `waited_steps`: how many steps it was kept out of before it first ran, by WaitReason. One that was passed over for
+    its prefix may count for what kept out the others, too.
+    """
 
     arrival_s: float
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    waited_steps: dict[str, int] = field(default_factory=dict)
+    preemptions: list[Preemption] = field(default_factory=list)
 
     @property
     def queue_s(self) -> float | None:

@@ -78,3 +78,6 @@ class Request:
                                       # were given by those who make requests and take their time to queue them
     num_preemptions: int = 0
     num_cached_tokens: int = 0        # of the prompt, found in the cache when the request was first let in
+    waited: list[int] = field(default_factory=list)        # steps by WAIT_REASONS: see quire.scheduling.hold_ups
+    num_recomputed_tokens: int = 0    # of what the last preemption has taken
+    num_swapped_blocks: int = 0       # that the last preemption has moved, out and in

@@ -20,7 +20,7 @@ from quire.core.beam_search_params import BeamSearchParams
 from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import EngineError, InvalidRequestError, RequestFailedError
 from quire.core.frames import LENGTH_BYTES, frame
-from quire.core.outputs import RequestOutput
+from quire.core.outputs import RequestMetrics, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.engine.child import EngineChild
@@ -167,7 +167,7 @@ class EngineClient:
         self._raise_if_dead()
         request = prepared.request
         message = frame(Add(request))                     # before anything is taken down
-        self._outputs.add(
+        metrics = self._outputs.add(
             request.request_id,
             external_id=external_id,
             prompt=prepared.prompt.text,
@@ -176,7 +176,7 @@ class EngineClient:
             arrival_s=arrival_s,
             kind=kind,
         )
-        stream = self._streams[request.request_id] = RequestStream(self, request.request_id)
+        stream = self._streams[request.request_id] = RequestStream(self, request.request_id, metrics)
         if self._has_rest:
             self._last_progress_s = time.monotonic()
         self._queued.add(request.request_id)
@@ -340,6 +340,7 @@ class EngineClient:
     def _take_step(self, step: Stepped) -> None:
         self._note_state(step.state)
         self._queued.difference_update(admission.request_id for admission in step.admissions)
+        self._outputs.note_preempted(step.preempted, step.started_s)
         self._outputs.note_admitted(step.admissions, step.started_s)
         processed = self._outputs.process(step.deltas, time.monotonic())
         for request_id, index in processed.finish:
@@ -382,7 +383,8 @@ class EngineClient:
 class RequestStream(AsyncIterator[RequestOutput]):
     """The outputs of one request, as its kind says. Whoever stops before the end calls `abort`."""
 
-    def __init__(self, client: EngineClient, request_id: int) -> None:
+    def __init__(self, client: EngineClient, request_id: int, metrics: RequestMetrics) -> None:
+        self.metrics = metrics                            # kept up to date while the request lives
         self._client, self._request_id = client, request_id
         self._changed = asyncio.Event()                   # since the reader has looked
         self._has_output = self._is_over = False

@@ -63,7 +63,14 @@ class Engine:
     def admissions(self) -> list[Admission]:
         """Requests that the last step let in."""
         return [
-            Admission(request.request_id, request.num_preemptions, request.num_cached_tokens)
+            Admission(
+                request.request_id,
+                request.num_preemptions,
+                request.num_cached_tokens,
+                tuple(request.waited),
+                request.num_recomputed_tokens,
+                request.num_swapped_blocks,
+            )
             for request in self.scheduler.admitted
         ]
 

@@ -14,10 +14,12 @@ from typing import Literal, NamedTuple
 
 from quire.core.errors import RequestFailedError
 from quire.core.outputs import (
+    WAIT_REASONS,
     Admission,
     CompletionOutput,
     FinishReason,
     Logprob,
+    Preemption,
     RequestMetrics,
     RequestOutput,
     SequenceDelta,
@@ -75,7 +77,6 @@ class _OpenRequest:
     last_token_s: list[float | None]             # of each branch
     touched: set[int]                            # branches that have something new
     num_unfinished: int
-    num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
@@ -104,8 +105,8 @@ class OutputProcessor:
         params: SamplingParams,
         arrival_s: float,
         kind: OutputKind = "final",
-    ) -> None:
-        """Begin a request. `external_id` is what its outputs carry."""
+    ) -> RequestMetrics:
+        """Begin a request, and return where the times of its life are taken down. Its outputs carry `external_id`."""
         assert request_id not in self._requests, f"request {request_id} added twice"
         tokenizer = self._tokenizer if params.detokenize else None
         assert tokenizer is not None or not params.stop, "stop strings are found in text, and there is none"
@@ -122,19 +123,23 @@ class OutputProcessor:
             touched=set(),
             num_unfinished=params.n,
         )
+        return self._requests[request_id].metrics
 
     def note_admitted(self, admissions: Iterable[Admission], now_s: float) -> None:
         """Take down when requests first ran, what they found in the cache then, and how often they were preempted.
 
-        Each return after a preemption is an admission.
+        Each return after a preemption is an admission; both tell what was waited for.
         """
         for admission in admissions:
             opened = self._requests.get(admission.request_id)
             if opened is not None:
-                opened.metrics.num_preemptions = admission.num_preemptions
-                opened.num_cached_tokens = admission.num_cached_tokens
-                if opened.metrics.first_scheduled_s is None:
-                    opened.metrics.first_scheduled_s = now_s
+                _note_admission(opened.metrics, admission, now_s)
+
+    def note_preempted(self, request_ids: Iterable[int], now_s: float) -> None:
+        """Take down when requests had to give way."""
+        for request_id in request_ids:
+            if request_id in self._requests:
+                self._requests[request_id].metrics.preemptions.append(Preemption(now_s))
 
     def process(self, deltas: Iterable[SequenceDelta], now_s: float) -> ProcessedStep:
         """Take what a step added. Deltas of branches and requests that have ended are ignored.
@@ -193,7 +198,7 @@ class OutputProcessor:
             outputs=_take_touched(request) if is_delta else [branch.snapshot() for branch in request.branches],
             finished=is_finished,
             prompt_logprobs=request.prompt_logprobs,
-            num_cached_tokens=request.num_cached_tokens,
+            num_cached_tokens=request.metrics.num_cached_tokens,
             metrics=replace(request.metrics),
         )
         if is_delta:
@@ -203,6 +208,20 @@ class OutputProcessor:
     def drop(self, request_id: int) -> None:
         """Forget a request, whether it has ended or not, if it is here."""
         self._requests.pop(request_id, None)
+
+
+def _note_admission(metrics: RequestMetrics, admission: Admission, now_s: float) -> None:
+    """Take down that a request begins to run, or runs again."""
+    metrics.num_preemptions, metrics.num_cached_tokens = admission.num_preemptions, admission.num_cached_tokens
+    counts = zip(WAIT_REASONS, admission.waited, strict=False)
+    waited: dict[str, int] = {reason: count for reason, count in counts if count > 0}
+    if metrics.first_scheduled_s is None:
+        metrics.first_scheduled_s, metrics.waited_steps = now_s, waited
+    elif metrics.preemptions and metrics.preemptions[-1].returned_s is None:
+        last = metrics.preemptions[-1]
+        last.returned_s, last.waited_steps = now_s, waited
+        last.num_recomputed_tokens = admission.num_recomputed_tokens
+        last.num_swapped_blocks = admission.num_swapped_blocks
 
 
 def _extend(request: _OpenRequest, delta: SequenceDelta, now_s: float, step: ProcessedStep) -> int:

@@ -149,7 +149,8 @@ class EngineLoop:
             log.exception("a step has failed, and with it the requests that ran in it")
             self._has_failed, deltas = True, engine.fail_step(f"its step has failed: {error!r}")
         self._quiet_since_s, self._is_checked = time.monotonic(), False
-        self._send(Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, self._state()))
+        preempted = engine.scheduler.preempted
+        self._send(Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, self._state(), preempted))
 
     def _rest(self) -> None:
         """Say that all is done, and sleep until the next command.
@@ -179,6 +180,7 @@ class EngineLoop:
             pins=scheduler.cache.pins,
             num_pinned_blocks=scheduler.limits.num_pinned_blocks,
             num_seats=scheduler.entrance.num_seats,
+            waits_for=scheduler.hold_ups.now,
         )
 
     def _kv_stats(self) -> KVStats:

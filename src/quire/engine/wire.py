@@ -10,7 +10,7 @@ import msgspec
 
 from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import ConfigError, EngineError, ModelError
-from quire.core.outputs import Admission, KVStats, SequenceDelta
+from quire.core.outputs import Admission, KVStats, SequenceDelta, WaitReason
 from quire.core.sequence import Request
 from quire.engine.options import EngineOptions
 from quire.scheduling.limits import AdmissionLimits
@@ -100,6 +100,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     pins: tuple[int, ...] = ()          # requests whose prompts are kept
     num_pinned_blocks: int = 0          # of AdmissionLimits
     num_seats: int = 0                  # sequences that run
+    waits_for: WaitReason | None = None  # what keeps out the next of those that wait
 
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True, frozen=True):
@@ -110,6 +111,7 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True, frozen=True):
     admissions: list[Admission]
     deltas: list[SequenceDelta]
     state: EngineState
+    preempted: list[int] = []           # ids of requests
 
 
 class Idle(msgspec.Struct, tag="idle", array_like=True, frozen=True):

@@ -193,11 +193,12 @@ class Simulation:
                 if not answer.num_open:
                     answer.finished_s = now_s
         run.step_ends_s.append(now_s)
-        for request_id, num_preemptions, num_cached_tokens in self._engine.admissions:
-            answers[request_id].num_preemptions = num_preemptions
-            if not num_preemptions:
-                answers[request_id].num_cached_tokens = num_cached_tokens
-                answers[request_id].admitted_s = started_s
+        for admission in self._engine.admissions:
+            answer = answers[admission.request_id]
+            answer.num_preemptions = admission.num_preemptions
+            if not admission.num_preemptions:
+                answer.num_cached_tokens = admission.num_cached_tokens
+                answer.admitted_s = started_s
 
     def _observe(self, plan: StepPlan, seconds: float) -> None:
         run, cache = self._run, self._scheduler.cache

@@ -6,6 +6,7 @@ out again at once. A gang that has only begun its prompt takes more blocks later
 
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
+from quire.core.outputs import WaitReason
 from quire.core.sequence import Request, Sequence, SequenceStatus
 
 
@@ -46,6 +47,11 @@ class Entrance:
         if num_seats > self._max_num_seqs:
             return False
         return self.num_seats == 0 or self._cache.num_free_blocks - self._num_promised >= num_seats
+
+    def lacks(self, request: Request) -> WaitReason:
+        """Return what a request that has no room is short of."""
+        num_seats = self.num_seats + self._num_kept + len(request.live)
+        return "max_num_seqs" if num_seats > self._max_num_seqs else "kv_blocks"
 
     def num_spare_blocks(self, request: Request, match: PrefixMatch) -> int:
         """Return how many blocks stay free when a waiting request has all that it needs; below 0 it has no room.

@@ -24,13 +24,14 @@ from quire.cache.contiguous import ContiguousManager
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
 from quire.core.config import SchedulerConfig
-from quire.core.outputs import SequenceDelta
+from quire.core.outputs import SequenceDelta, WaitReason
 from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
 from quire.core.seeds import branch_seed
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
 from quire.scheduling.beam_search import BeamSearches
 from quire.scheduling.budget import LongPrompts
 from quire.scheduling.entrance import Entrance
+from quire.scheduling.hold_ups import HoldUps
 from quire.scheduling.limits import AdmissionLimits
 from quire.scheduling.pinning import check_pinnable, check_pinned, num_pinned_blocks
 from quire.scheduling.plan_builder import PlanBuilder
@@ -57,6 +58,8 @@ class Scheduler:
         self.swapped = RequestQueue()
         self.running: list[Request] = []                    # in the order of their turns
         self.admitted: list[Request] = []                   # by the last plan
+        self.preempted: list[int] = []                      # by the last plan: ids of requests
+        self.hold_ups = HoldUps()
         self._requests: dict[int, Request] = {}
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._seq_ids = count()
@@ -91,6 +94,7 @@ class Scheduler:
         self.entrance.check_admissible(request)
         self._requests[request.request_id] = request
         self._beams.begin(request)
+        self.hold_ups.begin(request)
         self.waiting.add(request)
         if request.is_pin:
             self._note_pins()
@@ -133,13 +137,14 @@ class Scheduler:
         self._builder = PlanBuilder()
         self._builder.plan.row_forks.extend(self._beams.take_row_forks())
         self._builder.plan.copies.extend(self.cache.take_copies())
-        self.admitted = []
+        self.admitted, self.preempted = [], []
         self.entrance.open()
+        self.hold_ups.open()
         self.long_prompts.open()
         self.order.note_step()
         if self._needs_prefixes():
             self.cache.publish()
-        self._admit(self._plan_running(self.config.max_num_batched_tokens))
+        self.hold_ups.note(self._admit(self._plan_running(self.config.max_num_batched_tokens)))
         plan = self._builder.plan
         assert not plan.is_empty or not self._requests, "requests are here, but none of them can run"
         return plan
@@ -256,40 +261,46 @@ class Scheduler:
         if other.num_output_tokens == 0 and request.beam is None:
             self._builder.sample(request, other)
 
-    def _admit(self, budget: int) -> None:
-        """Let swapped and waiting requests run, in order, while rows, blocks and budget last."""
+    def _admit(self, budget: int) -> WaitReason | None:
+        """Let swapped and waiting requests run, in order, while rows, blocks and budget last. Return what does not."""
         num_passed = 0
-        while budget > 0 and (request := next_to_enter(self.waiting, self.swapped, num_passed)) is not None:
+        while (request := next_to_enter(self.waiting, self.swapped, num_passed)) is not None:
+            if budget <= 0:
+                return "token_budget"
             if not self.entrance.may_have_room(request):
-                return
+                return "swapped_first" if request in self.swapped else self.entrance.lacks(request)
             if request in self.swapped:
                 if self.entrance.num_spare_blocks_on_return(request) < 0 and self.running:
-                    return
+                    return "swapped_first"
                 budget -= self._return(request, budget)
                 continue
             match = self.entrance.match(request)
             if match.is_pending:
                 num_passed += 1
                 self.entrance.pass_over(request)
+                self.hold_ups.pass_over(request, "pending_prefix")
                 continue
             num_spare = self.entrance.num_spare_blocks(request, match)
             if num_spare < 0 and self.running:                          # alone it fits: see AdmissionLimits
-                return
+                return "kv_blocks"
             share = self.long_prompts.share(self._num_missing(request) - match.num_tokens, budget)
             if share == 0:
                 if not self.long_prompts.may_be_passed():
-                    return
+                    return "token_budget"
                 num_passed += 1
+                self.hold_ups.pass_over(request, "token_budget")
                 continue
             self._let_in(request)
             used = self._advance_admitted(request, match if num_spare > 0 else match.of_whole_blocks(), share)
             assert used is not None, "admitted without room"
             budget -= used
             self.entrance.promise(request)
+        return None
 
     def _let_in(self, request: Request) -> None:
         """Move a request from its queue to those that run."""
         self._leave_queue(request)
+        self.hold_ups.end(request)
         insort(self.running, request, key=turn_of)
         self.admitted.append(request)
         self.entrance.num_seats += len(request.live)
@@ -298,7 +309,9 @@ class Scheduler:
         """Swap a request in, and plan its next tokens. Return how many."""
         self._let_in(request)
         swapped = [sequence for sequence in request.live if sequence.status is SequenceStatus.SWAPPED]
-        self._builder.plan.swap_ins.extend(self.cache.swap_in([sequence.seq_id for sequence in swapped]))
+        moves = self.cache.swap_in([sequence.seq_id for sequence in swapped])
+        request.num_swapped_blocks += len(moves)
+        self._builder.plan.swap_ins.extend(moves)
         for sequence in swapped:
             self._give_row(sequence)
             self._builder.begin_row(request, sequence, self.cache.block_ids(sequence.seq_id))
@@ -321,6 +334,8 @@ class Scheduler:
         if first.num_output_tokens > 0 and self.entrance.has_prompt(request, match):
             for other in others:
                 self._begin(request, other, self.entrance.match_sequence(request, other).of_whole_blocks())
+        for other in others:                                            # that will fork have lost all but the prompt
+            request.num_recomputed_tokens += max(0, other.num_lost_tokens - other.num_prompt_tokens)
         return self._advance_gang(request, budget)
 
     def _begin(self, request: Request, sequence: Sequence, match: PrefixMatch) -> None:
@@ -331,7 +346,9 @@ class Scheduler:
             keeps_all=request.is_pin, num_reserved=self.entrance.num_reserved(request),
         )
         sequence.num_computed_tokens = self.cache.num_tokens(sequence.seq_id)
-        self.recovery.note_recomputed(max(0, sequence.num_lost_tokens - sequence.num_computed_tokens))
+        num_recomputed = max(0, sequence.num_lost_tokens - sequence.num_computed_tokens)
+        self.recovery.note_recomputed(num_recomputed)
+        request.num_recomputed_tokens += num_recomputed
         sequence.num_lost_tokens = 0
         self._builder.begin_row(request, sequence, self.cache.block_ids(sequence.seq_id), copy)
 
@@ -467,6 +484,8 @@ class Scheduler:
         for sequence in held:
             self.cache.retract(sequence.seq_id, sequence.num_computed_tokens)
         request.num_preemptions += 1
+        request.num_recomputed_tokens = request.num_swapped_blocks = 0
+        self.preempted.append(request.request_id)
         footprint = self.cache.footprint([sequence.seq_id for sequence in held])
         if self.recovery.choose(request, footprint, self.cache.num_free_swap_blocks) == "swap":
             self._swap_out(request, held)
@@ -475,12 +494,15 @@ class Scheduler:
 
     def _swap_out(self, request: Request, held: list[Sequence]) -> None:
         """Queue a running request among the swapped ones; its computed tokens stay computed."""
-        self._builder.plan.swap_outs.extend(self.cache.swap_out([sequence.seq_id for sequence in held]))
+        moves = self.cache.swap_out([sequence.seq_id for sequence in held])
+        request.num_swapped_blocks = len(moves)
+        self._builder.plan.swap_outs.extend(moves)
         self._builder.swapped_out.append(request)
         for sequence in held:
             self._free_row(sequence)
             sequence.status = SequenceStatus.SWAPPED
         self._leave_queue(request)
+        self.hold_ups.begin(request)
         self.swapped.add(request)
 
     def _lose(self, request: Request) -> None:
@@ -491,6 +513,7 @@ class Scheduler:
             sequence.num_computed_tokens = 0
             sequence.status = SequenceStatus.WAITING
         self._leave_queue(request)
+        self.hold_ups.begin(request)
         self.waiting.add(request)
 
     # --- invariants -----------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from fastapi import FastAPI
 
 from quire.core.version import __version__
-from quire.server import debug_routes, prefix_routes, system_routes
+from quire.server import debug_routes, explain_routes, prefix_routes, system_routes
 from quire.server.error_responses import handle_errors
 from quire.server.gate import Gate
 from quire.server.openai import routes
@@ -26,6 +26,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(system_routes.router)
     app.include_router(routes.router)
     app.include_router(prefix_routes.router)
+    app.include_router(explain_routes.router)
     if service.options.enable_debug:
         app.include_router(debug_routes.router)
     handle_errors(app)

@@ -11,6 +11,7 @@ from typing import Any
 from quire.core.checks import shown
 from quire.engine.client import EngineClient
 from quire.server.errors import ApiError, invalid, overloaded, shutting_down
+from quire.server.history import History
 from quire.server.metrics import Metrics
 from quire.server.open_answers import OpenAnswers
 from quire.server.options import ServerOptions
@@ -55,6 +56,7 @@ class Service:
     names: tuple[str, ...]                    # of the model, the first is the one that answers carry
     metrics: Metrics
     templates: TemplateRenderer
+    history: History = field(default_factory=History)
     answers: OpenAnswers = field(default_factory=OpenAnswers)
     threads: ThreadPoolExecutor = field(default_factory=_threads)
     long_thread: ThreadPoolExecutor = field(default_factory=_long_thread)

@@ -8,6 +8,7 @@ from typing import Self
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.engine.client import RequestStream
 from quire.engine.output_processor import OutputKind
+from quire.server.history import History, PastRequest
 from quire.server.openai.answer_format import Call
 from quire.server.openai.tally import Tally
 from quire.server.service import RequestRecord, Service
@@ -16,10 +17,17 @@ from quire.server.service import RequestRecord, Service
 class Generation:
     """The streams of outputs of one call, one for each prompt. Whoever has one calls `end`."""
 
-    def __init__(self, call: Call, streams: Sequence[RequestStream], record: RequestRecord) -> None:
+    def __init__(self, call: Call, streams: Sequence[RequestStream], record: RequestRecord, history: History) -> None:
         self.tally = Tally([len(request.prompt.token_ids) for request in call.requests], call.params.n)
         self._hides_output = call.hides_output
         self._streams, self._record = streams, record
+        reads_cache = call.params.prompt_logprobs is None
+        self._past = [
+            PastRequest(request.prompt, stream.metrics, reads_cache)
+            for request, stream in zip(call.requests, streams, strict=True)
+        ]
+        self._history, self._call_id = history, call.id
+        history.add(call.id, self._past)
 
     @classmethod
     async def begin(cls, service: Service, call: Call, record: RequestRecord, arrival_s: float) -> Self:
@@ -34,7 +42,7 @@ class Generation:
             for stream in streams:
                 stream.abort()
             raise
-        return cls(call, streams, record)
+        return cls(call, streams, record, service.history)
 
     async def last_outputs(self) -> list[RequestOutput]:
         """Wait for the end of every prompt's request, each of kind "final"."""
@@ -55,6 +63,7 @@ class Generation:
         """Abort what still runs, and write down what there was."""
         for stream in self._streams:
             stream.abort()
+        self._history.end(self._call_id)
         self.tally.fill(self._record)
 
     async def _send(self, index: int, consume: Callable[[int, RequestOutput], Awaitable[None]]) -> None:
@@ -62,6 +71,7 @@ class Generation:
             await consume(index, self._taken(index, output))
 
     def _taken(self, index: int, output: RequestOutput) -> RequestOutput:
+        self._past[index].take(output)
         if self._hides_output:
             output = replace(output, outputs=[_without_tokens(piece) for piece in output.outputs])
         self.tally.add(index, output)
