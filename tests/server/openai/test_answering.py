@@ -3,15 +3,18 @@
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from quire.engine.options import EngineOptions
 from quire.server.errors import shutting_down
+from quire.server.openai import answering
 from support.openai_server import LIMIT_S, OpenAIServer, events_of, openai_server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -87,6 +90,38 @@ def test_fault_in_a_stream_is_its_last_event(server: OpenAIServer, monkeypatch: 
     (event,) = server.stream(COMPLETIONS, prompt=["a", "b"], **LONG)
     assert (event["error"]["type"], event["error"]["code"]) == ("server_error", "request_failed")
     assert "KeyError" not in event["error"]["message"]
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError])
+def test_any_write_of_a_stream_may_fail(
+    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Its request ends and holds nothing, and the next one is right."""
+    body = {"prompt": "a", "max_tokens": 6, "ignore_eos": True, "temperature": 0}
+    expected, write = server.stream(COMPLETIONS, **body), answering._body
+    for nth in count(1):
+        num_writes = 0
+
+        def fail(content: bytes, *, more_body: bool = True, nth: int = nth) -> Message:
+            nonlocal num_writes
+            num_writes += 1
+            if num_writes == nth:
+                raise error("no route")
+            return write(content, more_body=more_body)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(answering, "_body", fail)
+            with suppress(httpx.HTTPError):
+                server.http.post(COMPLETIONS, json=body | {"stream": True})
+        server.wait_until(server.is_idle)
+        assert _texts(server.stream(COMPLETIONS, **body)) == _texts(expected), f"after write {nth}"
+        if num_writes < nth:
+            break
+    assert nth > 4
+
+
+def _texts(events: list[dict[str, Any]]) -> str:
+    return "".join(event["choices"][0]["text"] for event in events)
 
 
 @contextmanager
