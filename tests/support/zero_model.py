@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.model.config import spec_from_config
-from quire.model.shapes import DecoderShapes, LinearShape, NormShape, TableShape
+from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, NormShape, TableShape
 from quire.model.spec import DecoderSpec
 
 LLAMA: dict[str, object] = {
@@ -52,9 +52,11 @@ def _write_weights(folder: Path, spec: DecoderSpec, dtype: torch.dtype) -> None:
     tensors: dict[str, torch.Tensor] = {}
     shapes, prefix = DecoderShapes.of(spec), spec.weights.prefixes[0]
     placed = [("", shape) for shape in shapes] + [
-        (spec.weights.layer.format(layer=i), shape) for i in range(spec.num_layers) for shape in shapes.layer
+        (spec.weights.layer.format(layer=i), shape) for i in range(spec.num_layers) for shape in LayerShapes.of(spec)
     ]
     for scope, shape in placed:
+        if shape is None:
+            continue
         start = prefix + scope
         if isinstance(shape, TableShape):
             tensors[f"{start}{shape.module}.weight"] = torch.zeros(shape.num_rows, shape.width, dtype=dtype)

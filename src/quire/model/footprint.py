@@ -3,7 +3,7 @@
 Counts what `WeightReader` tallies. Back ends differ in what they keep: see `Packing`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
 from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, NormShape, Shape, TableShape
@@ -37,18 +37,17 @@ PLAIN_PACKING = Packing(1, 1, frozenset(DTYPE_BYTES), copies_tied_head=False)
 
 def num_layer_weights(spec: DecoderSpec) -> int:
     """Return the elements that every token is multiplied with: those of linear layers, without the head."""
-    shapes = DecoderShapes.of(spec)
-    in_layer = sum(shape.num_weights for shape in shapes.layer if isinstance(shape, LinearShape))
-    return spec.num_layers * in_layer + sum(
-        shape.num_weights for shape in (shapes.project_in, shapes.project_out) if shape is not None
-    )
+    around = DecoderShapes.of(spec)
+    in_layer = sum(shape.num_weights for shape in LayerShapes.of(spec) if isinstance(shape, LinearShape))
+    projections = (shape.num_weights for shape in (around.project_in, around.project_out) if shape is not None)
+    return spec.num_layers * in_layer + sum(projections)
 
 
 def num_parameters(spec: DecoderSpec) -> int:
     """Return the parameters of a model, a tied head counted once."""
-    shapes = DecoderShapes.of(spec)
-    num_head = shapes.head.num_weights if spec.is_head_tied else 0
-    return sum(map(_num_elements, shapes)) + spec.num_layers * sum(map(_num_elements, shapes.layer)) - num_head
+    around = DecoderShapes.of(spec)
+    num_head = around.head.num_weights if spec.is_head_tied else 0
+    return sum(map(_num_elements, around)) + spec.num_layers * sum(map(_num_elements, LayerShapes.of(spec))) - num_head
 
 
 def weight_bytes(spec: DecoderSpec, dtype: str, packing: Packing = CPU_PACKING, num_ranks: int = 1) -> int:
@@ -56,11 +55,11 @@ def weight_bytes(spec: DecoderSpec, dtype: str, packing: Packing = CPU_PACKING, 
 
     Tables and linear layers are split over the ranks of tensor parallelism, norms stand on each.
     """
-    shapes = DecoderShapes.of(spec)
-    layer = sum(_kept_bytes(shape, dtype, packing, num_ranks) for shape in _of_rank(shapes.layer, spec, num_ranks))
+    around, layer = DecoderShapes.of(spec), _layer_of_rank(spec, num_ranks)
     is_head_kept = packing.copies_tied_head or not spec.is_head_tied
-    around = (shape for shape in shapes if is_head_kept or shape is not shapes.head)
-    return spec.num_layers * layer + sum(_kept_bytes(shape, dtype, packing, num_ranks) for shape in around)
+    kept = around if is_head_kept else around[:-1]
+    layer_bytes = sum(_kept_bytes(shape, dtype, packing, num_ranks) for shape in layer)
+    return spec.num_layers * layer_bytes + sum(_kept_bytes(shape, dtype, packing, num_ranks) for shape in kept)
 
 
 def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1) -> int:
@@ -82,14 +81,14 @@ def kv_heads_per_rank(spec: DecoderSpec, num_ranks: int) -> int:
     return max((first + per_rank - 1) // group - first // group + 1 for first in firsts)
 
 
-def _of_rank(layer: LayerShapes, spec: DecoderSpec, num_ranks: int) -> LayerShapes:
+def _layer_of_rank(spec: DecoderSpec, num_ranks: int) -> LayerShapes:
     """Return a layer whose rows for keys and values are those of all ranks together, replicas among them."""
+    layer = LayerShapes.of(spec)
     num_kv_rows = num_ranks * kv_heads_per_rank(spec, num_ranks) * spec.head_dim
-    query_rows, _, _ = layer.qkv.num_rows
-    return replace(layer, qkv=replace(layer.qkv, num_rows=(query_rows, num_kv_rows, num_kv_rows)))
+    return layer._replace(qkv=layer.qkv._replace(num_rows=(layer.qkv.num_rows[0], num_kv_rows, num_kv_rows)))
 
 
-def _kept_bytes(shape: Shape, dtype: str, packing: Packing, num_ranks: int) -> int:
+def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, num_ranks: int) -> int:
     itemsize = DTYPE_BYTES[dtype]
     if not isinstance(shape, LinearShape):
         return _num_elements(shape) * itemsize // (num_ranks if isinstance(shape, TableShape) else 1)
@@ -105,7 +104,9 @@ def _kept_bytes(shape: Shape, dtype: str, packing: Packing, num_ranks: int) -> i
     return num_weights * DTYPE_BYTES[kernel_dtype] + num_biases * itemsize
 
 
-def _num_elements(shape: Shape) -> int:
+def _num_elements(shape: Shape | None) -> int:
+    if shape is None:
+        return 0
     if isinstance(shape, NormShape):
         return shape.width * (2 if shape.has_bias else 1)
     if isinstance(shape, TableShape):

@@ -3,15 +3,13 @@
 The one source of shapes: `Decoder` reads its weights by them, and `footprint.py` counts them, without torch.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.core.errors import ModelError
 from quire.model.spec import Activation, DecoderSpec
 
 
-@dataclass(frozen=True, slots=True)
-class TableShape:
+class TableShape(NamedTuple):
     """Embeddings [num_rows, width]."""
 
     module: str
@@ -19,8 +17,7 @@ class TableShape:
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class NormShape:
+class NormShape(NamedTuple):
     """A norm over `width` dimensions: a weight, and in a LayerNorm a bias."""
 
     module: str
@@ -28,8 +25,7 @@ class NormShape:
     has_bias: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LinearShape:
+class LinearShape(NamedTuple):
     """A layer [sum(num_rows), width], the modules' rows on top of each other, then `activation`.
 
     One module for several row counts means that the checkpoint has them fused already. `is_split_by_row`: tensor
@@ -52,8 +48,7 @@ class LinearShape:
 Shape = TableShape | NormShape | LinearShape
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShapes:
+class LayerShapes(NamedTuple):
     """One layer; all layers of a decoder are alike."""
 
     attention_norm: NormShape
@@ -68,45 +63,27 @@ class LayerShapes:
     @classmethod
     def of(cls, spec: DecoderSpec) -> "LayerShapes":
         """Return the shapes of any layer of a model."""
-        names, width, head_dim = spec.weights, spec.hidden_size, spec.head_dim
-        heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
-        inner = (spec.intermediate_size,) * (2 if spec.is_gated else 1)
+        names, width, inner = spec.weights, spec.hidden_size, spec.intermediate_size
+        rows = tuple(count * spec.head_dim for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
+        has_bias, in_rows = spec.has_feed_forward_bias, (inner,) * (2 if spec.is_gated else 1)
         return cls(
             attention_norm=_norm(spec, names.attention_norm, width),
-            qkv=LinearShape(names.qkv, tuple(count * head_dim for count in heads), width, spec.has_qkv_bias),
+            qkv=LinearShape(names.qkv, rows, width, spec.has_qkv_bias),
             query_norm=_head_norm(spec, names.query_norm),
             key_norm=_head_norm(spec, names.key_norm),
-            attention_out=LinearShape(
-                (names.attention_out,),
-                (width,),
-                spec.num_heads * head_dim,
-                spec.has_attention_out_bias,
-                is_split_by_row=False,
-            ),
+            attention_out=_summed(names.attention_out, width, rows[0], spec.has_attention_out_bias),
             feed_forward_norm=_norm(spec, names.feed_forward_norm, width),
-            up=LinearShape(names.feed_forward_in, inner, width, spec.has_feed_forward_bias, spec.activation),
-            down=LinearShape(
-                (names.feed_forward_out,),
-                (width,),
-                spec.intermediate_size,
-                spec.has_feed_forward_bias,
-                is_split_by_row=False,
-            ),
+            up=LinearShape(names.feed_forward_in, in_rows, width, has_bias, spec.activation),
+            down=_summed(names.feed_forward_out, width, inner, has_bias),
         )
 
-    def __iter__(self) -> Iterator[Shape]:
-        shapes = (self.attention_norm, self.qkv, self.query_norm, self.key_norm, self.attention_out)
-        return (shape for shape in (*shapes, self.feed_forward_norm, self.up, self.down) if shape is not None)
 
-
-@dataclass(frozen=True, slots=True)
-class DecoderShapes:
-    """A whole decoder: what stands around its layers, and one of them. `head` has no module if it may be tied."""
+class DecoderShapes(NamedTuple):
+    """What stands around the layers."""
 
     embedding: TableShape
     positions: TableShape | None
     project_in: LinearShape | None
-    layer: LayerShapes
     final_norm: NormShape | None
     project_out: LinearShape | None
     head: LinearShape
@@ -120,16 +97,15 @@ class DecoderShapes:
             embedding=TableShape(names.embedding, spec.vocab_size, width),
             positions=None if names.positions is None else TableShape(names.positions, num_positions, hidden),
             project_in=_projection(names.project_in, hidden, width),
-            layer=LayerShapes.of(spec),
             final_norm=_norm(spec, names.final_norm, hidden) if spec.has_final_norm else None,
             project_out=_projection(names.project_out, width, hidden),
             head=LinearShape((names.head,), (spec.vocab_size,), width),
         )
 
-    def __iter__(self) -> Iterator[Shape]:
-        """Yield what stands around the layers."""
-        shapes = (self.embedding, self.positions, self.project_in, self.final_norm, self.project_out, self.head)
-        return (shape for shape in shapes if shape is not None)
+
+def _summed(module: str, num_rows: int, width: int, has_bias: bool) -> LinearShape:
+    """Return a layer whose inputs are spread over tensor parallel ranks."""
+    return LinearShape((module,), (num_rows,), width, has_bias, is_split_by_row=False)
 
 
 def _norm(spec: DecoderSpec, module: str, width: int) -> NormShape:
