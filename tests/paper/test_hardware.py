@@ -50,7 +50,8 @@ def test_kv_bytes_are_the_papers() -> None:
 def test_set_ups_name_what_there_is() -> None:
     for name, found in SET_UPS.items():
         assert found.model == name
-        assert found.cost_model().hardware.step_s == 0.022
+        assert found.cost_model().hardware.step_s == 0.013
+        assert found.cost_model().hardware.sequence_s == 0.0003
     with pytest.raises(ConfigError, match="the paper has no set-up for 'GPT-5', only for OPT-13B"):
         set_up("GPT-5")
 

@@ -15,6 +15,7 @@ from quire.cli.bench.commands import bench
 from quire.cli.chat.command import chat
 from quire.cli.flag_groups import COMMAND_SETTINGS, GROUP_SETTINGS
 from quire.cli.generate import generate
+from quire.cli.paper.command import paper
 from quire.cli.plan import plan
 from quire.cli.serve import serve
 from quire.cli.simulate import simulate
@@ -33,6 +34,7 @@ app.command(context_settings=COMMAND_SETTINGS)(generate)
 app.command(context_settings=COMMAND_SETTINGS)(chat)
 app.command(context_settings=COMMAND_SETTINGS)(plan)
 app.command(context_settings=COMMAND_SETTINGS)(simulate)
+app.command(context_settings=COMMAND_SETTINGS)(paper)
 app.add_typer(bench)
 
 

@@ -78,9 +78,10 @@ def write_hardware(path: Path, hardware: Hardware) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(asdict(hardware)), indent=2) + b"\n")
 
 
-# The paper's software: 22 ms of its own per step is what makes OPT-13B on ShareGPT at 2 requests/s batch as many
-# requests as figure 13a shows (Max 7.00, Pow2 9.81, Oracle 13.62, vLLM 30.42); with 2 ms all of them batch fewer.
-PAPER_STEP_S = 0.022
+# The paper's software: so much of its own per step and per sequence in it makes OPT-13B batch as many requests as
+# figure 13 shows of vLLM, 30.42 on ShareGPT at 2 requests/s and 132.44 on Alpaca at 30. By Little's law the second
+# says 75 ms per token, of which weights and cache take 25; 22 ms per step and none per sequence give 31 and 78.
+PAPER_STEP_S, PAPER_SEQUENCE_S = 0.013, 0.0003
 
 HARDWARE = {
     hardware.name: hardware

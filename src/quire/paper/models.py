@@ -13,7 +13,7 @@ from quire.model.config_reader import CONFIG_FILE
 from quire.model.resolve import resolve_model
 from quire.model.spec import DecoderSpec
 from quire.paper.cost import PAGED_ATTENTION_FACTOR, CostModel
-from quire.paper.hardware import HARDWARE, PAPER_STEP_S
+from quire.paper.hardware import HARDWARE, PAPER_SEQUENCE_S, PAPER_STEP_S
 
 
 def _opt(num_layers: int, num_heads: int) -> dict[str, object]:
@@ -59,7 +59,7 @@ class SetUp:
 
     def cost_model(self, block_size: int = 16, attention_factor: float = PAGED_ATTENTION_FACTOR) -> CostModel:
         """Return the time of its steps with the paper's software."""
-        hardware = replace(HARDWARE[self.hardware], step_s=PAPER_STEP_S)
+        hardware = replace(HARDWARE[self.hardware], step_s=PAPER_STEP_S, sequence_s=PAPER_SEQUENCE_S)
         spec = read_model(self.model).spec
         return CostModel(spec, hardware, block_size, self.num_devices, "float16", attention_factor)
 

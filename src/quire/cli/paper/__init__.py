@@ -1,0 +1,1 @@
+"""`quire paper`: the figures of the paper, simulated and measured."""

@@ -1,0 +1,73 @@
+"""`quire paper`: the figures of the paper, as tables, JSON and plots, and a report of all of them."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from quire.cli.flag_groups import flag, with_flag_groups
+from quire.paper.datasets import DATA_FOLDER
+from quire.paper.figures import FIGURES, Result, Settings, as_json, chosen
+
+
+@dataclass(frozen=True, slots=True)
+class PaperFlags:
+    """How much is run, and where it goes."""
+
+    full: Annotated[bool, flag("everything that the paper has, with its traces of an hour", "--full")] = False
+    trace_s: Annotated[float, flag("seconds of each trace without --full", min=1.0)] = 120.0
+    data: Annotated[Path, flag("of lengths; fits serve where it has none", metavar="FOLDER")] = DATA_FOLDER
+    seed: Annotated[int, flag("of lengths and arrivals")] = 0
+    output: Annotated[Path, flag("for JSON, PNG and SVG; with all, report.html", metavar="FOLDER")] = Path("paper")
+    plots: Annotated[bool, flag("needs matplotlib")] = True
+
+
+@with_flag_groups
+def paper(
+    names: Annotated[list[str], typer.Argument(help="all, or some figures; see the reference", metavar="FIGURE...")],
+    flags: PaperFlags,
+) -> None:
+    """Make figures of the PagedAttention paper (Kwon et al. 2023) on Quire's scheduler and cache."""
+    from quire.cli.paper import kernel, measured  # noqa: F401, PLC0415 (they register figures; --help loads no torch)
+    from quire.paper import pictures, serving  # noqa: F401, PLC0415
+    from quire.paper.plots import rendered  # noqa: PLC0415
+    from quire.paper.report import html  # noqa: PLC0415
+
+    settings = Settings(flags.full, flags.trace_s, flags.seed, flags.data)
+    wanted = chosen(names)
+    flags.output.mkdir(parents=True, exist_ok=True)
+    results, plots = dict[str, Result](), dict[str, bytes]()
+    for name in wanted:
+        result = results[name] = FIGURES[name].make(settings)
+        _print(name, result)
+        record = json.dumps(as_json(name, result), indent=2)
+        (flags.output / f"{name}.json").write_text(record + "\n", encoding="utf-8")
+        if flags.plots:
+            drawn = result.draw()
+            plots[name] = rendered(drawn, "svg")
+            (flags.output / f"{name}.svg").write_bytes(plots[name])
+            (flags.output / f"{name}.png").write_bytes(rendered(drawn, "png"))
+    if "all" in names:
+        how = "quire " + " ".join(sys.argv[1:])
+        (flags.output / "report.html").write_text(html(results, plots, how), encoding="utf-8")
+
+
+def _print(name: str, result: Result) -> None:
+    console = Console()
+    for keys, rows in result.tables:
+        table = Table(*keys, title=f"figure {FIGURES[name].number}: {FIGURES[name].title}")
+        for row in rows:
+            table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+        console.print(table)
+    if result.comparisons:
+        table = Table("beside the paper", "ours", "the paper", "ratio")
+        for each in result.comparisons:
+            table.add_row(each.what, f"{each.ours:.4g}", each.told, f"{each.ratio:.2f}")
+        console.print(table)
+    for note in result.notes:
+        console.print(note)

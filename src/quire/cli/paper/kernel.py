@@ -1,0 +1,77 @@
+"""Figure 18a, measured: attention over scattered blocks against attention over contiguous memory, on this machine."""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.kernels.back_end import choose_back_end
+from quire.paper.figures import Comparison, Result, Row, Settings, figure
+from quire.paper.plots import bars, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128  # of one layer of Llama-3.1-8B
+BATCH, BLOCK_SIZE, DTYPE = 8, 16, torch.bfloat16
+CONTEXTS = (128, 512, 2048)                     # tokens
+NUM_ROUNDS, NUM_ROUNDS_FULL = 11, 51
+
+
+@figure("kernel", "18a", "Attention of 8 decoding sequences over blocks and over contiguous memory, measured here")
+def kernel(settings: Settings) -> Result:
+    """Blocks anywhere, blocks in a row, and torch's attention over a tensor for each sequence, in turns."""
+    rounds = NUM_ROUNDS_FULL if settings.full else NUM_ROUNDS
+    times_us = {context: _measure(context, rounds, settings.seed) for context in CONTEXTS}
+    names = list(times_us[CONTEXTS[0]])
+    rows: list[Row] = [
+        {"context": context, "memory": name, "us": us}
+        for context, each in times_us.items()
+        for name, us in each.items()
+    ]
+    comparisons = [
+        Comparison(f"context {context}: {names[0]} over {other}", each[names[0]] / each[other], 1.20, 1.26)
+        for context, each in times_us.items()
+        for other in names[1:]
+    ]
+
+    def draw() -> "Figure":
+        plot, (axes,) = new_figure(1)
+        bars(axes, [f"context {each}" for each in CONTEXTS],
+             {name: [times_us[each][name] for each in CONTEXTS] for name in names}, "", "us per layer")  # fmt: skip
+        return plot
+
+    return Result(rows, draw, comparisons)
+
+
+def _measure(context: int, rounds: int, seed: int) -> dict[str, float]:
+    """Return the median microseconds of each way."""
+    back_end, generator = choose_back_end(torch.device("cpu"), head_dim=HEAD_DIM), torch.Generator().manual_seed(seed)
+    num_blocks, scale = BATCH * context // BLOCK_SIZE, HEAD_DIM**-0.5
+    layout = back_end.cache_layout
+    shapes = layout.shapes(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, DTYPE)
+    keys, values = (torch.randn(shape, generator=generator).to(layout.dtype(DTYPE)) for shape in shapes)
+    query = torch.randn(BATCH, NUM_HEADS, HEAD_DIM, generator=generator).to(DTYPE)
+    calls: dict[str, Callable[[], object]] = {}
+    orders = {"scattered": torch.randperm(num_blocks, generator=generator), "in a row": torch.arange(num_blocks)}
+    for name, order in orders.items():
+        tables = order.view(BATCH, -1).int()
+        starts, lens = torch.arange(BATCH + 1).int(), torch.full((BATCH,), context).int()
+        plan = back_end.prepare_attention(tables, starts, lens, BLOCK_SIZE)
+        calls[f"blocks {name}"] = partial(back_end.paged_attention, query, keys, values, plan, scale)
+    shape = (BATCH, NUM_KV_HEADS, context, HEAD_DIM)
+    whole_keys, whole_values = (torch.randn(shape, generator=generator).to(DTYPE) for _ in range(2))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    calls["contiguous, torch"] = partial(
+        attend, query.unsqueeze(2), whole_keys, whole_values, scale=scale, enable_gqa=True
+    )
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            begun_s = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - begun_s)
+    return {name: statistics.median(times[1:]) * 1e6 for name, times in seconds.items()}

@@ -1,0 +1,173 @@
+"""Figures without a clock: how memory is laid out and grows, block tables of the real cache, and lengths."""
+
+from collections.abc import Iterator
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from quire.cache.block_pool import OutOfBlocksError
+from quire.cache.contiguous import make_manager
+from quire.cache.manager import KVCacheManager
+from quire.core.config import CacheConfig
+from quire.model.footprint import kv_bytes_per_token
+from quire.paper.datasets import workload
+from quire.paper.figures import Comparison, Result, Row, Settings, figure
+from quire.paper.models import read_model, set_up
+from quire.paper.plots import CYCLE, bars, lines, new_figure
+from quire.paper.runs import MAX, MAX_MODEL_LEN, ORACLE, PAGED, POW2, SYSTEMS
+from quire.scheduling.reservation import num_reserved_tokens
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GB = 1e9
+NUM_LENGTHS = 5000
+
+
+@figure("layout", "1", "Memory of an A100-40GB with OPT-13B, and how the KV cache fills")
+def layout(settings: Settings) -> Result:
+    """Parts of the device's memory; KV memory taken by ShareGPT requests that are half answered."""
+    place, token_bytes = set_up("OPT-13B"), kv_bytes_per_token(read_model("OPT-13B").spec, 2)
+    kv_gb = place.num_kv_slots * token_bytes / GB
+    parts = {"parameters": 26.0, "KV cache": kv_gb, "other": 40.0 - 26.0 - kv_gb}
+    systems, num_blocks = (MAX, POW2, ORACLE, PAGED), place.num_kv_slots // 16
+    growth = {system: _growth(system, num_blocks, token_bytes, settings) for system in systems}
+    rows: list[Row] = [{"part": part, "GB": size} for part, size in parts.items()]
+    rows += [{"system": system, "requests that fit": curve[-1][0]} for system, curve in growth.items()]
+
+    def draw() -> "Figure":
+        plot, (left, right) = new_figure(2)
+        bars(left, ["A100-40GB"], {part: [size] for part, size in parts.items()}, "", "GB", is_stacked=True)
+        lines(right, growth, "", "requests, half answered", "KV memory taken, GB")
+        return plot
+
+    return Result(rows, draw, [Comparison("KV cache, GB", kv_gb, 12.0, 12.0)], [])
+
+
+def _growth(system: str, num_blocks: int, token_bytes: int, settings: Settings) -> list[tuple[float, float]]:
+    """Return (requests, GB taken) as requests come into an empty cache, until the next one does not fit."""
+    policy = SYSTEMS[system].memory_policy
+    cache = make_manager(CacheConfig(num_blocks, enable_prefix_caching=False, memory_policy=policy))
+    curve = [(0.0, 0.0)]
+    for number, item in enumerate(workload("sharegpt", 200, seed=settings.seed, data=settings.data)):
+        prompt_len = len(item.prompt_token_ids)
+        try:
+            cache.create(number, num_reserved=num_reserved_tokens(policy, prompt_len, item.output_len, MAX_MODEL_LEN))
+            cache.append(number, prompt_len + item.output_len // 2)
+        except OutOfBlocksError:
+            break
+        curve.append((number + 1.0, (num_blocks - cache.num_free_blocks) * 16 * token_bytes / GB))
+    return curve
+
+
+Grid = dict[int, tuple[int, int, str]]  # of blocks in use: slots filled, references, whose column each is
+Step = tuple[str, list[tuple[str, int, int]]]
+BEGIN = [("create", 0, 0)]
+WALKS: dict[str, list[Step]] = {  # calls of the manager, with a second number where the call takes one
+    "one request (6)": [
+        ("prompt of 7", [*BEGIN, ("append", 0, 7)]),
+        ("first output token", [("append", 0, 1)]), ("second output token", [("append", 0, 1)]),
+    ],
+    "two requests (7)": [
+        ("prompts of 7 and 5", [*BEGIN, ("append", 0, 7), ("create", 1, 0), ("append", 1, 5)]),
+        ("two tokens each", [("append", 0, 2), ("append", 1, 2)]), ("A has ended", [("free", 0, 0)]),
+    ],
+    "two samples (8)": [
+        ("prompt of 7, shared", [*BEGIN, ("append", 0, 7), ("fork", 0, 1)]),
+        ("A writes: a copy", [("append", 0, 1)]), ("B writes in place", [("append", 1, 1)]),
+    ],
+    "four beams (9)": [
+        ("all of 16 tokens", [
+            *BEGIN, ("append", 0, 4), ("fork", 0, 3), *[("append", beam, 4) for beam in (0, 3, 0, 3)],
+            ("fork", 0, 1), ("fork", 0, 2), *[("append", beam, 4) for beam in range(4)],
+        ]),
+        ("twice B, twice C", [("free", 0, 0), ("free", 3, 0), ("fork", 1, 0), ("fork", 2, 3)]),
+        ("one token each", [("append", beam, 1) for beam in range(4)]),
+    ],
+}  # fmt: skip
+
+
+@figure("tables", "6 to 9", "Block tables step by step, drawn from the cache; blocks of 4 tokens")
+def tables(_settings: Settings) -> Result:
+    """One request, two requests, samples and beams: who holds which block, and how full it is."""
+    scenes = {f"{name}\n{caption}": grid for name, steps in WALKS.items() for caption, grid in _walk(steps)}
+    rows: list[Row] = [
+        {"scene": title.replace("\n", ", "), "block": block, "filled": filled, "references": references, "by": who}
+        for title, grid in scenes.items()
+        for block, (filled, references, who) in grid.items()
+    ]
+
+    def draw() -> "Figure":
+        plot, axes = new_figure(3, len(WALKS), height=1.9)
+        for each, (title, grid) in zip(axes, scenes.items(), strict=True):
+            _draw_blocks(each, title, grid)
+        return plot
+
+    first, beams = next(iter(scenes.values())), list(scenes.values())[-3:]
+    comparisons = [
+        Comparison("one request: blocks of a prompt of 7", len(first), 2, 2),
+        Comparison("four beams: blocks in use", len(beams[0]), 9, 9),
+    ]
+    return Result(rows, draw, comparisons)
+
+
+def _walk(steps: list[Step]) -> Iterator[tuple[str, Grid]]:
+    """Yield what the blocks of a cache are after each step."""
+    cache = KVCacheManager(CacheConfig(16, 4, enable_prefix_caching=False))
+    for caption, calls in steps:
+        for name, seq_id, number in calls:
+            getattr(cache, name)(seq_id, *([] if name in {"create", "free"} else [number]))
+        yield caption, {
+            entry.block: (
+                entry.owners[0].filled,
+                entry.ref_count,
+                " ".join(f"{'ABCD'[owner.holder]}{owner.index}" for owner in entry.owners),
+            )
+            for entry in cache.view_blocks(0, cache.num_blocks)
+            if entry.owners
+        }
+
+
+def _draw_blocks(axes: "Axes", title: str, grid: Grid) -> None:
+    """Draw the pool: a box for each of 16 blocks, its slots filled from the left, and the columns that hold it."""
+    xs, ys, colors = list[float](), list[float](), list[str]()
+    for block in range(16):
+        filled, references, who = grid.get(block, (0, 0, ""))
+        x, y = block % 4 * 5.0, -(block // 4) * 2.2
+        xs += [x + slot for slot in range(4)]
+        ys += [y] * 4
+        colors += [CYCLE[references > 1]] * filled + ["white"] * (4 - filled)
+        axes.text(x - 0.4, y - 0.7, f"{block}: {who}" if who else str(block), fontsize=6.5, va="top")
+    axes.scatter(xs, ys, s=62, marker="s", c=colors, edgecolors="#9a9a9a", linewidths=0.6)
+    axes.set(title=title, xlim=(-1, 19.5), ylim=(-8.6, 1))
+    axes.axis("off")
+
+
+@figure("lengths", "11", "Lengths of requests")
+def lengths(settings: Settings) -> Result:
+    """Tokens of prompts and answers."""
+    paper = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
+    found = {
+        name: [(len(item.prompt_token_ids), item.output_len) for item in items]
+        for name in paper
+        for items in [workload(name, NUM_LENGTHS, seed=settings.seed, data=settings.data)]
+    }
+    means = {name: [fmean(side) for side in zip(*pairs, strict=True)] for name, pairs in found.items()}
+    rows: list[Row] = [{"workload": name, "prompt": mean[0], "output": mean[1]} for name, mean in means.items()]
+    comparisons = [
+        Comparison(f"{name}: mean {side}, tokens", ours, told, told)
+        for name in paper
+        for side, ours, told in zip(("prompt", "output"), means[name], paper[name], strict=True)
+    ]
+
+    def draw() -> "Figure":
+        plot, panels = new_figure(2)
+        for axes, (name, pairs) in zip(panels, found.items(), strict=True):
+            for label, side, color in zip(("prompt", "output"), zip(*pairs, strict=True), CYCLE, strict=False):
+                longest = 2048 if name == "sharegpt" else 300
+                axes.hist(side, bins=40, range=(0, longest), alpha=0.6, label=label, color=color)
+            axes.set(title=name, xlabel="tokens", ylabel="requests")
+            axes.legend()
+        return plot
+
+    return Result(rows, draw, comparisons)

@@ -1,0 +1,288 @@
+"""The paper's serving experiments: figures 2 and 12 to 19, simulated at its scale."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from math import log
+from typing import TYPE_CHECKING, NamedTuple, get_args
+
+from quire.core.config import Recovery
+from quire.core.plan import StepPlan
+from quire.paper.figures import Comparison, Result, Row, Settings, figure
+from quire.paper.models import set_up
+from quire.paper.plots import bars, lines, new_figure
+from quire.paper.runs import (
+    FASTER_TRANSFORMER,
+    MAX,
+    ORACLE,
+    PAGED,
+    POW2,
+    QUIRE,
+    SYSTEMS,
+    Point,
+    latency_curve,
+    map_processes,
+    run_all,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ORCAS = (MAX, POW2, ORACLE)
+LIMIT_S = 0.5       # normalized latency up to which curves are drawn
+SUSTAINED_S = 0.2   # and at which systems are compared: more, and short traces flatter who falls behind
+SIZES = (1, 4, 8, 16, 32, 64, 128, 256)  # tokens per block
+SWAPPED_LEN = 512   # tokens
+GRID = [1.3**step for step in range(-16, 1)]  # rates, over the highest
+
+
+class Panel(NamedTuple):
+    """A plot of latency against rate, and what the paper says of pairs of systems in it."""
+
+    title: str
+    point: Point              # with the highest rate; the system is replaced
+    systems: Sequence[str]
+    ratios: dict[tuple[str, str], tuple[float, float]]
+
+
+def rate_figure(panels: Sequence[Panel], notes: list[str]) -> Result:
+    """Find each system's latency at rising rates; compare the rates that they sustain."""
+    tasks = [(panel, system) for panel in panels for system in panel.systems]
+    points = [[replace(p.point, system=system, rate=p.point.rate * each) for each in GRID] for p, system in tasks]
+    found = map_processes(partial(latency_curve, limit_s=LIMIT_S), points)
+    curves = {(panel.title, system): curve for (panel, system), curve in zip(tasks, found, strict=True)}
+    rates = {key: sustained_rate(curve) for key, curve in curves.items()}
+    rows: list[Row] = [
+        {"workload": title, "system": system, f"requests/s at {SUSTAINED_S:g} s/token": rates[title, system],
+         "highest rate run": curve[-1][0]}
+        for (title, system), curve in curves.items()
+    ]  # fmt: skip
+    comparisons = [
+        Comparison(f"{panel.title}: {one} over {other}", rates[panel.title, one] / rates[panel.title, other], *paper)
+        for panel in panels
+        for (one, other), paper in panel.ratios.items()
+    ]
+
+    def draw() -> "Figure":
+        columns = min(3, len(panels))
+        plot, axes = new_figure(columns, -(-len(panels) // columns), height=3.8)
+        for panel, each in zip(panels, axes, strict=False):
+            series = {system: curves[panel.title, system] for system in panel.systems}
+            lines(each, series, panel.title, "requests per second", "normalized latency, s/token", LIMIT_S)
+        return plot
+
+    return Result(rows, draw, comparisons, notes)
+
+
+def sustained_rate(curve: Sequence[tuple[float, float]]) -> float:
+    """Return the rate at which the latency passes SUSTAINED_S, between points with latency on a logarithmic axis."""
+    for (rate, latency_s), (next_rate, next_s) in pairwise(curve):
+        if latency_s <= SUSTAINED_S < next_s:
+            share: float = log(SUSTAINED_S / latency_s) / log(next_s / latency_s)
+            return rate + share * (next_rate - rate)
+    return curve[-1][0] if curve[-1][1] <= SUSTAINED_S else curve[0][0]
+
+
+@figure("latency", "12", "Normalized latency against request rate")
+def latency(settings: Settings) -> Result:
+    """Basic sampling: one answer for each request."""
+    ratios = {(PAGED, ORACLE): (1.7, 2.7), (PAGED, MAX): (2.7, 8.0), (PAGED, FASTER_TRANSFORMER): (1.0, 22.0)}
+    paper = {"sharegpt": ratios}
+    places = [("OPT-13B", "sharegpt", 3.5), ("OPT-13B", "alpaca", 50.0)]
+    if settings.full:
+        places += [("OPT-66B", "sharegpt", 2.0), ("OPT-66B", "alpaca", 30.0)]
+        places += [("OPT-175B", "sharegpt", 5.0), ("OPT-175B", "alpaca", 40.0)]
+    panels = [
+        Panel(f"{model}, {name}", _point(settings, model, name, rate), tuple(SYSTEMS), paper.get(name, {}))
+        for model, name, rate in places
+    ]
+    return rate_figure(panels, [])
+
+
+@figure("decoding", "14", "Parallel sampling and beam search, OPT-13B, Alpaca")
+def decoding(settings: Settings) -> Result:
+    """Several answers for each request, which share the prompt, or beams, which share more."""
+    point, pair = _point(settings, "OPT-13B", "alpaca", 50.0), (ORACLE, PAGED)
+    panels = [Panel("basic", point, pair, {(PAGED, ORACLE): (1.3, 1.3)})]
+    for size in (2, 4, 6) if settings.full else (6,):
+        point = replace(point, rate=70.0 / size)
+        panels.append(Panel(f"parallel {size}", replace(point, n=size), pair, {}))
+        paper = {(PAGED, ORACLE): (2.3, 2.3)} if size == 6 else {}
+        panels.append(Panel(f"beam width {size}", replace(point, beam_width=size), pair, paper))
+    return rate_figure(panels, [])
+
+
+@figure("prefix", "16", "Shared prefix, LLaMA-13B, translation with examples")
+def prefix(settings: Settings) -> Result:
+    """Prompts that begin with the same instruction and examples, computed and stored once."""
+    panels = [
+        Panel(f"{shots}-shot, {tokens} tokens", _point(settings, "LLaMA-13B", f"translation-{shots}-shot", 80.0),
+              (ORACLE, QUIRE), {(QUIRE, ORACLE): (paper, paper)})
+        for shots, tokens, paper in ((1, 80, 1.67), (5, 341, 3.58))
+    ]  # fmt: skip
+    return rate_figure(panels, [])
+
+
+@figure("chat", "17", "Chatbot, OPT-13B")
+def chat(settings: Settings) -> Result:
+    """Long prompts: a whole conversation, cut to the last 1,024 tokens."""
+    ratios = {(PAGED, orca): (2.0, 2.0) for orca in ORCAS}
+    return rate_figure([Panel("chat", _point(settings, "OPT-13B", "chat", 2.0), (*ORCAS, PAGED, QUIRE), ratios)], [])
+
+
+@figure("memory", "2", "What the KV cache's memory holds while requests wait, OPT-13B, ShareGPT")
+def memory(settings: Settings) -> Result:
+    """More requests than any of the systems can serve."""
+    kinds = ("token states", "reserved", "internal", "external and other")
+    paper = {MAX: (20.4, 13.3, 57.3, 8.9), POW2: (26.8, 17.9, 13.6, 41.6), ORACLE: (38.2, 25.2, 0.0, 36.6)}
+    systems = (*ORCAS, PAGED)
+    outcomes = run_all([_point(settings, "OPT-13B", "sharegpt", 4.0, system) for system in systems], watches=True)
+    shares = [[100 * share for share in outcome.shares] for outcome in outcomes]
+    rows: list[Row] = [
+        {"system": system} | dict(zip(kinds, each, strict=True)) for system, each in zip(systems, shares, strict=True)
+    ]
+    comparisons = [Comparison(f"{PAGED}: token states, %", shares[-1][0], 96.3, 96.3)]
+    for system, ours in zip(ORCAS, shares, strict=False):
+        comparisons += [
+            Comparison(f"{system}: {kind}, %", *each)
+            for kind, *each in zip(kinds, ours, paper[system], paper[system], strict=True)
+            if each[1]
+        ]
+
+    def draw() -> "Figure":
+        plot, (axes,) = new_figure(1, height=3.6)
+        parts = dict(zip(kinds, zip(*shares, strict=True), strict=True))
+        bars(axes, systems, parts, "", "share of the KV slots, %", is_stacked=True)
+        return plot
+
+    return Result(rows, draw, comparisons, [])
+
+
+@figure("batched", "13", "Requests that run together, OPT-13B")
+def batched(settings: Settings) -> Result:
+    """ShareGPT at 2 requests per second, Alpaca at 30."""
+    paper = {"sharegpt": (2.0, (7.00, 9.81, 13.62, 30.42)), "alpaca": (30.0, (7.00, 43.24, 72.75, 132.44))}
+    systems = (*ORCAS, PAGED)
+    points = [
+        _point(settings, "OPT-13B", name, rate, system) for name, (rate, _) in paper.items() for system in systems
+    ]
+    found = [outcome.batched_requests for outcome in run_all(points)]
+    rows: list[Row] = [
+        {"workload": point.workload, "requests/s": point.rate, "system": point.system, "batched requests": mean}
+        for point, mean in zip(points, found, strict=True)
+    ]
+    told = [number for _, numbers in paper.values() for number in numbers]
+    comparisons = [
+        Comparison(f"{point.workload}: {point.system}", mean, number, number)
+        for point, mean, number in zip(points, found, told, strict=True)
+    ]
+
+    def draw() -> "Figure":
+        plot, panels = new_figure(2)
+        for axes, (name, (rate, numbers)), first in zip(panels, paper.items(), (0, len(systems)), strict=True):
+            series = {"ours": found[first : first + len(systems)], "the paper": numbers}
+            bars(axes, systems, series, f"{name}, {rate:g} requests/s", "batched requests")
+        return plot
+
+    return Result(rows, draw, comparisons, [])
+
+
+@figure("sharing", "15", "KV blocks that sharing saves, OPT-13B")
+def sharing(settings: Settings) -> Result:
+    """Parallel samples and beams, over the blocks that they would hold each by itself."""
+    paper = {
+        ("alpaca", "parallel"): (6.1, 9.8), ("alpaca", "beam"): (37.6, 55.2),
+        ("sharegpt", "parallel"): (16.2, 30.5), ("sharegpt", "beam"): (44.3, 66.3),
+    }  # fmt: skip
+    sizes, rates = (2, 4, 6), {"alpaca": 3.0, "sharegpt": 0.3}
+    points = []
+    for name, way in paper:
+        point = _point(settings, "OPT-13B", name, rates[name], PAGED)
+        points += [replace(point, n=s) if way == "parallel" else replace(point, beam_width=s) for s in sizes]
+    saved = [100 * outcome.saved for outcome in run_all(points, watches=True)]
+    by_way = {key: saved[3 * i : 3 * i + 3] for i, key in enumerate(paper)}
+    rows: list[Row] = [
+        {"workload": name, "decoding": way, "answers": size, "saved, %": each}
+        for (name, way), found in by_way.items()
+        for size, each in zip(sizes, found, strict=True)
+    ]
+    comparisons = [
+        Comparison(f"{name}, {way} {sizes[end]}, %", by_way[name, way][end], told[end], told[end])
+        for (name, way), told in paper.items()
+        for end in (0, -1)
+    ]
+
+    def draw() -> "Figure":
+        plot, (axes,) = new_figure(1, height=3.6)
+        series = {f"{size} answers": [found[i] for found in by_way.values()] for i, size in enumerate(sizes)}
+        bars(axes, [f"{name},\n{way}" for name, way in by_way], series, "", "blocks saved, %")
+        return plot
+
+    return Result(rows, draw, comparisons, [])
+
+
+@figure("block-size", "18b", "Latency by block size, OPT-13B")
+def block_size(settings: Settings) -> Result:
+    """The same loads with small and large blocks: large ones waste what is left of each sequence's last."""
+    loads = {"sharegpt": 2.0, "alpaca": 40.0}
+    base = {name: _point(settings, "OPT-13B", name, rate, PAGED) for name, rate in loads.items()}
+    found, rows = _by_block_size(base, SIZES)
+
+    def draw() -> "Figure":
+        plot, panels = new_figure(2)
+        for axes, (name, latencies) in zip(panels, found.items(), strict=True):
+            title = f"{name}, {base[name].rate:g} requests/s"
+            bars(axes, [str(size) for size in SIZES], {name: latencies}, title, "normalized latency, s/token")
+            axes.set_xlabel("block size, tokens")
+        return plot
+
+    return Result(rows, draw, [], [])
+
+
+@figure("swap", "19", "Swapping against recomputation by block size, OPT-13B, ShareGPT")
+def swap(settings: Settings) -> Result:
+    """What one preempted sequence costs, and the latency under a load with many preemptions."""
+    base = {
+        way: replace(_point(settings, "OPT-13B", "sharegpt", 2.2, PAGED), recovery=way) for way in get_args(Recovery)
+    }
+    found, rows = _by_block_size(base, SIZES)
+    costs = [set_up("OPT-13B").cost_model(size) for size in SIZES]
+    again = StepPlan(rows=[0], starts=[0], counts=[SWAPPED_LEN], sample_rows=[0], sample_entries=[0])
+    once_ms = {
+        "swap": [2e3 * cost.swap_s(SWAPPED_LEN // size) for cost, size in zip(costs, SIZES, strict=True)],
+        "recompute": [1e3 * cost.step_s(again) for cost in costs],
+    }
+    rows += [
+        {"way": way, "block size": size, f"ms for {SWAPPED_LEN} tokens": ms}
+        for way, times_ms in once_ms.items()
+        for size, ms in zip(SIZES, times_ms, strict=True)
+    ]
+    most = max(once_ms["recompute"]) / min(once_ms["swap"])
+
+    def draw() -> "Figure":
+        plot, panels = new_figure(2)
+        labels = [str(size) for size in SIZES]
+        bars(panels[0], labels, once_ms, f"{SWAPPED_LEN} tokens, out and in", "milliseconds")
+        bars(panels[1], labels, found, "2.2 requests/s", "normalized latency, s/token")
+        return plot
+
+    return Result(rows, draw, [Comparison("recomputation over the cheapest swap, at most", most, 0.0, 1.2)], [])
+
+
+def _by_block_size(base: Mapping[str, Point], sizes: Sequence[int]) -> tuple[dict[str, list[float]], list[Row]]:
+    """Return the latencies of each point at all block sizes, and the rows of a table."""
+    points = [replace(point, block_size=size) for point in base.values() for size in sizes]
+    outcomes = run_all(points)
+    rows: list[Row] = [
+        {"workload": point.workload, "way": point.recovery or "", "block size": point.block_size,
+         "latency, s/token": outcome.latency_s, "preemptions": outcome.num_preemptions}
+        for point, outcome in zip(points, outcomes, strict=True)
+    ]  # fmt: skip
+    found = iter(outcomes)
+    return {name: [next(found).latency_s for _ in sizes] for name in base}, rows
+
+
+def _point(settings: Settings, model: str, name: str, rate: float, system: str = PAGED) -> Point:
+    trace_s = set_up(model).trace_s if settings.full else settings.trace_s
+    return Point(system, model, name, rate, trace_s, seed=settings.seed, data=settings.data)

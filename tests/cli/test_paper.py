@@ -1,0 +1,52 @@
+"""`quire paper`: tables, files, and one report of everything that opens without a network."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli.paper import kernel, measured
+from quire.paper import runs, serving
+from quire.paper.figures import FIGURES
+
+Run = Callable[..., Any]
+
+
+def in_this_process(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """What `map_processes` does, without the time that processes take to start."""
+    return [function(item) for item in items]
+
+
+def test_an_unknown_figure_is_one_line_with_the_list(run: Run) -> None:
+    ran = run("paper", "99")
+    assert ran.code == 1
+    assert re.fullmatch(r"quire: figure must be all or one of layout.*latency.*measured.*, got '99'\n", ran.err)
+
+
+def test_a_figure_is_a_table_a_record_and_two_plots(run: Run, tmp_path: Path) -> None:
+    ran = run("paper", "tables", "--output", str(tmp_path))
+    assert ran.code == 0, ran.err
+    assert "four beams: blocks in use" in ran.out
+    record = json.loads((tmp_path / "tables.json").read_text(encoding="utf-8"))
+    assert (record["number"], record["paper"][1]["ours"]) == ("6 to 9", 9)
+    assert (tmp_path / "tables.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (tmp_path / "tables.svg").read_bytes()
+
+
+def test_all_figures_make_one_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "GRID", [0.1, 1.0])
+    monkeypatch.setattr(serving, "SIZES", (16,))
+    monkeypatch.setattr(runs, "map_processes", in_this_process)
+    monkeypatch.setattr(serving, "map_processes", in_this_process)
+    monkeypatch.setattr(measured, "NUM_PASSES", 1)
+    monkeypatch.setattr(kernel, "CONTEXTS", (128,))
+    ran = run("paper", "all", "--trace-s", "1", "--data", str(tmp_path), "--output", str(tmp_path / "out"))
+    assert ran.code == 0, ran.err
+    report = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert report.count("<svg") == len(FIGURES)
+    assert all(f'id="{name}"' in report for name in FIGURES)
+    outside = set(re.findall(r'(?:src|href)="(?!#)[^"]*"', report)) | set(re.findall(r"url\((?!#)[^)]*\)", report))
+    assert not outside, "the report asks for something outside of itself"
