@@ -57,6 +57,14 @@ def test_noise_that_hides_a_part_leaves_a_machine() -> None:
     assert cost_on(hardware).step_s(plan_of(StepSize(8, 100, True))) == pytest.approx(0.1, rel=0.05)
 
 
+def test_cache_is_kept_in_the_kernels_dtype() -> None:
+    """A CPU keeps the keys and values of a float16 model as float32: twice the bytes in the same time."""
+    sizes, known = StepSizes.up_to(512), cost_on(KNOWN)
+    times = {size: known.step_s(plan_of(size)) for size in sizes()}
+    half, brain = (fit_hardware("cpu", SPEC, dtype, sizes, times, int(1e12)) for dtype in ("float16", "bfloat16"))
+    assert half.bytes_per_s == pytest.approx(2 * brain.bytes_per_s)
+
+
 def test_steps_must_be_long_enough() -> None:
     with pytest.raises(ConfigError, match="steps of 256 tokens are needed, model and max_num_batched_tokens give 200"):
         StepSizes.up_to(200)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
-from quire.model.footprint import DTYPE_BYTES, kv_bytes_per_token, num_layer_weights
+from quire.model.footprint import CPU_PACKING, DTYPE_BYTES, kv_bytes_per_token, num_layer_weights
 from quire.model.spec import DecoderSpec
 from quire.paper.hardware import CurvePoint, Hardware
 
@@ -69,6 +69,7 @@ def fit_hardware(
     """Return the machine on which steps of these sizes take these times, with this model in `dtype`."""
     num_layers, num_head = num_layer_weights(spec), spec.vocab_size * spec.embedding_size
     num_weights = num_layers + num_head
+    kv_bytes = kv_bytes_per_token(spec, DTYPE_BYTES[CPU_PACKING.kernel_dtype(dtype)])
     in_parts, long_decode = sizes.in_parts, sizes.long_decode
     decodes = {size.num_seqs: step_s[size] for size in sizes.decodes}
     read_s = max(step_s[long_decode] - decodes[NUM_PARTS], LEAST * decodes[NUM_PARTS])
@@ -98,7 +99,7 @@ def fit_hardware(
     return Hardware(
         name,
         memory_bytes,
-        bytes_per_s=kv_bytes_per_token(spec, DTYPE_BYTES[dtype]) / read_s,
+        bytes_per_s=kv_bytes / read_s,
         flops_per_s=4 * spec.num_layers * spec.num_heads * spec.head_dim / attended_s,
         bandwidth_share=1.0,
         flops_share=1.0,
