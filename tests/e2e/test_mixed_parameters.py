@@ -1,6 +1,7 @@
 """No request can harm another: every parameter, in pairs, in one crowded batch, gives what it gives alone."""
 
 import random
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 from quire import LLM, RequestOutput, SamplingParams
 
 NUM_REQUESTS = 48
+NUM_PARTS = 6
+MAX_TOKENS = 20
+PROMPT_LENGTHS = (1, 2, 8, 15, 16, 17, 40)
 MAX_MODEL_LEN = 72
 COMMON: tuple[str, ...] = ("e", " ", "\n", "s", "x")
 SETTINGS: list[dict[str, Any]] = [
@@ -38,9 +42,19 @@ SETTINGS: list[dict[str, Any]] = [
 
 def random_request(rng: random.Random) -> tuple[list[int], SamplingParams]:
     """A prompt around a block's border, and two settings that go together."""
-    prompt = [rng.randrange(3, 500) for _ in range(rng.choice([1, 2, 8, 15, 16, 17, 40]))]
+    prompt = [rng.randrange(3, 500) for _ in range(rng.choice(PROMPT_LENGTHS))]
     one, other = rng.sample(SETTINGS, 2)
-    return prompt, SamplingParams(**{"max_tokens": 20, "seed": rng.randrange(2**40)} | one | other)
+    return prompt, params_with(rng, one | other)
+
+
+def request_with(rng: random.Random, given: dict[str, Any]) -> tuple[list[int], SamplingParams]:
+    """A prompt around a block's border, and these settings."""
+    prompt = [rng.randrange(3, 500) for _ in range(rng.choice(PROMPT_LENGTHS))]
+    return prompt, params_with(rng, given)
+
+
+def params_with(rng: random.Random, given: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": MAX_TOKENS, "seed": rng.randrange(2**40)} | given)
 
 
 def everything_but_times(output: RequestOutput) -> tuple[object, ...]:
@@ -51,7 +65,33 @@ def everything_but_times(output: RequestOutput) -> tuple[object, ...]:
 def test_answers_in_any_company_equal_those_alone(demo_model: Path, settings: dict[str, int]) -> None:
     """Others come and go beside them: streams that are left at random moments, in a pool that is too small."""
     rng = random.Random(str(settings))
-    prompts, params = zip(*(random_request(rng) for _ in range(NUM_REQUESTS)), strict=True)
+    requests = [random_request(rng) for _ in range(NUM_REQUESTS)]
+    assert compare_in_company(demo_model, requests, rng, **settings) > 0, "nobody was preempted"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_every_parameter_alone_and_with_every_other(demo_model: Path, part: int) -> None:
+    """Both ends of each range, in batches of NUM_REQUESTS, among streams that are left."""
+    rng = random.Random(part)
+    pairs = [one | other for one, other in combinations(SETTINGS, 2) if fit(one, other)]
+    every = SETTINGS + pairs
+    for first in range(part * NUM_REQUESTS, len(every), NUM_PARTS * NUM_REQUESTS):
+        requests = [request_with(rng, given) for given in every[first : first + NUM_REQUESTS]]
+        compare_in_company(demo_model, requests, rng, max_num_batched_tokens=rng.choice([9, 64]))
+
+
+def fit(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two settings can be those of one request."""
+    both = one | other
+    return not one.keys() & other.keys() and both.get("min_tokens", 0) <= both.get("max_tokens", MAX_TOKENS)
+
+
+def compare_in_company(
+    demo_model: Path, requests: list[tuple[list[int], SamplingParams]], rng: random.Random, **settings: int
+) -> int:
+    """Run requests alone and all together, and compare; return how many were preempted."""
+    prompts, params = zip(*requests, strict=True)
     with LLM(str(demo_model), max_model_len=MAX_MODEL_LEN) as llm:
         alone = [
             llm.generate([prompt], own, use_tqdm=False)[0] for prompt, own in zip(prompts, params, strict=True)
@@ -71,4 +111,4 @@ def test_answers_in_any_company_equal_those_alone(demo_model: Path, settings: di
         assert llm.kv_stats().used_blocks == 0
     for expected, (_, output), own in zip(alone, sorted(together.items()), params, strict=True):
         assert everything_but_times(output) == everything_but_times(expected), own
-    assert any(output.metrics and output.metrics.num_preemptions for output in together.values())
+    return sum(output.metrics is not None and output.metrics.num_preemptions > 0 for output in together.values())
