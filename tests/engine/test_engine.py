@@ -21,6 +21,8 @@ class FailingExecutor:
 
     def collect(self) -> StepResult:
         kind = self._rng.choice(["well", "well", "before", "after"])
+        if kind == "before":
+            self._inner.drop()
         result = None if kind == "before" else self._inner.collect()
         if result is None or kind == "after":
             self.num_failures += 1

@@ -6,6 +6,7 @@ token computed twice shows at once. The next token is a pure function of the pre
 request must come to is known without running any scheduler (`expected_tokens`).
 """
 
+from collections import deque
 from functools import reduce
 
 from quire.cache.block_table import NULL_BLOCK
@@ -82,18 +83,21 @@ class FakeExecutor:
         self._swap_slots = [EMPTY] * (num_swap_blocks * block_size)
         self._rows: dict[int, NewRow] = {}
         self._tables: dict[int, list[int]] = {}
-        self._plan: StepPlan | None = None
+        self._plans = deque[StepPlan]()
         self.trace: list[tuple[object, ...]] = []
         self.num_computed = 0  # tokens, over all steps
         self.num_swapped = 0   # blocks, out and in
         self.next_logprobs = next_logprobs  # for beams; may be replaced
 
     def submit(self, plan: StepPlan) -> None:
-        self._plan = plan
+        self._plans.append(plan)
+
+    def drop(self) -> StepPlan:
+        """Forget the oldest plan, and return it."""
+        return self._plans.popleft()
 
     def collect(self) -> StepResult:
-        plan, self._plan = self._plan, None
-        assert plan is not None
+        plan = self._plans.popleft()
         self.trace.append((plan.rows, plan.starts, plan.counts, plan.copies, plan.sample_rows, plan.table_blocks))
         assert 0 < sum(plan.counts) <= self._budget
         self.num_computed += sum(plan.counts)

@@ -67,6 +67,11 @@ class KVCacheManager:
         """Blocks that an append can take, cached ones among them."""
         return self._pool.num_free_blocks
 
+    @property
+    def has_window(self) -> bool:
+        """Whether blocks are given up as they leave a sliding window."""
+        return self._window is not None
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens of one sequence that shares nothing."""
         return blocks_for(num_tokens, self.block_size)

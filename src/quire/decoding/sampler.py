@@ -86,6 +86,35 @@ def sample(
     return SampledTokens(chosen.tolist(), records, failures)
 
 
+def draw(
+    state: SamplingState,
+    logits: Tensor,
+    rows: NDArray[np.int64],
+    token_ids: NDArray[np.int32],
+    num_tokens: NDArray[np.int64],
+    ops: SamplingOps = TORCH,
+) -> Tensor:
+    """Do what `sample` does without waiting for a device; for samples of which none asks for logprobs.
+
+    Returns int64 [2, num_samples], where the logits are: the tokens, and whether each has a finite logit.
+    """
+    samples = Samples.of(state, rows, token_ids, num_tokens)
+    wanted = int(np.bitwise_or.reduce(samples.features))
+    assert not wanted & (LOGPROBS | SCALED), "logprobs have to be waited for"
+    if wanted & EDITS:
+        apply_masks(samples, logits)
+        apply_penalties(samples, logits, ops)
+    choice = _choose(samples, logits, wanted, ops)
+    tokens = choice if isinstance(choice, Tensor) else torch.from_numpy(choice)
+    return torch.stack([tokens, logits.gather(1, tokens[:, None])[:, 0].isfinite()])
+
+
+def sampled_tokens(drawn: Tensor) -> SampledTokens:
+    """Return what `sample` would have, from what `draw` has given."""
+    token_ids, is_sound = drawn.tolist()
+    return SampledTokens(token_ids, None, {i: NOT_FINITE for i, sound in enumerate(is_sound) if not sound})
+
+
 def join(parts: Sequence[SampledTokens]) -> SampledTokens:
     """Return what calls for one sample each have given, as one call would."""
     records = [part.logprobs[0] if part.logprobs else None for part in parts]

@@ -11,8 +11,9 @@ from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM
 from quire.engine.sizing import CUDA_SWAP_BYTES, ModelLimits, free_memory_bytes, size_engine
 from quire.execution.batch import PersistentBatch
 from quire.execution.device_memory import memory_of
-from quire.execution.executor import LocalExecutor
+from quire.execution.executor import Executor, LocalExecutor
 from quire.execution.largest_step import CudaMeter, bytes_left
+from quire.execution.overlapped_worker import OverlappedWorker
 from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import CudaSwapper, Swapper
 from quire.execution.worker import Worker
@@ -66,7 +67,7 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
         spec, cache_config.num_blocks, cache_config.block_size, model.dtype, back_end, memory_of(device)
     )
     swapper = None if cache_config.num_swap_blocks == 0 else _swapper(options, cache_config, model, cache)
-    executor = LocalExecutor(Worker(model, cache, batch, swapper).execute)
+    executor = _executor(model, cache, batch, swapper)
     scheduler = make_scheduler(scheduler_config, make_manager(cache_config))
     ends = eos_token_ids(folder, config, spec.vocab_size)
     inputs = InputProcessor(
@@ -77,7 +78,8 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
         engine_seed=options.seed,
         max_logprobs=options.max_logprobs,
     )
-    return AssembledEngine(Engine(scheduler, executor), inputs, tokenizer, model, ends, limits.kv_bytes_per_token)
+    engine = Engine(scheduler, executor, overlaps=isinstance(executor, OverlappedWorker))
+    return AssembledEngine(engine, inputs, tokenizer, model, ends, limits.kv_bytes_per_token)
 
 
 def _sizes(options: EngineOptions, limits: ModelLimits, model: Decoder) -> tuple[CacheConfig, SchedulerConfig]:
@@ -94,6 +96,13 @@ def _sizes(options: EngineOptions, limits: ModelLimits, model: Decoder) -> tuple
     )
     swap_bytes = CUDA_SWAP_BYTES if options.memory_policy == "paged" else 0
     return size_engine(options, limits, left, share=1.0, default_swap_bytes=swap_bytes)
+
+
+def _executor(model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None) -> Executor:
+    """Return what runs plans: beside the host where the device can do that."""
+    if model.device.type == "cuda":
+        return OverlappedWorker(model, cache, batch, swapper)
+    return LocalExecutor(Worker(model, cache, batch, swapper).execute)
 
 
 def _swapper(options: EngineOptions, config: CacheConfig, model: Decoder, cache: KVCache) -> Swapper:

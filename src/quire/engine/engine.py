@@ -1,9 +1,12 @@
 """The step loop: schedule, execute, update (Yu et al. 2022)."""
 
+from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 
 from quire.core.block_map import BlockMap, Tier
 from quire.core.outputs import Admission, KVStats, SequenceDelta
+from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
 from quire.engine.kv_view import count_blocks_by_owner, view_holders
 from quire.execution.executor import Executor
@@ -13,11 +16,13 @@ from quire.scheduling.scheduler import Scheduler
 class Engine:
     """One scheduler and one executor. Requests go in, deltas of their sequences come out of each step."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, overlaps: bool = False) -> None:
         self.scheduler = scheduler
         self.num_computed_tokens = 0        # by the last step
         self._ran: list[int] = []           # requests, in the last step, if it failed
         self._executor = executor
+        self._overlaps = overlaps           # plan the next step while one runs: for devices that work by themselves
+        self._in_flight = deque[StepPlan]()  # submitted, and not collected
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError if it could never run."""
@@ -41,14 +46,33 @@ class Engine:
             plan = self.scheduler.schedule()
             if plan.is_empty:
                 return []
-            self._executor.submit(plan)
-            result = self._executor.collect()
-            deltas = self.scheduler.update(plan, result)
+            if not self._in_flight:
+                self._submit(plan)
+            if self._overlaps and (ahead := self.scheduler.plan_ahead()) is not None:
+                self._submit(ahead)
+            deltas = self.scheduler.update(plan, self._collect())
         except BaseException:
+            self._discard()
             self._ran = self.scheduler.undo()
             raise
+        if self._in_flight and not self.scheduler.has_requests:
+            deltas += self.step()                       # of those that have just ended: nothing comes of it
         self.num_computed_tokens = sum(plan.counts)
         return deltas
+
+    def _submit(self, plan: StepPlan) -> None:
+        self._executor.submit(plan)
+        self._in_flight.append(plan)
+
+    def _collect(self) -> StepResult:
+        self._in_flight.popleft()
+        return self._executor.collect()
+
+    def _discard(self) -> None:
+        """Let go of what has been submitted behind a step that has failed."""
+        while self._in_flight:
+            with suppress(Exception):
+                self._collect()
 
     def fail_step(self, reason: str) -> list[SequenceDelta]:
         """End the requests that ran in the step that has just failed; the others go on.

@@ -41,6 +41,7 @@ class PersistentBatch:
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # how many were asked for; -1: none
         self.sampling = SamplingState(max_num_seqs, vocab_size)
+        self._owners = np.zeros(max_num_seqs, dtype=np.int64)             # how many sequences each row has had
 
     def apply(self, plan: StepPlan) -> None:
         """Take over a plan's changes: forked rows first, then new rows, then block table entries."""
@@ -60,6 +61,7 @@ class PersistentBatch:
 
     def _begin(self, new: NewRow) -> None:
         row, asked = new.row, new.params.prompt_logprobs
+        self._owners[row] += 1
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.block_tables[row, : len(new.block_ids)] = new.block_ids
         self.num_prompt_tokens[row] = new.num_prompt_tokens
@@ -98,8 +100,19 @@ class PersistentBatch:
             logit_rows=query_starts[1:][entries].astype(np.int64) - 1,
         )
 
-    def record(self, inputs: StepInputs, sampled: list[int]) -> None:
-        """Write the sampled tokens behind the known ones. A sequence at its full length has no place for one more."""
+    def refer(self, inputs: StepInputs) -> IntArray:
+        """Let -1 - row stand for each token that is being sampled; return the rows' owners, for `record`."""
+        self.record(inputs, (-1 - inputs.sample_rows).tolist())
+        owners: IntArray = self._owners[inputs.sample_rows]
+        return owners
+
+    def record(self, inputs: StepInputs, sampled: list[int], owners: IntArray | None = None) -> None:
+        """Write the sampled tokens behind the known ones. A sequence at its full length has no place for one more.
+
+        With `owners`, rows that have another one by now are left alone.
+        """
         has_place = inputs.sample_num_tokens < self.token_ids.shape[1]
+        if owners is not None:
+            has_place &= owners == self._owners[inputs.sample_rows]
         rows, positions = inputs.sample_rows[has_place], inputs.sample_num_tokens[has_place]
         self.token_ids[rows, positions] = np.array(sampled, dtype=np.int32)[has_place]

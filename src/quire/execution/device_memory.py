@@ -43,9 +43,11 @@ def upload(tensors: Sequence[Tensor], device: torch.device, *, pins: bool = True
     ]
 
 
-def upload_step(forward: ForwardBatch, logit_rows: Tensor, device: torch.device) -> tuple[ForwardBatch, Tensor]:
-    """Return a step's inputs, and the rows whose logits are wanted, on `device`; as they are for a CPU."""
+def upload_step(
+    forward: ForwardBatch, logit_rows: Tensor, sample_rows: Tensor, device: torch.device
+) -> tuple[ForwardBatch, Tensor, Tensor]:
+    """Return a step's inputs on `device`; as they are for a CPU."""
     if device.type == "cpu":
-        return forward, logit_rows
-    *fields, rows = upload([*forward.tensors, logit_rows], device)
-    return ForwardBatch(*fields), rows
+        return forward, logit_rows, sample_rows
+    *fields, logit_rows, sample_rows = upload([*forward.tensors, logit_rows, sample_rows], device)
+    return ForwardBatch(*fields), logit_rows, sample_rows

@@ -13,7 +13,6 @@ from torch import Tensor
 from quire.core.plan import MeasuredRates, PromptLogprobsChunk, StepPlan, StepResult
 from quire.decoding.sampler import NOT_FINITE, SampledTokens, is_finite, join, prompt_logprobs, sample
 from quire.execution.batch import PersistentBatch, StepInputs
-from quire.execution.device_memory import upload_step
 from quire.execution.rates import Rate
 from quire.execution.swapper import Swapper
 from quire.model.decoder import Decoder
@@ -37,19 +36,25 @@ class Worker:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step: changes of rows, swaps, block copies, forward pass, sampling."""
+        started_s = time.perf_counter()
+        inputs, swap_s = self._begin(plan)
+        hidden = self._model.forward(inputs.forward, self._cache)                  # [T, hidden]
+        sampled = self._sample(inputs, hidden, torch.from_numpy(inputs.logit_rows))
+        self._batch.record(inputs, sampled.token_ids)
+        if max(plan.counts) > 1:                                                   # else nothing but decodes
+            self._prefill_rate.add(sum(plan.counts), time.perf_counter() - started_s - swap_s)
+        return self._result(inputs, hidden, sampled, swap_s)
+
+    def _begin(self, plan: StepPlan) -> tuple[StepInputs, float]:
+        """Do what comes before the forward pass; return its inputs, and the seconds spent on swapping."""
         self._batch.apply(plan)
         swap_s = 0.0 if self._swapper is None else self._swapper.move(plan)
-        started_s = time.perf_counter()
         if plan.copies:
             src, dst = torch.tensor(plan.copies).unbind(dim=1)
             self._model.back_end.copy_blocks([*self._cache.keys, *self._cache.values], src, dst)
-        inputs = self._batch.inputs(plan)
-        forward, logit_rows = upload_step(inputs.forward, torch.from_numpy(inputs.logit_rows), self._model.device)
-        hidden = self._model.forward(forward, self._cache)                         # [T, hidden]
-        sampled = self._sample(inputs, hidden, logit_rows)
-        self._batch.record(inputs, sampled.token_ids)
-        if max(plan.counts) > 1:                                                   # else nothing but decodes
-            self._prefill_rate.add(sum(plan.counts), time.perf_counter() - started_s)
+        return self._batch.inputs(plan), swap_s
+
+    def _result(self, inputs: StepInputs, hidden: Tensor, sampled: SampledTokens, swap_s: float) -> StepResult:
         failures = {int(inputs.sample_rows[index]): why for index, why in sampled.failures.items()}
         return StepResult(
             token_ids=sampled.token_ids,

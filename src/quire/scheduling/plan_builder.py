@@ -23,7 +23,7 @@ class PlanBuilder:
     """A plan under construction. `planned[i]` is the sequence of entry i, `sampled[j]` that of sample j.
 
     `forked`: sequences that begin with tokens of another's prompt, which is computed when the step is over.
-    `swapped_out`: requests whose blocks go out in this step.
+    `swapped_out`: requests whose blocks go out in this step. `resting`: sequences that sit it out: see run_ahead.py.
     """
 
     def __init__(self) -> None:
@@ -32,6 +32,7 @@ class PlanBuilder:
         self.sampled: list[tuple[Request, Sequence]] = []
         self.forked: list[Sequence] = []
         self.swapped_out: list[Request] = []
+        self.resting: list[tuple[Request, Sequence]] = []
 
     def begin_row(
         self, request: Request, sequence: Sequence, block_ids: list[int], copy: BlockCopy | None = None
@@ -53,11 +54,16 @@ class PlanBuilder:
             )
         )
 
-    def advance(self, sequence: Sequence, count: int, update: TableUpdate | None) -> None:
-        """Compute the next `count` known tokens of a sequence, on the blocks that `update` adds to its table."""
+    def advance(
+        self, sequence: Sequence, count: int, update: TableUpdate | None, start: int | None = None
+    ) -> None:
+        """Compute the next `count` tokens of a sequence, on the blocks that `update` adds to its table.
+
+        They begin behind what is computed, or at `start`, where a step under way will have come.
+        """
         plan, row = self.plan, sequence.row
         plan.rows.append(row)
-        plan.starts.append(sequence.num_computed_tokens)
+        plan.starts.append(sequence.num_computed_tokens if start is None else start)
         plan.counts.append(count)
         self.planned.append(sequence)
         if update is not None:

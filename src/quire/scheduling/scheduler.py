@@ -38,6 +38,7 @@ from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import ByPriority, RequestQueue, next_to_enter, turn_of
 from quire.scheduling.recovery import RecoveryPolicy
 from quire.scheduling.reservation import ReservingEntrance
+from quire.scheduling.run_ahead import plan_ahead
 from quire.scheduling.stops import finish_reason
 
 
@@ -64,6 +65,7 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._seq_ids = count()
         self._builder = PlanBuilder()                       # of the step that is under way
+        self._ahead: PlanBuilder | None = None              # of the step after it, if that has been planned already
         self._beams = BeamSearches(cache)
 
     # --- requests come and go -----------------------------------------------------------------------------------
@@ -133,7 +135,13 @@ class Scheduler:
     # --- the plan -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Choose who runs in the next step. The plan is empty only if nothing waits or runs."""
+        """Choose who runs in the next step. The plan is empty only if nothing waits or runs.
+
+        If it has been planned ahead, it is that plan, which has let nobody in.
+        """
+        if self._ahead is not None:
+            self._builder, self._ahead, self.admitted = self._ahead, None, []
+            return self._builder.plan
         self._builder = PlanBuilder()
         self._builder.plan.row_forks.extend(self._beams.take_row_forks())
         self._builder.plan.copies.extend(self.cache.take_copies())
@@ -148,6 +156,20 @@ class Scheduler:
         plan = self._builder.plan
         assert not plan.is_empty or not self._requests, "requests are here, but none of them can run"
         return plan
+
+    def plan_ahead(self) -> StepPlan | None:
+        """Return the step after the one under way, to be recorded after it; None where it cannot be planned yet."""
+        request = next_to_enter(self.waiting, self.swapped)
+        if self.cache.has_window or (request is not None and self.entrance.may_have_room(request)):
+            return None
+        budget = self.config.max_num_batched_tokens
+        self._ahead = plan_ahead(self._builder, self.entrance.num_seats, budget, self.cache)
+        if self._ahead is None:
+            return None
+        self.order.note_step()
+        self._ahead.plan.row_forks.extend(self._beams.take_row_forks())
+        self._ahead.plan.copies.extend(self.cache.take_copies())
+        return self._ahead.plan
 
     def _needs_prefixes(self) -> bool:
         """Whether somebody may be let in and will look for prefixes, or blocks are short: none may be there twice."""
@@ -416,6 +438,7 @@ class Scheduler:
         swapped out before, and did not come back in this step, is as it was. Returns the ids of the requests that ran.
         """
         ran = [request.request_id for request in self.running]
+        self._ahead = None
         for request in self.running[::-1]:
             self.recovery.count("recompute")
             request.num_preemptions += 1
@@ -530,7 +553,9 @@ class Scheduler:
         for sequence in sequences:
             assert (sequence.row != NO_ROW) == (sequence.status in {SequenceStatus.RUNNING, SequenceStatus.PADDING})
             if sequence.row != NO_ROW:
-                assert self.cache.num_tokens(sequence.seq_id) == sequence.num_computed_tokens <= sequence.num_tokens
+                num_ahead = self._ahead is not None and sequence in self._ahead.planned
+                num_tokens = self.cache.num_tokens(sequence.seq_id) - num_ahead
+                assert num_tokens == sequence.num_computed_tokens <= sequence.num_tokens
         for request in self.running:
             waits = [sequence.is_computed for sequence in request.live]
             assert not any(waits) or (request.beam is not None and not all(waits)), "nothing left to compute"

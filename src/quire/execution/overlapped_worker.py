@@ -1,0 +1,105 @@
+"""A worker that starts a step and lets the host go on: for devices that work by themselves.
+
+The token that a step samples stays on the device until it is collected. In the batch's rows a reference stands for it,
+a negative number that names the row, and a later step that computes it takes it from where the last step left it.
+"""
+
+import logging
+import time
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.plan import StepPlan, StepResult
+from quire.decoding.sampler import SampledTokens, draw, sampled_tokens
+from quire.decoding.state import LOGPROBS
+from quire.execution.batch import PersistentBatch, StepInputs
+from quire.execution.device_memory import upload_step
+from quire.execution.swapper import Swapper
+from quire.execution.worker import Worker
+from quire.model.decoder import Decoder
+from quire.model.kv_cache import KVCache
+
+log = logging.getLogger(__name__)
+
+
+class Started(NamedTuple):
+    """A step that the device may still be at work on."""
+
+    inputs: StepInputs
+    owners: NDArray[np.int64]         # of the rows that are sampled for
+    hidden: Tensor                    # [T, hidden]
+    sampled: SampledTokens | Tensor   # what `draw` gave, on its way to the host; or all of it, where logprobs are asked
+    event: torch.cuda.Event | None    # it has arrived
+    num_prefilled: int                # tokens; 0 where there is nothing but decodes
+    swap_s: float
+    started_s: float
+
+
+class OverlappedWorker(Worker):
+    """An `Executor` of its own: several steps may be submitted before the first is collected."""
+
+    def __init__(self, model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None) -> None:
+        super().__init__(model, cache, batch, swapper)
+        self._steps: deque[Started] = deque()
+        self._last_tokens = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=model.device)  # by row
+        self._collected_s = 0.0
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> None:
+        """Start a step: everything but looking at what it gave."""
+        started_s = time.perf_counter()
+        inputs, swap_s = self._begin(plan)
+        rows = torch.from_numpy(inputs.sample_rows)
+        forward, logit_rows, sample_rows = upload_step(
+            inputs.forward, torch.from_numpy(inputs.logit_rows), rows, self._model.device
+        )
+        references = (-1 - forward.token_ids).clamp_(min=0)
+        known = forward.token_ids
+        forward.token_ids.copy_(torch.where(known < 0, self._last_tokens[references], known))
+        hidden = self._model.forward(forward, self._cache)
+        sampled = self._start_sampling(inputs, hidden, logit_rows)
+        tokens = sampled[0] if isinstance(sampled, Tensor) else torch.tensor(sampled.token_ids, device=hidden.device)
+        self._last_tokens.index_copy_(0, sample_rows, tokens)
+        event = None
+        if isinstance(sampled, Tensor) and sampled.is_cuda:
+            sampled = torch.empty_like(sampled, device="cpu", pin_memory=True).copy_(sampled, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        num_prefilled = sum(plan.counts) if max(plan.counts) > 1 else 0
+        owners = self._batch.refer(inputs)
+        self._steps.append(Started(inputs, owners, hidden, sampled, event, num_prefilled, swap_s, started_s))
+
+    @torch.inference_mode()
+    def collect(self) -> StepResult:
+        """Wait for the oldest step, put its tokens in the place of the references, and return the result."""
+        step = self._steps.popleft()
+        if step.event is not None:
+            step.event.synchronize()
+        sampled = sampled_tokens(step.sampled) if isinstance(step.sampled, Tensor) else step.sampled
+        self._batch.record(step.inputs, sampled.token_ids, step.owners)
+        before_s, self._collected_s = self._collected_s, time.perf_counter()
+        if step.num_prefilled:
+            self._prefill_rate.add(step.num_prefilled, self._collected_s - max(before_s, step.started_s))
+        return self._result(step.inputs, step.hidden, sampled, step.swap_s)
+
+    def _start_sampling(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens | Tensor:
+        """Draw without waiting, unless somebody asked for logprobs, or the draw has to be made one by one."""
+        if (self._batch.sampling.features[inputs.sample_rows] & LOGPROBS).any():
+            return self._sample(inputs, hidden, logit_rows)
+        try:
+            return draw(
+                self._batch.sampling,
+                self._model.logits(hidden[logit_rows]),
+                inputs.sample_rows,
+                self._batch.token_ids,
+                inputs.sample_num_tokens,
+                self._model.back_end.sampling,
+            )
+        except Exception:
+            log.exception("the samples of a step are drawn again")
+        return self._sample(inputs, hidden, logit_rows)

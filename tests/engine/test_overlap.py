@@ -1,0 +1,130 @@
+"""Two plans in flight give the tokens of one at a time, whatever happens meanwhile."""
+
+import random
+
+import pytest
+
+from quire.core.beam_search_params import BeamSearchParams
+from quire.core.plan import StepPlan, StepResult
+from quire.engine.engine import Engine
+from support.fake_executor import FakeExecutor
+from support.scheduling import Harness
+
+
+class Overlapping:
+    """Passes plans on, notes how many are in flight, and fails now and then: before the work is done, or after."""
+
+    def __init__(self, inner: FakeExecutor, rng: random.Random | None = None) -> None:
+        self._inner, self._rng = inner, rng
+        self._num_in_flight = self.most_in_flight = self.num_failures = 0
+        self.plans: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self._num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
+        self._inner.submit(plan)
+
+    def collect(self) -> StepResult:
+        self._num_in_flight -= 1
+        kind = self._rng.choice(["well"] * 6 + ["before", "after"]) if self._rng else "well"
+        if kind == "before":
+            self._inner.fail(self._inner.drop())
+        else:
+            result = self._inner.collect()
+            if kind == "well":
+                return result
+        self.num_failures += 1
+        raise RuntimeError("no device")
+
+
+def step(engine: Engine, harness: Harness) -> None:
+    """Run one step, failed or not, and take down what it gave."""
+    try:
+        deltas = engine.step()
+    except RuntimeError:
+        deltas = []
+    harness.check()
+    for delta in deltas:
+        harness.outputs.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+        if delta.finish_reason is not None:
+            harness.reasons[delta.request_id, delta.index] = delta.finish_reason
+        if delta.cumulative_logprob is not None:
+            harness.logprobs[delta.request_id, delta.index] = delta.cumulative_logprob
+
+
+def add_some(harness: Harness, rng: random.Random) -> None:
+    """Queue a request of any kind; some have to see every token before the next is drawn."""
+    prompt = [0, 1, 2, 3, 4, 5, 6, 7, 8][: rng.randint(0, 9)] + [9] * rng.randint(1, 5)
+    kind = rng.choice(["plain", "plain", "plain", "branches", "penalized", "beams"])
+    max_tokens = rng.randint(1, 14)
+    if kind == "beams":
+        harness.add_beams(prompt, BeamSearchParams(beam_width=2, max_tokens=max_tokens))
+        return
+    settings = {"branches": {"n": 3}, "penalized": {"presence_penalty": 0.5}}.get(kind, {})
+    harness.add(prompt, eos={rng.randrange(50)}, max_tokens=max_tokens, **settings)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["well", "failing"])
+@pytest.mark.parametrize("num_blocks", [20, 60], ids=["short of blocks", "room for all"])
+@pytest.mark.parametrize("seed", range(8))
+def test_overlap_changes_no_tokens_and_loses_no_blocks(seed: int, num_blocks: int, fails: bool) -> None:
+    rng = random.Random(seed)
+    harness = Harness(num_blocks, budget=rng.choice([8, 16]), caching=rng.random() < 0.5, num_swap_blocks=12)
+    executor = Overlapping(harness.executor, rng if fails else None)
+    engine = Engine(harness.scheduler, executor, overlaps=True)
+    aborted = set[int]()
+    for _ in range(10):
+        add_some(harness, rng)
+        for _ in range(rng.randint(0, 8)):
+            step(engine, harness)
+        if rng.random() < 0.2:
+            request_id = rng.choice(list(harness.requests))
+            if engine.abort(request_id):
+                aborted.add(request_id)
+    while harness.scheduler.has_requests:
+        step(engine, harness)
+    assert harness.cache.num_free_blocks == harness.num_blocks
+    assert fails <= (executor.num_failures > 0)
+    assert executor.most_in_flight == 2
+    for request in harness.requests.values():
+        harness.assert_right(request, whole=request.request_id not in aborted)
+
+
+def test_steady_decodes_are_always_one_step_ahead() -> None:
+    harness = Harness(num_blocks=60)
+    executor = Overlapping(harness.executor)
+    engine = Engine(harness.scheduler, executor, overlaps=True)
+    requests = [harness.add(5, max_tokens=12, ignore_eos=True) for _ in range(3)]
+    step(engine, harness)
+    for _ in range(5):
+        num_plans = len(executor.plans)
+        step(engine, harness)
+        assert len(executor.plans) == num_plans + 1  # while the one before it is not collected
+        assert executor.plans[-1].starts == [request.live[0].num_tokens - 1 for request in requests]
+
+
+def test_who_has_to_see_its_token_sits_out_every_other_step() -> None:
+    harness = Harness(num_blocks=60)
+    executor = Overlapping(harness.executor)
+    engine = Engine(harness.scheduler, executor, overlaps=True)
+    plain, penalized = harness.add(5, max_tokens=20), harness.add(5, max_tokens=9, frequency_penalty=0.5)
+    for _ in range(8):
+        step(engine, harness)
+    widths = [len(plan.rows) for plan in executor.plans[:8]]
+    assert widths == [2, 1, 2, 1, 2, 1, 2, 1]
+    assert penalized.live[0].num_output_tokens == 4 < plain.live[0].num_output_tokens == 8
+
+
+def test_newcomers_are_let_in_as_soon_as_what_is_in_flight_is_over() -> None:
+    harness = Harness(num_blocks=60)
+    engine = Engine(harness.scheduler, Overlapping(harness.executor), overlaps=True)
+    harness.add(5, max_tokens=20, ignore_eos=True)
+    step(engine, harness)
+    assert [each.request_id for each in engine.admissions] == [0]
+    step(engine, harness)
+    assert engine.admissions == []
+    late = harness.add(5, max_tokens=2, ignore_eos=True)
+    step(engine, harness)
+    step(engine, harness)
+    assert [each.request_id for each in engine.admissions] == [late.request_id]

@@ -1,0 +1,58 @@
+"""Two steps in flight on real tensors: the same bits as one at a time."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, BeamSearchParams, SamplingParams
+from quire.execution.overlapped_worker import OverlappedWorker
+from support.random_model import write_random_model
+
+PROMPTS = [[(11 * i * i + 5 * seed) % 290 for i in range(length)] for seed, length in enumerate((40, 3, 33, 17))]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=1, top_p=0.9, max_tokens=18, n=3),
+    SamplingParams(temperature=0.8, seed=2, presence_penalty=0.7, max_tokens=21, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=1.0, seed=3, min_tokens=4, logit_bias={5: 3.0}, stop_token_ids=[5], max_tokens=30),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("model"))
+
+
+def answers(model: Path, **settings: object) -> list[object]:
+    with LLM(model, max_num_batched_tokens=32, **settings) as llm:  # type: ignore[arg-type]
+        outputs = llm.generate([list(prompt) for prompt in PROMPTS], PARAMS, use_tqdm=False)
+        beams = llm.beam_search([list(prompt) for prompt in PROMPTS[:2]], BeamSearchParams(beam_width=3, max_tokens=8))
+        assert llm.kv_stats().used_blocks == 0
+        return [[(b.token_ids, b.logprobs, b.finish_reason) for b in each.outputs] for each in outputs + beams] + [
+            each.prompt_logprobs for each in outputs
+        ]
+
+
+@pytest.mark.parametrize("settings", [{"num_kv_blocks": 80}, {"num_kv_blocks": 12, "num_swap_blocks": 9}], ids=str)
+def test_answers_are_the_same_to_the_bit(
+    settings: dict[str, int], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(model, **settings)
+    workers: list[OverlappedWorker] = []
+    submit: Callable[..., None] = OverlappedWorker.submit
+    most = 0
+
+    def counting(self: OverlappedWorker, plan: object) -> None:
+        nonlocal most
+        submit(self, plan)
+        most = max(most, len(self._steps))
+
+    def make(*parts: object) -> OverlappedWorker:
+        workers.append(OverlappedWorker(*parts))  # type: ignore[arg-type]
+        return workers[-1]
+
+    monkeypatch.setattr("quire.engine.assembly._executor", make)
+    monkeypatch.setattr(OverlappedWorker, "submit", counting)
+    assert answers(model, **settings) == expected
+    assert most == 2
+    assert not workers[0]._steps, "a step was left uncollected"
