@@ -18,9 +18,11 @@ from quire.core.plan import StepPlan, StepResult
 from quire.decoding.sampler import SampledTokens, draw, sampled_tokens
 from quire.decoding.state import LOGPROBS
 from quire.execution.batch import PersistentBatch, StepInputs
+from quire.execution.decode_graphs import CudaGraphs, DecodeGraphs
 from quire.execution.device_memory import upload_step
 from quire.execution.swapper import Swapper
 from quire.execution.worker import Worker
+from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 
@@ -48,6 +50,12 @@ class OverlappedWorker(Worker):
         self._steps: deque[Started] = deque()
         self._last_tokens = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=model.device)  # by row
         self._collected_s = 0.0
+        self._graphs: DecodeGraphs | None = None
+        if model.device.type == "cuda":
+            self._graphs = DecodeGraphs(self._forward, batch.block_tables.shape[1], model.device, CudaGraphs())
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        return self._model.forward(batch, self._cache)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
@@ -61,7 +69,8 @@ class OverlappedWorker(Worker):
         references = (-1 - forward.token_ids).clamp_(min=0)
         known = forward.token_ids
         forward.token_ids.copy_(torch.where(known < 0, self._last_tokens[references], known))
-        hidden = self._model.forward(forward, self._cache)
+        hidden = None if self._graphs is None else self._graphs.run(forward)
+        hidden = self._forward(forward) if hidden is None else hidden
         sampled = self._start_sampling(inputs, hidden, logit_rows)
         tokens = sampled[0] if isinstance(sampled, Tensor) else torch.tensor(sampled.token_ids, device=hidden.device)
         self._last_tokens.index_copy_(0, sample_rows, tokens)
@@ -72,6 +81,8 @@ class OverlappedWorker(Worker):
             event.record()
         num_prefilled = sum(plan.counts) if max(plan.counts) > 1 else 0
         owners = self._batch.refer(inputs)
+        if self._graphs is not None:
+            self._graphs.capture_one()
         self._steps.append(Started(inputs, owners, hidden, sampled, event, num_prefilled, swap_s, started_s))
 
     @torch.inference_mode()

@@ -1,0 +1,100 @@
+"""Which sizes are captured and when, and that padding reaches nothing; a fake graph calls what it was made of."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.execution.decode_graphs import SIZES, WANTED_BEFORE_CAPTURE, DecodeGraphs
+from quire.model.batch import ForwardBatch
+
+MAX_BLOCKS = 5
+
+
+def batch_of(num_rows: int, counts: int = 1, width: int = 2) -> ForwardBatch:
+    """Decodes of made-up sequences, all different."""
+    num_tokens = num_rows * counts
+    return ForwardBatch(
+        token_ids=torch.arange(num_tokens) + 7,
+        positions=torch.arange(num_tokens) + 3,
+        slot_mapping=torch.arange(num_tokens) * 2,
+        query_starts=torch.arange(num_rows + 1, dtype=torch.int32) * counts,
+        context_lens=torch.arange(num_rows, dtype=torch.int32) + 4,
+        block_tables=torch.arange(num_rows * width, dtype=torch.int32).view(num_rows, width),
+    )
+
+
+class Recorder:
+    """Computes nothing but the sum of what it is given, and keeps the batches that it saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[ForwardBatch] = []
+        self.num_captured = 0
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        self.seen.append(ForwardBatch(*(x.clone() for x in batch.tensors)))
+        return (batch.token_ids + batch.positions)[:, None].float()
+
+    def capture(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.num_captured += 1
+        return call
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def graphs(recorder: Recorder) -> DecodeGraphs:
+    return DecodeGraphs(recorder.forward, MAX_BLOCKS, torch.device("cpu"), recorder.capture)
+
+
+def want(graphs: DecodeGraphs, num_rows: int) -> None:
+    for _ in range(WANTED_BEFORE_CAPTURE):
+        assert graphs.run(batch_of(num_rows)) is None
+        graphs.capture_one()
+
+
+def test_size_is_captured_once_it_has_been_wanted_often(graphs: DecodeGraphs, recorder: Recorder) -> None:
+    for _ in range(WANTED_BEFORE_CAPTURE - 1):
+        assert graphs.run(batch_of(3)) is None
+        graphs.capture_one()
+    assert recorder.num_captured == 0
+    assert graphs.run(batch_of(4)) is None  # the same size
+    graphs.capture_one()
+    assert recorder.num_captured == 1
+    assert graphs.run(batch_of(5)) is None  # another
+    assert graphs.run(batch_of(3)) is not None
+
+
+def test_one_size_is_captured_at_a_time(graphs: DecodeGraphs, recorder: Recorder) -> None:
+    for num_rows in (1, 2, 200):
+        for _ in range(WANTED_BEFORE_CAPTURE):
+            graphs.run(batch_of(num_rows))
+    for expected in (1, 2, 3, 3):
+        graphs.capture_one()
+        assert recorder.num_captured == expected
+
+
+def test_batch_is_padded_with_rows_of_no_sequence(graphs: DecodeGraphs, recorder: Recorder) -> None:
+    want(graphs, 7)
+    for num_rows in (8, 6):  # what the larger batch left is covered
+        batch = batch_of(num_rows)
+        hidden = graphs.run(batch)
+        assert hidden is not None
+        assert torch.equal(hidden, (batch.token_ids + batch.positions)[:, None].float())
+    seen = recorder.seen[-1]
+    assert seen.context_lens.tolist() == [4, 5, 6, 7, 8, 9, 0, 0]
+    assert seen.slot_mapping[6:].tolist() == [-1, -1]
+    assert seen.query_starts.tolist() == list(range(9))
+    assert torch.equal(seen.block_tables[:6, :2], batch.block_tables)
+
+
+def test_prompts_and_batches_above_the_last_size_run_as_they_are(graphs: DecodeGraphs, recorder: Recorder) -> None:
+    for _ in range(WANTED_BEFORE_CAPTURE + 1):
+        assert graphs.run(batch_of(3, counts=2)) is None
+        assert graphs.run(batch_of(SIZES[-1] + 1)) is None
+        graphs.capture_one()
+    assert recorder.num_captured == 0
