@@ -27,6 +27,7 @@ MAX_PARTITIONS = 32   # beyond, partitions double: what they leave behind stays 
 TARGET_PROGRAMS = 2048  # about four on each of 132 processors, with as much again for uneven contexts
 DECODE_ROWS = 16      # least height of a product on matrix units
 
+VARYING = ("num_seqs", "table_stride", "max_partitions")  # by the step: they get no kernels of their own
 LOG2_E = 1.4426950408889634
 
 
@@ -196,7 +197,7 @@ def _fold_keys(
     return highest, total, weighted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _decode_kernel(
     query, key_cache, value_cache, out, block_tables, query_starts, context_lens, num_seqs,
     token_stride, head_stride, table_stride, scale, partials, max_partitions,
@@ -247,7 +248,7 @@ def _decode_kernel(
                 tl.store(place + DIMS + 1, total, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("max_partitions",))
 def _combine_kernel(
     partials, out, query_starts, context_lens, max_partitions, num_heads,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PARTITION: tl.constexpr, MAX_PARTITIONS: tl.constexpr,
@@ -270,7 +271,7 @@ def _combine_kernel(
         tl.store(out + (token.to(tl.int64) * num_heads + head) * HEAD_DIM + dims, mean, mask=dims < HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_seqs", "table_stride"))
 def _chunk_kernel(
     query, key_cache, value_cache, out, block_tables, query_starts, context_lens, num_seqs,
     token_stride, head_stride, table_stride, scale,

@@ -49,7 +49,7 @@ def _move(sources: list[Tensor], targets: list[Tensor], src: Tensor, dst: Tensor
     _move_kernel[grid](table, len(sources), len(src), num_words, WORDS=WORDS, num_warps=4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_copies",))
 def _move_kernel(table, num_caches, num_copies, num_words, WORDS: tl.constexpr):
     """A part of one block of one cache. `table`: addresses of the sources, of the targets; blocks read, written."""
     copy, cache = tl.program_id(0), tl.program_id(1)
