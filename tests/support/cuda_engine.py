@@ -9,6 +9,7 @@ from quire import LLM, SamplingParams
 
 PROMPTS = [[(7 * i * i + 3 * seed) % 290 for i in range(length)] for seed, length in enumerate((40, 3, 33, 17))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)  # 14 blocks do not hold all of them at once
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[list[int]]]:
@@ -43,7 +44,7 @@ def check_sharing(make: Callable[..., LLM], model: Path, margin: float) -> None:
         assert len({tuple(branch) for branch in forked}) > 1
     for mode in ("recompute", "swap"):
         with make(**settings, num_kv_blocks=14, num_swap_blocks=24, preemption_mode=mode) as llm:
-            answers.append(tokens_of(llm, PROMPTS))
+            answers.append(tokens_of(llm, PROMPTS, LONG))
             assert llm.kv_stats().preemptions[mode] > 0
     for answer in answers:
         for prompt, (tokens,) in zip(PROMPTS, answer, strict=True):
