@@ -19,9 +19,10 @@ import typer
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.attention import CppAttentionPlan, paged_attention, prepare
+from quire.kernels.cpp.attention import paged_attention
 from quire.kernels.cpp.cache_layout import cache_shapes
 from quire.kernels.cpp.huge_pages import huge_pages
+from quire.kernels.paged_attention import AttentionPlan, prepare
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 14, 2, 64  # of bench-0.5b
 DECODES = [(1, 2048), (1, 8192), (1, 32768), (8, 2048), (8, 8192), (32, 2048), (32, 8192)]  # batch, context
@@ -37,7 +38,7 @@ def random_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return cache
 
 
-def make_plan(batch: int, before: int, num_tokens: int, block_size: int) -> CppAttentionPlan:
+def make_plan(batch: int, before: int, num_tokens: int, block_size: int) -> AttentionPlan:
     """Give every sequence shuffled blocks of its own."""
     length = before + num_tokens
     num_blocks = -(-length // block_size)

@@ -33,6 +33,7 @@ import quire.engine.assembly  # noqa: E402
 import quire.model.loader  # noqa: E402
 from quire import LLM, SamplingParams  # noqa: E402
 from quire.kernels.back_end import cuda_back_end  # noqa: E402
+from quire.kernels.paged_attention import prepare  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs/gpu.md"
 BEGIN, END = "<!-- figures of bench/gpu.py -->", "<!-- end of figures -->"
@@ -126,7 +127,7 @@ def paged_call(batch: int, context: int, num_queries: int) -> Callable[[], objec
     tables = torch.randperm(batch * per_sequence, device=DEVICE).int().view(batch, per_sequence)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * num_queries
     lens = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
-    plan = back_end.prepare_attention(tables, starts, lens, 16)
+    plan = prepare(tables, starts, lens, 16)
     query = random(batch * num_queries, HEADS, HEAD_DIM)
     return partial(back_end.paged_attention, query, key, value, plan, HEAD_DIM**-0.5)
 

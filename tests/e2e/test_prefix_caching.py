@@ -143,7 +143,8 @@ def test_preempted_hits_change_nothing(model: Model, block_size: int, budget: in
 @pytest.mark.parametrize(("block_size", "budget"), list(product((8, 16, 32, 64, 128), (1, 7, 16, 2048))))
 @pytest.mark.parametrize("spare_blocks", [0, 8, 1000])
 def test_every_setting_gives_the_same_answers(model: Model, block_size: int, budget: int, spare_blocks: int) -> None:
-    num_blocks = -(-MAX_MODEL_LEN // block_size) + 3 + spare_blocks
+    blocks_of_a_branch = 1 + -(-NUM_TOKENS // block_size)
+    num_blocks = -(-MAX_MODEL_LEN // block_size) + 3 * blocks_of_a_branch + spare_blocks  # a prompt with four branches
     for first_kind in range(len(KINDS)):
         check_setting(model, block_size, budget, num_blocks, first_kind)
 

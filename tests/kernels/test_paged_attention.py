@@ -15,7 +15,7 @@ from support.paged_cache import Paging, Part, Tokens, attend
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
 HEADS = [(4, 4, 8), (4, 2, 32), (14, 2, 64), (8, 1, 80), (8, 2, 128)]  # groups of 1, 2, 7, 8 and 4
 LENGTH = 300  # several key tiles, the last one not full
-LONG = 1200  # more key tiles than one round holds
+LONG = 1200  # many key tiles
 
 
 def parts_of(tokens: Tokens, chunk: int, begin: int = 0) -> list[Part]:
@@ -118,13 +118,6 @@ def test_long_context_has_the_same_bits_by_the_token_and_as_a_whole(window: int 
     assert torch.equal(whole[1000:], in_chunks(tokens, 1, window, begin=1000))
     expected = attend([Part(tokens, 0, LONG)], window=window, back_end=REFERENCE)[0]
     torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_step_that_exceeds_the_scratch_memory_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [Part(Tokens.random(length, (14, 2, 64), seed=length), 0, length) for length in (200, 333, 64)]
-    in_one = attend(parts)
-    monkeypatch.setattr("quire.kernels.attention_tiling.MAX_SCRATCH_BYTES", 1)
-    assert all(map(torch.equal, attend(parts), in_one))
 
 
 def test_windows_far_apart_share_a_step() -> None:

@@ -49,13 +49,14 @@ def test_kernels_of_a_layer_compile_without_spilling(
     heads: tuple[int, int, int], dtype: torch.dtype, capability: int
 ) -> None:
     from quire.kernels.back_end import cuda_back_end
+    from quire.kernels.paged_attention import prepare
 
     ops, (num_heads, num_kv_heads, head_dim) = cuda_back_end(), heads
     cache = torch.empty(3, 16, num_kv_heads, head_dim, dtype=dtype)
     query, key = torch.empty(70, num_heads, head_dim, dtype=dtype), torch.empty(70, num_kv_heads, head_dim, dtype=dtype)
     int32, int64 = torch.zeros(5, dtype=torch.int32), torch.zeros(70, dtype=torch.int64)
     with compiled_launches(capability) as kernels:
-        plan = ops.prepare_attention(torch.zeros(4, 2048, dtype=torch.int32), int32, int32[:4], 16)
+        plan = prepare(torch.zeros(4, 2048, dtype=torch.int32), int32, int32[:4], 16)
         ops.paged_attention(query, cache, cache, plan, 0.1)
         ops.rotate_and_write_kv(query, key, key, int64, torch.empty(9, head_dim), cache, cache, int64)
         ops.rms_norm(torch.empty(4096, dtype=dtype), 1e-5)(torch.empty(4, 4096, dtype=dtype), None)

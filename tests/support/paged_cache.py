@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.back_end import TORCH, BackEnd
+from quire.kernels.paged_attention import prepare
 
 GARBAGE_BLOCK = 10**6
 
@@ -66,7 +67,7 @@ def attend(
         _fill(table, part, window, key_cache, value_cache)
     counts = torch.tensor([0] + [part.stop - part.start for part in parts])
     context_lens = torch.tensor([part.stop for part in parts]).int()
-    plan = back_end.prepare_attention(
+    plan = prepare(
         tables.to(device), counts.cumsum(0).int().to(device), context_lens.to(device), paging.block_size
     )
     query, key_cache, value_cache = (

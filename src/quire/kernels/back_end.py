@@ -45,7 +45,6 @@ class BackEnd:
     linear: Callable[..., linear.Linear]
     fuse_layers: Callable[[Sequence[LayerParts], Tensor], RunLayers | None]
     cache_layout: cache_layout.CacheLayout
-    prepare_attention: Callable[..., paged_attention.AttentionPlan]
     paged_attention: Callable[..., Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     rotate_and_write_kv: Callable[..., Tensor]
@@ -63,7 +62,6 @@ TORCH = BackEnd(
     linear=linear.PackedLinear,
     fuse_layers=lambda layers, progress: None,
     cache_layout=cache_layout.PLAIN,
-    prepare_attention=paged_attention.prepare,
     paged_attention=paged_attention.paged_attention,
     write_kv=kv_cache_write.write_kv,
     rotate_and_write_kv=kv_cache_write.rotate_and_write_kv,

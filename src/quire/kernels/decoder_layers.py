@@ -5,12 +5,13 @@ means. Where the time between two ops counts, a back end may take the parts and 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from quire.kernels.linear import Linear
 from quire.kernels.norm import Norm
+from quire.kernels.paged_attention import AttentionPlan
 
 
 class LayerParts(NamedTuple):
@@ -40,13 +41,12 @@ class RunLayers(Protocol):
         x: Tensor,
         positions: Tensor,
         slot_mapping: Tensor,
-        plan: Any,  # noqa: ANN401 (each back end has its own)
+        plan: AttentionPlan,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Return `(x, residual)`, each [num_tokens, width], whose sum is the stream after the last layer.
 
         x [num_tokens, width] is the stream before the first one, and is not to be used again; positions and
-        slot_mapping [num_tokens] int64; `plan` is what the back end prepared; keys and values are the caches of each
-        layer.
+        slot_mapping [num_tokens] int64; keys and values are the caches of each layer.
         """

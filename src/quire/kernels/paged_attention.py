@@ -1,44 +1,38 @@
 """Causal attention of a flat batch of tokens over paged keys and values (Kwon et al. 2023, section 4.1).
 
-The stand-in works in float32 on pairs of a query tile and a key tile (`attention_tiling`), all pairs of a round at
-once: it gathers keys and values, multiplies, masks, and folds the round into a running softmax (Milakov and Gimelshein
-2018). A row's sums run over key tiles in ascending order. Within a tile the matrix library chooses the order, by the
-shape of the product and maybe by the row's place in it: so both are the same in every step (docs/decisions/0002).
+The stand-in works in float32, tile by tile: a key tile is SLOTS_PER_KEY_TILE consecutive positions, and the queries at
+the positions of one key tile are multiplied with all key tiles up to it. All borders stand at fixed absolute positions,
+every product of a layer has one shape, and a row one place in it, because the matrix library chooses the order of a sum
+by both (docs/decisions/0002). So neither how a sequence is chunked nor what else runs changes a bit.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.kernels.attention_tiling import (
-    ROWS_PER_PRODUCT,
-    SLOTS_PER_KEY_TILE,
-    HeadShape,
-    Round,
-    StepShape,
-    TileGroup,
-    slots_per_unit,
-    tile_step,
-)
 
-LOWEST = torch.finfo(torch.float32).min  # a maximum that has seen nothing: with -inf, -inf - -inf would be NaN
+SLOTS_PER_KEY_TILE = 64
+ROWS_PER_PRODUCT = 16  # divides SLOTS_PER_KEY_TILE; fewer rows than these may take another path through the library
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What all layers of a step share: who the queries belong to and where their context lies."""
+    """What all layers of a step share: who the queries belong to and where their context lies; as in `reference`."""
 
-    step: StepShape
-    _groups: dict[HeadShape, list[TileGroup]] = field(default_factory=dict)
+    block_tables: Tensor   # [num_seqs, max_blocks] int32
+    query_starts: Tensor   # [num_seqs + 1] int32
+    context_lens: Tensor   # [num_seqs] int32
+    block_size: int
 
-    def groups(self, heads: HeadShape) -> list[TileGroup]:
-        """Return the groups of query tiles for layers of this shape, cut when the first such layer asks."""
-        if heads not in self._groups:
-            self._groups[heads] = tile_step(self.step, heads)
-        return self._groups[heads]
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the flat batch."""
+        return int(self.query_starts[-1])
 
 
 def prepare(block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, block_size: int) -> AttentionPlan:
@@ -48,7 +42,9 @@ def prepare(block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, bl
     """
     assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
     assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
-    return AttentionPlan(StepShape(block_tables, query_starts, context_lens, block_size))
+    assert all(x.dtype == torch.int32 for x in (block_tables, query_starts, context_lens)), "int32 tables and lengths"
+    tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
+    return AttentionPlan(tables, query_starts.contiguous(), context_lens.contiguous(), block_size)
 
 
 def reference(
@@ -87,126 +83,110 @@ def reference(
     return out
 
 
+class _Span(NamedTuple):
+    """Queries at consecutive positions of one key tile, [start, stop), from row `row` of the flat batch on."""
+
+    table: Tensor
+    row: int
+    start: int
+    stop: int
+
+
 def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
 ) -> Tensor:
     """Attend as `reference` does, with the plan of the step; caches contiguous."""
-    num_tokens, num_heads, head_dim = query.shape
-    heads = HeadShape(num_heads, key_cache.shape[2], head_dim, window)
-    out = query.new_empty(num_tokens + 1, num_heads, head_dim)  # the last row takes what unfilled tiles compute
-    for group in plan.groups(heads):
-        softmax = _RunningSoftmax(_query_rows(query, group, heads, scale), heads)
-        for each in group.rounds:
-            softmax.fold(each, _gather(key_cache, each.units), _gather(value_cache, each.units))
-        out.index_copy_(0, group.targets, softmax.result().to(query.dtype))
-    return out[:num_tokens]
+    out = query.new_empty(query.shape)
+    for span in _spans(plan):
+        rows = slice(span.row, span.row + span.stop - span.start)
+        out[rows] = _attend(query[rows].float() * scale, key_cache, value_cache, span, window).to(query.dtype)
+    return out
+
+
+def _spans(plan: AttentionPlan) -> Iterator[_Span]:
+    """Cut the step's queries at the borders of key tiles."""
+    rows = pairwise(plan.query_starts.tolist())
+    for table, (row, end), context_len in zip(plan.block_tables, rows, plan.context_lens.tolist(), strict=True):
+        first = start = context_len - (end - row)
+        while start < context_len:
+            stop = min(context_len, (start // SLOTS_PER_KEY_TILE + 1) * SLOTS_PER_KEY_TILE)
+            yield _Span(table, row + start - first, start, stop)
+            start = stop
+
+
+def _attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, span: _Span, window: int | None) -> Tensor:
+    """Attend with scaled float32 queries [num_queries, num_heads, head_dim]; returns their shape.
+
+    A token's query heads, padded to a power of two, stand in the same rows of a product wherever it is computed.
+    """
+    num_queries, num_heads, head_dim = query.shape
+    num_kv_heads = key_cache.shape[2]
+    group = num_heads // num_kv_heads                                   # query heads per key-value head
+    rows_per_token = 1 << (group - 1).bit_length()
+    height = max(1, ROWS_PER_PRODUCT // rows_per_token)                 # tokens of a product
+    begin = span.start // height * height
+    num_products = -(-(span.stop - begin) // height)
+    rows = query.new_zeros(num_products * height, num_kv_heads, rows_per_token, head_dim)
+    taken = slice(span.start - begin, span.stop - begin)
+    rows[taken, :, :group] = query.view(num_queries, num_kv_heads, group, head_dim)
+    rows = rows.view(num_products, height, num_kv_heads, rows_per_token, head_dim)
+    rows = rows.transpose(1, 2).flatten(2, 3)                           # [num_products, num_kv_heads, rows, head_dim]
+
+    tile_start = span.start // SLOTS_PER_KEY_TILE * SLOTS_PER_KEY_TILE
+    first = 0 if window is None else max(0, tile_start - window + 1) // SLOTS_PER_KEY_TILE * SLOTS_PER_KEY_TILE
+    slots = torch.arange(first, tile_start + SLOTS_PER_KEY_TILE)        # positions in the sequence
+    keys, values = (_gather(cache, span, slots, window) for cache in (key_cache, value_cache))
+    positions = torch.arange(begin, begin + num_products * height)[:, None]
+    hidden = slots > positions
+    if window is not None:
+        hidden |= slots <= positions - window
+    hidden = hidden.view(num_products, height, -1, SLOTS_PER_KEY_TILE).transpose(1, 2)  # [.., num_tiles, height, slots]
+
+    scores = _products(rows.repeat(1, len(keys) // num_kv_heads, 1, 1), keys.transpose(1, 2))
+    scores = scores.view(*hidden.shape[:2], num_kv_heads, height, rows_per_token, SLOTS_PER_KEY_TILE)
+    scores.masked_fill_(hidden[:, :, None, :, None, :], float("-inf"))
+    weights = scores.sub_(scores.amax((1, 5), keepdim=True)).exp_()
+    weighted = _products(weights.view(num_products, len(keys), -1, SLOTS_PER_KEY_TILE), values)
+    total = _sum_tiles(weights.sum(-1, keepdim=True))                   # [num_products, num_kv_heads, height, .., 1]
+    result = _sum_tiles(weighted.view(*scores.shape[:-1], head_dim)) / total
+    return result.transpose(1, 2).flatten(0, 1)[taken, :, :group].flatten(1, 2)
+
+
+def _gather(cache: Tensor, span: _Span, slots: Tensor, window: int | None) -> Tensor:
+    """Return key tiles of keys or values in float32, [num_tiles * num_kv_heads, SLOTS_PER_KEY_TILE, head_dim].
+
+    Where no query looks, one that is seen stands in: what lies there may be anything, and 0 times NaN is NaN.
+    """
+    _, block_size, num_kv_heads, head_dim = cache.shape
+    seen = slots.clamp(0 if window is None else max(0, span.start - window + 1), span.stop - 1)
+    places = span.table[seen // block_size].long() * block_size + seen % block_size
+    taken = cache.view(-1, num_kv_heads * head_dim).index_select(0, places)
+    taken = taken.float().view(-1, SLOTS_PER_KEY_TILE, num_kv_heads, head_dim)
+    return taken.transpose(1, 2).flatten(0, 1)
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """Return left [num_products, count, rows, n] times right [count, n, columns], product by product.
+
+    Every product has the same shape, however many there are.
+    """
+    out = torch.empty(*left.shape[:3], right.shape[2])
+    for rows, product in zip(left, out, strict=True):
+        torch.bmm(rows, right, out=product)
+    return out
+
+
+def _sum_tiles(parts: Tensor) -> Tensor:
+    """Sum over dimension 1, in ascending order whatever the number of tiles."""
+    total = parts[:, 0].clone()
+    for tile in range(1, parts.shape[1]):
+        total += parts[:, tile]
+    return total
 
 
 def plain_paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
 ) -> Tensor:
     """Attend by the reference itself."""
-    step = plan.step
-    tables = step.block_tables, step.query_starts, step.context_lens
+    tables = plan.block_tables, plan.query_starts, plan.context_lens
     return reference(query, key_cache, value_cache, *tables, scale, window)
-
-
-def _query_rows(query: Tensor, group: TileGroup, heads: HeadShape, scale: float) -> Tensor:
-    """Return scaled queries in float32, [num_products, num_tiles, num_kv_heads, ROWS_PER_PRODUCT, head_dim]."""
-    taken = query.index_select(0, group.sources).view(-1, heads.num_kv_heads, heads.group, heads.head_dim)
-    rows = torch.zeros(len(taken), heads.num_kv_heads, heads.rows_per_token, heads.head_dim)
-    rows[:, :, : heads.group] = taken
-    rows = rows.mul_(scale).view(
-        -1,  # query tiles
-        group.height // heads.tokens_per_product,
-        heads.tokens_per_product,
-        heads.num_kv_heads,
-        heads.products_per_token,
-        heads.rows_per_token // heads.products_per_token,
-        heads.head_dim,
-    )
-    rows = rows.permute(1, 4, 0, 3, 2, 5, 6)
-    return rows.reshape(-1, *rows.shape[2:4], ROWS_PER_PRODUCT, heads.head_dim)
-
-
-def _rows_of_tokens(rows: Tensor, heads: HeadShape) -> Tensor:
-    """Undo the layout of `_query_rows`: [num_tiles * height, num_heads, head_dim]."""
-    num_tiles = rows.shape[1]
-    tokens = rows.view(
-        -1,  # parts of a query tile's height
-        heads.products_per_token,
-        num_tiles,
-        heads.num_kv_heads,
-        heads.tokens_per_product,
-        heads.rows_per_token // heads.products_per_token,
-        heads.head_dim,
-    ).permute(2, 0, 4, 3, 1, 5, 6)
-    tokens = tokens.reshape(-1, heads.num_kv_heads, heads.rows_per_token, heads.head_dim)
-    return tokens[:, :, : heads.group].flatten(1, 2)
-
-
-def _gather(cache: Tensor, units: Tensor) -> Tensor:
-    """Return key tiles of keys or values in float32, [num_pairs, num_kv_heads, SLOTS_PER_KEY_TILE, head_dim]."""
-    _, block_size, num_kv_heads, head_dim = cache.shape
-    gathered = cache.view(-1, slots_per_unit(block_size) * num_kv_heads * head_dim).index_select(0, units)
-    gathered = gathered.view(-1, SLOTS_PER_KEY_TILE, num_kv_heads, head_dim).transpose(1, 2)
-    return torch.empty(gathered.shape).copy_(gathered)
-
-
-class _RunningSoftmax:
-    """Weighted sums of values for a group of query tiles, under a softmax that has not seen all its scores yet."""
-
-    def __init__(self, rows: Tensor, heads: HeadShape) -> None:
-        self._rows = rows  # [num_products, num_tiles, num_kv_heads, ROWS_PER_PRODUCT, head_dim]
-        self._heads = heads
-        self._highest = torch.full((*rows.shape[:4], 1), LOWEST)
-        self._weight = torch.zeros_like(self._highest)
-        self._weighted = torch.zeros(rows.shape)
-
-    def fold(self, each: Round, keys: Tensor, values: Tensor) -> None:
-        """Fold one round in; what a row does not see leaves the row as it is."""
-        scores = _products(self._rows.index_select(1, each.tiles), keys.transpose(2, 3))  # [.., rows, slots]
-        _mask(scores, values, each, self._heads)
-        self._raise(each, scores.amax(-1, keepdim=True))
-        weights = scores.sub_(self._highest.index_select(1, each.tiles)).exp_()
-        weight, weighted = weights.sum(-1, keepdim=True), _products(weights, values)
-        for begin, end, pair in each.segments:
-            self._weight[:, begin:end] += weight[:, pair : pair + end - begin]
-            self._weighted[:, begin:end] += weighted[:, pair : pair + end - begin]
-
-    def _raise(self, each: Round, highest_of_pair: Tensor) -> None:
-        """Take the round's scores into the maxima and rescale the sums to them."""
-        highest = self._highest.clone()
-        for begin, end, pair in each.segments:
-            seen = highest[:, begin:end]
-            seen.copy_(torch.maximum(seen, highest_of_pair[:, pair : pair + end - begin]))
-        rescale = (self._highest - highest).exp_()
-        self._weight *= rescale
-        self._weighted *= rescale
-        self._highest = highest
-
-    def result(self) -> Tensor:
-        """Return the weighted means, [num_tiles * height, num_heads, head_dim] float32."""
-        return _rows_of_tokens(self._weighted / self._weight, self._heads)
-
-
-def _products(left: Tensor, right: Tensor) -> Tensor:
-    """Return left [num_products, num_pairs, num_kv_heads, rows, n] times right [num_pairs, num_kv_heads, n, columns].
-
-    Product by product, for the right-hand sides stand in memory once.
-    """
-    right = right.flatten(0, 1)
-    out = torch.empty(*left.shape[:4], right.shape[2])
-    for rows, product in zip(left.flatten(1, 2), out.flatten(1, 2), strict=True):
-        torch.bmm(rows, right, out=product)
-    return out
-
-
-def _mask(scores: Tensor, values: Tensor, each: Round, heads: HeadShape) -> None:
-    """Hide slots from the tokens that do not see them; zero values that nobody sees, for 0 times NaN is NaN."""
-    masked = scores[:, each.masked_from :]
-    by_token = torch.unflatten(masked, 3, (heads.tokens_per_product, -1))
-    hidden = torch.unflatten(each.hidden, 1, (-1, heads.tokens_per_product)).transpose(0, 1)
-    hidden = hidden.repeat_interleave(heads.products_per_token, dim=0)  # [num_products, num_masked, tokens, slots]
-    by_token.masked_fill_(hidden[:, :, None, :, None, :], float("-inf"))
-    values[each.masked_from :].masked_fill_(each.dead[:, None, :, None], 0.0)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.kernels.back_end import BackEnd
 from quire.kernels.decoder_layers import RunLayers
-from quire.kernels.paged_attention import AttentionPlan
+from quire.kernels.paged_attention import AttentionPlan, prepare
 from quire.kernels.rotary import rotary_table
 from quire.model.batch import ForwardBatch
 from quire.model.frequencies import inverse_frequencies
@@ -38,9 +38,7 @@ class Decoder:
 
         The hidden states are normed, ready for `logits`. They are in the model's dtype.
         """
-        plan = self.back_end.prepare_attention(
-            batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size
-        )
+        plan = prepare(batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size)
         x = self._embedding(batch.token_ids, batch.positions)
         x, residual = self._run_layers(x, batch.positions, batch.slot_mapping, plan, cache.keys, cache.values)
         return self._finish(x, residual)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.kernels.back_end import REFERENCE, TORCH
-from quire.kernels.cpp.attention import CppAttentionPlan, paged_attention, prepare
+from quire.kernels.cpp.attention import paged_attention
 from quire.kernels.cpp.cache_layout import cache_shapes, pack, unpack
+from quire.kernels.paged_attention import AttentionPlan, prepare
 from support.paged_cache import Paging, Part, Tokens, attend
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
@@ -20,12 +21,12 @@ LENGTH = 600  # more than two partitions of 256 tokens
 
 
 def packed_attention(
-    query: Tensor, keys: Tensor, values: Tensor, plan: CppAttentionPlan, scale: float, window: int | None
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scale: float, window: int | None
 ) -> Tensor:
     return paged_attention(query, *pack(keys, values), plan, scale, window)
 
 
-CPP = replace(TORCH, name="cpp", prepare_attention=prepare, paged_attention=packed_attention)
+CPP = replace(TORCH, name="cpp", paged_attention=packed_attention)
 
 
 def in_chunks(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quire.kernels.back_end import choose_back_end
+from quire.kernels.paged_attention import prepare
 from quire.paper.figures import Comparison, Result, Row, Settings, figure
 from quire.paper.plots import bars, new_figure
 
@@ -60,7 +61,7 @@ def _measure(context: int, rounds: int, seed: int) -> dict[str, float]:
     for name, order in orders.items():
         tables = order.view(BATCH, -1).int()
         starts, lens = torch.arange(BATCH + 1).int(), torch.full((BATCH,), context).int()
-        plan = back_end.prepare_attention(tables, starts, lens, BLOCK_SIZE)
+        plan = prepare(tables, starts, lens, BLOCK_SIZE)
         calls[f"blocks {name}"] = partial(back_end.paged_attention, query, keys, values, plan, scale)
     shape = (BATCH, NUM_KV_HEADS, context, HEAD_DIM)
     whole_keys, whole_values = (torch.randn(shape, generator=generator).to(DTYPE) for _ in range(2))

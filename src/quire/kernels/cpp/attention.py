@@ -3,51 +3,21 @@
 The caches are laid out as `cache_layout` says.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.kernels.cpp.cache_layout import check_caches
 from quire.kernels.cpp.dtypes import kernel_dtype, pair
+from quire.kernels.paged_attention import AttentionPlan
 
 _KERNELS = pair("attention")
-
-
-@dataclass(frozen=True, slots=True)
-class CppAttentionPlan:
-    """What all layers of a step share: who the queries belong to and where their context lies.
-
-    The kernel cuts the work itself, in every layer: that takes microseconds.
-    """
-
-    block_tables: Tensor   # [num_seqs, max_blocks] int32; these three as in `paged_attention.reference`
-    query_starts: Tensor   # [num_seqs + 1] int32
-    context_lens: Tensor   # [num_seqs] int32
-    block_size: int
-    num_tokens: int
-
-
-def prepare(block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, block_size: int) -> CppAttentionPlan:
-    """Gather what every layer of a step needs to know; arguments as in `reference`.
-
-    Table entries past a context, or before every window, may hold anything: they are never followed.
-    """
-    assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
-    assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
-    assert all(x.dtype == torch.int32 for x in (block_tables, query_starts, context_lens)), "int32 tables and lengths"
-    tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
-    return CppAttentionPlan(
-        tables, query_starts.contiguous(), context_lens.contiguous(), block_size, int(query_starts[-1])
-    )
 
 
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    plan: CppAttentionPlan,
+    plan: AttentionPlan,
     scale: float,
     window: int | None = None,
 ) -> Tensor:

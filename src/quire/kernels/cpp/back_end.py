@@ -46,7 +46,6 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         "linear": partial(linear.CppLinear, memory=huge_pages.PackedMemory()),
         "fuse_layers": decoder_layers.fuse_layers,
         "cache_layout": CacheLayout(cache_layout.cache_shapes, dtypes.kernel_dtype),
-        "prepare_attention": attention.prepare,
         "paged_attention": attention.paged_attention,
         "write_kv": kv_cache_write.write_kv,
         "rotate_and_write_kv": kv_cache_write.rotate_and_write_kv,

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.attention import CppAttentionPlan
 from quire.kernels.cpp.cache_layout import check_caches
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.linear import CppLinear
@@ -14,6 +13,7 @@ from quire.kernels.cpp.norm import CppNorm
 from quire.kernels.decoder_layers import LayerParts, RunLayers
 from quire.kernels.linear import Linear
 from quire.kernels.norm import Norm
+from quire.kernels.paged_attention import AttentionPlan
 
 _LAYERS = pair("DecoderLayers")
 
@@ -42,7 +42,7 @@ class CppLayers:
         x: Tensor,
         positions: Tensor,
         slot_mapping: Tensor,
-        plan: CppAttentionPlan,
+        plan: AttentionPlan,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor]:

@@ -12,14 +12,12 @@ does, too: not on the batch, nor on how many programs there are. A chunk's tile 
 Per token of context and key-value head, 2 * head_dim elements are read. Nothing has been measured on a GPU yet.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.core.config import KERNEL_BLOCK_SIZES
+from quire.kernels.paged_attention import AttentionPlan
 
 MAX_HEAD_DIM = 256
 PARTITION = 256       # least tokens of context in a partition; a multiple of every key tile
@@ -31,40 +29,18 @@ VARYING = ("num_seqs", "table_stride", "max_partitions")  # by the step: they ge
 LOG2_E = 1.4426950408889634
 
 
-@dataclass(frozen=True, slots=True)
-class TritonAttentionPlan:
-    """What all layers of a step share, on the device; the first three as in `paged_attention.reference`."""
-
-    block_tables: Tensor
-    query_starts: Tensor
-    context_lens: Tensor
-    block_size: int
-
-
-def prepare(block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, block_size: int) -> TritonAttentionPlan:
-    """Gather what every layer of a step needs to know; arguments as in `reference`, the tables as wide as needed.
-
-    Table entries past a context, or before every window, may hold anything: they are never followed. A context of 0
-    stands for no sequence: its rows of the result hold anything.
-    """
-    assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
-    assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
-    assert all(x.dtype == torch.int32 for x in (block_tables, query_starts, context_lens)), "int32 tables and lengths"
-    assert block_tables.stride(1) == 1, "tables with gaps"
-    return TritonAttentionPlan(block_tables, query_starts, context_lens, block_size)
-
-
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    plan: TritonAttentionPlan,
+    plan: AttentionPlan,
     scale: float,
     window: int | None = None,
 ) -> Tensor:
     """Attend as `reference` does, with the plan of the step; caches contiguous, in the plain layout.
 
-    query [num_tokens, num_heads, head_dim] may be a slice of a wider projection.
+    query [num_tokens, num_heads, head_dim] may be a slice of a wider projection. A context of 0 stands for no sequence:
+    its rows of the result hold anything.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_seqs, num_kv_heads = len(plan.context_lens), key_cache.shape[2]
@@ -121,7 +97,7 @@ def chunk_options(dims: int, dtype: torch.dtype) -> dict[str, int]:
 def _attend_decodes(
     step: tuple[object, ...],
     settings: dict[str, int | str],
-    plan: TritonAttentionPlan,
+    plan: AttentionPlan,
     num_heads: int,
 ) -> None:
     """Attend for the sequences of one query: partition by partition, then all of them together."""

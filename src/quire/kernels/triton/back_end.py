@@ -11,7 +11,6 @@ def triton_ops() -> dict[str, Any]:
     """Return the ops of a back end by field."""
     return {
         "linear": linear.CudaLinear,
-        "prepare_attention": attention.prepare,
         "paged_attention": attention.paged_attention,
         "write_kv": kv_cache_write.write_kv,
         "rotate_and_write_kv": kv_cache_write.rotate_and_write_kv,
