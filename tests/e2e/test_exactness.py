@@ -27,7 +27,7 @@ KINDS: tuple[dict[str, float], ...] = (
 class Case:
     """A model in one dtype, requests of mixed length and kind, and what each of them gives alone."""
 
-    def __init__(self, folder: Path, dtype: str, num_requests: int = 8, num_tokens: int = 14) -> None:
+    def __init__(self, folder: Path, dtype: str, num_requests: int = 8, num_tokens: int = 24) -> None:
         self.model, self.dtype = str(folder), dtype
         rng = random.Random(7)
         lengths = [rng.randint(1, MAX_MODEL_LEN - num_tokens) for _ in range(num_requests)]
