@@ -4,7 +4,8 @@ import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import PackageLoader
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from markupsafe import Markup
 
 from quire.core.version import __version__
@@ -13,7 +14,7 @@ from quire.paper.figures import FIGURES, Result
 
 def html(results: Mapping[str, Result], plots: Mapping[str, bytes], how: str) -> str:
     """Return the report. `plots`: SVG by the figure's name; `how`: the command that made it."""
-    environment = Environment(loader=PackageLoader("quire.paper"), autoescape=True)
+    environment = ImmutableSandboxedEnvironment(loader=PackageLoader("quire.paper"), autoescape=True)
     environment.filters["number"] = lambda value: f"{value:.4g}" if isinstance(value, float) else value
     made = f"{how}; Quire {__version__}, {datetime.now(UTC):%Y-%m-%d}, {platform.platform()}"
     drawn = {name: Markup(plot[plot.index(b"<svg") :].decode()) for name, plot in plots.items()}  # noqa: S704 (our own)
