@@ -1,7 +1,7 @@
 """Linear layers by torch's matrix products, each followed by one Triton kernel for its activation.
 
 A product's order of summation is cuBLAS's choice, by the shape of the whole: a row may differ in its last bits from the
-same row in other company (docs/decisions/0011).
+same row in other company (docs/decisions/0012).
 """
 
 from collections.abc import Sequence
