@@ -241,10 +241,11 @@ def test_version(run: Run) -> None:
 
 
 def test_help_shows_what_is_there_and_nothing_else(run: Run) -> None:
-    assert re.findall(r"^│ ([a-z]\S*) ", run("--help").out, re.MULTILINE) == ["serve", "generate", "chat", "bench"]
+    commands = ["serve", "generate", "chat", "plan", "simulate", "paper", "bench"]
+    assert re.findall(r"^│ ([a-z]\S*) ", run("--help").out, re.MULTILINE) == commands
     flags = run("generate", "--help").out
     assert "--kv-cache-memory" in flags
-    assert not any(name in flags for name in ("tensor-parallel", "cuda", "--host"))
+    assert not any(name in flags for name in ("tensor-parallel", "--host"))
 
 
 def test_real_process_streams_and_survives_a_reader_that_leaves(demo_model: Path) -> None:

@@ -16,7 +16,7 @@ from quire.server.options import ServerOptions
 Run = Callable[..., Any]
 Started = list[tuple[EngineOptions, ServerOptions]]
 
-NOT_LANDED = ["tensor-parallel", "gpu-memory"]
+NOT_LANDED = ["tensor-parallel"]
 
 
 @pytest.fixture
