@@ -251,7 +251,7 @@ def test_only_an_earlier_victim_comes_before_what_is_swapped_out() -> None:
     queues["waiting"].add(lost)
     assert next_to_enter(**queues) is lost
     queues["waiting"].add(new)
-    assert next_to_enter(**queues) is swapped, "nothing new"
-    assert next_to_enter(**queues, num_passed=1) is lost
+    assert next_to_enter(**queues) is lost, "nothing new, which may stand before it by priority"
+    assert next_to_enter(**queues, num_passed=queues["waiting"].num_up_to(lost)) is swapped
     queues["swapped"].remove(swapped)
     assert next_to_enter(**queues) is new

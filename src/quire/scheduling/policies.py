@@ -1,7 +1,8 @@
 """Who comes first, and who gives way: the scheduler's policies, small and replaceable. A third is in recovery.py."""
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import islice
 
 from quire.core.sequence import Request, Turn
 
@@ -60,6 +61,10 @@ class RequestQueue:
         """Return the request that must be served next, when so many before it are passed over."""
         return self._requests[num_passed]
 
+    def num_up_to(self, request: Request) -> int:
+        """Return how many stand before a request that waits here, itself included."""
+        return bisect_left(self._requests, request.turn, key=turn_of) + 1
+
     def remove(self, request: Request) -> None:
         """Take out a request that is served now, or that was aborted while it waited."""
         self._requests.remove(request)
@@ -75,10 +80,12 @@ def next_to_enter(waiting: RequestQueue, swapped: RequestQueue, num_passed: int 
 
     While anything is swapped out nothing new comes in: of those that wait, only who was preempted and is before it.
     """
-    first_waiting = waiting.first(num_passed) if num_passed < len(waiting) else None
     if len(swapped) == 0:
-        return first_waiting
+        return waiting.first(num_passed) if num_passed < len(waiting) else None
     first_swapped = swapped.first()
-    if first_waiting is None or first_waiting.num_preemptions == 0 or first_waiting.turn > first_swapped.turn:
-        return first_swapped
-    return first_waiting
+    for request in islice(waiting, num_passed, None):
+        if request.turn > first_swapped.turn:
+            break
+        if request.num_preemptions:
+            return request
+    return first_swapped

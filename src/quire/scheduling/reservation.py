@@ -9,7 +9,7 @@ from quire.cache.contiguous import ContiguousManager
 from quire.cache.prefix_cache import PrefixMatch
 from quire.core.config import MemoryPolicy
 from quire.core.errors import ContextLengthError
-from quire.core.sequence import Request
+from quire.core.sequence import NO_ROW, Request
 from quire.scheduling.entrance import Entrance
 
 
@@ -24,13 +24,13 @@ def num_reserved_tokens(policy: MemoryPolicy, num_prompt_tokens: int, max_tokens
 class ReservingEntrance(Entrance):
     """Lets a request in when there is a chunk for each of its sequences.
 
-    Those that wait for the first one's prompt take theirs when they fork. Nobody is let in before that: a prompt that
-    is not computed in one step has used up the step's budget.
+    Those that wait for the first one's prompt take theirs when they fork. Nobody is let in before that.
     """
 
     def __init__(self, cache: ContiguousManager, max_num_seqs: int, max_model_len: int) -> None:
         super().__init__(cache, max_num_seqs)
         self._chunks, self._policy, self._max_model_len = cache, cache.policy, max_model_len
+        self._is_fork_due = False  # of a running request, whose other sequences have no chunks yet
 
     def check_admissible(self, request: Request) -> None:
         """Raise ContextLengthError if there could never be a chunk for each sequence."""
@@ -47,12 +47,18 @@ class ReservingEntrance(Entrance):
         num_prompt_tokens = len(request.prompt_token_ids)
         return num_reserved_tokens(self._policy, num_prompt_tokens, request.max_tokens, self._max_model_len)
 
+    def open(self) -> None:
+        """Begin a step."""
+        super().open()
+        self._is_fork_due = False
+
     def promise(self, request: Request) -> None:
-        """Keep nothing back: it has all that it needs."""
+        """Keep back all that is free while sequences of a request have no chunks."""
+        self._is_fork_due |= any(sequence.row == NO_ROW for sequence in request.live)
 
     def may_have_room(self, request: Request) -> bool:
-        """Whether there are rows for a request's sequences."""
-        return self.num_seats + len(request.live) <= self._max_num_seqs
+        """Whether there are rows for a request's sequences, and nobody's chunks are in danger."""
+        return not self._is_fork_due and self.num_seats + len(request.live) <= self._max_num_seqs
 
     def num_spare_blocks(self, request: Request, match: PrefixMatch) -> int:
         """Return 0 if there is a chunk for each sequence, else -1."""

@@ -298,7 +298,7 @@ class Scheduler:
                 continue
             match = self.entrance.match(request)
             if match.is_pending:
-                num_passed += 1
+                num_passed = self.waiting.num_up_to(request)
                 self.entrance.pass_over(request)
                 self.hold_ups.pass_over(request, "pending_prefix")
                 continue
@@ -307,9 +307,9 @@ class Scheduler:
                 return "kv_blocks"
             share = self.long_prompts.share(self._num_missing(request) - match.num_tokens, budget)
             if share == 0:
-                if not self.long_prompts.may_be_passed():
-                    return "token_budget"
-                num_passed += 1
+                if request.num_preemptions or not self.long_prompts.may_be_passed():
+                    return "token_budget"                               # nobody takes the blocks of who gave way
+                num_passed = self.waiting.num_up_to(request)
                 self.hold_ups.pass_over(request, "token_budget")
                 continue
             self._let_in(request)
