@@ -2,8 +2,6 @@
 // interpreter in between, whose code and data the weights have driven out of the cache each time.
 #pragma once
 
-#include <vector>
-
 #include "kernels.hpp"
 
 namespace quire {
@@ -31,20 +29,39 @@ struct LayerWeights {
     long window;           // 0: none
 };
 
-// What one step computes, and where. x [num_tokens, width] is what the layers are given, afterwards what the last layer
-// has left to add to `residual`; the stream is their sum.
+// What one step computes. x [num_tokens, width] is what the layers are given, afterwards what the last layer has left to
+// add to `residual`; the stream is their sum.
 template <typename T>
-struct LayersRun {
+struct LayersStep {
     T *x, *residual;
-    long num_tokens, width, num_heads, num_kv_heads, head_dim, block_size;
+    long num_tokens;
     const std::int64_t *positions, *slots;
     const std::int32_t *block_tables, *query_starts, *context_lens;
     long table_stride, num_seqs;
-    const std::vector<T*>&keys, &values;  // the caches, of each layer
-    volatile std::int64_t* progress;      // one more after each layer; another thread may look
+    volatile std::int64_t* progress;  // one more after each layer; another thread may look
 };
 
+// The layers and the caches that they use, kept between the steps.
 template <typename T>
-void run_layers(const Kernels& kernels, const std::vector<LayerWeights>& layers, const LayersRun<T>& run);
+class DecoderLayers {
+public:
+    DecoderLayers(std::vector<LayerWeights> layers, long width, long num_heads, long num_kv_heads, long head_dim)
+        : layers_(std::move(layers)), width_(width), num_heads_(num_heads), num_kv_heads_(num_kv_heads), head_dim_(head_dim) {}
+
+    void use_caches(std::vector<T*> keys, std::vector<T*> values, long block_size) {
+        keys_ = std::move(keys), values_ = std::move(values), block_size_ = block_size;
+    }
+
+    void run(const LayersStep<T>& step) const;
+
+private:
+    std::vector<LayerWeights> layers_;
+    long width_, num_heads_, num_kv_heads_, head_dim_, block_size_ = 0;
+    std::vector<T*> keys_, values_;
+
+    struct Activations;
+    void place(const LayersStep<T>& step, const Activations& to, std::size_t index) const;
+    void attend(const LayersStep<T>& step, const Activations& to, std::size_t index) const;
+};
 
 }  // namespace quire

@@ -2,6 +2,7 @@
 // lanes that are added in a fixed tree, so it depends on the row and its width alone.
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
 #include "gang.hpp"
 #include "softmax.hpp"
@@ -43,6 +44,12 @@ const T* add_residual(const Norm<T>& op, long row, Take take) {
         take(v);
     });
     return summed;
+}
+
+void check_rows(const std::int64_t* rows, long count, long num_rows) {
+    for (long i = 0; i < count; i++)
+        if (rows[i] < 0 || rows[i] >= num_rows)
+            throw std::out_of_range("row " + std::to_string(rows[i]) + " of a table of " + std::to_string(num_rows));
 }
 
 // Zeros in place of the lanes from `count` on.
@@ -95,6 +102,8 @@ void layer_norm(const Norm<T>& op) {
 
 template <typename T>
 void embedding(const Embedding<T>& op) {
+    check_rows(op.rows, op.num_tokens, op.num_rows);
+    if (op.more) check_rows(op.more_rows, op.num_tokens, op.num_more_rows);
     each_row(op.num_tokens, op.width, [&](long token) {
         const T* row = op.table + op.rows[token] * op.width;
         T* out = op.out + token * op.width;

@@ -1,4 +1,6 @@
-#include "isa.hpp"
+#include <stdexcept>
+
+#include "kernels.hpp"
 
 #ifdef HAS_X86_KERNELS
 #include <cpuid.h>
@@ -53,6 +55,19 @@ std::vector<std::string> usable_isas() {
 #endif
     names.push_back("portable");
     return names;
+}
+
+const Kernels* chosen = &portable::kernels;
+
+void use_isa(const std::string& name) {
+    for (const std::string& usable : usable_isas())
+        if (usable == name) {
+#ifdef HAS_X86_KERNELS
+            chosen = name == "amx" ? &amx::kernels : name == "avx512" ? &avx512::kernels : &portable::kernels;
+#endif
+            return;
+        }
+    throw std::invalid_argument("the instruction set " + name + " was not built, or this CPU does not have it");
 }
 
 }  // namespace quire

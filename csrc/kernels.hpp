@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "sampling.hpp"
 
@@ -47,12 +49,14 @@ struct Norm {
 };
 
 // out[i] = table[rows[i]], plus more[more_rows[i]] where more is not null: embeddings, learned positions. Rows of `width`
-// elements without gaps.
+// elements without gaps. A row that a table has not is a std::out_of_range.
 template <typename T>
 struct Embedding {
     const T* table;
+    long num_rows;
     const std::int64_t* rows;
     const T* more;
+    long num_more_rows;
     const std::int64_t* more_rows;
     T* out;
     long num_tokens, width;
@@ -78,7 +82,7 @@ struct Attention {
 
 // Turn queries (in place) and keys by their positions, write keys and values to their slots of the paged cache. query,
 // key and value [num_tokens, their heads, head_dim], tokens `stride` elements apart. cos_sin [positions, rotary_dim] as
-// in rotary.py, null: nothing is turned, query may be null. A slot of -1: nothing is written.
+// of `rotary_table`, null: nothing is turned, query may be null. A slot of -1: nothing is written.
 template <typename T>
 struct KVWrite {
     T* query;
@@ -111,5 +115,18 @@ struct Kernels {
 namespace portable { extern const Kernels kernels; }
 namespace avx512 { extern const Kernels kernels; }
 namespace amx { extern const Kernels kernels; }
+
+extern const Kernels* chosen;  // of the instruction set in use
+
+// Names of the instruction sets that were built and can run here, the best first: amx, avx512, portable.
+std::vector<std::string> usable_isas();
+
+// Choose one of them, for the whole process; std::invalid_argument for any other.
+void use_isa(const std::string& name);
+
+// Copy block src[i] of each source over block dst[i] of its destination: within the caches of all layers at once, or from
+// one pool's to another's (Kwon et al. 2023, sections 4.5 and 5.1). Caches are addresses; no block is read and written.
+void swap_blocks(const std::vector<std::uintptr_t>& sources, const std::vector<std::uintptr_t>& destinations,
+                 long block_bytes, const std::int64_t* src, const std::int64_t* dst, long num_copies);
 
 }  // namespace quire

@@ -66,9 +66,11 @@ void pack_strip(const bf16* weight, long stride, long rows, long in_features, bf
         for (long row = 0; row < rows; row++) packed[(num_pairs * STRIP + row) * 2] = weight[row * stride + in_features - 1];
 }
 
+}  // namespace
+
 template <typename T>
-void pack(const T* weight, long stride, long out_features, long in_features, T* packed, long every) {
-    const long strip_elements = packed_size(STRIP, in_features, weight);
+void pack_linear(const T* weight, long stride, long out_features, long in_features, T* packed, long every) {
+    const long strip_elements = packed_size<T>(STRIP, in_features);
     const long strips_at_once = std::max<long>(1, BYTES_AT_ONCE / (strip_elements * every * long(sizeof(T))));
     share_range(num_strips(out_features), strips_at_once, [&](long begin, long end) {
         for (long strip = begin; strip < end; strip++)
@@ -78,8 +80,10 @@ void pack(const T* weight, long stride, long out_features, long in_features, T* 
 }
 
 // What is not finite has an exponent of nothing but ones. No branch: the compiler compares many values at once.
-template <typename Bits, typename T>
-bool none_has_all(Bits ones, const T* values, long count) {
+template <typename T>
+bool all_finite(const T* values, long count) {
+    using Bits = std::conditional_t<sizeof(T) == sizeof(bf16), std::uint16_t, std::uint32_t>;
+    constexpr Bits ones = sizeof(T) == sizeof(bf16) ? 0x7f80 : 0x7f800000;
     std::atomic<bool> has_any{false};
     share_range(count, BYTES_AT_ONCE / 8 / long(sizeof(T)), [&](long begin, long end) {
         Bits found = 0;
@@ -93,25 +97,9 @@ bool none_has_all(Bits ones, const T* values, long count) {
     return !has_any;
 }
 
-}  // namespace
-
-bool all_finite(const bf16* values, long count) { return none_has_all<std::uint16_t>(0x7f80, values, count); }
-bool all_finite(const float* values, long count) { return none_has_all<std::uint32_t>(0x7f800000, values, count); }
-
-long packed_size(long out_features, long in_features, const bf16*) {
-    return num_strips(out_features) * num_tiles(in_features) * TILE_ELEMENTS;
-}
-
-long packed_size(long out_features, long in_features, const float*) {
-    return num_strips(out_features) * STRIP * in_features;
-}
-
-void pack_linear(const bf16* weight, long stride, long out_features, long in_features, bf16* packed, long every) {
-    pack(weight, stride, out_features, in_features, packed, every);
-}
-
-void pack_linear(const float* weight, long stride, long out_features, long in_features, float* packed, long every) {
-    pack(weight, stride, out_features, in_features, packed, every);
-}
+template bool all_finite(const bf16*, long);
+template bool all_finite(const float*, long);
+template void pack_linear(const bf16*, long, long, long, bf16*, long);
+template void pack_linear(const float*, long, long, long, float*, long);
 
 }  // namespace quire

@@ -17,16 +17,18 @@ inline long num_strips(long out_features) { return (out_features + STRIP - 1) / 
 inline long num_tiles(long in_features) { return (in_features + TILE_INPUTS - 1) / TILE_INPUTS; }
 
 // Elements of a packed weight.
-long packed_size(long out_features, long in_features, const bf16*);
-long packed_size(long out_features, long in_features, const float*);
+template <typename T>
+long packed_size(long out_features, long in_features) {
+    return num_strips(out_features) * (sizeof(T) == sizeof(bf16) ? num_tiles(in_features) * TILE_ELEMENTS : STRIP * in_features);
+}
 
 // Whether none of `count` values is infinite or no number. All threads take part.
-bool all_finite(const bf16* values, long count);
-bool all_finite(const float* values, long count);
+template <typename T>
+bool all_finite(const T* values, long count);
 
 // Pack weight [out_features, in_features], rows `stride` elements apart, into every strip of `packed` or into every
 // second one. All threads take part.
-void pack_linear(const bf16* weight, long stride, long out_features, long in_features, bf16* packed, long every);
-void pack_linear(const float* weight, long stride, long out_features, long in_features, float* packed, long every);
+template <typename T>
+void pack_linear(const T* weight, long stride, long out_features, long in_features, T* packed, long every);
 
 }  // namespace quire

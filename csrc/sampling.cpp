@@ -81,8 +81,8 @@ long draw_top_p(const float* row, long vocab_size, double top_p, double uniform,
 }
 
 long choose(const TokenChoice& op, long index, Scratch& s) {
-    const float* row = op.logits.row(index);
-    const long vocab_size = op.logits.vocab_size;
+    const float* row = op.logits + index * op.stride;
+    const long vocab_size = op.vocab_size;
     s.survey.of(row, vocab_size);
     if (!op.temperatures || op.temperatures[index] == 0 || !s.survey.has_distribution()) return s.survey.argmax();
     const Scale scale(s.survey.highest(), op.temperatures[index], op.log_min_ps[index]);
@@ -103,8 +103,8 @@ void rank_first(long num, Scratch& s, std::int64_t* ids) {
 }
 
 void record(const TopLogprobs& op, long entry, Scratch& s) {
-    const float* row = op.logits.row(op.rows[entry]);
-    const long vocab_size = op.logits.vocab_size, num = op.counts[entry];
+    const float* row = op.logits + op.rows[entry] * op.stride;
+    const long vocab_size = op.vocab_size, num = op.counts[entry];
     std::int64_t *ids = op.ids + entry * op.width, *ranks = op.ranks + entry * op.width;
     s.survey.of(row, vocab_size);
     ids[0] = op.tokens[entry];
@@ -121,7 +121,7 @@ void record(const TopLogprobs& op, long entry, Scratch& s) {
 }  // namespace
 
 void choose_tokens(const TokenChoice& op) {
-    share_range(op.logits.num_rows, 1, [&](long begin, long end) {
+    share_range(op.num_rows, 1, [&](long begin, long end) {
         for (long row = begin; row < end; row++) op.tokens[row] = choose(op, row, scratch());
     });
 }

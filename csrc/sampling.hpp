@@ -5,19 +5,12 @@
 
 namespace quire {
 
-// Rows of float32 logits [num_rows, vocab_size], rows `stride` elements apart.
-struct Logits {
-    const float* values;
-    long num_rows, vocab_size, stride;
-
-    const float* row(long index) const { return values + index * stride; }
-};
-
-// One token per row of logits, drawn by a uniform number in [0, 1); temperature 0, or no
-// temperatures at all: the highest logit. Everything else has
-// one entry per row, as quire/kernels/token_choice.py says.
+// One token per row of logits, drawn by a uniform number in [0, 1); temperature 0, or no temperatures at all: the highest
+// logit. logits: float32 [num_rows, vocab_size], rows `stride` elements apart. Everything else has one entry per row, as
+// quire/kernels/token_choice.py says.
 struct TokenChoice {
-    Logits logits;
+    const float* logits;
+    long num_rows, vocab_size, stride;
     const float *temperatures, *log_min_ps;
     const std::int32_t* top_ks;
     const double *top_ps, *uniforms;
@@ -27,8 +20,8 @@ struct TokenChoice {
 // Of some rows of logits, the logprob and the rank of one token and of the `counts[i]` most likely ones. ids, logprobs and
 // ranks [num_rows, width]; what stands behind a row's 1 + counts[i] entries is left as it was.
 struct TopLogprobs {
-    Logits logits;
-    long num_rows;
+    const float* logits;
+    long vocab_size, stride, num_rows;
     const std::int64_t *rows, *tokens, *counts;  // [num_rows]
     long width;
     std::int64_t* ids;

@@ -98,3 +98,17 @@ def test_prompts_and_batches_above_the_last_size_run_as_they_are(graphs: DecodeG
         assert graphs.run(batch_of(SIZES[-1] + 1)) is None
         graphs.capture_one()
     assert recorder.num_captured == 0
+
+
+def test_size_that_cannot_be_captured_runs_without_from_then_on(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    def capture(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        recorder.num_captured += 1
+        raise torch.OutOfMemoryError("the card is full")
+
+    graphs = DecodeGraphs(recorder.forward, MAX_BLOCKS, torch.device("cpu"), capture)
+    for _ in range(3):
+        want(graphs, 7)
+    assert recorder.num_captured == 1
+    assert "decodes of 8 rows run without a graph" in caplog.text

@@ -12,8 +12,9 @@ def run(executor: SimulatedExecutor, plan: StepPlan) -> list[int]:
 
 
 def test_clock_goes_on_by_what_steps_cost() -> None:
-    seen = []
-    executor = SimulatedExecutor(lambda plan: len(plan.rows) / 4, lambda plan, seconds: seen.append(seconds))
+    seen: list[float] = []
+    executor = SimulatedExecutor(lambda plan: len(plan.rows) / 4)
+    executor.on_step = lambda plan, seconds: seen.append(seconds)
     run(executor, StepPlan(rows=[0, 1], sample_rows=[0, 1]))
     run(executor, StepPlan(rows=[0]))
     assert executor.now_s == 0.75

@@ -11,6 +11,8 @@ from quire.kernels.back_end import BackEnd, choose_back_end
 from quire.model.kv_cache import KVCache
 from quire.model.loader import load_model
 
+NOWHERE = torch.empty(0, dtype=torch.int64)  # is written to
+
 
 @pytest.fixture(params=["reference", "auto"])
 def parts(request: pytest.FixtureRequest, demo_model: Path) -> tuple[KVCache, KVCache, BackEnd]:
@@ -25,12 +27,12 @@ def parts(request: pytest.FixtureRequest, demo_model: Path) -> tuple[KVCache, KV
 
 def test_what_went_out_comes_in_elsewhere(parts: tuple[KVCache, KVCache, BackEnd]) -> None:
     cache, space, back_end = parts
-    swapper = Swapper(cache, space, back_end.swap_blocks)
+    swapper = Swapper(cache, space, back_end.copy_blocks)
     before = [tensor.clone() for tensor in [*cache.keys, *cache.values]]
-    assert swapper.move(StepPlan(swap_outs=[BlockCopy(1, 3), BlockCopy(4, 0)])) > 0
+    assert swapper.move(StepPlan(swap_outs=[BlockCopy(1, 3), BlockCopy(4, 0)]), NOWHERE) > 0
     for tensor in [*cache.keys, *cache.values]:
         tensor[[1, 4]] = 0
-    assert swapper.move(StepPlan(swap_ins=[BlockCopy(3, 5), BlockCopy(0, 1)])) > 0
+    assert swapper.move(StepPlan(swap_ins=[BlockCopy(3, 5), BlockCopy(0, 1)]), NOWHERE) > 0
     for tensor, old in zip([*cache.keys, *cache.values], before, strict=True):
         assert torch.equal(tensor[[5, 1]], old[[1, 4]])
         assert torch.equal(tensor[[0, 2, 3]], old[[0, 2, 3]])
@@ -38,19 +40,19 @@ def test_what_went_out_comes_in_elsewhere(parts: tuple[KVCache, KVCache, BackEnd
 
 def test_block_may_go_out_and_be_overwritten_in_one_step(parts: tuple[KVCache, KVCache, BackEnd]) -> None:
     cache, space, back_end = parts
-    swapper = Swapper(cache, space, back_end.swap_blocks)
+    swapper = Swapper(cache, space, back_end.copy_blocks)
     first, second = cache.keys[0][1].clone(), cache.keys[0][2].clone()
-    swapper.move(StepPlan(swap_outs=[BlockCopy(1, 0)]))
-    swapper.move(StepPlan(swap_outs=[BlockCopy(2, 1)], swap_ins=[BlockCopy(0, 2)]))
+    swapper.move(StepPlan(swap_outs=[BlockCopy(1, 0)]), NOWHERE)
+    swapper.move(StepPlan(swap_outs=[BlockCopy(2, 1)], swap_ins=[BlockCopy(0, 2)]), NOWHERE)
     assert torch.equal(space.keys[0][1], second)
     assert torch.equal(cache.keys[0][2], first)
 
 
 def test_rates_are_those_of_each_direction(parts: tuple[KVCache, KVCache, BackEnd]) -> None:
     cache, space, back_end = parts
-    swapper = Swapper(cache, space, back_end.swap_blocks)
-    assert swapper.move(StepPlan()) == 0
+    swapper = Swapper(cache, space, back_end.copy_blocks)
+    assert swapper.move(StepPlan(), NOWHERE) == 0
     assert (swapper.out_rate.per_s, swapper.in_rate.per_s) == (None, None)
-    seconds = swapper.move(StepPlan(swap_outs=[BlockCopy(0, 0), BlockCopy(1, 1)]))
+    seconds = swapper.move(StepPlan(swap_outs=[BlockCopy(0, 0), BlockCopy(1, 1)]), NOWHERE)
     assert swapper.out_rate.per_s == pytest.approx(2 / seconds)
     assert swapper.in_rate.per_s is None

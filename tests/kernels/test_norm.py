@@ -1,27 +1,25 @@
 """RMSNorm and LayerNorm against float64, and each row to the bit against itself among other rows."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from quire.kernels.norm import layer_norm, rms_norm
+from quire.kernels.norm import Norm, TorchNorm
 
 WIDTHS = [8, 32, 64, 80, 128, 172, 333, 768, 896, 2048, 4864]
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
 
 
-def norms(width: int, dtype: torch.dtype) -> tuple[Callable[..., tuple[Tensor, Tensor]], ...]:
-    """Both norms as functions of rows and residual."""
+def norms(width: int, dtype: torch.dtype) -> list[Norm]:
+    """RMSNorm, LayerNorm, LayerNorm without bias."""
     generator = torch.Generator().manual_seed(width)
     weight, bias = (torch.randn(width, generator=generator).to(dtype) for _ in range(2))
-    return (
-        lambda x, residual=None: rms_norm(x, weight, 1e-6, residual),
-        lambda x, residual=None: layer_norm(x, weight, bias, 1e-5, residual),
-        lambda x, residual=None: layer_norm(x, weight, None, 1e-5, residual),
-    )
+    return [
+        TorchNorm(weight, None, 1e-6, centers=False),
+        TorchNorm(weight, bias, 1e-5, centers=True),
+        TorchNorm(weight, None, 1e-5, centers=True),
+    ]
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -34,10 +32,12 @@ def test_norms_match_their_formulas_in_float64(width: int, dtype: torch.dtype, t
     x, weight, bias = rows(5, width, dtype=dtype), rows(width, dtype=dtype, seed=1), rows(width, dtype=dtype, seed=2)
     wide = x.double()
     expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-    torch.testing.assert_close(rms_norm(x, weight, 1e-6)[0], expected.to(dtype), rtol=tol, atol=tol)
+    found = TorchNorm(weight, None, 1e-6, centers=False)(x)[0]
+    torch.testing.assert_close(found, expected.to(dtype), rtol=tol, atol=tol)
     centred = wide - wide.mean(-1, keepdim=True)
     expected = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double() + bias.double()
-    torch.testing.assert_close(layer_norm(x, weight, bias, 1e-5)[0], expected.to(dtype), rtol=tol, atol=4 * tol)
+    found = TorchNorm(weight, bias, 1e-5, centers=True)(x)[0]
+    torch.testing.assert_close(found, expected.to(dtype), rtol=tol, atol=4 * tol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -45,7 +45,7 @@ def test_rms_norm_rounds_where_transformers_does(dtype: torch.dtype) -> None:
     x, weight = rows(9, 896, dtype=dtype), rows(896, dtype=dtype, seed=1)
     theirs = LlamaRMSNorm(896, eps=1e-6).to(dtype)
     theirs.weight.data.copy_(weight)
-    assert torch.equal(rms_norm(x, weight, 1e-6)[0], theirs(x))
+    assert torch.equal(TorchNorm(weight, None, 1e-6, centers=False)(x)[0], theirs(x))
 
 
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)

@@ -149,7 +149,7 @@ def test_layers_with_and_without_window_share_a_plan() -> None:
     plan = paged_attention.prepare(*step, block_size=8)
     for window in (None, 5, None):
         result = paged_attention.paged_attention(tokens.query, *caches, plan, 0.2, window)
-        expected = paged_attention.reference(tokens.query, *caches, *step, 0.2, window)
+        expected = paged_attention.reference(tokens.query, *caches, plan, 0.2, window)
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -31,13 +31,14 @@ def test_benchmark_runs_without_a_card() -> None:
     command = [sys.executable, str(FOLDER.parents[2] / "bench/gpu.py"), "--dry-run"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
-    assert "| tiny | 2 |" in result.stdout
+    assert result.stdout.count("| tiny | 2 |") == 2, "by Quire, and by transformers"
 
 
 CASES = [((32, 8, 128), torch.bfloat16)]
 OTHERS = [
     ((16, 4, 64), torch.bfloat16), ((8, 2, 32), torch.float16), ((32, 32, 80), torch.float16),
     ((8, 4, 256), torch.bfloat16), ((8, 2, 32), torch.float32), ((32, 8, 128), torch.float32),
+    ((8, 1, 128), torch.bfloat16), ((28, 4, 128), torch.bfloat16),
 ]  # fmt: skip
 
 
@@ -58,10 +59,11 @@ def test_kernels_of_a_layer_compile_without_spilling(
     with compiled_launches(capability) as kernels:
         plan = prepare(torch.zeros(4, 2048, dtype=torch.int32), int32, int32[:4], 16)
         ops.paged_attention(query, cache, cache, plan, 0.1)
-        ops.rotate_and_write_kv(query, key, key, int64, torch.empty(9, head_dim), cache, cache, int64)
-        ops.rms_norm(torch.empty(4096, dtype=dtype), 1e-5)(torch.empty(4, 4096, dtype=dtype), None)
+        ops.write_kv(query, key, key, int64, torch.empty(9, head_dim), cache, cache, int64)
+        ops.norm(torch.empty(4096, dtype=dtype), None, 1e-5, False)(torch.empty(4, 4096, dtype=dtype), None)
     assert {kernel.name for kernel in kernels} >= {"_chunk_kernel", "_decode_kernel", "_combine_kernel"}
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
+    assert all(kernel.reads_widely for kernel in kernels if kernel.name in ("_chunk_kernel", "_decode_kernel")), kernels
     assert all(kernel.shared_bytes <= 163 * 1024 for kernel in kernels), "more than sm_80 gives a program"
 
 
@@ -70,15 +72,18 @@ def test_other_kernels_compile_without_spilling(capability: int) -> None:
     import numpy as np
 
     from quire.kernels.back_end import cuda_back_end
+    from quire.kernels.token_choice import Draws
 
-    ops, half = cuda_back_end(), torch.empty(4, 4096, dtype=torch.bfloat16)
+    ops, half = cuda_back_end(), torch.empty(64, 4096, dtype=torch.bfloat16)
     blocks, ids = [torch.empty(4, 16, 8, 128, dtype=torch.bfloat16)], torch.tensor([1])
     with compiled_launches(capability) as kernels:
-        ops.layer_norm(half[0], half[0], 1e-5)(half, half.clone())
+        ops.norm(half[0], half[0], 1e-5, True)(half, half.clone())
         ops.linear(half, activation="silu_and_mul")(half)
         ops.linear(half, activation="gelu")(half)
-        ops.copy_blocks(blocks, ids, ids + 1)
+        ops.copy_blocks(blocks, blocks, ids, ids + 1)
         floats = np.ones(4, np.float32)
-        ops.sampling.choose_tokens(torch.empty(4, 128_256), floats, floats, np.ones(4, np.int32), floats, floats)
+        draws = Draws(floats, floats, np.ones(4, np.int32), floats, floats)
+        ops.sampling.choose_tokens(torch.empty(4, 128_256), draws)
     assert len(kernels) == 5
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
+    assert all(kernel.reads_widely for kernel in kernels), kernels

@@ -12,16 +12,22 @@ from typing import Any
 import pytest
 import torch
 
+WIDE_READ = r"ld\.global[.\w]*\.(v4\.b32|v2\.b64)|cp\.async\.cg\.shared\.global .*, 0x10"
+
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one card: registers of a thread, bytes that it spills, bytes of memory that a program shares."""
+    """One kernel for one card: registers of a thread, bytes that it spills, bytes of memory that a program shares.
+
+    `reads_widely`: whether threads read or copy 16 bytes at a time.
+    """
 
     name: str
     capability: int
     num_registers: int
     spilled_bytes: int
     shared_bytes: int
+    reads_widely: bool
 
 
 @contextmanager
@@ -36,6 +42,7 @@ def compiled_launches(capability: int) -> Iterator[list[Compiled]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
+        patch.setattr("quire.kernels.triton.attention.capability", lambda device: capability)
         yield kernels
 
 
@@ -62,8 +69,9 @@ def _compile(
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, spilled = _resources(compiled.asm["ptx"])
-    return Compiled(kernel.__name__, capability, registers, spilled, compiled.metadata.shared)
+    ptx = compiled.asm["ptx"]
+    reads_widely = re.search(WIDE_READ, ptx) is not None
+    return Compiled(kernel.__name__, capability, *_resources(ptx), compiled.metadata.shared, reads_widely)
 
 
 def _type(value: object) -> str:

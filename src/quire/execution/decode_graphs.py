@@ -5,6 +5,7 @@ sequence, whose context is 0 and whose slot is -1: they read nothing and write n
 been wanted a few times, between two steps, one at a time, so that starting up waits for none and none is made in vain.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.model.batch import ForwardBatch
+
+log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, *range(16, 257, 16))  # rows; above the last, steps run as they are
 WANTED_BEFORE_CAPTURE = 4  # steps; a capture takes about as long as a few dozen of them
@@ -31,7 +34,7 @@ class DecodeGraphs:
         capture: Capture,
     ) -> None:
         self._forward, self._max_blocks, self._device, self._capture = forward, max_blocks, device, capture
-        self._graphs: dict[int, tuple[ForwardBatch, Replay]] = {}
+        self._graphs: dict[int, tuple[ForwardBatch, Replay] | None] = {}  # None: it could not be captured
         self._wanted: Counter[int] = Counter()
 
     def run(self, batch: ForwardBatch) -> Tensor | None:
@@ -42,29 +45,39 @@ class DecodeGraphs:
             return None
         if size not in self._graphs:
             self._wanted[size] += 1
+        graph = self._graphs.get(size)
+        if graph is None:
             return None
-        inputs, replay = self._graphs[size]
+        inputs, replay = graph
         _fill(inputs, batch, num_rows)
         return replay()[:num_rows]
 
     def capture_one(self) -> None:
-        """Make the graph that has been wanted most, if one has been wanted often enough. For the time between steps."""
+        """Make the graph that has been wanted most, if one has been wanted often enough. For the time between steps.
+
+        Where that fails, for want of memory above all, steps of this size go on without.
+        """
         size, count = next(iter(self._wanted.most_common(1)), (0, 0))
-        if count >= WANTED_BEFORE_CAPTURE:
-            del self._wanted[size]
-            inputs = _empty(size, self._max_blocks, self._device)
+        if count < WANTED_BEFORE_CAPTURE:
+            return
+        del self._wanted[size]
+        self._graphs[size] = None
+        inputs = idle_batch(size, size, self._max_blocks, self._device)
+        try:
             self._graphs[size] = inputs, self._capture(lambda: self._forward(inputs))
+        except RuntimeError:
+            log.exception("decodes of %d rows run without a graph", size)
 
 
-def _empty(size: int, max_blocks: int, device: torch.device) -> ForwardBatch:
-    """Return a batch of `size` rows of no sequence."""
+def idle_batch(num_rows: int, num_tokens: int, max_blocks: int, device: torch.device) -> ForwardBatch:
+    """Return a batch whose rows are of no sequence: their tokens see nothing and write nothing."""
     return ForwardBatch(
-        token_ids=torch.zeros(size, dtype=torch.int64, device=device),
-        positions=torch.zeros(size, dtype=torch.int64, device=device),
-        slot_mapping=torch.full((size,), -1, dtype=torch.int64, device=device),
-        query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
-        context_lens=torch.zeros(size, dtype=torch.int32, device=device),
-        block_tables=torch.zeros(size, max_blocks, dtype=torch.int32, device=device),
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        query_starts=torch.linspace(0, num_tokens, num_rows + 1).int().to(device),
+        context_lens=torch.zeros(num_rows, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device),
     )
 
 
@@ -72,15 +85,16 @@ def _fill(inputs: ForwardBatch, batch: ForwardBatch, num_rows: int) -> None:
     """Put a step into the first rows of a graph's inputs, and nothing into the others."""
     inputs.slot_mapping[num_rows:].fill_(-1)
     inputs.context_lens[num_rows:].zero_()
-    inputs.token_ids[:num_rows].copy_(batch.token_ids)
-    inputs.positions[:num_rows].copy_(batch.positions)
-    inputs.slot_mapping[:num_rows].copy_(batch.slot_mapping)
-    inputs.context_lens[:num_rows].copy_(batch.context_lens)
+    for name in ("token_ids", "positions", "slot_mapping", "context_lens"):
+        getattr(inputs, name)[:num_rows].copy_(getattr(batch, name))
     inputs.block_tables[:num_rows, : batch.block_tables.shape[1]].copy_(batch.block_tables)
 
 
 class CudaGraphs:
-    """A `Capture`. All graphs draw on one pool of memory, for they never run at the same time."""
+    """A `Capture`. All graphs draw on one pool of memory, for they never run at the same time.
+
+    Nothing random is captured, and nothing that waits: a model's layers neither draw nor look at what they compute.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -88,9 +102,11 @@ class CudaGraphs:
     def __call__(self, call: Callable[[], Tensor]) -> Replay:
         """Return the graph of a call, which runs once before: what it needs is compiled and chosen then."""
         call()
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),  # comes back to it also from a capture that fails
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),  # others may allocate
+        ):
             result = call()
 
         def replay() -> Tensor:

@@ -3,7 +3,8 @@
 On a CPU all of this is nothing: tensors are where they have to be.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,30 +25,22 @@ def pinned(num_bytes: int) -> Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-def upload(tensors: Sequence[Tensor], device: torch.device, *, pins: bool = True) -> list[Tensor]:
-    """Copy tensors from the host's memory to `device` in one transfer, from one pinned buffer, without waiting for it.
-
-    torch keeps the buffer from being handed out again before the transfer is over. `pins` is for tests without a GPU.
-    """
-    starts, stop = [], 0
-    for tensor in tensors:
-        starts.append(stop)
-        stop += tensor.nbytes + -tensor.nbytes % ALIGNMENT
-    buffer = torch.empty(stop, dtype=torch.uint8, pin_memory=pins)
-    for start, tensor in zip(starts, tensors, strict=True):
-        buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    there = buffer.to(device, non_blocking=True)
-    return [
-        there[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for start, tensor in zip(starts, tensors, strict=True)
-    ]
-
-
 def upload_step(
     forward: ForwardBatch, logit_rows: Tensor, sample_rows: Tensor, device: torch.device
 ) -> tuple[ForwardBatch, Tensor, Tensor]:
-    """Return a step's inputs on `device`; as they are for a CPU."""
-    if device.type == "cpu":
-        return forward, logit_rows, sample_rows
-    *fields, logit_rows, sample_rows = upload([*forward.tensors, logit_rows, sample_rows], device)
+    """Copy a step's inputs from the host's memory to `device` in one transfer, from one pinned buffer, without waiting.
+
+    torch keeps the buffer from being handed out again before the transfer is over.
+    """
+    tensors = [*forward.tensors, logit_rows, sample_rows]
+    stops = list(accumulate(tensor.nbytes + -tensor.nbytes % ALIGNMENT for tensor in tensors))
+    buffer = torch.empty(stops[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def places(memory: Tensor) -> Iterator[Tensor]:
+        for start, tensor in zip([0, *stops], tensors, strict=False):
+            yield memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    for place, tensor in zip(places(buffer), tensors, strict=True):
+        place.copy_(tensor)
+    *fields, logit_rows, sample_rows = places(buffer.to(device, non_blocking=True))
     return ForwardBatch(*fields), logit_rows, sample_rows

@@ -103,14 +103,8 @@ class OverlappedWorker(Worker):
         if (self._batch.sampling.features[inputs.sample_rows] & LOGPROBS).any():
             return self._sample(inputs, hidden, logit_rows)
         try:
-            return draw(
-                self._batch.sampling,
-                self._model.logits(hidden[logit_rows]),
-                inputs.sample_rows,
-                self._batch.token_ids,
-                inputs.sample_num_tokens,
-                self._model.back_end.sampling,
-            )
+            samples = self._samples(inputs, slice(None))
+            return draw(samples, self._model.logits(hidden[logit_rows]), self._model.back_end.sampling)
         except Exception:
             log.exception("the samples of a step are drawn again")
         return self._sample(inputs, hidden, logit_rows)

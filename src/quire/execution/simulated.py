@@ -26,14 +26,12 @@ class SimulatedExecutor:
     def __init__(
         self,
         step_s: Callable[[StepPlan], float],
-        on_step: Callable[[StepPlan, float], None] = lambda plan, seconds: None,
-        *,
         swap_s: Callable[[int], float] = lambda num_blocks: 0.0,
         rates: MeasuredRates = UNMEASURED,
-        seed: int = 0,
     ) -> None:
-        self._step_s, self.on_step, self._swap_s, self._rates = step_s, on_step, swap_s, rates
-        self._random = Random(seed)  # noqa: S311 (a simulation)
+        self._step_s, self._swap_s, self._rates = step_s, swap_s, rates
+        self.on_step: Callable[[StepPlan, float], None] = lambda plan, seconds: None
+        self._random = Random(0)  # noqa: S311 (a simulation)
         self._beams: dict[int, NewRow] = {}  # rows of beam searches
         self._plans: list[StepPlan] = []
 

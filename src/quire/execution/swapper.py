@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import torch
 from torch import Tensor
@@ -11,20 +11,21 @@ from quire.core.plan import BlockCopy, StepPlan
 from quire.execution.rates import Rate
 from quire.model.kv_cache import KVCache
 
-SwapBlocks = Callable[[list[Tensor], list[Tensor], Tensor, Tensor], None]
+CopyBlocks = Callable[[list[Tensor], list[Tensor], Tensor, Tensor], None]
+LEAVING_AT_ONCE = 64  # blocks; who wants to write over one waits for as many: 2 ms for those of a model of 8 billion
 
 
 class Swapper:
     """The swap space's tensors, laid out as the cache's, and the rates of both directions in blocks per second."""
 
-    def __init__(self, cache: KVCache, space: KVCache, swap_blocks: SwapBlocks) -> None:
+    def __init__(self, cache: KVCache, space: KVCache, copy_blocks: CopyBlocks) -> None:
         self._cache = [*cache.keys, *cache.values]
         self._space = [*space.keys, *space.values]
-        self._swap_blocks = swap_blocks
+        self._copy_blocks = copy_blocks
         self.out_rate, self.in_rate = Rate(), Rate()
 
-    def move(self, plan: StepPlan) -> float:
-        """Swap out, then in; return the seconds."""
+    def move(self, plan: StepPlan, slots: Tensor) -> float:
+        """Swap out, then in; return the seconds. slots [T]: where the step's forward pass will write."""
         out_s = self._move(self._cache, self._space, plan.swap_outs, self.out_rate)
         return out_s + self._move(self._space, self._cache, plan.swap_ins, self.in_rate)
 
@@ -33,30 +34,37 @@ class Swapper:
             return 0.0
         started_s = time.perf_counter()
         src, dst = torch.tensor(copies).unbind(dim=1)
-        self._swap_blocks(sources, destinations, src, dst)
+        self._copy_blocks(sources, destinations, src, dst)
         seconds = time.perf_counter() - started_s
         rate.add(len(copies), seconds)
         return seconds
 
 
 class CudaSwapper(Swapper):
-    """The same on a stream of its own, so that the host goes on: a swap begins when what was computed before it is
-    there, and what is computed next waits for it. How long it took is known at one of the next calls.
+    """The same on a stream of its own, beside what is computed; events keep the two from touching a block at a time.
+
+    A step's swaps begin when all that was computed before is there. What the step computes waits for the blocks that
+    come in, and for those on their way out that it writes over; the others leave meanwhile. How long it took is known
+    at one of the next calls.
     """
 
-    def __init__(self, cache: KVCache, space: KVCache, swap_blocks: SwapBlocks) -> None:
-        super().__init__(cache, space, swap_blocks)
+    def __init__(self, cache: KVCache, space: KVCache, copy_blocks: CopyBlocks) -> None:
+        super().__init__(cache, space, copy_blocks)
+        self._block_size = cache.block_size
         self._stream = torch.cuda.Stream(cache.keys[0].device)  # type: ignore[no-untyped-call]
-        self._timed: deque[tuple[int, Rate, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._leaving = deque[tuple[Set[int], torch.cuda.Event]]()  # blocks, and when they are out; in this order
+        self._timed = deque[tuple[int, Rate, torch.cuda.Event, torch.cuda.Event]]()
 
-    def move(self, plan: StepPlan) -> float:
+    def __del__(self) -> None:
+        """Wait for what is under way: it reads and writes memory that is given back next."""
+        self._stream.synchronize()
+
+    def move(self, plan: StepPlan, slots: Tensor) -> float:
         """Swap out, then in; return the seconds of those swaps that have ended since the last call."""
-        if plan.swap_outs or plan.swap_ins:
-            computing = torch.cuda.current_stream(self._stream.device)
-            self._stream.wait_stream(computing)
-            with torch.cuda.stream(self._stream):
-                super().move(plan)
-            computing.wait_stream(self._stream)
+        while self._leaving and self._leaving[0][1].query():  # type: ignore[no-untyped-call]
+            self._leaving.popleft()
+        if plan.swap_outs or plan.swap_ins or self._leaving:
+            self._order(plan, set((slots // self._block_size).tolist()))
         seconds = 0.0
         while self._timed and self._timed[0][3].query():  # type: ignore[no-untyped-call]
             count, rate, begin, end = self._timed.popleft()
@@ -64,13 +72,35 @@ class CudaSwapper(Swapper):
             seconds += begin.elapsed_time(end) / 1000
         return seconds
 
-    def _move(self, sources: list[Tensor], destinations: list[Tensor], copies: list[BlockCopy], rate: Rate) -> float:
-        if not copies:
-            return 0.0
+    def _order(self, plan: StepPlan, written: set[int]) -> None:
+        """Start the plan's swaps, and let the computing stream wait for what it must. `written` by it."""
+        computing = torch.cuda.current_stream(self._stream.device)
+        written |= {copy.dst for copy in plan.swap_ins + plan.copies}
+        last = max((i for i, (blocks, _) in enumerate(self._leaving) if not written.isdisjoint(blocks)), default=-1)
+        for _ in range(last + 1):  # who leaves earlier is out earlier
+            _, is_out = self._leaving.popleft()
+            computing.wait_event(is_out)
+        if not plan.swap_outs and not plan.swap_ins:
+            return
+        self._stream.wait_stream(computing)
+        with torch.cuda.stream(self._stream):
+            if urgent := [copy for copy in plan.swap_outs if copy.src in written]:
+                computing.wait_event(self._start(self._cache, self._space, urgent, self.out_rate))
+            if plan.swap_ins:
+                computing.wait_event(self._start(self._space, self._cache, plan.swap_ins, self.in_rate))
+            others = [copy for copy in plan.swap_outs if copy.src not in written]
+            for begin in range(0, len(others), LEAVING_AT_ONCE):
+                some = others[begin : begin + LEAVING_AT_ONCE]
+                is_out = self._start(self._cache, self._space, some, self.out_rate)
+                self._leaving.append(({copy.src for copy in some}, is_out))
+
+    def _start(
+        self, sources: list[Tensor], destinations: list[Tensor], copies: list[BlockCopy], rate: Rate
+    ) -> torch.cuda.Event:
+        """Copy on the current stream; return the event of its end."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        src, dst = torch.tensor(copies).unbind(dim=1)
         begin.record()
-        self._swap_blocks(sources, destinations, src, dst)
+        self._copy_blocks(sources, destinations, *torch.tensor(copies).unbind(dim=1))
         end.record()
         self._timed.append((len(copies), rate, begin, end))
-        return 0.0
+        return end

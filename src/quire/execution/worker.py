@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.core.plan import MeasuredRates, PromptLogprobsChunk, StepPlan, StepResult
 from quire.decoding.sampler import NOT_FINITE, SampledTokens, is_finite, join, prompt_logprobs, sample
+from quire.decoding.samples import Samples
 from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.rates import Rate
 from quire.execution.swapper import Swapper
@@ -48,11 +49,13 @@ class Worker:
     def _begin(self, plan: StepPlan) -> tuple[StepInputs, float]:
         """Do what comes before the forward pass; return its inputs, and the seconds spent on swapping."""
         self._batch.apply(plan)
-        swap_s = 0.0 if self._swapper is None else self._swapper.move(plan)
+        inputs = self._batch.inputs(plan)
+        swap_s = 0.0 if self._swapper is None else self._swapper.move(plan, inputs.forward.slot_mapping)
         if plan.copies:
             src, dst = torch.tensor(plan.copies).unbind(dim=1)
-            self._model.back_end.copy_blocks([*self._cache.keys, *self._cache.values], src, dst)
-        return self._batch.inputs(plan), swap_s
+            caches = [*self._cache.keys, *self._cache.values]
+            self._model.back_end.copy_blocks(caches, caches, src, dst)
+        return inputs, swap_s
 
     def _result(self, inputs: StepInputs, hidden: Tensor, sampled: SampledTokens, swap_s: float) -> StepResult:
         failures = {int(inputs.sample_rows[index]): why for index, why in sampled.failures.items()}
@@ -83,13 +86,12 @@ class Worker:
             return SampledTokens([0], None, {0: f"its next token could not be drawn: {error!r}"})
 
     def _draw(self, inputs: StepInputs, logits: Tensor, which: slice) -> SampledTokens:
-        return sample(
-            self._batch.sampling,
-            logits,
-            inputs.sample_rows[which],
-            self._batch.token_ids,
-            inputs.sample_num_tokens[which],
-            self._model.back_end.sampling,
+        return sample(self._samples(inputs, which), logits, self._model.back_end.sampling)
+
+    def _samples(self, inputs: StepInputs, which: slice) -> Samples:
+        batch = self._batch
+        return Samples.of(
+            batch.sampling, inputs.sample_rows[which], batch.token_ids, inputs.sample_num_tokens[which]
         )
 
     def _rates(self) -> MeasuredRates:

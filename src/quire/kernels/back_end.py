@@ -19,13 +19,12 @@ from quire.kernels import (
     block_copy,
     cache_layout,
     embedding,
-    finite,
     kv_cache_write,
     linear,
-    norm,
     paged_attention,
     sampling,
 )
+from quire.kernels import norm as norms
 from quire.kernels.cpp.back_end import MAX_HEAD_DIM, cpp_ops, serves_head_dim, usable_isas
 from quire.kernels.decoder_layers import LayerParts, RunLayers
 
@@ -36,9 +35,9 @@ log = logging.getLogger(__name__)
 class BackEnd:
     """One implementation of every op; each field has the signature of the function of its name in the op's module.
 
-    `linear` makes a layer from a weight, as `linear.PackedLinear` does; `rms_norm` and `layer_norm` make a norm from
-    its parameters, as `norm.RMSNorm` and `norm.LayerNorm` do. `fuse_layers` makes one call of a whole stack of layers,
-    which adds 1 to a counter, int64 [1], after each; None where the stack is to be composed of the other ops.
+    `linear` makes a layer from a weight, as `linear.PackedLinear` does; `norm` makes a norm from its parameters, as
+    `norm.TorchNorm` does. `fuse_layers` makes one call of a whole stack of layers, which adds 1 to a counter, int64
+    [1], after each; None where the stack is to be composed of the other ops.
     """
 
     name: str
@@ -46,12 +45,9 @@ class BackEnd:
     fuse_layers: Callable[[Sequence[LayerParts], Tensor], RunLayers | None]
     cache_layout: cache_layout.CacheLayout
     paged_attention: Callable[..., Tensor]
-    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    rotate_and_write_kv: Callable[..., Tensor]
-    copy_blocks: Callable[[list[Tensor], Tensor, Tensor], None]
-    swap_blocks: Callable[[list[Tensor], list[Tensor], Tensor, Tensor], None]
-    rms_norm: Callable[..., norm.Norm]
-    layer_norm: Callable[..., norm.Norm]
+    write_kv: Callable[..., Tensor]
+    copy_blocks: Callable[[list[Tensor], list[Tensor], Tensor, Tensor], None]
+    norm: Callable[[Tensor, Tensor | None, float, bool], norms.Norm]
     embed: Callable[..., Tensor]
     all_finite: Callable[[Tensor], bool]
     sampling: sampling.SamplingOps
@@ -64,23 +60,13 @@ TORCH = BackEnd(
     cache_layout=cache_layout.PLAIN,
     paged_attention=paged_attention.paged_attention,
     write_kv=kv_cache_write.write_kv,
-    rotate_and_write_kv=kv_cache_write.rotate_and_write_kv,
     copy_blocks=block_copy.copy_blocks,
-    swap_blocks=block_copy.swap_blocks,
-    rms_norm=norm.RMSNorm,
-    layer_norm=norm.LayerNorm,
+    norm=norms.TorchNorm,
     embed=embedding.embed,
-    all_finite=finite.all_finite,
+    all_finite=linear.all_finite,
     sampling=sampling.TORCH,
 )
-REFERENCE = replace(
-    TORCH,
-    name="reference",
-    linear=linear.PlainLinear,
-    paged_attention=paged_attention.plain_paged_attention,
-    write_kv=kv_cache_write.reference,
-    copy_blocks=block_copy.reference,
-)
+REFERENCE = replace(TORCH, name="reference", paged_attention=paged_attention.reference)
 NAMES = ("cpp", "torch", "reference")  # of the CPU's
 
 

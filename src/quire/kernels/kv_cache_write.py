@@ -1,45 +1,60 @@
-"""Write the keys and values of a step's tokens into their slots of the paged cache."""
+"""Turn a step's queries and keys by their positions; write its keys and values into their slots of the paged cache.
 
+Rotary position embedding is on half-split pairs (Su et al. 2021, in the layout of GPT-NeoX and Llama).
+"""
+
+import torch
 from torch import Tensor
 
-from quire.kernels.rotary import apply_rotary
 
+def write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Turn query and key as `apply_rotary` does, if there is a table; store key and value; return the query.
 
-def reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store token t's key and value in slot `slot_mapping[t]`; -1 writes nothing.
-
-    key and value [num_tokens, num_kv_heads, head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim],
-    contiguous; slot_mapping [num_tokens] int64, no slot twice. Kwon et al. 2023, section 5.1.
+    Token t's key and value go to slot `slot_mapping[t]`; -1 writes nothing. key and value [num_tokens, num_kv_heads,
+    head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim], contiguous; slot_mapping [num_tokens] int64, no
+    slot twice. One op, so that a back end may do it in one pass; it may turn the query where it stands. Kwon et al.
+    2023, section 5.1.
     """
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            key_cache.flatten(0, 1)[slot] = key[token]
-            value_cache.flatten(0, 1)[slot] = value[token]
-
-
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store what `reference` stores, all tokens at once."""
+    if cos_sin is not None:
+        query, key = apply_rotary(query, key, positions, cos_sin)
     written = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping.index_select(0, written)
     for new, cache in ((key, key_cache), (value, value_cache)):
         rows = new.index_select(0, written).flatten(1).to(cache.dtype)
         cache.view(-1, rows.shape[1]).index_copy_(0, slots, rows)
-
-
-def rotate_and_write_kv(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-) -> Tensor:
-    """Turn query and key by their positions, store key and value, return the query; arguments as in both ops.
-
-    One op, so that a back end may do it in one pass. It may turn the query where it stands.
-    """
-    query, key = apply_rotary(query, key, positions, cos_sin)
-    write_kv(key, value, key_cache, value_cache, slot_mapping)
     return query
+
+
+def rotary_table(inv_freq: Tensor, max_positions: int, scale: float = 1.0) -> Tensor:
+    """Return cosines and sines of every position, [max_positions, rotary_dim] float32: cosines first, then sines.
+
+    inv_freq [rotary_dim / 2] float32, radians per position; `scale` multiplies both (YaRN's attention factor).
+    """
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device=inv_freq.device), inv_freq.float())
+    return torch.cat([angles.cos(), angles.sin()], dim=-1) * scale
+
+
+def apply_rotary(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return query and key turned by their positions, in their own dtype; computed in float32, rounded once.
+
+    query [num_tokens, num_heads, head_dim], key [num_tokens, num_kv_heads, head_dim], positions [num_tokens] int,
+    cos_sin from `rotary_table`. Dimensions past rotary_dim pass through.
+    """
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, rotary_dim / 2]
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*(part.to(x.dtype) for part in turned), x[..., 2 * half :]], dim=-1)

@@ -6,6 +6,7 @@ zero-padded: 64, and those smaller ones that a probe has found to give the same 
 (`equal_row_counts`). docs/decisions/0002 has the measurements.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Literal, Protocol
@@ -40,6 +41,12 @@ class Linear(Protocol):
         """Return [num_rows, out_features] for x [num_rows, in_features]."""
 
 
+def all_finite(weight: Tensor) -> bool:
+    """Tell whether no value of a weight, which has at least one, is NaN or infinite: else its answers are noise."""
+    # NaN wins both comparisons, so the two ends tell; unlike isfinite().all() this builds no mask.
+    return all(math.isfinite(end.item()) for end in weight.aminmax())
+
+
 class PackedLinear:
     """y = activation(x W^T + b) for x [num_rows, in_features] of any float dtype; result [num_rows, out_features].
 
@@ -56,7 +63,7 @@ class PackedLinear:
         dtype: torch.dtype | None = None,
         activation: Activation = "none",
     ) -> None:
-        weight = _whole(weight)
+        weight = weight if isinstance(weight, Tensor) else torch.cat(list(weight))  # else the memory of a checkpoint
         self._out_dtype = dtype or weight.dtype
         self._dtype = _product_dtype(self._out_dtype)
         self._row_counts = equal_row_counts(*weight.shape, self._dtype, bias is not None, torch.get_num_threads())
@@ -75,34 +82,6 @@ class PackedLinear:
         if num_rows < row_count:
             rows = F.pad(rows, (0, 0, 0, row_count - num_rows))
         return self._activate(self._product(rows)[:num_rows].to(self._out_dtype))
-
-
-class PlainLinear:
-    """The same layer with its weight as it came and one product of whatever shape: rows may depend on their number."""
-
-    def __init__(
-        self,
-        weight: Tensor | Sequence[Tensor],
-        bias: Tensor | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        activation: Activation = "none",
-    ) -> None:
-        weight = _whole(weight)
-        self._dtype = dtype or weight.dtype
-        self._weight = weight.to(self._dtype)
-        self._bias = None if bias is None else bias.to(self._dtype)
-        self._activate = _ACTIVATIONS[activation]
-        self.num_bytes = self._weight.nbytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply all rows at once."""
-        return self._activate(F.linear(x.to(self._dtype), self._weight, self._bias))
-
-
-def _whole(weight: Tensor | Sequence[Tensor]) -> Tensor:
-    """Return a weight that came in parts in memory of its own; theirs may be the checkpoint's."""
-    return weight if isinstance(weight, Tensor) else torch.cat(list(weight))
 
 
 @cache

@@ -23,46 +23,24 @@ class Norm(Protocol):
         """
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return `(normed, summed)`: summed = x + residual (x itself without one), normed = RMSNorm(summed) * weight.
+@dataclass(frozen=True, slots=True)
+class TorchNorm:
+    """RMSNorm or, with `centers`, LayerNorm; weight [width], bias [width] or none, and never one in RMSNorm.
 
-    x and residual [..., width] of one dtype, weight [width]. Computed in float32 and rounded to x's dtype before the
-    weight is applied, as transformers does. Zhang and Sennrich 2019.
+    RMSNorm (Zhang and Sennrich 2019) is computed in float32 and rounded to x's dtype before the weight is applied, as
+    transformers does; LayerNorm (Ba et al. 2016) is PyTorch's.
     """
-    summed = x if residual is None else x + residual
-    wide = summed.float()
-    inverse = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
-    return weight * (wide * inverse).to(x.dtype), summed
-
-
-def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return `(normed, summed)` as `rms_norm` does, for LayerNorm with weight and bias [width]. Ba et al. 2016."""
-    summed = x if residual is None else x + residual
-    return F.layer_norm(summed, weight.shape, weight, bias, eps), summed
-
-
-@dataclass(frozen=True, slots=True)
-class RMSNorm:
-    """`rms_norm` with its parameters."""
-
-    weight: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return `(normed, summed)` in memory of their own."""
-        return rms_norm(x, self.weight, self.eps, residual)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerNorm:
-    """`layer_norm` with its parameters."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
+    centers: bool
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return `(normed, summed)` in memory of their own."""
-        return layer_norm(x, self.weight, self.bias, self.eps, residual)
+        summed = x if residual is None else x + residual
+        if self.centers:
+            return F.layer_norm(summed, self.weight.shape, self.weight, self.bias, self.eps), summed
+        wide = summed.float()
+        inverse = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * inverse).to(x.dtype), summed

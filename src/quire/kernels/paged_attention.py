@@ -22,7 +22,7 @@ ROWS_PER_PRODUCT = 16  # divides SLOTS_PER_KEY_TILE; fewer rows than these may t
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What all layers of a step share: who the queries belong to and where their context lies; as in `reference`."""
+    """What all layers of a step share: who the queries belong to and where their context lies."""
 
     block_tables: Tensor   # [num_seqs, max_blocks] int32
     query_starts: Tensor   # [num_seqs + 1] int32
@@ -36,7 +36,7 @@ class AttentionPlan:
 
 
 def prepare(block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, block_size: int) -> AttentionPlan:
-    """Gather what every layer of a step needs to know; arguments as in `reference`.
+    """Gather what every layer of a step needs to know; arguments as in `AttentionPlan`.
 
     Table entries past a context, or before every window, may hold anything: they are never followed.
     """
@@ -48,30 +48,22 @@ def prepare(block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, bl
 
 
 def reference(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int | None = None,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
 ) -> Tensor:
     """Attend: the meaning that every back end must match.
 
     query [num_tokens, num_heads, head_dim], sequences end to end; caches [num_blocks, block_size, num_kv_heads,
-    head_dim]; block_tables [num_seqs, max_blocks], query_starts [num_seqs + 1], context_lens [num_seqs], all int32. A
-    sequence's queries are the last tokens of its context. With a window, a token sees itself and the `window` - 1
-    tokens before it. Sums in float32; returns query's shape and dtype.
+    head_dim]. A sequence's queries are the last tokens of its context. With a window, a token sees itself and the
+    `window` - 1 tokens before it. Sums in float32; returns query's shape and dtype.
     """
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // num_kv_heads  # query heads per key-value head
     out = torch.empty_like(query)
-    for i, (start, stop) in enumerate(pairwise(query_starts.tolist())):
-        context_len = int(context_lens[i])
+    for i, (start, stop) in enumerate(pairwise(plan.query_starts.tolist())):
+        context_len = int(plan.context_lens[i])
         first = 0 if window is None else max(0, context_len - (stop - start) - window + 1)
         pos = torch.arange(first, context_len, device=query.device)
-        where = block_tables[i, pos // block_size].long(), pos % block_size
+        where = plan.block_tables[i, pos // block_size].long(), pos % block_size
         k = key_cache[where].float().repeat_interleave(group, dim=1)  # [context_len, num_heads, head_dim]
         v = value_cache[where].float().repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,lhd->hql", query[start:stop].float(), k) * scale
@@ -95,7 +87,7 @@ class _Span(NamedTuple):
 def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
 ) -> Tensor:
-    """Attend as `reference` does, with the plan of the step; caches contiguous."""
+    """Attend as `reference` does; caches contiguous."""
     out = query.new_empty(query.shape)
     for span in _spans(plan):
         rows = slice(span.row, span.row + span.stop - span.start)
@@ -182,11 +174,3 @@ def _sum_tiles(parts: Tensor) -> Tensor:
     for tile in range(1, parts.shape[1]):
         total += parts[:, tile]
     return total
-
-
-def plain_paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
-) -> Tensor:
-    """Attend by the reference itself."""
-    tables = plan.block_tables, plan.query_starts, plan.context_lens
-    return reference(query, key_cache, value_cache, *tables, scale, window)

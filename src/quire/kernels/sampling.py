@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels import penalties, philox, token_choice, top_logprobs
+from quire.kernels import penalties, philox, ranking, token_choice
 
 Tokens = NDArray[np.int64] | Tensor  # one per row; a tensor where the device has yet to choose them
 
@@ -16,17 +16,15 @@ Tokens = NDArray[np.int64] | Tensor  # one per row; a tensor where the device ha
 class SamplingOps:
     """One implementation of each op of sampling; a field has the signature of the function that `TORCH` names here."""
 
-    argmax: Callable[[Tensor], Tokens]
     choose_tokens: Callable[..., Tokens]
     uniforms: Callable[[NDArray[np.uint64], NDArray[np.int64]], NDArray[np.float64]]
-    top_logprobs: Callable[..., top_logprobs.TopLogprobs]
-    penalize: Callable[..., None]
+    top_logprobs: Callable[..., ranking.TopLogprobs]
+    penalize: Callable[[Tensor, penalties.Penalties], None]
 
 
 TORCH = SamplingOps(
-    argmax=token_choice.argmax,
     choose_tokens=token_choice.choose_tokens,
     uniforms=philox.uniforms,
-    top_logprobs=top_logprobs.top_logprobs,
+    top_logprobs=ranking.top_logprobs,
     penalize=penalties.penalize,
 )

@@ -10,8 +10,9 @@ from torch import Tensor
 from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.kernels.back_end import REFERENCE, TORCH
 from quire.kernels.cpp.attention import paged_attention
-from quire.kernels.cpp.cache_layout import cache_shapes, pack, unpack
+from quire.kernels.cpp.cache_layout import cache_shapes
 from quire.kernels.paged_attention import AttentionPlan, prepare
+from support.packed_cache import pack, unpack
 from support.paged_cache import Paging, Part, Tokens, attend
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import block_copy
-from quire.kernels.cpp.block_copy import copy_blocks, swap_blocks
+from quire.kernels.cpp.block_copy import copy_blocks
 
 COPIES = {
     "apart": ([1, 1, 7], [0, 9, 3]),
@@ -30,15 +30,15 @@ def test_blocks_are_copied_in_every_layer_as_the_reference_does(
 ) -> None:
     ours, expected = layers(dtype), layers(dtype)
     src, dst = (torch.tensor(blocks, dtype=torch.int64) for blocks in copies)
-    copy_blocks(ours, src, dst)
-    block_copy.reference(expected, src, dst)
+    copy_blocks(ours, ours, src, dst)
+    block_copy.copy_blocks(expected, expected, src, dst)
     assert all(map(torch.equal, ours, expected))
 
 
 def test_caches_whose_blocks_differ_in_size_are_refused() -> None:
-    block = torch.tensor([0])
+    caches, block = [torch.zeros(3, 4), torch.zeros(3, 5)], torch.tensor([0])
     with pytest.raises(AssertionError, match="differ"):
-        copy_blocks([torch.zeros(3, 4), torch.zeros(3, 5)], block, block)
+        copy_blocks(caches, caches, block, block)
 
 
 def swap_space(caches: list[Tensor], num_blocks: int) -> list[Tensor]:
@@ -61,20 +61,20 @@ def test_blocks_are_swapped_in_every_layer_as_the_reference_does(
     caches = layers(dtype)
     ours, expected = swap_space(caches, 5), swap_space(caches, 5)
     src, dst = (torch.tensor(blocks, dtype=torch.int64) for blocks in copies)
-    swap_blocks(caches, ours, src, dst)
-    block_copy.swap_blocks(caches, expected, src, dst)
+    copy_blocks(caches, ours, src, dst)
+    block_copy.copy_blocks(caches, expected, src, dst)
     assert all(map(torch.equal, ours, expected))
     assert all(map(torch.equal, caches, layers(dtype)))
     if len(copies[0]) == 1:
-        swap_blocks(ours, caches, dst, src + 1)
+        copy_blocks(ours, caches, dst, src + 1)
         assert all(torch.equal(cache[5], cache[4]) for cache in caches)
 
 
 def test_pools_that_do_not_go_together_are_refused() -> None:
     caches, block = layers(torch.float32), torch.tensor([0])
     with pytest.raises(AssertionError, match="share memory"):
-        swap_blocks(caches, caches, block, block)
+        copy_blocks(caches, caches[::-1], block, block)
     with pytest.raises(AssertionError, match="differ"):
-        swap_blocks(caches, [torch.zeros(3, 5) for _ in caches], block, block)
+        copy_blocks(caches, [torch.zeros(3, 5) for _ in caches], block, block)
     with pytest.raises(AssertionError):
-        swap_blocks(caches, swap_space(caches, 2)[1:], block, block)
+        copy_blocks(caches, swap_space(caches, 2)[1:], block, block)

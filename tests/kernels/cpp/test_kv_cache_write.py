@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels import kv_cache_write
-from quire.kernels.cpp.cache_layout import cache_shapes, pack, unpack
+from quire.kernels.cpp.cache_layout import cache_shapes
 from quire.kernels.cpp.dtypes import kernel_dtype
-from quire.kernels.cpp.kv_cache_write import rotate_and_write_kv, write_kv
-from quire.kernels.rotary import apply_rotary, rotary_table
+from quire.kernels.cpp.kv_cache_write import write_kv
+from quire.kernels.kv_cache_write import apply_rotary, rotary_table
+from support.packed_cache import pack, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUM_BLOCKS = 12
@@ -43,11 +44,12 @@ def plain_caches(block_size: int, head_dim: int, dtype: torch.dtype) -> list[Ten
 def test_tokens_land_in_their_slots_and_nowhere_else(
     num_tokens: int, block_size: int, dtype: torch.dtype, num_threads: int
 ) -> None:
-    _, key, value = fused_heads(num_tokens, 24, dtype)
+    query, key, value = fused_heads(num_tokens, 24, dtype)
     slots = slots_for(num_tokens, block_size)
     ours, plain = caches(block_size, 24, dtype), plain_caches(block_size, 24, dtype)
-    write_kv(key, value, *ours, slots)
-    kv_cache_write.reference(key, value, *plain, slots)
+    assert write_kv(query, key, value, slots, None, *ours, slots) is query
+    assert torch.equal(query, fused_heads(num_tokens, 24, dtype)[0])
+    kv_cache_write.write_kv(query, key, value, slots, None, *plain, slots)
     assert all(map(torch.equal, ours, pack(*plain)))
 
 
@@ -62,8 +64,8 @@ def test_keys_and_queries_are_turned_to_the_bit_as_the_rotary_op_turns_them(
     table = rotary_table(10000.0 ** (-torch.arange(0, rotary_dim, 2).float() / rotary_dim), 300)
     expected_query, expected_key = apply_rotary(query, key, positions, table)
     ours, plain = caches(16, head_dim, dtype), plain_caches(16, head_dim, dtype)
-    turned = rotate_and_write_kv(query, key.clone(), value.clone(), positions, table, *ours, slots)
-    kv_cache_write.reference(expected_key, value, *plain, slots)
+    turned = write_kv(query, key.clone(), value.clone(), positions, table, *ours, slots)
+    kv_cache_write.write_kv(expected_query, expected_key, value, positions, None, *plain, slots)
     assert torch.equal(turned, expected_query)
     assert all(map(torch.equal, ours, pack(*plain)))
 
@@ -73,7 +75,7 @@ def test_float16_is_turned_in_float32_and_kept_so_in_the_cache() -> None:
     positions, slots = torch.arange(20), torch.arange(20)
     table = rotary_table(10000.0 ** (-torch.arange(0, 32, 2).float() / 32), 20)
     keys, values = caches(16, 32, torch.float16)
-    turned = rotate_and_write_kv(query, key, value, positions, table, keys, values, slots)
+    turned = write_kv(query, key, value, positions, table, keys, values, slots)
     expected_query, expected_key = apply_rotary(query.float(), key.float(), positions, table)
     assert torch.equal(turned, expected_query.half())
     assert torch.equal(unpack(keys, values)[0].flatten(0, 1)[:20], expected_key)

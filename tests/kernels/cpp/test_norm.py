@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import norm
-from quire.kernels.cpp.norm import CppLayerNorm, CppRMSNorm
+from quire.kernels.cpp.norm import CppNorm
 
 DTYPES = [(torch.float32, 4e-6), (torch.bfloat16, 1.6e-2), (torch.float16, 2e-3)]
 KINDS = ["rms", "layer", "layer without bias"]
@@ -18,16 +18,12 @@ def parameters(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def plain(kind: str, width: int, dtype: torch.dtype) -> norm.Norm:
     weight, bias = parameters(width, dtype)
-    if kind == "rms":
-        return norm.RMSNorm(weight, 1e-6)
-    return norm.LayerNorm(weight, bias if kind == "layer" else None, 1e-5)
+    return norm.TorchNorm(weight, bias if kind == "layer" else None, 1e-6, centers=kind != "rms")
 
 
 def ours(kind: str, width: int, dtype: torch.dtype) -> norm.Norm:
     weight, bias = parameters(width, dtype)
-    if kind == "rms":
-        return CppRMSNorm(weight, 1e-6)
-    return CppLayerNorm(weight, bias if kind == "layer" else None, 1e-5)
+    return CppNorm(weight, bias if kind == "layer" else None, 1e-6, centers=kind != "rms")
 
 
 def rows(num_rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels import penalties, philox, token_choice
-from quire.kernels import top_logprobs as plain_logprobs
+from quire.kernels import penalties, philox, ranking, token_choice
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.sampling import argmax, choose_tokens, penalize, top_logprobs, uniforms
+from quire.kernels.cpp.sampling import choose_tokens, penalize, top_logprobs, uniforms
+from quire.kernels.token_choice import Draws
 
 VOCAB_SIZES = [1, 2, 16, 17, 1000, 1025, 20_011]
 LARGEST_UNIFORM = 1 - 2.0**-53
@@ -65,14 +65,14 @@ def draw_all(
     num, vocab_size = rows.shape
     with np.errstate(divide="ignore"):
         log_min_p = np.log(np.float64(min_p))
-    return choose_tokens(
-        torch.from_numpy(rows),
+    draws = Draws(
         np.full(num, temperature, np.float32),
         np.full(num, log_min_p, np.float32),
         np.full(num, top_k or vocab_size, np.int32),
         np.full(num, top_p, np.float64),
         numbers,
-    ).tolist()
+    )
+    return choose_tokens(torch.from_numpy(rows), draws).tolist()
 
 
 def check_draws(row: np.ndarray, kept: np.ndarray, weights: np.ndarray, **settings: float) -> None:
@@ -142,14 +142,14 @@ def test_the_smallest_top_p_and_top_k_one_are_greedy_and_the_largest_top_p_keeps
 def test_it_chooses_what_the_plain_op_chooses() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 3, (300, 5000)).astype(np.float32)
-    settings = (
+    draws = Draws(
         rng.choice([0, 0.5, 1, 1.5], 300).astype(np.float32),
         np.log(rng.choice([1e-300, 0.1], 300)).astype(np.float32),
         rng.choice([3, 60, 2000, 5000], 300).astype(np.int32),
         rng.choice([0.3, 0.95, 1.0], 300),
         rng.random(300),
     )
-    found, expected = (op(torch.from_numpy(logits), *settings) for op in (choose_tokens, token_choice.choose_tokens))
+    found, expected = (op(torch.from_numpy(logits), draws) for op in (choose_tokens, token_choice.choose_tokens))
     assert np.count_nonzero(found != expected) <= 1  # a number within 1e-6 of a border
 
 
@@ -162,7 +162,7 @@ def test_argmax_is_the_first_of_the_highest_and_the_first_nan(vocab_size: int) -
             rows.append(rows[0].copy())
             rows[-1][places] = value
     logits = np.stack(rows)
-    assert argmax(torch.from_numpy(logits)).tolist() == logits.argmax(axis=1).tolist()
+    assert choose_tokens(torch.from_numpy(logits)).tolist() == logits.argmax(axis=1).tolist()
     assert draw_all(logits, np.full(len(rows), 0.9), temperature=0) == logits.argmax(axis=1).tolist()
 
 
@@ -188,7 +188,7 @@ def test_logprobs_and_ranks_are_those_of_the_plain_op(vocab_size: int) -> None:
     tokens[::5] = logits.numpy()[picked[::5]].argmax(axis=1)
     counts = np.minimum(rng.choice([0, 1, 5, 200, 3000, vocab_size], len(picked)), vocab_size)
     found = top_logprobs(logits, picked, tokens, counts)
-    expected = plain_logprobs.top_logprobs(logits, picked, tokens, counts)
+    expected = ranking.top_logprobs(logits, picked, tokens, counts)
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.ranks.tolist() == expected.ranks.tolist()
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=2e-6, atol=4e-6)
@@ -197,14 +197,14 @@ def test_logprobs_and_ranks_are_those_of_the_plain_op(vocab_size: int) -> None:
 def everything(logits: torch.Tensor, picked: np.ndarray) -> list[bytes]:
     """Return the bits of all that can be asked about some rows, in settings that follow from the row."""
     rows, vocab_size = logits[torch.from_numpy(picked)], logits.shape[1]
-    tokens = choose_tokens(
-        rows,
+    draws = Draws(
         np.float32([0, 0.6, 1, 3])[picked % 4],
         np.float32([-np.inf, -3])[picked % 2],
         np.minimum([vocab_size, 3, 400], vocab_size).astype(np.int32)[picked % 3],
         np.float64([1, 0.9, 0.5])[picked // 3 % 3],
         philox.uniforms(picked.astype(np.uint64), picked),
     )
+    tokens = choose_tokens(rows, draws)
     answer = top_logprobs(rows, np.arange(len(picked)), tokens, np.full(len(picked), min(4, vocab_size)))
     return [b"".join(part[i].tobytes() for part in (tokens[:, None], *answer)) for i in range(len(picked))]
 
@@ -231,11 +231,11 @@ def test_every_instruction_set_gives_the_same_bits(isa: str, vocab_size: int) ->
 def test_rows_may_be_far_apart_or_one_and_the_same() -> None:
     wide = torch.from_numpy(np.random.default_rng(0).normal(0, 1, (6, 100)).astype(np.float32))
     for logits in (wide[:, 10:60], wide[::2], wide[:, ::2], wide[:1].expand(4, -1)):
-        assert argmax(logits).tolist() == logits.argmax(dim=1).tolist()
+        assert choose_tokens(logits).tolist() == logits.argmax(dim=1).tolist()
 
 
 def test_no_rows_give_nothing() -> None:
-    assert argmax(torch.empty(0, 5)).shape == (0,)
+    assert choose_tokens(torch.empty(0, 5)).shape == (0,)
     none = np.empty(0, dtype=np.int64)
     assert top_logprobs(torch.empty(0, 5), none, none, none).token_ids.shape == (0, 1)
 
@@ -256,7 +256,7 @@ def test_penalties_are_the_plain_ones_to_the_bit(num_threads: int) -> None:
     logits[:, 7] = -torch.inf
     token_ids = rng.integers(0, 60, (12, 300)).astype(np.int32)
     num_tokens = np.array([1, 2, 300, 300, 40, 9])
-    arguments = (
+    arguments = penalties.Penalties(
         np.array([8, 0, 3, 4, 7, 1]),
         token_ids,
         rng.permutation(12)[:6],
@@ -267,10 +267,10 @@ def test_penalties_are_the_plain_ones_to_the_bit(num_threads: int) -> None:
         np.array([0.7, 0, 1.9, -0.3, 0.1, 1], np.float32),
     )
     expected = logits.clone()
-    penalties.penalize(expected, *arguments)
+    penalties.penalize(expected, arguments)
     for _ in range(2):  # the second time on counts that the first one left
         found = logits.clone()
-        penalize(found, *arguments)
+        penalize(found, arguments)
         assert torch.equal(found, expected)
 
 

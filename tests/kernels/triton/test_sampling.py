@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels import penalties, token_choice, top_logprobs
+from quire.kernels import penalties, ranking
 from quire.kernels.back_end import cuda_back_end
+from quire.kernels.token_choice import Draws, choose_tokens
 
 OPS = pytest.importorskip("triton") and cuda_back_end().sampling
 VOCAB_SIZE = 300
@@ -28,13 +29,12 @@ def test_draws_are_those_of_the_reference(
     num_rows = 4
     logits = tied_logits(num_rows)
     log_min_p = np.float32(np.log(min_p) if min_p else -np.inf)
-    settings = (
+    draws = Draws(
         np.full(num_rows, temperature, np.float32), np.full(num_rows, log_min_p),
         np.full(num_rows, top_k or VOCAB_SIZE, np.int32), np.full(num_rows, top_p),
         np.random.default_rng(1).random(num_rows),
     )  # fmt: skip
-    tokens = OPS.choose_tokens(logits.to(device), *settings)
-    assert tokens.tolist() == token_choice.choose_tokens(logits, *settings).tolist()
+    assert OPS.choose_tokens(logits.to(device), draws).tolist() == choose_tokens(logits, draws).tolist()
 
 
 def test_rows_without_a_draw_take_the_first_of_the_highest(device: torch.device) -> None:
@@ -45,16 +45,17 @@ def test_rows_without_a_draw_take_the_first_of_the_highest(device: torch.device)
     logits[3] = -torch.inf
     logits[4, 4999] = 50.0
     temperatures = np.array([0, 1, 1, 1, 1], np.float32)
-    settings = (temperatures, np.full(5, -np.inf, np.float32), np.full(5, 5000, np.int32), np.ones(5), np.full(5, 0.5))
-    assert OPS.choose_tokens(logits.to(device), *settings).tolist() == [4500, 4321, 17, 0, 4999]
-    assert OPS.argmax(logits.to(device)).tolist() == [4500, 4321, 17, 0, 4999]
+    off = np.full(5, -np.inf, np.float32), np.full(5, 5000, np.int32), np.ones(5)
+    draws = Draws(temperatures, *off, np.full(5, 0.5))
+    assert OPS.choose_tokens(logits.to(device), draws).tolist() == [4500, 4321, 17, 0, 4999]
+    assert OPS.choose_tokens(logits.to(device)).tolist() == [4500, 4321, 17, 0, 4999]
 
 
 def test_logprobs_and_ranks_are_those_of_the_reference(device: torch.device) -> None:
     logits = tied_logits(40)
     rows, tokens, counts = np.array([3, 0, 39, 2]), np.array([1, 2, 3, 299]), np.array([5, 0, 2, 300])
     found = OPS.top_logprobs(logits.to(device), rows, tokens, counts)
-    expected = top_logprobs.top_logprobs(logits, rows, tokens, counts)
+    expected = ranking.top_logprobs(logits, rows, tokens, counts)
     for i, count in enumerate(counts):
         assert np.array_equal(found.token_ids[i, : count + 1], expected.token_ids[i, : count + 1])
         assert np.array_equal(found.ranks[i, : count + 1], expected.ranks[i, : count + 1])
@@ -69,6 +70,6 @@ def test_penalties_are_those_of_the_reference(device: torch.device) -> None:
     floats = [chooser.random(num).astype(np.float32) + shift for shift in (1.0, -0.5, -0.5)]
     rows = (chooser.permutation(50)[:num], token_ids, chooser.permutation(60)[:num], num_tokens, num_tokens // 2)
     on_device = logits.clone().to(device)
-    OPS.penalize(on_device, *rows, *floats)
-    penalties.penalize(logits, *rows, *floats)
+    OPS.penalize(on_device, penalties.Penalties(*rows, *floats))
+    penalties.penalize(logits, penalties.Penalties(*rows, *floats))
     torch.testing.assert_close(on_device.cpu(), logits)

@@ -33,17 +33,11 @@ def test_write_stores_turned_keys_and_values_where_the_slots_say(
     expected = [cache.clone() for cache in caches]
     caches = [cache.to(device) for cache in caches]
     query, key, value = projected.clone().to(device).split(counts, dim=1)  # slices of one projection
-    if rotary_dim is None:
-        kv_cache_write.write_kv(*projected.split(counts, dim=1)[1:], *expected, slots)
-        CUDA_OPS.write_kv(key, value, *caches, slots.to(device))
-    else:
-        assert isinstance(rotary_dim, int)
-        table = random(9, rotary_dim)
-        turned = kv_cache_write.rotate_and_write_kv(*projected.split(counts, dim=1), positions, table, *expected, slots)
-        result = CUDA_OPS.rotate_and_write_kv(
-            query, key, value, positions.to(device), table.to(device), *caches, slots.to(device)
-        )
-        torch.testing.assert_close(result.cpu(), turned, **TOLERANCE[dtype])
+    table = random(9, rotary_dim) if isinstance(rotary_dim, int) else None
+    turned = kv_cache_write.write_kv(*projected.split(counts, dim=1), positions, table, *expected, slots)
+    on_device = None if table is None else table.to(device)
+    result = CUDA_OPS.write_kv(query, key, value, positions.to(device), on_device, *caches, slots.to(device))
+    torch.testing.assert_close(result.cpu(), turned, **TOLERANCE[dtype])
     for cache, wanted in zip(caches, expected, strict=True):
         torch.testing.assert_close(cache.cpu(), wanted, equal_nan=True, **TOLERANCE[dtype])
 
@@ -53,16 +47,16 @@ def test_write_stores_turned_keys_and_values_where_the_slots_say(
 def test_copies_move_whole_blocks_in_every_cache(num_heads: int, dst: list[int], device: torch.device) -> None:
     caches = [random(6, 8, num_heads, 8, dtype=torch.float16, seed=seed) for seed in range(3)]
     expected, src = [cache.clone() for cache in caches], torch.tensor([1, 2, 4])
-    block_copy.reference(expected, src, torch.tensor(dst))
+    block_copy.copy_blocks(expected, expected, src, torch.tensor(dst))
     caches = [cache.to(device) for cache in caches]
-    CUDA_OPS.copy_blocks(caches, src, torch.tensor(dst))
+    CUDA_OPS.copy_blocks(caches, caches, src, torch.tensor(dst))
     assert all(torch.equal(cache.cpu(), wanted) for cache, wanted in zip(caches, expected, strict=True))
 
 
 def test_swaps_move_blocks_between_the_cache_and_host_memory(device: torch.device) -> None:
     caches = [random(6, 8, 2, 8, seed=seed).to(device) for seed in range(2)]
     space = [torch.zeros(4, 8, 2, 8, pin_memory=device.type == "cuda") for _ in range(2)]
-    CUDA_OPS.swap_blocks(caches, space, torch.tensor([5, 1]), torch.tensor([0, 3]))
+    CUDA_OPS.copy_blocks(caches, space, torch.tensor([5, 1]), torch.tensor([0, 3]))
     if device.type == "cuda":
         torch.cuda.synchronize()
     for cache, places in zip(caches, space, strict=True):
@@ -70,7 +64,7 @@ def test_swaps_move_blocks_between_the_cache_and_host_memory(device: torch.devic
         assert torch.equal(places[3], cache[1].cpu())
         assert not places[1:3].any()
     before = [cache.clone() for cache in caches]
-    CUDA_OPS.swap_blocks(space, caches, torch.tensor([3]), torch.tensor([2]))
+    CUDA_OPS.copy_blocks(space, caches, torch.tensor([3]), torch.tensor([2]))
     for cache, was in zip(caches, before, strict=True):
         assert torch.equal(cache[2], was[1])
         assert torch.equal(cache[3:], was[3:])
@@ -86,12 +80,8 @@ def test_norm_matches_its_reference(
     x, weight = random(5, width, dtype=dtype), random(width, dtype=dtype, seed=1)
     bias = random(width, dtype=dtype, seed=2) if kind == "layer" else None
     residual = random(5, width, dtype=dtype, seed=3) if has_residual else None
-    if kind == "rms":
-        expected, norm_op = norm.rms_norm(x, weight, 1e-5, residual), CUDA_OPS.rms_norm(weight.to(device), 1e-5)
-    else:
-        on_device = None if bias is None else bias.to(device)
-        expected = norm.layer_norm(x, weight, bias, 1e-5, residual)
-        norm_op = CUDA_OPS.layer_norm(weight.to(device), on_device, 1e-5)
+    expected = norm.TorchNorm(weight, bias, 1e-5, kind != "rms")(x, residual)
+    norm_op = CUDA_OPS.norm(weight.to(device), None if bias is None else bias.to(device), 1e-5, kind != "rms")
     results = norm_op(x.clone().to(device), None if residual is None else residual.clone().to(device))
     for result, wanted in zip(results, expected, strict=True):
         torch.testing.assert_close(result.cpu(), wanted, **TOLERANCE[dtype])
@@ -99,8 +89,8 @@ def test_norm_matches_its_reference(
 
 def test_norm_takes_a_slice_of_heads(device: torch.device) -> None:
     projected, weight = random(4, 5, 32), random(32, seed=1)
-    normed, _ = CUDA_OPS.rms_norm(weight.to(device), 1e-6)(projected.to(device)[:, 1:3])
-    torch.testing.assert_close(normed.cpu(), norm.rms_norm(projected[:, 1:3], weight, 1e-6)[0])
+    normed, _ = CUDA_OPS.norm(weight.to(device), None, 1e-6, False)(projected.to(device)[:, 1:3])
+    torch.testing.assert_close(normed.cpu(), norm.TorchNorm(weight, None, 1e-6, False)(projected[:, 1:3])[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

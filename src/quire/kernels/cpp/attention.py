@@ -40,22 +40,14 @@ def paged_attention(
         query, token_stride = query.contiguous(), num_heads * head_dim
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype)
     _KERNELS[dtype](
-        query.data_ptr(),
-        token_stride,
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        out.data_ptr(),
-        num_heads * head_dim,
-        plan.block_tables.data_ptr(),
-        plan.query_starts.data_ptr(),
-        plan.context_lens.data_ptr(),
-        plan.block_tables.stride(0),
-        len(plan.context_lens),
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        plan.block_size,
-        scale,
+        query.data_ptr(), token_stride, key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
+        num_heads * head_dim, *plan_arguments(plan), num_heads, num_kv_heads, head_dim, plan.block_size, scale,
         window or 0,
-    )
+    )  # fmt: skip
     return out
+
+
+def plan_arguments(plan: AttentionPlan) -> tuple[int, ...]:
+    """Return what the kernels take of a plan, in their order."""
+    tables, starts, lens = plan.block_tables, plan.query_starts, plan.context_lens
+    return tables.data_ptr(), starts.data_ptr(), lens.data_ptr(), tables.stride(0), len(lens)

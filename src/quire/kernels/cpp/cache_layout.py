@@ -45,27 +45,3 @@ def _head_shapes(block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[Sh
     if dtype == torch.bfloat16:
         return (head_dim // 2, block_size, 2), (block_size // 2, head_dim, 2)
     return (head_dim, block_size), (block_size, head_dim)
-
-
-def pack(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Lay out caches that are plain, [num_blocks, block_size, num_kv_heads, head_dim], for the kernels."""
-    num_blocks, block_size, num_kv_heads, head_dim = keys.shape
-    shapes = cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, keys.dtype)
-    keys, values = (x.to(kernel_dtype(x.dtype)).transpose(1, 2) for x in (keys, values))  # [.., heads, tokens, dims]
-    if keys.dtype == torch.bfloat16:
-        keys = torch.unflatten(keys, 3, (-1, 2)).transpose(2, 3)      # [.., heads, pairs of dims, tokens, 2]
-        values = torch.unflatten(values, 2, (-1, 2)).transpose(3, 4)  # [.., heads, pairs of tokens, dims, 2]
-    else:
-        keys = keys.transpose(2, 3)
-    assert (keys.shape, values.shape) == shapes
-    return keys.contiguous(), values.contiguous()
-
-
-def unpack(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Undo `pack`, except for the dtype."""
-    if keys.dtype == torch.bfloat16:
-        keys = keys.transpose(2, 3).flatten(3)
-        values = values.transpose(3, 4).flatten(2, 3)
-    else:
-        keys = keys.transpose(2, 3)
-    return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
+from quire.kernels.cpp.attention import plan_arguments
 from quire.kernels.cpp.cache_layout import check_caches
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.cpp.norm import CppNorm
-from quire.kernels.decoder_layers import LayerParts, RunLayers
+from quire.kernels.decoder_layers import LayerParts, RunLayers, Step
 from quire.kernels.linear import Linear
 from quire.kernels.norm import Norm
-from quire.kernels.paged_attention import AttentionPlan
 
 _LAYERS = pair("DecoderLayers")
 
@@ -38,15 +38,10 @@ class CppLayers:
         self._keys: Sequence[Tensor] | None = None  # the caches that the extension has the addresses of
 
     def __call__(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        slot_mapping: Tensor,
-        plan: AttentionPlan,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
+        self, x: Tensor, step: Step, keys: Sequence[Tensor], values: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Run one step; as `RunLayers` says, with a plan of `attention.prepare`."""
+        """Run one step; as `RunLayers` says."""
+        positions, slot_mapping, plan = step
         if keys is not self._keys:
             self._use_caches(keys, values, plan.block_size)
         num_tokens = len(x)
@@ -59,18 +54,9 @@ class CppLayers:
         assert slot_mapping.is_contiguous(), "slots with gaps"
         residual = torch.empty_like(x)
         self._layers.run(
-            x.data_ptr(),
-            residual.data_ptr(),
-            num_tokens,
-            positions.data_ptr(),
-            slot_mapping.data_ptr(),
-            plan.block_tables.data_ptr(),
-            plan.query_starts.data_ptr(),
-            plan.context_lens.data_ptr(),
-            plan.block_tables.stride(0),
-            len(plan.context_lens),
-            self._progress.data_ptr(),
-        )
+            x.data_ptr(), residual.data_ptr(), num_tokens, positions.data_ptr(), slot_mapping.data_ptr(),
+            *plan_arguments(plan), self._progress.data_ptr(),
+        )  # fmt: skip
         return x, residual
 
     def _use_caches(self, keys: Sequence[Tensor], values: Sequence[Tensor], block_size: int) -> None:

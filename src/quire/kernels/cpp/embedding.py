@@ -16,29 +16,21 @@ def embed(
     if kernel_dtype(table.dtype) != table.dtype:
         return embedding.embed(table, token_ids, position_table, positions)
     num_tokens, width = len(token_ids), table.shape[1]
-    assert table.is_contiguous()
     assert token_ids.dtype == torch.int64
-    assert token_ids.is_contiguous()
+    arguments = [table, token_ids]
     num_positions = 0
     if position_table is not None:
         assert positions is not None
         num_positions = len(position_table)
         assert position_table.dtype == table.dtype
         assert position_table.shape[1] == width
-        assert position_table.is_contiguous()
         assert positions.dtype == torch.int64
         assert positions.shape == token_ids.shape
-        assert positions.is_contiguous()
+        arguments += [position_table, positions]
+    assert all(argument.is_contiguous() for argument in arguments), "tables or ids with gaps"
     out = torch.empty(num_tokens, width, dtype=table.dtype)
     _KERNELS[table.dtype](
-        table.data_ptr(),
-        len(table),
-        token_ids.data_ptr(),
-        address(position_table),
-        num_positions,
-        address(positions),
-        out.data_ptr(),
-        num_tokens,
-        width,
-    )
+        table.data_ptr(), len(table), token_ids.data_ptr(), address(position_table), num_positions, address(positions),
+        out.data_ptr(), num_tokens, width,
+    )  # fmt: skip
     return out

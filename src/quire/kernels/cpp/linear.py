@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.kernels import linear
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.linear import Activation
 
 STRIP_ROWS = 16  # csrc/packing.hpp
-_MULTIPLY, _PACK, _PACKED_SIZE = pair("linear"), pair("pack"), pair("packed_size")
+_MULTIPLY, _PACK, _PACKED_SIZE, _ALL_FINITE = map(pair, ("linear", "pack", "packed_size", "all_finite"))
 
 
 class CppLinear:
@@ -71,6 +72,14 @@ class CppLinear:
             self._activation,
         )
         return out if self._sum_dtype == self._out_dtype else out.to(self._out_dtype)
+
+
+def all_finite(weight: Tensor) -> bool:
+    """Tell what `linear.all_finite` tells, by the threads that pack the weight next."""
+    kernel = _ALL_FINITE.get(weight.dtype)
+    if kernel is None or not weight.is_contiguous():
+        return linear.all_finite(weight)
+    return bool(kernel(weight.data_ptr(), weight.numel()))
 
 
 def _pack(parts: Sequence[Tensor], num_layers: int, memory: PackedMemory) -> Tensor:

@@ -8,29 +8,30 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.dtypes import Kernel, address, kernel_dtype, pair
+from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 
 _RMS_NORM, _LAYER_NORM = pair("rms_norm"), pair("layer_norm")
 
 
 class CppNorm:
-    """RMSNorm or LayerNorm with weight [width], and bias [width] or none; called as `norm.Norm` says."""
+    """RMSNorm or, with `centers`, LayerNorm; weight [width], bias [width] or none; called as `norm.Norm` says."""
 
-    def __init__(self, kernels: dict[torch.dtype, Kernel], weight: Tensor, bias: Tensor | None, eps: float) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, centers: bool) -> None:
         self.dtype, self.width = weight.dtype, len(weight)
         self._kernel_dtype = kernel_dtype(weight.dtype)
         assert weight.shape == (self.width,)
         assert bias is None or bias.shape == weight.shape
         self._weight = weight.to(self._kernel_dtype).contiguous()
         self._bias = None if bias is None else bias.to(self._kernel_dtype).contiguous()
-        self._kernel = kernels[self._kernel_dtype]
+        self._centers = centers
+        self._kernel = (_LAYER_NORM if centers else _RMS_NORM)[self._kernel_dtype]
         self._parameters = (self._weight.data_ptr(), address(self._bias), self.width, eps)
 
     @property
     def weights(self) -> _kernels.NormWeights:
         """The norm as the extension takes it, valid for as long as the norm is kept."""
         weight, bias, _, eps = self._parameters
-        return _kernels.NormWeights(weight, bias, eps, self._kernel is _LAYER_NORM[self._kernel_dtype])
+        return _kernels.NormWeights(weight, bias, eps, self._centers)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return `(normed, summed)`; without a residual x may be a slice of rows with gaps between them."""
@@ -64,17 +65,3 @@ class CppNorm:
             return self._apart(x.to(self._kernel_dtype)).to(self.dtype), x
         normed, summed = self._in_place(x.to(self._kernel_dtype).contiguous(), residual.to(self._kernel_dtype))
         return normed.to(self.dtype), summed.to(self.dtype)
-
-
-class CppRMSNorm(CppNorm):
-    """RMSNorm with weight [width]; called as `norm.Norm` says."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        super().__init__(_RMS_NORM, weight, None, eps)
-
-
-class CppLayerNorm(CppNorm):
-    """LayerNorm with weight [width], and bias [width] or none; called as `norm.Norm` says."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
-        super().__init__(_LAYER_NORM, weight, bias, eps)

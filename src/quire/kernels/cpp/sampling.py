@@ -1,6 +1,7 @@
 """Sampling in C++; the meaning of each op is that of its module in `quire.kernels`. csrc/sampling.cpp tells how."""
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,45 +9,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
+from quire.kernels.penalties import Penalties
+from quire.kernels.ranking import TopLogprobs, empty
 from quire.kernels.sampling import SamplingOps
-from quire.kernels.top_logprobs import TopLogprobs, empty
+from quire.kernels.token_choice import Draws
 
-Scalar = TypeVar("Scalar", bound=np.generic)
-
-
-def argmax(logits: Tensor) -> NDArray[np.int64]:
-    """Return the token [num_rows] of each row's highest logit; of equal ones, the lowest id; of NaN, the first."""
-    return _choose(logits)
+_DRAW_DTYPES = (np.float32, np.float32, np.int32, np.float64, np.float64)  # of `Draws`
 
 
-def choose_tokens(
-    logits: Tensor,
-    temperatures: NDArray[np.float32],
-    log_min_ps: NDArray[np.float32],
-    top_ks: NDArray[np.int32],
-    top_ps: NDArray[np.float64],
-    uniforms: NDArray[np.float64],
-) -> NDArray[np.int64]:
+def choose_tokens(logits: Tensor, draws: Draws | None = None) -> NDArray[np.int64]:
     """Choose what `token_choice.choose_tokens` chooses; of a row with NaN, its first NaN."""
-    assert top_ks.min(initial=1) > 0, f"top_k {top_ks.min()}"
-    num = len(logits)
-    return _choose(
-        logits,
-        _array(temperatures, np.float32, num),
-        _array(log_min_ps, np.float32, num),
-        _array(top_ks, np.int32, num),
-        _array(top_ps, np.float64, num),
-        _array(uniforms, np.float64, num),
-    )
-
-
-def _choose(logits: Tensor, *settings: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Choose by the settings in their order; without any, the highest logits."""
     logits = _in_rows(logits)
     num_rows, vocab_size = logits.shape
     assert vocab_size, "logits of no token"
+    assert draws is None or draws.top_ks.min(initial=1) > 0, f"top_k {draws.top_ks.min()}"
+    settings = [] if draws is None else _arrays(draws, _DRAW_DTYPES, num_rows)
     tokens = np.empty(num_rows, dtype=np.int64)
-    addresses = [*([_address(each) for each in settings] or [0] * 5), _address(tokens)]
+    addresses = [*(map(_address, settings) if settings else [0] * len(_DRAW_DTYPES)), _address(tokens)]
     _kernels.choose_tokens(logits.data_ptr(), num_rows, vocab_size, logits.stride(0), *addresses)
     return tokens
 
@@ -54,7 +33,7 @@ def _choose(logits: Tensor, *settings: NDArray[np.generic]) -> NDArray[np.int64]
 def uniforms(seeds: NDArray[np.uint64], indices: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the numbers [num] that `philox.uniforms` returns."""
     numbers = np.empty(len(indices))
-    seeds, indices = _array(seeds, np.uint64, len(indices)), _array(indices, np.int64, len(indices))
+    seeds, indices = _arrays((seeds, indices), (np.uint64, np.int64), len(indices))
     _kernels.draw_uniforms(_address(seeds), _address(indices), len(indices), _address(numbers))
     return numbers
 
@@ -62,10 +41,10 @@ def uniforms(seeds: NDArray[np.uint64], indices: NDArray[np.int64]) -> NDArray[n
 def top_logprobs(
     logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> TopLogprobs:
-    """Return what `top_logprobs.top_logprobs` returns."""
+    """Return what `ranking.top_logprobs` returns."""
     logits, num = _in_rows(logits), len(rows)
     num_rows, vocab_size = logits.shape
-    rows, tokens, counts = (_array(each, np.int64, num) for each in (rows, tokens, counts))
+    rows, tokens, counts = _arrays((rows, tokens, counts), (np.int64,) * 3, num)
     for each, limit in ((rows, num_rows - 1), (tokens, vocab_size - 1), (counts, vocab_size)):
         assert each.min(initial=0) >= 0, f"{each.min()} among rows, tokens or counts"
         assert each.max(initial=0) <= limit or not num, f"{each.max()} is above {limit}"
@@ -86,25 +65,16 @@ def top_logprobs(
     return answer
 
 
-def penalize(
-    logits: Tensor,
-    logit_rows: NDArray[np.int64],
-    token_ids: NDArray[np.int32],
-    token_rows: NDArray[np.int64],
-    num_tokens: NDArray[np.int64],
-    num_prompt_tokens: NDArray[np.int64],
-    repetition: NDArray[np.float32],
-    presence: NDArray[np.float32],
-    frequency: NDArray[np.float32],
-) -> None:
+def penalize(logits: Tensor, penalties: Penalties) -> None:
     """Edit what `penalties.penalize` edits. Known tokens are below the vocabulary's size: they have been embedded."""
+    logit_rows, token_ids, token_rows, num_tokens, num_prompt_tokens, *factors = penalties
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1, "rows with gaps cannot be edited in place"
     assert token_ids.dtype == np.int32
     assert token_ids.strides[1] == token_ids.itemsize, "tokens of a row stand together"
     num = len(logit_rows)
-    ints = [_array(each, np.int64, num) for each in (logit_rows, token_rows, num_tokens, num_prompt_tokens)]
-    floats = [_array(each, np.float32, num) for each in (repetition, presence, frequency)]
+    columns = (logit_rows, token_rows, num_tokens, num_prompt_tokens, *factors)
+    arrays = _arrays(columns, (np.int64,) * 4 + (np.float32,) * 3, num)
     _kernels.penalize(
         logits.data_ptr(),
         logits.stride(0),
@@ -112,8 +82,7 @@ def penalize(
         _address(token_ids),
         token_ids.strides[0] // token_ids.itemsize,
         num,
-        *map(_address, ints),
-        *map(_address, floats),
+        *map(_address, arrays),
     )
 
 
@@ -123,16 +92,16 @@ def _in_rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _array(values: NDArray[np.generic], dtype: type[Scalar], count: int) -> NDArray[Scalar]:
-    """Return `values` [count] in `dtype`, end to end: a column of settings has gaps."""
-    assert values.shape == (count,), f"{values.shape} for {count} rows"
-    return np.ascontiguousarray(values, dtype=dtype)
+def _arrays(columns: Sequence[Any], dtypes: Sequence[type[np.generic]], count: int) -> list[NDArray[Any]]:
+    """Return `columns` [count] in their dtypes, end to end: those of a table of settings have gaps."""
+    assert all(column.shape == (count,) for column in columns), f"{[x.shape for x in columns]} for {count} rows"
+    return [np.ascontiguousarray(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)]
 
 
-def _address(values: NDArray[np.generic]) -> int:
+def _address(values: NDArray[Any]) -> int:
     """Return where an array's elements begin."""
     address: int = values.__array_interface__["data"][0]
     return address
 
 
-OPS = SamplingOps(argmax, choose_tokens, uniforms, top_logprobs, penalize)
+OPS = SamplingOps(choose_tokens, uniforms, top_logprobs, penalize)

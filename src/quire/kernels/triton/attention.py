@@ -12,6 +12,9 @@ does, too: not on the batch, nor on how many programs there are. A chunk's tile 
 Per token of context and key-value head, 2 * head_dim elements are read. Nothing has been measured on a GPU yet.
 """
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -52,73 +55,86 @@ def paged_attention(
     assert query.stride(2) == 1, "queries with gaps"
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device)
     shape = tile_shape(num_heads // num_kv_heads, head_dim, query.dtype)
+    shape |= {"NUM_KV_HEADS": num_kv_heads, "BLOCK_SIZE": plan.block_size, "WINDOW": window or 0}
     step = (
         query, key_cache, value_cache, out, plan.block_tables, plan.query_starts, plan.context_lens, num_seqs,
         query.stride(0), query.stride(1), plan.block_tables.stride(0), scale * LOG2_E,
     )  # fmt: skip
-    settings = {
-        "NUM_KV_HEADS": num_kv_heads, "BLOCK_SIZE": plan.block_size, "WINDOW": window or 0, **shape
-    }  # fmt: skip
     if num_tokens > num_seqs:
-        options = chunk_options(int(shape["DIMS"]), query.dtype)
-        options["ROWS"] = max(options["ROWS"], int(shape["ROWS_PER_TOKEN"]))
-        tokens = options["ROWS"] // int(shape["ROWS_PER_TOKEN"])
+        options = chunk_options(shape["DIMS"], query.dtype, capability(query.device))
+        options["ROWS"] = max(options["ROWS"], shape["ROWS_PER_TOKEN"])
+        tokens = options["ROWS"] // shape["ROWS_PER_TOKEN"]
         grid = (num_tokens // tokens + num_seqs, num_kv_heads)  # at most so many tiles, each sequence's last not full
-        _chunk_kernel[grid](*step, **(settings | options))
-    _attend_decodes(step, settings, plan, num_heads)
+        _chunk_kernel[grid](*step, **shape, **options)
+    _attend_decodes(step, shape, plan, query, out)
     return out
 
 
-def tile_shape(group: int, head_dim: int, dtype: torch.dtype) -> dict[str, int | str]:
-    """Return what tiles are cut to, KEYS for decodes; `group` is query heads per key-value head."""
-    dims = max(16, triton.next_power_of_2(head_dim))
-    is_half = dtype.itemsize == 2
+@cache
+def capability(device: torch.device) -> int:
+    """Return 10 times the card's compute capability; of the interpreter, that of the oldest card that is served."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+    return 10 * major + minor
+
+
+def tile_shape(group: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return what all tiles are cut to; `group` is query heads per key-value head."""
     return {
         "GROUP": group,
         "ROWS_PER_TOKEN": triton.next_power_of_2(group),
         "HEAD_DIM": head_dim,
-        "DIMS": dims,
-        "KEYS": (64 if is_half else 32) if dims <= 128 else (32 if is_half else 16),
-        "PRECISION": "ieee" if is_half else "tf32x3",  # float32 in three products of its upper and lower bits
+        "DIMS": max(16, triton.next_power_of_2(head_dim)),
+        "PRECISION": "ieee" if dtype.itemsize == 2 else "tf32x3",  # three products of upper and lower bits
     }
 
 
-def chunk_options(dims: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return a chunk's tiles, and how they are compiled: the largest that spill no register on sm_80 and sm_90."""
+def chunk_options(dims: int, dtype: torch.dtype, capability: int) -> dict[str, int]:
+    """Return a chunk's tiles, and how they are compiled: the largest that spill no register on sm_80 and sm_90.
+
+    Five stages make two buffers of keys and two of values: the read of the block table before them takes the others.
+    """
     if dtype.itemsize == 4:
-        rows, keys, num_warps, num_stages = (32, 32, 4, 2) if dims <= 128 else (16, 16, 4, 2)
+        rows, keys, num_warps, num_stages = (32, 32, 4, 2) if dims <= 128 else (16, 16, 8, 2)
     elif dims <= 128:
-        rows, keys, num_warps, num_stages = (128, 64 if dims <= 64 else 32, 8, 3)
+        rows, keys, num_warps, num_stages = 128, 64 if dims <= 64 or capability >= 90 else 32, 8, 5
     else:
-        rows, keys, num_warps, num_stages = (64, 32, 8, 2)
+        rows, keys, num_warps, num_stages = 64, 32, 8, 5
     return {"ROWS": rows, "KEYS": keys, "num_warps": num_warps, "num_stages": num_stages}
 
 
+def decode_options(dims: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return a decode's tiles, and how they are compiled: 16 KiB of keys and as much of values, two of each in flight.
+
+    That is 32 to 64 KiB for each of two or three programs on a processor, where 20 KiB would keep the memory busy.
+    """
+    if dtype.itemsize == 4:
+        keys, num_warps, num_stages = (32, 4, 5) if dims <= 128 else (16, 8, 2)
+    else:
+        keys, num_warps, num_stages = min(128, 8192 // dims), 4, 5
+    return {"KEYS": keys, "num_warps": num_warps, "num_stages": num_stages}
+
+
 def _attend_decodes(
-    step: tuple[object, ...],
-    settings: dict[str, int | str],
-    plan: AttentionPlan,
-    num_heads: int,
+    step: tuple[object, ...], shape: dict[str, Any], plan: AttentionPlan, query: Tensor, out: Tensor
 ) -> None:
     """Attend for the sequences of one query: partition by partition, then all of them together."""
-    query, out = step[0], step[3]
-    assert isinstance(query, Tensor)
-    num_seqs, num_kv_heads, dims = len(plan.context_lens), settings["NUM_KV_HEADS"], settings["DIMS"]
+    num_seqs, num_heads, dims = len(plan.context_lens), query.shape[1], shape["DIMS"]
     max_partitions = min(MAX_PARTITIONS, -(-plan.block_tables.shape[1] * plan.block_size // PARTITION))
     partials = torch.empty(
-        (num_seqs, num_heads, max_partitions, int(dims) + 2) if max_partitions > 1 else (1,),
+        (num_seqs, num_heads, max_partitions, dims + 2) if max_partitions > 1 else (1,),
         dtype=torch.float32,
         device=query.device,
     )
-    num_programs = min(max_partitions, -(-TARGET_PROGRAMS // (num_seqs * int(num_kv_heads))))
-    rows = max(DECODE_ROWS, int(settings["ROWS_PER_TOKEN"]))
+    num_programs = min(max_partitions, -(-TARGET_PROGRAMS // (num_seqs * shape["NUM_KV_HEADS"])))
     limits = {"PARTITION": PARTITION, "MAX_PARTITIONS": MAX_PARTITIONS}
-    grid = (num_seqs, num_kv_heads, num_programs)
-    _decode_kernel[grid](*step, partials, max_partitions, ROWS=rows, **settings, **limits, num_warps=4, num_stages=3)
+    _decode_kernel[(num_seqs, shape["NUM_KV_HEADS"], num_programs)](
+        *step, partials, max_partitions, ROWS=max(DECODE_ROWS, shape["ROWS_PER_TOKEN"]),
+        **shape, **limits, **decode_options(dims, query.dtype),
+    )  # fmt: skip
     if max_partitions > 1:
         _combine_kernel[(num_seqs, num_heads)](
             partials, out, plan.query_starts, plan.context_lens, max_partitions, num_heads,
-            HEAD_DIM=settings["HEAD_DIM"], DIMS=dims, **limits, num_warps=4,
+            HEAD_DIM=shape["HEAD_DIM"], DIMS=dims, **limits, num_warps=4,
         )  # fmt: skip
 
 
@@ -260,16 +276,16 @@ def _chunk_kernel(
     Sequence i has its tiles from index query_starts[i] // TOKENS + i on, which leaves room for all before it.
     """
     TOKENS: tl.constexpr = ROWS // ROWS_PER_TOKEN
-    kv_head = tl.program_id(1)
-    low, high = tl.program_id(0) * 0, num_seqs  # the tile's sequence is in [low, high)
+    index, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # those that see most begin first
+    low, high = index * 0, num_seqs  # the tile's sequence is in [low, high)
     while high - low > 1:
         middle = (low + high) // 2
-        is_later = tl.load(query_starts + middle) // TOKENS + middle > tl.program_id(0)
+        is_later = tl.load(query_starts + middle) // TOKENS + middle > index
         high = tl.where(is_later, middle, high)
         low = tl.where(is_later, low, middle)
     first_token = tl.load(query_starts + low)
     num_queries = tl.load(query_starts + low + 1) - first_token
-    offset = (tl.program_id(0) - first_token // TOKENS - low) * TOKENS  # of the tile's first token in its sequence
+    offset = (index - first_token // TOKENS - low) * TOKENS  # of the tile's first token in its sequence
     if (num_queries > 1) & (offset < num_queries):
         rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
         queries = offset + rows // ROWS_PER_TOKEN

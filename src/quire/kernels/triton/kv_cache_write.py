@@ -11,30 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store what `kv_cache_write.reference` stores; key and value may be slices of a wider projection."""
-    _write(key, key, value, slot_mapping, None, key_cache, value_cache, slot_mapping)
-
-
-def rotate_and_write_kv(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-) -> Tensor:
-    """Turn query and key as `rotary.apply_rotary` does, store key and value as `write_kv` does, return the query.
-
-    The query is turned where it stands: do not use the argument afterwards.
-    """
-    _write(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping)
-    return query
-
-
-def _write(
+def write_kv(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -43,7 +20,11 @@ def _write(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-) -> None:
+) -> Tensor:
+    """Do what `kv_cache_write.write_kv` does; query, key and value may be slices of a wider projection.
+
+    The query is turned where it stands: do not use the argument afterwards.
+    """
     num_tokens, num_kv_heads, head_dim = key.shape
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
     assert value.shape == key.shape
@@ -69,6 +50,7 @@ def _write(
         DIMS=triton.next_power_of_2(head_dim),
         num_warps=4,
     )  # fmt: skip
+    return query
 
 
 @triton.jit

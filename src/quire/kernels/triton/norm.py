@@ -15,7 +15,7 @@ MAX_WIDTH = 1 << 16
 class TritonNorm:
     """RMSNorm or, with `centers`, LayerNorm; weight [width], bias [width] or none; called as `norm.Norm` says."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, *, centers: bool) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, centers: bool) -> None:
         assert len(weight) <= MAX_WIDTH, f"rows of {len(weight)}"
         self._weight, self._bias, self._eps, self._centers = weight.contiguous(), bias, eps, centers
 
@@ -37,20 +37,6 @@ class TritonNorm:
             CENTERS=self._centers, BLOCK=block, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
         return normed, x if residual is None else residual
-
-
-class TritonRMSNorm(TritonNorm):
-    """RMSNorm with weight [width]; called as `norm.Norm` says."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        super().__init__(weight, None, eps, centers=False)
-
-
-class TritonLayerNorm(TritonNorm):
-    """LayerNorm with weight [width], and bias [width] or none; called as `norm.Norm` says."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
-        super().__init__(weight, bias, eps, centers=True)
 
 
 @triton.jit

@@ -13,28 +13,26 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels.token_choice import Draws
+
 BLOCK = 4096
-SETTINGS = np.dtype([("top_p", "f8"), ("uniform", "f8"), ("temperature", "f4"), ("log_min_p", "f4"), ("top_k", "i8")])
+SETTINGS = np.dtype(  # a row of `Draws`
+    [("top_ps", "f8"), ("uniforms", "f8"), ("temperatures", "f4"), ("log_min_ps", "f4"), ("top_ks", "i8")]
+)
 
 
-def choose_tokens(
-    logits: Tensor,
-    temperatures: NDArray[np.float32],
-    log_min_ps: NDArray[np.float32],
-    top_ks: NDArray[np.int32],
-    top_ps: NDArray[np.float64],
-    uniforms: NDArray[np.float64],
-) -> Tensor:
+def choose_tokens(logits: Tensor, draws: Draws | None = None) -> Tensor:
     """Choose what `token_choice.choose_tokens` chooses; the tokens [num_rows] int64 stay on the device."""
+    if draws is None:
+        return logits.argmax(dim=1)
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32, f"logits {logits.dtype}"
     assert logits.stride(1) == 1, "logits with gaps"
     settings = np.empty(num_rows, SETTINGS)
-    for name, column in zip(SETTINGS.names or (), (top_ps, uniforms, temperatures, log_min_ps, top_ks), strict=True):
-        settings[name] = column
+    for name in SETTINGS.names or ():
+        settings[name] = getattr(draws, name)
     table = torch.from_numpy(settings.view(np.float64))  # 32 bytes a row, in one upload
     if logits.is_cuda:
         table = table.pin_memory().to(logits.device, non_blocking=True)
@@ -44,11 +42,6 @@ def choose_tokens(
         BLOCK=min(BLOCK, triton.next_power_of_2(vocab_size)), num_warps=8,
     )  # fmt: skip
     return tokens
-
-
-def argmax(logits: Tensor) -> Tensor:
-    """Return the token [num_rows] of each row's highest logit; of equal ones, the lowest id; of NaN, the first."""
-    return logits.argmax(dim=1)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Logprobs and penalties on the device, all rows at once, by PyTorch's own kernels: few rows ask for them.
 
-The meanings are those of `quire.kernels.top_logprobs` and `penalties`.
+The meanings are those of `quire.kernels.ranking` and `penalties`.
 """
 
 import numpy as np
@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.ranking import order_keys
-from quire.kernels.top_logprobs import TopLogprobs, empty
+from quire.kernels.penalties import Penalties
+from quire.kernels.ranking import TopLogprobs, empty, order_keys
 
 ROWS_AT_ONCE = 32  # 32 x 150,000 tokens x 8 bytes are 38 MB
 
@@ -17,7 +17,7 @@ ROWS_AT_ONCE = 32  # 32 x 150,000 tokens x 8 bytes are 38 MB
 def top_logprobs(
     logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> TopLogprobs:
-    """Return what `top_logprobs.top_logprobs` returns; waits for the device."""
+    """Return what `ranking.top_logprobs` returns; waits for the device."""
     answer, device = empty(counts), logits.device
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         end = begin + ROWS_AT_ONCE
@@ -34,18 +34,9 @@ def top_logprobs(
     return answer
 
 
-def penalize(
-    logits: Tensor,
-    logit_rows: NDArray[np.int64],
-    token_ids: NDArray[np.int32],
-    token_rows: NDArray[np.int64],
-    num_tokens: NDArray[np.int64],
-    num_prompt_tokens: NDArray[np.int64],
-    repetition: NDArray[np.float32],
-    presence: NDArray[np.float32],
-    frequency: NDArray[np.float32],
-) -> None:
+def penalize(logits: Tensor, penalties: Penalties) -> None:
     """Edit what `penalties.penalize` edits."""
+    logit_rows, token_ids, token_rows, num_tokens, num_prompt_tokens, repetition, presence, frequency = penalties
     device, vocab_size = logits.device, logits.shape[1]
     for begin in range(0, len(logit_rows), ROWS_AT_ONCE):
         chosen = slice(begin, begin + ROWS_AT_ONCE)
