@@ -190,8 +190,7 @@ def test_sequence_goes_on_behind_its_pin() -> None:
 def test_check_finds_a_pinned_block_that_cannot_be_found() -> None:
     manager = make()
     pin(manager, 1, PREFIX)
-    assert manager._tree is not None
-    manager._tree.remove(1)
+    manager._prefixes._tree.remove(1)
     with pytest.raises(AssertionError, match="is not found"):
         manager.check()
 

@@ -5,6 +5,7 @@ import pytest
 from quire.cache.block_table import TableUpdate
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import PrefixMatch
+from quire.cache.prefix_tree import Path
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
 
@@ -35,6 +36,12 @@ def begin(manager: KVCacheManager, seq_id: int, token_ids: list[int], scope: obj
     manager.end_step()
     manager.check()
     return num_new
+
+
+def path_of(manager: KVCacheManager, seq_id: int) -> Path:
+    path = manager._tables[seq_id].path
+    assert path is not None
+    return path
 
 
 def finds_nothing(manager: KVCacheManager, token_ids: list[int], scope: object = None) -> bool:
@@ -289,7 +296,7 @@ class TestAdoption:
         manager = make(num_blocks=7)
         compute(manager, 0, PROMPT[:8])
         compute(manager, 1, PROMPT[:8])
-        manager._paths[1].token_ids = PROMPT
+        path_of(manager, 1).token_ids = PROMPT
         manager.create(2)
         manager.append(2, 12)
         manager.publish()
@@ -320,7 +327,7 @@ class TestAdoption:
         compute(manager, 0, PROMPT[:9])
         compute(manager, 1, PROMPT[:9])
         branches = [[*PROMPT[:9], 1], [*PROMPT[:9], 2]]
-        manager._paths[1].token_ids = branches[0]
+        path_of(manager, 1).token_ids = branches[0]
         manager.fork(1, 2, branches[1])
         manager.publish()
         for seq_id in (1, 2):
@@ -416,7 +423,7 @@ class TestSlidingWindow:
 def test_check_finds_a_path_that_is_not_in_the_tree() -> None:
     manager = make()
     compute(manager, 0, PROMPT)
-    manager._paths[0].token_ids[2] = 7
+    path_of(manager, 0).token_ids[2] = 7
     with pytest.raises(AssertionError, match="column 0 is not block 0"):
         manager.check()
 
@@ -425,7 +432,6 @@ def test_check_finds_a_pending_block_without_an_owner() -> None:
     manager = make()
     compute(manager, 0, PROMPT)
     manager.free(0, num_computed=16)
-    assert manager._tree is not None
-    manager._tree.pending.add(3)
+    manager._prefixes._tree.pending.add(3)
     with pytest.raises(AssertionError, match=r"nobody computes the pending blocks \[3\]"):
         manager.check()

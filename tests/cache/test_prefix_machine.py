@@ -160,14 +160,12 @@ class World:
             return  # its last token is to be computed again
         pin_id = next(self.new_ids)
         self.cache.pin(pin_id, seq_id)
-        assert self.cache._prefixes is not None
-        table = self.cache._prefixes.pins._pins[pin_id].table.blocks
+        table = self.cache._prefixes.pins[pin_id].table.blocks
         self.pinned[pin_id] = Pinned(sequence.tokens[:num_tokens], sequence.scope, table.copy())
         self.seen.update(pinned=True, tail=num_tokens % self.block_size > 0)
 
     def unpin_one(self, pin_id: int) -> None:
         """Unpin, unless a sequence that went on behind its pin has just copied a block of it. What is found is held."""
-        assert self.cache._prefixes is not None
         sources = {copy.src for sequence in self.live.values() for copy in sequence.copies}
         if (sources - set(self.cache._prefixes.sources)).isdisjoint(self.pinned[pin_id].table):
             self.unpin(pin_id)
@@ -185,8 +183,12 @@ class World:
 
         The first two are preempted together, the last is not preempted in that step.
         """
-        if not self._is_copied(seq_id) and seq_id not in self.cache._arriving:
+        if not self._is_copied(seq_id) and not self._is_arriving(seq_id):
             self.free(seq_id)
+
+    def _is_arriving(self, seq_id: int) -> bool:
+        path = self.cache._tables[seq_id].path
+        return path is not None and path.is_arriving
 
     def _is_copied(self, seq_id: int) -> bool:
         sources = {copy.src for sequence in self.live.values() for copy in sequence.copies}
@@ -201,7 +203,7 @@ class World:
                 self.cache.retract(seq_id, sequence.num_computed)
                 self.seen.update(retracted=True, copy_retracted=bool(sequence.copies))
                 sequence.worker_table = self.cache.block_ids(seq_id)
-                is_arriving = seq_id in self.cache._arriving
+                is_arriving = self._is_arriving(seq_id)
                 sequence.leave_step()
                 sequence.is_in_step = is_arriving
 
@@ -340,7 +342,6 @@ class World:
             self._check_pinned(pinned)
             for block in pinned.table:
                 assert scopes.setdefault(block, pinned.scope) == pinned.scope, "a block in two scopes"
-        assert self.cache._prefixes is not None
         in_use = scopes.keys() | set(self.cache._prefixes.sources)
         assert self.cache.num_free_blocks == self.num_blocks - len(in_use)
         stats = self.cache.stats()

@@ -73,7 +73,7 @@ class TestFinding:
         while pin.num_preemptions == 0:
             for _ in range(2):
                 harness.step()
-            harness.scheduler._preempt(pin)
+            harness.scheduler.planner.preempt(pin)
             harness.check()
         harness.run()
         harness.assert_right(first)

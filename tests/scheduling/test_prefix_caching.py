@@ -246,7 +246,7 @@ class TestPreemption:
         gang = harness.add(10, n=3, max_tokens=20, ignore_eos=True)
         for _ in range(12):
             harness.step()
-        harness.scheduler._preempt(gang)
+        harness.scheduler.planner.preempt(gang)
         harness.check()
         harness.step()
         assert all(sequence.num_output_tokens == 13 for sequence in gang.live), "one token each, in the first step"
@@ -258,7 +258,7 @@ class TestPreemption:
         gang = harness.add(10, n=3, max_tokens=20, ignore_eos=True)
         for _ in range(5):
             harness.step()
-        harness.scheduler._preempt(gang)
+        harness.scheduler.planner.preempt(gang)
         harness.cache.create(10**6)
         harness.cache.append(10**6, 160)  # evicts everything
         harness.cache.free(10**6)

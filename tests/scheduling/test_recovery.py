@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.cache.manager import Footprint
+from quire.cache.swap_space import Footprint
 from quire.core.config import PreemptionMode
 from quire.core.plan import MeasuredRates, StepResult
 from quire.core.sequence import Request
@@ -80,11 +80,19 @@ def test_blocks_that_others_hold_need_not_come_back_nor_be_computed() -> None:
     assert policy.num_preemptions == {"recompute": 1, "swap": 0}
 
 
+def note_lost(policy: RecoveryPolicy, num_tokens: int) -> None:
+    """Let a sequence return that has lost so many tokens, and as many more that it has found again."""
+    sequence = request_of(0).live[0]
+    sequence.num_lost_tokens = 2 * num_tokens
+    assert policy.note_return(sequence, num_tokens) == num_tokens
+    assert policy.note_return(sequence, 0) == 0, "counted once"
+
+
 def test_seconds_are_added_up() -> None:
     policy = RecoveryPolicy("auto", 16)
-    policy.note_recomputed(5)
+    note_lost(policy, 5)
     assert (policy.num_recomputed_tokens, policy.recompute_s) == (5, 0), "no rate yet"
     for _ in range(2):
         policy.note_step(StepResult([], swap_s=0.5, rates=MeasuredRates(100)))
-        policy.note_recomputed(50)
+        note_lost(policy, 50)
     assert (policy.num_recomputed_tokens, policy.recompute_s, policy.swap_s) == (105, 1.0, 1.0)

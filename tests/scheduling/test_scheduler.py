@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from quire.cache.block_table import TableUpdate
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.outputs import TokenLogprobs
 from quire.core.plan import PromptLogprobsChunk, StepResult
@@ -103,7 +104,7 @@ def test_latest_arrival_is_preempted_as_a_whole_and_comes_back_right() -> None:
         if preempted_at is None and second.num_preemptions:
             preempted_at = harness.num_steps
             assert all(sequence.num_computed_tokens == 0 for sequence in second.live)
-            assert harness.scheduler.waiting.first() is second
+            assert harness.scheduler.waiting[0] is second
     assert preempted_at is not None
     assert first.num_preemptions == 0
     for request in (first, second):
@@ -174,7 +175,7 @@ def test_nobody_is_let_in_on_blocks_promised_to_a_returning_gang() -> None:
     for _ in range(12):
         harness.step()
     assert [sequence.num_tokens for sequence in gang.live] == [16, 16]
-    harness.scheduler._preempt(gang)
+    harness.scheduler.planner.preempt(gang)
     late = harness.add(8, max_tokens=4, ignore_eos=True)
     harness.step()
     assert gang in harness.scheduler.running
@@ -262,6 +263,48 @@ def test_sliding_window_gives_back_blocks_that_no_layer_sees() -> None:
         most = max(most, harness.num_blocks - harness.cache.num_free_blocks)
     assert most <= 4
     harness.assert_right(request)
+
+
+@pytest.mark.parametrize("is_run", [False, True])
+def test_whom_a_failed_step_did_not_reach_runs_on(is_run: bool) -> None:
+    harness = Harness(num_blocks=40, block_size=4, budget=3)
+    gang = harness.add(2, n=3, max_tokens=8, ignore_eos=True)
+    other = harness.add(3, max_tokens=8, ignore_eos=True)
+    harness.step()
+    assert harness.scheduler.running == [gang, other]
+    blocks, num_computed = harness.cache.block_ids(other.live[0].seq_id), other.live[0].num_computed_tokens
+    assert harness.fail_step(is_run=is_run) == [gang.request_id], "whose branches use up the budget"
+    assert (harness.scheduler.waiting, harness.scheduler.running) == ([gang], [other])
+    assert harness.cache.block_ids(other.live[0].seq_id) == blocks
+    assert other.live[0].num_computed_tokens == num_computed > 0
+    harness.run()
+    assert (gang.num_preemptions, other.num_preemptions) == (1, 0)
+    for request in (gang, other):
+        harness.assert_right(request)
+
+
+def test_who_was_being_planned_answers_for_a_plan_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(num_blocks=40, block_size=4)
+    requests = [harness.add(3, max_tokens=12, ignore_eos=True) for _ in range(3)]
+    harness.step()
+    append, victim = harness.cache.append, requests[1].live[0].seq_id
+
+    def fail_for_victim(seq_id: int, count: int) -> TableUpdate | None:
+        if seq_id == victim:
+            raise MemoryError
+        return append(seq_id, count)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(harness.cache), "append", lambda _, *arguments: fail_for_victim(*arguments))
+        with pytest.raises(MemoryError):
+            harness.schedule()
+    assert harness.scheduler.undo() == [1]
+    harness.check()
+    assert harness.scheduler.running == requests[2:], "the first had been planned, the last not yet"
+    assert harness.scheduler.abort(1)
+    harness.run()
+    for request in requests:
+        harness.assert_right(request, whole=request is not requests[1])
 
 
 def test_request_longer_than_the_model_is_refused_with_the_numbers() -> None:

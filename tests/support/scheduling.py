@@ -157,23 +157,25 @@ class Harness:
                 self.logprobs[key] = delta.cumulative_logprob
         return deltas
 
-    def fail(self, plan: StepPlan) -> None:
-        """Let a step that has been planned end in garbage."""
+    def fail(self, plan: StepPlan) -> list[int]:
+        """Let a step that has been planned end in garbage. Return whom it concerned."""
         self.executor.fail(plan)
-        self.scheduler.undo()
-        self.check()
+        return self._undo()
 
-    def fail_step(self, *, is_run: bool) -> None:
-        """Plan a step whose result is lost; it has been run, or has left garbage."""
+    def fail_step(self, *, is_run: bool) -> list[int]:
+        """Plan a step whose result is lost; it has been run, or has left garbage. Return whom it concerned."""
         plan = self.schedule()
         if not is_run:
-            self.fail(plan)
-            return
+            return self.fail(plan)
         if not plan.is_empty:
             self.executor.submit(plan)
             self.executor.collect()
-        self.scheduler.undo()
+        return self._undo()
+
+    def _undo(self) -> list[int]:
+        concerned = self.scheduler.undo()
         self.check()
+        return concerned
 
     def schedule(self) -> StepPlan:
         """Make a plan, and check who was let in: nobody past a victim, nobody new while anything is swapped out."""
@@ -182,9 +184,9 @@ class Harness:
         assert not before or before[0] in scheduler.running, "the first in order gave way"
         for victim in (request for request in before if request not in scheduler.running):
             assert all(request.turn < victim.turn for request in scheduler.admitted), "let in past a victim"
-        if len(scheduler.swapped) > 0:
+        if scheduler.swapped:
             assert all(request.num_preemptions > 0 for request in scheduler.admitted), "let in past a swapped request"
-            first = scheduler.swapped.first().turn
+            first = scheduler.swapped[0].turn
             assert all(request.turn < first for request in scheduler.admitted), "returned out of order"
         return plan
 

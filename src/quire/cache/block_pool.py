@@ -7,9 +7,8 @@ out after all others.
 Invariant after every call: a block is in use (it has owners), cached (it has none, and is in the tree) or free.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 
-from quire.cache.eviction import LeastRecentlyUsed
 from quire.cache.prefix_tree import PrefixTree
 from quire.core.block_map import BlockState
 from quire.core.errors import EngineError
@@ -17,6 +16,14 @@ from quire.core.errors import EngineError
 
 class OutOfBlocksError(EngineError):
     """The pool cannot serve the call. Nothing was changed; the scheduler preempts and retries."""
+
+
+class LeastRecentlyUsed(OrderedDict[int, None]):
+    """The policy of eviction: cached blocks in the order in which their last owners let go of them."""
+
+    def first(self) -> int:
+        """Return the block to give up next; there must be one."""
+        return next(iter(self))
 
 
 class BlockPool:
@@ -89,7 +96,7 @@ class BlockPool:
         owners = self.ref_count(block)
         if owners == 0:
             assert block in self._cached, f"block {block} is free and cannot be shared"
-            self._cached.remove(block)
+            del self._cached[block]
         self._set_owners(block, owners, owners + 1)
 
     def release(self, block: int) -> None:
@@ -100,7 +107,7 @@ class BlockPool:
         if owners > 1:
             return
         if self._tree is not None and block in self._tree:
-            self._cached.add(block)
+            self._cached[block] = None
         else:
             self._freed.append(block)
 
@@ -113,7 +120,7 @@ class BlockPool:
         tree, block = self._tree, self._cached.first()
         assert tree is not None, "cached without a tree"
         if not tree.has_children(block):  # the rule: a table lets go of its last block first
-            self._cached.remove(block)
+            del self._cached[block]
             tree.remove(block)
             self.num_evicted += 1
             return block
@@ -121,7 +128,7 @@ class BlockPool:
             block = child
         removed = [each for each in tree.remove_all_below(block) if each in self._cached]
         for each in removed:
-            self._cached.remove(each)
+            del self._cached[each]
         self._freed += removed[:-1]
         self.num_evicted += len(removed)
         return block

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
+from quire.cache.prefix_tree import Path
 from quire.core.plan import BlockCopy
 
 NULL_BLOCK = -1  # stands in a column whose block was dropped: no query looks there any more
@@ -50,7 +51,7 @@ class BlockTable:
 
     __slots__ = (
         "_block_size", "_copied", "_first_replaced", "_num_dropped", "_num_stored", "_pool", "_writable_end", "blocks",
-        "num_tokens",
+        "num_tokens", "path",
     )
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -60,6 +61,7 @@ class BlockTable:
         self._block_size = block_size
         self.blocks: list[int] = []
         self.num_tokens = 0
+        self.path: Path | None = None  # by which others find the blocks, if they can
         self._num_dropped = 0   # leading columns that hold NULL_BLOCK
         self._num_stored = 0    # tokens that the blocks it began with hold, up to one more than num_tokens
         self._first_replaced: int | None = None  # column from which on no update has told of the blocks
@@ -112,7 +114,7 @@ class BlockTable:
     def num_blocks_to_append(self, count: int) -> int:
         """Return how many blocks `append(count)` would take from the pool, a copy of the last block included."""
         assert count >= 0, f"cannot append {count} tokens"
-        num_columns = -(-(self.num_tokens + count) // self._block_size)
+        num_columns = blocks_for(self.num_tokens + count, self._block_size)
         return num_columns - len(self.blocks) + (count > 0 and self._must_copy_last())
 
     def fork(self) -> "BlockTable":
@@ -121,8 +123,10 @@ class BlockTable:
         return self._twin(self._pool, self.blocks.copy())
 
     def moved(self, pool: BlockPool, places: Mapping[int, int]) -> "BlockTable":
-        """Return a table of the same tokens in another pool, to share what that has at places[b] for each block b."""
-        return self._twin(pool, [NULL_BLOCK if block == NULL_BLOCK else places[block] for block in self.blocks])
+        """Return the table in another pool, where it shares what that has at places[b] for each block b."""
+        twin = self._twin(pool, [NULL_BLOCK if block == NULL_BLOCK else places[block] for block in self.blocks])
+        twin.path = self.path
+        return twin
 
     def retract(self, num_tokens: int) -> bool:
         """Take back the append of a step that does not run, after which there are `num_tokens` again.
@@ -182,7 +186,7 @@ class BlockTable:
     def check(self) -> None:
         """Assert what must hold for this table whoever else shares its blocks."""
         columns, dropped = self.blocks, self._num_dropped
-        assert len(columns) == -(-self.num_filled // self._block_size), f"{self.num_filled} tokens in {columns}"
+        assert len(columns) == blocks_for(self.num_filled, self._block_size), f"{self.num_filled} tokens in {columns}"
         assert self._num_stored - self.num_tokens <= 1, f"{self._num_stored} stored of {self.num_tokens} tokens"
         assert columns[:dropped] == [NULL_BLOCK] * dropped, f"{dropped} columns dropped in {columns}"
         assert all(self._pool.ref_count(block) > 0 for block in columns[dropped:]), f"a free block in {columns}"

@@ -9,14 +9,13 @@ A step is what lies between two calls of `end_step`: each sequence appends at mo
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate, blocks_for
-from quire.cache.block_view import count_blocks, view_blocks
-from quire.cache.prefix_cache import NO_MATCH, Path, PrefixCache, PrefixMatch
-from quire.cache.prefix_tree import NONE, PrefixTree, Scope
-from quire.cache.swap_space import SwapSpace
+from quire.cache.block_view import histogram, view_blocks
+from quire.cache.prefix_cache import NO_MATCH, PrefixCache, PrefixMatch
+from quire.cache.prefix_tree import NONE, Path, PrefixTree, Scope
+from quire.cache.swap_space import Footprint, SwapSpace
 from quire.core.block_map import BlockEntry, Tier
 from quire.core.config import CacheConfig
 from quire.core.outputs import KVStats
@@ -30,13 +29,6 @@ class _Tables(dict[int, BlockTable]):
         raise ValueError(f"sequence {seq_id} has no block table")
 
 
-class Footprint(NamedTuple):
-    """The blocks of a gang, each counted once, and how many of them others hold as well."""
-
-    num_blocks: int
-    num_held_by_others: int
-
-
 class KVCacheManager:
     """The block tables of all running sequences, over one pool, and the prefixes that can be found in it.
 
@@ -44,22 +36,22 @@ class KVCacheManager:
     """
 
     __slots__ = (
-        "_arriving", "_num_copied", "_num_found", "_num_queried", "_paths", "_pool", "_prefixes", "_swap", "_tables",
-        "_tree", "_window", "block_size", "num_blocks",
+        "_arriving", "_num_copied", "_num_found", "_num_queried", "_pool", "_prefixes", "_swap", "_tables", "_window",
+        "block_size", "can_find", "num_blocks",
     )
 
     def __init__(self, config: CacheConfig) -> None:
         self.num_blocks = config.num_blocks
         self.block_size = config.block_size
         self._window = config.sliding_window
-        self._tree = PrefixTree(config.num_blocks, config.block_size) if config.enable_prefix_caching else None
-        self._pool = BlockPool(config.num_blocks, self._tree)
-        self._prefixes = None if self._tree is None else PrefixCache(self._pool, self._tree)
+        self.can_find = config.enable_prefix_caching    # else sequences have no paths, and the tree stays empty
+        tree = PrefixTree(config.num_blocks if self.can_find else 0, config.block_size)
+        self._pool = BlockPool(config.num_blocks, tree if self.can_find else None)
+        self._prefixes = PrefixCache(self._pool, tree)
         self._tables = _Tables()
         self._swap = SwapSpace(config.num_swap_blocks) if config.num_swap_blocks else None
-        self._paths: dict[int, Path] = {}     # of sequences whose blocks may be found by others
-        self._arriving: dict[int, Path] = {}  # of those that the step under way swaps in: to be found at its end
-        self._num_copied = 0                  # blocks, since start
+        self._arriving: list[Path] = []          # of the sequences that the step under way swaps in
+        self._num_copied = 0                     # blocks, since start
         self._num_queried = self._num_found = 0  # prompt tokens, since start
 
     @property
@@ -80,7 +72,7 @@ class KVCacheManager:
 
     def match(self, token_ids: Sequence[int], stop: int, scope: Scope = None) -> PrefixMatch:
         """Return what is cached of token_ids[:stop] in a scope. Take it before the next call that changes anything."""
-        return NO_MATCH if self._prefixes is None else self._prefixes.match(token_ids, stop, scope)
+        return self._prefixes.match(token_ids, stop, scope)
 
     def create(
         self,
@@ -100,11 +92,11 @@ class KVCacheManager:
         holds its blocks also when they have left the sliding window. `num_reserved`: tokens that it will have at most.
         """
         self._refuse_taken(seq_id)
-        table = self._tables[seq_id] = BlockTable(self._pool, self.block_size)
-        if self._prefixes is None or token_ids is None:
+        table = self._tables[seq_id] = self._new_table(num_reserved)
+        if token_ids is None or not self.can_find:
             return None
         table.begin(match.blocks, match.num_tokens - match.num_inside)
-        self._paths[seq_id] = Path(token_ids, scope, len(match.blocks), keeps_all)
+        table.path = Path(token_ids, scope, len(match.blocks), keeps_all)
         return None if match.source == NONE else self._copy_inside(table, match.source, match.num_inside)
 
     def append(self, seq_id: int, count: int) -> TableUpdate | None:
@@ -115,10 +107,12 @@ class KVCacheManager:
         """
         table = self._tables[seq_id]
         if self._window is not None:
-            self._drop_unseen(seq_id, table, self._window)
+            self._drop_unseen(table, self._window)
         update = table.append(count)
         if update is not None:
-            self._note_update(seq_id, table, update, count)
+            self._num_copied += update.copy is not None
+            if count > 1:
+                self._prefixes.publish(table, table.num_tokens, is_pending=True)    # which a prefill is to fill
         return update
 
     def fork(self, parent_id: int, child_id: int, token_ids: list[int] | None = None) -> None:
@@ -127,11 +121,12 @@ class KVCacheManager:
         `token_ids`: the child's own list, as in `create`.
         """
         self._refuse_taken(child_id)
-        self._tables[child_id] = self._tables[parent_id].fork()
-        for paths in (self._paths, self._arriving):
-            path = paths.get(parent_id)
-            if path is not None and token_ids is not None:
-                paths[child_id] = Path(token_ids, path.scope, path.num_blocks)
+        parent = self._tables[parent_id]
+        child = self._tables[child_id] = parent.fork()
+        if (path := parent.path) is not None and token_ids is not None:
+            child.path = Path(token_ids, path.scope, path.num_blocks, is_arriving=path.is_arriving)
+            if path.is_arriving:
+                self._arriving.append(child.path)
 
     def take_copies(self) -> list[BlockCopy]:
         """Return, once, the copies that forks before this step have asked for: none where a fork shares all blocks."""
@@ -149,80 +144,65 @@ class KVCacheManager:
 
     def distrust(self, seq_id: int) -> None:
         """Let nobody find what a sequence holds and others do not: its keys and values may be no numbers."""
-        path = self._paths.get(seq_id)
-        if self._prefixes is not None and path is not None:
-            self._prefixes.withdraw(path, self._tables[seq_id], only_pending=False)
+        if seq_id in self._tables:
+            self._prefixes.withdraw(self._tables[seq_id], only_pending=False)
 
     def _free_in_cache(self, seq_id: int, num_computed: int) -> None:
         table = self._tables[seq_id]
-        path = self._paths.pop(seq_id, None)
-        self._arriving.pop(seq_id, None)
-        if self._prefixes is not None and path is not None:
-            self._prefixes.withdraw(path, table)
-            self._prefixes.publish(path, table, num_computed)
+        self._prefixes.withdraw(table)
+        self._prefixes.publish(table, num_computed)
         table.free()
         del self._tables[seq_id]
 
     def pin(self, pin_id: int, seq_id: int) -> None:
-        """Keep the blocks of a sequence until `unpin`, whatever becomes of it. Needs prefix caching.
+        """Keep the blocks of a sequence until `unpin`, whatever becomes of it. For a cache that `can_find`.
 
         All of its tokens have been computed, and it holds all of its blocks. For the end of a step.
         """
-        assert self._prefixes is not None, "prefix caching is off"
-        self._prefixes.pin(pin_id, self._paths[seq_id], self._tables[seq_id])
+        self._prefixes.pin(pin_id, self._tables[seq_id])
 
     def unpin(self, pin_id: int) -> bool:
         """Let a pin go, between two steps; False if it is not here. Full blocks stay cached; who uses them goes on."""
-        if self._prefixes is None or pin_id not in self._prefixes.pins:
+        if pin_id not in self._prefixes.pins:
             return False
         self._prefixes.pins.remove(pin_id)
         return True
 
     @property
-    def can_pin(self) -> bool:
-        """Whether prefixes can be found, so that it makes sense to keep them."""
-        return self._prefixes is not None
-
-    @property
     def pins(self) -> tuple[int, ...]:
         """The ids of all pins."""
-        return () if self._prefixes is None else tuple(self._prefixes.pins)
+        return tuple(self._prefixes.pins)
 
     @property
     def num_pinned_blocks(self) -> int:
         """Blocks that pins hold, each counted once."""
-        return 0 if self._prefixes is None else self._prefixes.pins.num_blocks
+        return self._prefixes.pins.num_blocks
 
     def end_step(self) -> None:
         """Take down that the step under way is over: what it has computed can be found from now on.
 
         A step that has failed is over, too, when all sequences that appended in it have been freed.
         """
-        if self._prefixes is not None:
-            self._prefixes.end_step()
+        self._prefixes.end_step()
         if self._swap is not None:
             self._swap.end_step()
-            self._paths |= self._arriving
-            self._arriving.clear()
+        while self._arriving:
+            self._arriving.pop().is_arriving = False
 
     def publish(self) -> None:
         """Let all that has been computed be found, and give up what is there twice.
 
         For the beginning of a step, before any sequence appends, when somebody wants to look or blocks are short.
         """
-        if self._prefixes is None:
-            return
-        for seq_id, path in self._paths.items():
-            table = self._tables[seq_id]
-            if path.num_blocks < table.num_tokens // self.block_size:
-                self._prefixes.publish(path, table, table.num_tokens)
+        for table in self._tables.values():
+            if table.path is not None and table.path.num_blocks < table.num_tokens // self.block_size:
+                self._prefixes.publish(table, table.num_tokens)
 
     def note_query(self, num_queried: int, num_found: int) -> None:
         """Count the tokens of a prompt that were looked up, and those that need not be computed."""
-        if self._prefixes is None:
-            return
-        self._num_queried += num_queried
-        self._num_found += num_found
+        if self.can_find:
+            self._num_queried += num_queried
+            self._num_found += num_found
 
     def block_ids(self, seq_id: int) -> list[int]:
         """Return a copy of the sequence's block table. NULL_BLOCK stands where a block has left the sliding window."""
@@ -234,8 +214,7 @@ class KVCacheManager:
 
     def num_pinned_tokens(self, pin_id: int) -> int:
         """Return how many tokens a pin keeps."""
-        assert self._prefixes is not None, "prefix caching is off"
-        return self._prefixes.pins.num_tokens(pin_id)
+        return len(self._prefixes.pins[pin_id].token_ids)
 
     # --- swapping -------------------------------------------------------------------------------------------------
 
@@ -251,9 +230,8 @@ class KVCacheManager:
 
     def retract(self, seq_id: int, num_tokens: int) -> None:
         """Take back what a sequence has appended in the step under way: it has `num_tokens` again, all computed."""
-        table, path = self._tables[seq_id], self._paths.get(seq_id)
-        if self._prefixes is not None and path is not None:
-            self._prefixes.withdraw(path, table)
+        table = self._tables[seq_id]
+        self._prefixes.withdraw(table)
         self._num_copied -= table.retract(num_tokens)
 
     def swap_out(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
@@ -263,18 +241,14 @@ class KVCacheManager:
         can.
         """
         swap, tables = self._swap, {seq_id: self._tables[seq_id] for seq_id in seq_ids}
-        if swap is None:
-            raise OutOfBlocksError("there is no swap space")
-        assert self._arriving.keys().isdisjoint(seq_ids), f"{seq_ids} swapped in and out in one step"
-        if self._window is not None:
-            for seq_id, table in tables.items():
-                self._drop_unseen(seq_id, table, self._window)
+        assert swap is not None, "there is no swap space"
+        for table in tables.values():
+            assert table.path is None or not table.path.is_arriving, f"{seq_ids} swapped in and out in one step"
+            if self._window is not None:
+                self._drop_unseen(table, self._window)
         copies = swap.take(tables)
         for seq_id, table in tables.items():
-            path = self._paths.get(seq_id)
             self._free_in_cache(seq_id, table.num_tokens)
-            if path is not None:
-                swap.paths[seq_id] = path
         return copies
 
     def num_blocks_to_swap_in(self, seq_ids: Sequence[int]) -> int:
@@ -287,11 +261,12 @@ class KVCacheManager:
         Raises OutOfBlocksError, and changes nothing, when the pool lacks blocks.
         """
         assert self._swap is not None, "there is no swap space"
-        found, paths = self._found(seq_ids), self._swap.paths
-        arriving = {seq_id: paths[seq_id] for seq_id in seq_ids if seq_id in paths}
-        tables, copies = self._swap.give_back(seq_ids, self._pool, found)
+        tables, copies = self._swap.give_back(seq_ids, self._pool, self._found(seq_ids))
         self._tables |= tables
-        self._arriving |= arriving
+        for table in tables.values():
+            if table.path is not None:
+                table.path.is_arriving = True
+                self._arriving.append(table.path)
         return copies
 
     def _found(self, seq_ids: Sequence[int]) -> dict[int, int]:
@@ -299,12 +274,10 @@ class KVCacheManager:
 
         Sets how far their paths go.
         """
+        assert self._swap is not None, "there is no swap space"
         found = dict[int, int]()
-        if self._swap is None or self._prefixes is None:
-            return found
-        for seq_id in seq_ids:
-            table, path = self._swap.table(seq_id), self._swap.paths.get(seq_id)
-            if path is not None:
+        for table in map(self._swap.table, seq_ids):
+            if (path := table.path) is not None:
                 places = self._prefixes.find(path, table.num_filled)
                 found.update(zip(table.blocks, places, strict=False))
                 path.num_blocks = len(places)
@@ -327,7 +300,7 @@ class KVCacheManager:
             pinned_blocks=self.num_pinned_blocks,
             num_sequences=len(self._tables),
             tail_waste_slots=self._tail_waste_slots(),
-            ref_counts=_histogram(num_blocks_by_owners),
+            ref_counts=histogram(num_blocks_by_owners),
             copied_blocks=self._num_copied,
             evicted_blocks=pool.num_evicted,
             prefix_queries_tokens=self._num_queried,
@@ -346,7 +319,11 @@ class KVCacheManager:
 
     def count_blocks(self, seq_ids: Iterable[int]) -> int:
         """Return how many blocks these sequences hold, each counted once. Linear in their columns."""
-        return count_blocks(self.num_blocks, (self._tables[seq_id] for seq_id in seq_ids))
+        held = bytearray(self.num_blocks + 1)  # ten times as fast as a set; the last place is NULL_BLOCK's
+        for seq_id in seq_ids:
+            for block in self._tables[seq_id].blocks:
+                held[block] = 1
+        return held.count(1, 0, self.num_blocks)
 
     def check(self) -> None:
         """Assert every invariant: tables, pool and tree sound, reference counts equal to holders, nothing leaked.
@@ -354,7 +331,7 @@ class KVCacheManager:
         A block that several tables hold must hold equally many tokens of each: none may write while others share.
         """
         self._pool.check()
-        holders = self._held_besides()
+        holders = Counter(self._held_besides())
         filled: dict[int, int] = {}
         for holder, table in self._holders().items():
             table.check()
@@ -368,47 +345,31 @@ class KVCacheManager:
             self._swap.check()
             both = [seq_id for seq_id in self._tables if seq_id in self._swap]
             assert not both, f"sequences {both} are in the cache and in the swap space"
-        assert self._arriving.keys() <= self._tables.keys() - self._paths.keys(), "a path without a table, or two"
         counts = {block: self._pool.ref_count(block) for block in range(self.num_blocks)}
         assert {block: count for block, count in counts.items() if count} == holders, f"{counts} but held {holders}"
-        self._check_prefixes()
+        self._prefixes.check()
+        for table in self._tables.values():
+            self._prefixes.check_path(table)
 
-    def _held_besides(self) -> Counter[int]:
-        """Count the blocks that are held by no table: what the step under way copies from."""
-        return Counter() if self._prefixes is None else Counter(self._prefixes.sources)
+    def _new_table(self, num_reserved: int) -> BlockTable:
+        return BlockTable(self._pool, self.block_size)
 
-    def _check_prefixes(self) -> None:
-        """Assert that the tree is sound, holds what the paths say, and has no pending node without an owner."""
-        if self._prefixes is None or self._tree is None:
-            return
-        self._tree.check()
-        self._prefixes.check_pins()
-        for seq_id, path in self._paths.items():
-            self._prefixes.check(path, self._tables[seq_id])
-        ownerless = [block for block in self._tree.pending if self._pool.ref_count(block) == 0]
-        assert not ownerless, f"nobody computes the pending blocks {ownerless}"
+    def _held_besides(self) -> Iterable[int]:
+        """Return the blocks that are held by no table: what the step under way copies from."""
+        return self._prefixes.sources
 
-    def _note_update(self, seq_id: int, table: BlockTable, update: TableUpdate, count: int) -> None:
-        """Count a copy; let others know which blocks a prefill is about to fill."""
-        if update.copy is not None:
-            self._num_copied += 1
-        path = self._paths.get(seq_id) if count > 1 else None
-        if self._prefixes is not None and path is not None:
-            self._prefixes.pend(path, table)
-
-    def _drop_unseen(self, seq_id: int, table: BlockTable, window: int) -> None:
+    def _drop_unseen(self, table: BlockTable, window: int) -> None:
         """Give up the blocks that no query will see again: the next one looks back on `window` - 1 tokens."""
         first_seen = table.num_tokens - window + 1
-        path = self._paths.get(seq_id)
-        if path is not None and path.keeps_all:
-            return
-        if self._prefixes is not None and path is not None and path.num_blocks < first_seen // self.block_size:
-            self._prefixes.publish(path, table, table.num_tokens)
+        if (path := table.path) is not None:
+            if path.keeps_all:
+                return
+            if path.num_blocks < first_seen // self.block_size:
+                self._prefixes.publish(table, table.num_tokens)
         table.drop_before(first_seen)
 
     def _copy_inside(self, table: BlockTable, source: int, count: int) -> BlockCopy | None:
         """Append the first `count` tokens of a block by copying it. None, and nothing appended, for want of blocks."""
-        assert self._prefixes is not None
         self._prefixes.hold(source)
         try:
             update = table.append(count)
@@ -424,22 +385,12 @@ class KVCacheManager:
 
     def _holders(self) -> Mapping[int, BlockTable]:
         """Return the tables of sequences, by their ids, and of pins, by `-1 - id`."""
-        if self._prefixes is None or not len(self._prefixes.pins):
-            return self._tables
         pins = self._prefixes.pins
-        return self._tables | {-1 - pin_id: pin.table for pin_id, pin in zip(pins, pins.values(), strict=True)}
+        if not pins:
+            return self._tables
+        return self._tables | {-1 - pin_id: pin.table for pin_id, pin in pins.items()}
 
     def _tail_waste_slots(self) -> int:
         """Count the empty slots of blocks in use. All are in last blocks; a shared one is filled alike for all."""
         tables = [table for table in self._holders().values() if table.blocks]
         return sum({table.blocks[-1]: -table.num_filled % self.block_size for table in tables}.values())
-
-
-def _histogram(num_blocks_by_owners: Counter[int]) -> dict[str, int]:
-    """Return how many blocks have 1, 2, 3-4, 5-8, 9+ owners."""
-    labels = ("1", "2", "3-4", "5-8", "9+")
-    histogram = dict.fromkeys(labels, 0)
-    for owners, num_blocks in num_blocks_by_owners.items():
-        octave = (owners - 1).bit_length()  # the upper ends 1, 2, 4, 8 are powers of two
-        histogram[labels[min(octave, len(labels) - 1)]] += num_blocks
-    return histogram

@@ -5,8 +5,7 @@ the prefix tree like all others, and are not given up, for they have an owner. T
 stands in a last block that is not full, its tail, is found here, by what comes before it.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.cache.block_table import BlockTable
@@ -14,94 +13,58 @@ from quire.cache.prefix_tree import NONE, Scope, as_bytes, num_equal_tokens
 
 
 class Pin(NamedTuple):
-    """A prefix that is kept."""
+    """A prefix that is kept, and its tail: the tokens behind its last full block, `before` (NONE: there is none)."""
 
     table: BlockTable
     token_ids: list[int]
     scope: Scope
+    before: int
+    tail: bytes
 
 
-class Pins:
-    """All pins, by ids that their owner gives."""
+class Pins(dict[int, Pin]):
+    """All pins, by ids that their owner gives. They are few, so whoever looks for a tail looks at all of them."""
 
     def __init__(self, block_size: int) -> None:
+        super().__init__()
         self._size = block_size
-        self._pins: dict[int, Pin] = {}
-        self._num_pins_of = Counter[int]()                             # by block
-        self._tails: dict[tuple[int, Scope], dict[bytes, int]] = {}    # tokens -> block, by the block before and scope
+        self.num_blocks = 0     # that pins hold, each counted once
 
-    def __iter__(self) -> Iterator[int]:
-        """Yield the ids."""
-        return iter(self._pins)
-
-    def __len__(self) -> int:
-        """Count the pins."""
-        return len(self._pins)
-
-    def __contains__(self, pin_id: int) -> bool:
-        """Whether a pin is here."""
-        return pin_id in self._pins
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that pins hold, each counted once."""
-        return len(self._num_pins_of)
-
-    def num_tokens(self, pin_id: int) -> int:
-        """Return how many tokens a pin has."""
-        return len(self._pins[pin_id].token_ids)
-
-    def values(self) -> Iterator[Pin]:
-        """Yield the pins."""
-        return iter(self._pins.values())
-
-    def add(self, pin_id: int, pin: Pin) -> None:
-        """Keep a pin, whose full blocks are in the tree. A tail that another one has is stored once."""
-        assert pin_id not in self._pins, f"pin {pin_id} is here already"
-        table = pin.table
-        place, tail = self._tail(pin)
-        if tail:
-            twin = self._tails.setdefault(place, {}).setdefault(tail, table.blocks[-1])
-            if twin != table.blocks[-1]:
-                table.replace(len(table.blocks) - 1, twin)
-        self._pins[pin_id] = pin
-        self._num_pins_of.update(table.blocks)
+    def add(self, pin_id: int, table: BlockTable, token_ids: list[int], scope: Scope) -> None:
+        """Keep what a table holds, whose full blocks are in the tree. A tail that another pin has is stored once."""
+        assert pin_id not in self, f"pin {pin_id} is here already"
+        num_full = len(token_ids) // self._size
+        before = table.blocks[num_full - 1] if num_full else NONE
+        pin = Pin(table, token_ids, scope, before, as_bytes(token_ids[num_full * self._size :]))
+        twin = next((each for each in self.values() if each[2:] == pin[2:]), None)
+        if pin.tail and twin is not None and twin.table.blocks[-1] != table.blocks[-1]:
+            table.replace(len(table.blocks) - 1, twin.table.blocks[-1])
+        self[pin_id] = pin
+        self.num_blocks = self._count_blocks()
 
     def remove(self, pin_id: int) -> None:
         """Let a pin go: full blocks without another owner are cached, its tail is free."""
-        pin = self._pins.pop(pin_id)
-        self._num_pins_of.subtract(pin.table.blocks)
-        self._num_pins_of = +self._num_pins_of
-        place, tail = self._tail(pin)
-        if tail and pin.table.blocks[-1] not in self._num_pins_of:
-            del self._tails[place][tail]
-            if not self._tails[place]:
-                del self._tails[place]
-        pin.table.free()
+        self.pop(pin_id).table.free()
+        self.num_blocks = self._count_blocks()
 
     def longest_match_inside(self, before: int, scope: Scope, token_ids: Sequence[int]) -> tuple[int, int]:
         """Return (block, number of its first tokens that `token_ids` begins with) of the tail with the most.
 
-        `before`: the full block before it, or NONE. (NONE, 0) if no tail has any. There are as many as pins at most.
+        `before`: the full block before it, or NONE. (NONE, 0) if no tail has any.
         """
-        tails = self._tails.get((before, scope))
-        if tails is None:
+        pins = [pin for pin in self.values() if pin.before == before and pin.scope == scope and pin.tail]
+        if not pins:
             return NONE, 0
         wanted = as_bytes(token_ids)
-        num_equal, block = max((num_equal_tokens(wanted, tail), block) for tail, block in tails.items())
+        num_equal, block = max((num_equal_tokens(wanted, pin.tail), pin.table.blocks[-1]) for pin in pins)
         return (block, num_equal) if num_equal else (NONE, 0)
 
-    def _tail(self, pin: Pin) -> tuple[tuple[int, Scope], bytes]:
-        """Return what comes before the tail, and its tokens: none if the last block is full."""
-        num_full = pin.table.num_tokens // self._size
-        before = pin.table.blocks[num_full - 1] if num_full else NONE
-        return (before, pin.scope), as_bytes(pin.token_ids[num_full * self._size :])
+    def _count_blocks(self) -> int:
+        return len({block for pin in self.values() for block in pin.table.blocks})
 
     def check(self) -> None:
-        """Assert that blocks are counted and tails are listed as the pins have them."""
-        blocks = Counter(block for pin in self.values() for block in pin.table.blocks)
-        assert blocks == self._num_pins_of, f"pins hold {blocks}, but {self._num_pins_of} were counted"
-        listed = {(place, tail, block) for place, tails in self._tails.items() for tail, block in tails.items()}
-        tails = {(*self._tail(pin), pin.table.blocks[-1]) for pin in self.values()}
-        assert listed == {each for each in tails if each[1]}, f"tails {tails}, but listed {listed}"
+        """Assert that blocks are counted, that pins have their tokens, and that no tail is stored twice."""
+        assert self.num_blocks == self._count_blocks(), f"{self.num_blocks} pinned blocks were counted"
         assert all(len(pin.token_ids) == pin.table.num_tokens for pin in self.values()), "a pin of other tokens"
+        tails = {(pin[2:], pin.table.blocks[-1]) for pin in self.values() if pin.tail}
+        assert len(tails) == len({place for place, _ in tails}), f"a tail is stored twice: {tails}"

@@ -8,14 +8,13 @@ differs is computed. What is pinned is found like all else, to its last token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import NULL_BLOCK, BlockTable
-from quire.cache.pins import Pin, Pins
-from quire.cache.prefix_tree import NONE, PrefixTree, Scope
+from quire.cache.pins import Pins
+from quire.cache.prefix_tree import NONE, Path, PrefixTree, Scope
 
 
 class PrefixMatch(NamedTuple):
@@ -42,16 +41,6 @@ class PrefixMatch(NamedTuple):
 
 
 NO_MATCH = PrefixMatch()
-
-
-@dataclass(slots=True)
-class Path:
-    """One sequence's way through the tree."""
-
-    token_ids: list[int]      # all known ones; grows in the hands of the sequence's owner
-    scope: Scope
-    num_blocks: int = 0       # leading columns of its table that are in the tree
-    keeps_all: bool = False   # no block is given up when it leaves the sliding window: it will be pinned
 
 
 class PrefixCache:
@@ -104,13 +93,14 @@ class PrefixCache:
 
     # --- a sequence's path ----------------------------------------------------------------------------------------
 
-    def publish(self, path: Path, table: BlockTable, num_computed: int) -> None:
-        """Put the full blocks of the first `num_computed` tokens into the tree, or adopt those that it has.
+    def publish(self, table: BlockTable, num_tokens: int, *, is_pending: bool = False) -> None:
+        """Put the full blocks of the first `num_tokens` tokens into the tree, or adopt those that it has.
 
-        Ends where somebody else computes the same block in this step: that one will be adopted later.
+        Ends where somebody else computes the same block in this step: that one will be adopted later. `is_pending`: so
+        does this sequence, so they become pending nodes, as far as nobody has the same ones.
         """
-        stop = num_computed // self._size
-        if path.num_blocks >= stop:
+        path, stop = table.path, num_tokens // self._size
+        if path is None or path.is_arriving or path.num_blocks >= stop:
             return
         tree, node = self._tree, self._last_node(path, table)
         for column in range(path.num_blocks, stop):
@@ -122,36 +112,22 @@ class PrefixCache:
             if found is None:
                 tree.insert(node, key, block)
                 found = block
-            elif found in tree.pending:
+                if is_pending:
+                    tree.pending.add(block)
+            elif is_pending or found in tree.pending:
                 return
             elif found != block:
                 table.replace(column, found)
             node, path.num_blocks = found, column + 1
 
-    def pend(self, path: Path, table: BlockTable) -> None:
-        """Make the blocks that this step fills pending nodes, as far as nobody else has the same ones."""
-        stop = table.num_tokens // self._size
-        if path.num_blocks >= stop:
-            return
-        tree, node = self._tree, self._last_node(path, table)
-        for column in range(path.num_blocks, stop):
-            if node is None:
-                return
-            key = self._key(node, path, column)
-            if tree.find(key) is not None:
-                return
-            tree.insert(node, key, table.blocks[column])
-            node, path.num_blocks = table.blocks[column], column + 1
-            tree.pending.add(node)
-
-    def withdraw(self, path: Path, table: BlockTable, *, only_pending: bool = True) -> None:
+    def withdraw(self, table: BlockTable, *, only_pending: bool = True) -> None:
         """Take nodes out of the tree that nobody else computes or holds: their sequence ends before the step does.
 
         Pending ones; or all of them, if what it has computed earlier is no good either.
         """
-        tree, blocks = self._tree, table.blocks
-        while path.num_blocks > 0:
-            block = blocks[path.num_blocks - 1]
+        tree, path = self._tree, table.path
+        while path is not None and not path.is_arriving and path.num_blocks > 0:
+            block = table.blocks[path.num_blocks - 1]
             if only_pending and block not in tree.pending:
                 return
             if block == NULL_BLOCK or block not in tree or tree.has_children(block) or self._pool.ref_count(block) > 1:
@@ -159,12 +135,14 @@ class PrefixCache:
             tree.remove(block)
             path.num_blocks -= 1
 
-    def pin(self, pin_id: int, path: Path, table: BlockTable) -> None:
+    def pin(self, pin_id: int, table: BlockTable) -> None:
         """Keep what a sequence holds. All of its tokens have been computed, and no step is under way."""
         assert table.num_filled == table.num_tokens, "the last token has not been computed"
-        self.publish(path, table, table.num_tokens)
+        self.publish(table, table.num_tokens)
+        path = table.path
+        assert path is not None, "a sequence that nobody can find"
         assert path.num_blocks == table.num_tokens // self._size, f"{path.num_blocks} blocks of {table.blocks} found"
-        self.pins.add(pin_id, Pin(table.fork(), path.token_ids[: table.num_tokens], path.scope))
+        self.pins.add(pin_id, table.fork(), path.token_ids[: table.num_tokens], path.scope)
 
     def end_step(self) -> None:
         """Let pending nodes be found, and sources go: the step has succeeded, or nothing of it is left."""
@@ -194,15 +172,21 @@ class PrefixCache:
             path.num_blocks = 0
         return None if table.blocks[0] == NULL_BLOCK else self._tree.open_root(path.scope)
 
-    def check_pins(self) -> None:
-        """Assert that what is pinned can be found, block by block."""
+    def check(self) -> None:
+        """Assert that the tree is sound, that what is pending has an owner, and that what is pinned can be found."""
+        self._tree.check()
+        ownerless = [block for block in self._tree.pending if self._pool.ref_count(block) == 0]
+        assert not ownerless, f"nobody computes the pending blocks {ownerless}"
         self.pins.check()
         for pin in self.pins.values():
             full = pin.table.blocks[: len(pin.token_ids) // self._size]
             assert list(self._tree.walk(pin.scope, pin.token_ids, len(pin.token_ids))) == full, f"{full} is not found"
 
-    def check(self, path: Path, table: BlockTable) -> None:
-        """Assert that a path's blocks stand in the tree under its tokens, as far as they are there."""
+    def check_path(self, table: BlockTable) -> None:
+        """Assert that the blocks of a table's path stand in the tree under its tokens, as far as they are there."""
+        path = table.path
+        if path is None or path.is_arriving:
+            return
         node = self._tree.root(path.scope)
         for column in range(path.num_blocks):
             block = table.blocks[column]

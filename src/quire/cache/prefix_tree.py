@@ -11,6 +11,7 @@ for the garbage collector. Invariant after every call: the parent of every node 
 import sys
 from array import array
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count, islice
 from struct import Struct
 
@@ -22,23 +23,24 @@ _TOKEN_BITS = 32
 _PARENT_BYTES = 8
 
 
+@dataclass(slots=True)
+class Path:
+    """One sequence's way through the tree."""
+
+    token_ids: list[int]        # all known ones; grows in the hands of the sequence's owner
+    scope: Scope
+    num_blocks: int = 0         # leading columns of its table that are in the tree
+    keeps_all: bool = False     # no block is given up when it leaves the sliding window: it will be pinned
+    is_arriving: bool = False   # the step under way swaps its blocks in: they can be found when that is over
+
+
 class PrefixTree:
     """Nodes of `block_size` tokens each; at most one for each of `num_blocks` blocks."""
 
     __slots__ = (
-        "_blocks",
-        "_key",
-        "_keys",
-        "_new_roots",
-        "_older",
-        "_parents",
-        "_roots",
-        "_scopes",
-        "_younger",
-        "_youngest",
-        "block_size",
-        "pending",
-    )
+        "_blocks", "_key", "_keys", "_new_roots", "_older", "_parents", "_roots", "_scopes", "_younger", "_youngest",
+        "block_size", "pending",
+    )  # fmt: skip
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size

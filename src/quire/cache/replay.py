@@ -23,30 +23,34 @@ MAX_TOKENS = NUM_BLOCKS * BLOCK_SIZE  # of one append
 Number = Annotated[int, msgspec.Meta(ge=0, lt=MAX_OPERATIONS)]  # of a sequence
 
 
-class New(msgspec.Struct, tag="new", tag_field="op", frozen=True, forbid_unknown_fields=True):
+class _Operation(msgspec.Struct, tag_field="op", tag=str.lower, frozen=True, forbid_unknown_fields=True):
+    """What its subclasses have in common: `op` is their name."""
+
+
+class New(_Operation, frozen=True):
     """Begin an empty sequence. Sequences are numbered from 0 as they begin; no number is used twice."""
 
 
-class Append(msgspec.Struct, tag="append", tag_field="op", frozen=True, forbid_unknown_fields=True):
+class Append(_Operation, frozen=True):
     """Append tokens to a sequence."""
 
     sequence: Number
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 
 
-class Fork(msgspec.Struct, tag="fork", tag_field="op", frozen=True, forbid_unknown_fields=True):
+class Fork(_Operation, frozen=True):
     """Begin a sequence that shares all blocks of another."""
 
     sequence: Number
 
 
-class Write(msgspec.Struct, tag="write", tag_field="op", frozen=True, forbid_unknown_fields=True):
+class Write(_Operation, frozen=True):
     """Write one token behind a sequence's last: into its last block, where that has room."""
 
     sequence: Number
 
 
-class Free(msgspec.Struct, tag="free", tag_field="op", frozen=True, forbid_unknown_fields=True):
+class Free(_Operation, frozen=True):
     """End a sequence."""
 
     sequence: Number

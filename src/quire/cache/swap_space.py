@@ -8,11 +8,11 @@ the step reads back is held until the step is over, or another could be written 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable
 from quire.cache.block_view import view_blocks
-from quire.cache.prefix_cache import Path
 from quire.core.block_map import BlockEntry
 from quire.core.outputs import KVStats
 from quire.core.plan import BlockCopy
@@ -23,16 +23,22 @@ def distinct_blocks(tables: Iterable[BlockTable]) -> list[int]:
     return [block for block in dict.fromkeys(b for table in tables for b in table.blocks) if block != NULL_BLOCK]
 
 
+class Footprint(NamedTuple):
+    """The blocks of a gang, each counted once, and how many of them others hold as well."""
+
+    num_blocks: int
+    num_held_by_others: int
+
+
 class SwapSpace:
     """The tables of sequences that are swapped out, over a pool of their own."""
 
-    __slots__ = ("_num_swapped_in", "_num_swapped_out", "_pool", "_sources", "_tables", "paths")
+    __slots__ = ("_num_swapped_in", "_num_swapped_out", "_pool", "_sources", "_tables")
 
     def __init__(self, num_blocks: int) -> None:
         self._pool = BlockPool(num_blocks)
         self._tables: dict[int, BlockTable] = {}
         self._sources: list[int] = []        # blocks that the step under way reads back
-        self.paths: dict[int, Path] = {}     # of those whose blocks may be found in the prefix tree
         self._num_swapped_out = self._num_swapped_in = 0  # blocks, since start
 
     def __contains__(self, seq_id: int) -> bool:
@@ -101,7 +107,6 @@ class SwapSpace:
     def free(self, seq_id: int) -> None:
         """Give up the blocks of a sequence: it has ended, or stands in the cache again."""
         self._tables.pop(seq_id).free()
-        self.paths.pop(seq_id, None)
 
     def end_step(self) -> None:
         """Take down that the step under way is over, well or not: nobody reads back any more."""
@@ -131,4 +136,3 @@ class SwapSpace:
             holders.update(block for block in table.blocks if block != NULL_BLOCK)
         counts = {block: self._pool.ref_count(block) for block in range(self._pool.num_blocks)}
         assert {block: n for block, n in counts.items() if n} == holders, f"swap space: {counts} but held {holders}"
-        assert self.paths.keys() <= self._tables.keys(), "a path of a sequence that is not here"

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from quire.cache.manager import KVCacheManager
@@ -85,7 +86,7 @@ class BeamSearch:
     def _choose(self, *, is_last: bool) -> tuple[list[Continuation], list[Continuation]]:
         """Return the continuations that end and those that survive. Of equal ones, the better beam's comes first."""
         ended, survivors = list[Continuation](), list[Continuation]()
-        ranked = merge(*map(self._continuations, self.logprobs), key=_logprob, reverse=True)
+        ranked = merge(*map(self._continuations, self.logprobs), key=attrgetter("logprob"), reverse=True)
         for rank, each in enumerate(ranked):
             if is_last or each.token_id in self._eos_token_ids:
                 if rank < self._width:
@@ -108,7 +109,7 @@ class BeamSearch:
             reason: FinishReason = "stop" if each.token_id in self._eos_token_ids else "length"
             token_ids = [*parent.token_ids[parent.num_prompt_tokens :], each.token_id]
             self.hypotheses.append(Hypothesis(self._score(each, num_tokens), each.logprob, token_ids, reason))
-        self.hypotheses.sort(key=_score, reverse=True)
+        self.hypotheses.sort(key=attrgetter("score"), reverse=True)
         del self.hypotheses[self._width :]
 
     def _may_improve(self, best: Continuation, num_tokens: int) -> bool:
@@ -200,19 +201,8 @@ def _deltas(request: Request, search: BeamSearch) -> list[SequenceDelta]:
     """Return the answers, the best first."""
     return [
         SequenceDelta(
-            request.request_id,
-            index,
-            each.token_ids,
-            finish_reason=each.finish_reason,
+            request.request_id, index, each.token_ids, finish_reason=each.finish_reason,
             cumulative_logprob=each.logprob,
         )
         for index, each in enumerate(search.hypotheses)
     ]
-
-
-def _logprob(each: Continuation) -> float:
-    return each.logprob
-
-
-def _score(each: Hypothesis) -> float:
-    return each.score

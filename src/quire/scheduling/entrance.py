@@ -8,17 +8,16 @@ from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
 from quire.core.outputs import WaitReason
 from quire.core.sequence import Request, Sequence, SequenceStatus
+from quire.scheduling.roster import Roster
 
 
 class Entrance:
-    """Counts the seats that are taken, and the blocks promised in this step; asks the cache, and changes nothing."""
+    """Counts the seats and blocks that are promised in this step; asks roster and cache, and changes nothing."""
 
-    def __init__(self, cache: KVCacheManager, max_num_seqs: int) -> None:
-        self._cache = cache
-        self._max_num_seqs = max_num_seqs
+    def __init__(self, roster: Roster, cache: KVCacheManager, max_num_seqs: int) -> None:
+        self._roster, self._cache, self._max_num_seqs = roster, cache, max_num_seqs
         self._num_promised = 0  # blocks
         self._num_kept = 0      # seats
-        self.num_seats = 0      # unfinished sequences of running requests
 
     # --- room -----------------------------------------------------------------------------------------------------
 
@@ -41,31 +40,32 @@ class Entrance:
         """Keep the seats of a request that waits for this step: nobody behind it takes them, or looks in vain."""
         self._num_kept += len(request.live)
 
-    def may_have_room(self, request: Request) -> bool:
-        """Whether there are rows for a request's branches, and a block for each sequence: a quick look."""
-        num_seats = self.num_seats + self._num_kept + len(request.live)
-        if num_seats > self._max_num_seqs:
-            return False
-        return self.num_seats == 0 or self._cache.num_free_blocks - self._num_promised >= num_seats
+    def may_admit(self) -> bool:
+        """Whether there is somebody to be let in next, and may be room for him."""
+        request = self._roster.next_to_enter()
+        return request is not None and self.shortage(request) is None
 
-    def lacks(self, request: Request) -> WaitReason:
-        """Return what a request that has no room is short of."""
-        num_seats = self.num_seats + self._num_kept + len(request.live)
-        return "max_num_seqs" if num_seats > self._max_num_seqs else "kv_blocks"
+    def shortage(self, request: Request) -> WaitReason | None:
+        """Return what there is too little of at a quick look: rows for its branches, or a block for each sequence."""
+        num_seats = self._roster.num_seats + self._num_kept + len(request.live)
+        if num_seats > self._max_num_seqs:
+            return "max_num_seqs"
+        has_blocks = self._roster.num_seats == 0 or self._cache.num_free_blocks - self._num_promised >= num_seats
+        return None if has_blocks else "kv_blocks"
 
     def num_spare_blocks(self, request: Request, match: PrefixMatch) -> int:
         """Return how many blocks stay free when a waiting request has all that it needs; below 0 it has no room.
 
         A request that was preempted in this very step has no room: somebody else took one of its blocks.
         """
-        num_seats = self.num_seats + len(request.live)
+        num_seats = self._roster.num_seats + len(request.live)
         num_needed = self._known_blocks(request) - match.num_in_use + num_seats
         return self._cache.num_free_blocks - self._num_promised - num_needed
 
     def num_spare_blocks_on_return(self, request: Request) -> int:
         """Return how many blocks stay free when a swapped request has all that it had, and its known tokens' blocks."""
         swapped = [sequence.seq_id for sequence in request.live if sequence.status is SequenceStatus.SWAPPED]
-        num_seats = self.num_seats + len(request.live)
+        num_seats = self._roster.num_seats + len(request.live)
         num_needed = self._cache.num_blocks_to_swap_in(swapped) + self._blocks_to_come(request) + num_seats
         return self._cache.num_free_blocks - self._num_promised - num_needed
 

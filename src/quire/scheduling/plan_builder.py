@@ -1,38 +1,36 @@
 """Collects one step's plan, and which sequence each of its entries stands for."""
 
-from typing import NamedTuple
+from typing import Any
 
 from quire.cache.block_table import TableUpdate
 from quire.core.plan import BlockCopy, NewRow, StepPlan
 from quire.core.sequence import Request, Sequence
 
 
-class Mark(NamedTuple):
-    """How long the plan was at some moment."""
-
-    new_rows: int
-    tables: int
-    copies: int
-    entries: int
-    samples: int
-    stored: int
-    forked: int
-
-
 class PlanBuilder:
     """A plan under construction. `planned[i]` is the sequence of entry i, `sampled[j]` that of sample j.
 
     `forked`: sequences that begin with tokens of another's prompt, which is computed when the step is over.
-    `swapped_out`: requests whose blocks go out in this step. `resting`: sequences that sit it out: see run_ahead.py.
+    `resting`: sequences that sit it out: see run_ahead.py. `at`: whose turn it is while the plan is made. `admitted`,
+    `swapped_out`: requests that come and go with this step, the last ones with their blocks. `preempted`: the ids of
+    all that go.
     """
 
     def __init__(self) -> None:
-        self.plan = StepPlan()
+        plan = self.plan = StepPlan()
         self.planned: list[Sequence] = []
         self.sampled: list[tuple[Request, Sequence]] = []
         self.forked: list[Sequence] = []
-        self.swapped_out: list[Request] = []
         self.resting: list[tuple[Request, Sequence]] = []
+        self.at: Request | None = None
+        self.admitted: list[Request] = []
+        self.preempted: list[int] = []
+        self.swapped_out: list[Request] = []
+        self._growing: tuple[list[Any], ...] = (    # what a request adds to
+            plan.new_rows, plan.table_rows, plan.table_columns, plan.table_blocks, plan.copies, plan.rows, plan.starts,
+            plan.counts, plan.sample_rows, plan.sample_entries, plan.stored_entries, self.planned, self.sampled,
+            self.forked,
+        )  # fmt: skip
 
     def begin_row(
         self, request: Request, sequence: Sequence, block_ids: list[int], copy: BlockCopy | None = None
@@ -82,25 +80,16 @@ class PlanBuilder:
         self.plan.sample_entries.append(len(self.planned) - 1)
         self.sampled.append((request, sequence))
 
-    def mark(self) -> Mark:
-        """Remember how long the plan is now."""
+    def rows(self) -> set[int]:
+        """Return all rows that the worker may have touched when the step has failed."""
         plan = self.plan
-        return Mark(
-            new_rows=len(plan.new_rows),
-            tables=len(plan.table_rows),
-            copies=len(plan.copies),
-            entries=len(plan.rows),
-            samples=len(plan.sample_rows),
-            stored=len(plan.stored_entries),
-            forked=len(self.forked),
-        )
+        return {*plan.rows, *(new.row for new in plan.new_rows), *(fork.row for fork in plan.row_forks)}
 
-    def cut(self, mark: Mark) -> None:
+    def mark(self) -> list[int]:
+        """Remember how long the plan is now."""
+        return [len(each) for each in self._growing]
+
+    def cut(self, mark: list[int]) -> None:
         """Forget what a request was to compute since `mark`: it has been preempted within the same step."""
-        plan = self.plan
-        del plan.new_rows[mark.new_rows :], plan.copies[mark.copies :]
-        del plan.table_rows[mark.tables :], plan.table_columns[mark.tables :], plan.table_blocks[mark.tables :]
-        del plan.rows[mark.entries :], plan.starts[mark.entries :], plan.counts[mark.entries :]
-        del plan.sample_rows[mark.samples :], plan.sample_entries[mark.samples :]
-        del plan.stored_entries[mark.stored :]
-        del self.planned[mark.entries :], self.sampled[mark.samples :], self.forked[mark.forked :]
+        for each, length in zip(self._growing, mark, strict=True):
+            del each[length:]

@@ -1,7 +1,5 @@
 """Who comes first, and who gives way: the scheduler's policies, small and replaceable. A third is in recovery.py."""
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator
 from itertools import islice
 
 from quire.core.sequence import Request, Turn
@@ -33,59 +31,21 @@ class ByPriority:
         return running[-1]
 
 
-class RequestQueue:
-    """Requests in the order of their turns.
-
-    A preempted request returns to its place. In most cases that is the front: only a request that waits for another to
-    compute their common prefix is passed over, so that later ones run before it.
-    """
-
-    def __init__(self) -> None:
-        self._requests: list[Request] = []
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def __contains__(self, request: Request) -> bool:
-        """Whether a request waits here."""
-        return request in self._requests
-
-    def add(self, request: Request) -> None:
-        """Queue a new arrival, or a preempted request again."""
-        insort(self._requests, request, key=turn_of)
-
-    def first(self, num_passed: int = 0) -> Request:
-        """Return the request that must be served next, when so many before it are passed over."""
-        return self._requests[num_passed]
-
-    def num_up_to(self, request: Request) -> int:
-        """Return how many stand before a request that waits here, itself included."""
-        return bisect_left(self._requests, request.turn, key=turn_of) + 1
-
-    def remove(self, request: Request) -> None:
-        """Take out a request that is served now, or that was aborted while it waited."""
-        self._requests.remove(request)
-
-
 def turn_of(request: Request) -> Turn:
     """Return a request's place in line."""
     return request.turn
 
 
-def next_to_enter(waiting: RequestQueue, swapped: RequestQueue, num_passed: int = 0) -> Request | None:
+def next_to_enter(waiting: list[Request], swapped: list[Request], num_passed: int = 0) -> Request | None:
     """Return who is to run next, when so many waiting requests are passed over; None if there is nobody.
 
     While anything is swapped out nothing new comes in: of those that wait, only who was preempted and is before it.
     """
-    if len(swapped) == 0:
-        return waiting.first(num_passed) if num_passed < len(waiting) else None
-    first_swapped = swapped.first()
+    if not swapped:
+        return waiting[num_passed] if num_passed < len(waiting) else None
     for request in islice(waiting, num_passed, None):
-        if request.turn > first_swapped.turn:
+        if request.turn > swapped[0].turn:
             break
         if request.num_preemptions:
             return request
-    return first_swapped
+    return swapped[0]

@@ -7,10 +7,10 @@ computed. While a rate is not known, the victim is swapped: only so does the rat
 prefills is known from the first prompt of more than one token on. docs/decisions/0008 says why.
 """
 
-from quire.cache.manager import Footprint
+from quire.cache.swap_space import Footprint
 from quire.core.config import PreemptionMode, Recovery
 from quire.core.plan import UNMEASURED, StepResult
-from quire.core.sequence import Request
+from quire.core.sequence import Request, Sequence
 
 
 class RecoveryPolicy:
@@ -46,11 +46,14 @@ class RecoveryPolicy:
         self._rates = result.rates
         self.swap_s += result.swap_s
 
-    def note_recomputed(self, num_tokens: int) -> None:
-        """Count tokens that are computed again."""
+    def note_return(self, sequence: Sequence, num_known: int) -> int:
+        """Count, and return, what a sequence had computed, has lost and now computes again past its first tokens."""
+        num_tokens = max(0, sequence.num_lost_tokens - num_known)
+        sequence.num_lost_tokens = 0
         self.num_recomputed_tokens += num_tokens
         if self._rates.prefill_tokens_per_s is not None:
             self.recompute_s += num_tokens / self._rates.prefill_tokens_per_s
+        return num_tokens
 
     def _cheaper(self, footprint: Footprint, num_tokens: int) -> Recovery:
         tokens_per_s, blocks_out_per_s, blocks_in_per_s = self._rates

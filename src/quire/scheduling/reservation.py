@@ -9,8 +9,10 @@ from quire.cache.contiguous import ContiguousManager
 from quire.cache.prefix_cache import PrefixMatch
 from quire.core.config import MemoryPolicy
 from quire.core.errors import ContextLengthError
+from quire.core.outputs import WaitReason
 from quire.core.sequence import NO_ROW, Request
 from quire.scheduling.entrance import Entrance
+from quire.scheduling.roster import Roster
 
 
 def num_reserved_tokens(policy: MemoryPolicy, num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> int:
@@ -27,8 +29,8 @@ class ReservingEntrance(Entrance):
     Those that wait for the first one's prompt take theirs when they fork. Nobody is let in before that.
     """
 
-    def __init__(self, cache: ContiguousManager, max_num_seqs: int, max_model_len: int) -> None:
-        super().__init__(cache, max_num_seqs)
+    def __init__(self, roster: Roster, cache: ContiguousManager, max_num_seqs: int, max_model_len: int) -> None:
+        super().__init__(roster, cache, max_num_seqs)
         self._chunks, self._policy, self._max_model_len = cache, cache.policy, max_model_len
         self._is_fork_due = False  # of a running request, whose other sequences have no chunks yet
 
@@ -56,9 +58,11 @@ class ReservingEntrance(Entrance):
         """Keep back all that is free while sequences of a request have no chunks."""
         self._is_fork_due |= any(sequence.row == NO_ROW for sequence in request.live)
 
-    def may_have_room(self, request: Request) -> bool:
-        """Whether there are rows for a request's sequences, and nobody's chunks are in danger."""
-        return not self._is_fork_due and self.num_seats + len(request.live) <= self._max_num_seqs
+    def shortage(self, request: Request) -> WaitReason | None:
+        """Return what there is too little of: rows for a request's sequences, or chunks, where somebody's are due."""
+        if self._roster.num_seats + len(request.live) > self._max_num_seqs:
+            return "max_num_seqs"
+        return "kv_blocks" if self._is_fork_due else None
 
     def num_spare_blocks(self, request: Request, match: PrefixMatch) -> int:
         """Return 0 if there is a chunk for each sequence, else -1."""

@@ -35,7 +35,7 @@ class StaticScheduler(Scheduler):
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
         """Record a step; give padding its next token; when all is padding, end the batch."""
-        sampled = zip(self._builder.sampled, result.token_ids, strict=True)
+        sampled = zip(self.planner.step.sampled, result.token_ids, strict=True)
         padded = [(*each, token) for each, token in sampled if each[1].status is SequenceStatus.PADDING]
         deltas = super().update(plan, result)
         for request, sequence, token in padded:

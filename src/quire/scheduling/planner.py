@@ -1,0 +1,254 @@
+"""Who computes how much in a step. Every running request is planned before any waiting one is let in.
+
+When blocks run out, the last in order gives way as a whole, to be computed again later or swapped out and in (Kwon et
+al. 2023, section 4.5). The first in order never does. Whoever waits comes in while rows, blocks and budget last; who
+begins with a block that is being computed in this step is passed over, and its seats are kept: in the next step it
+finds that block.
+"""
+
+from collections.abc import Iterator
+
+from quire.cache.block_pool import OutOfBlocksError
+from quire.cache.manager import KVCacheManager
+from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
+from quire.core.outputs import WaitReason
+from quire.core.sequence import NO_ROW, Request, Sequence
+from quire.scheduling.budget import LongPrompts
+from quire.scheduling.entrance import Entrance
+from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.policies import ByPriority
+from quire.scheduling.recovery import RecoveryPolicy
+from quire.scheduling.roster import Roster
+
+
+class GaveWayError(Exception):
+    """The request that was being planned is the last in order itself, and has been preempted."""
+
+
+class Planner:
+    """Writes the plan of one step after the other. Changes where requests stand, and what they hold."""
+
+    def __init__(
+        self, budget: int, roster: Roster, entrance: Entrance, recovery: RecoveryPolicy, order: ByPriority,
+        cache: KVCacheManager,
+    ) -> None:  # fmt: skip
+        self._roster, self._entrance, self._recovery = roster, entrance, recovery
+        self._order, self._cache = order, cache
+        self._long_prompts = LongPrompts(budget, self._contenders)
+        self.step = PlanBuilder()       # that is being planned, or is under way
+
+    def open(self, step: PlanBuilder) -> None:
+        """Begin to plan a step."""
+        self.step = step
+        self._entrance.open()
+        self._roster.hold_ups.open()
+        self._long_prompts.open()
+        if self._needs_prefixes():
+            self._cache.publish()
+
+    def _needs_prefixes(self) -> bool:
+        """Whether somebody may be let in and will look for prefixes, or blocks are short: none may be there twice."""
+        return self._entrance.may_admit() or self._cache.num_free_blocks < self._roster.num_seats
+
+    def _contenders(self) -> Iterator[Request]:
+        """Yield who could use some of this step's budget: who runs, and who may be let in next."""
+        yield from self._roster.running
+        if self._entrance.may_admit():
+            yield from self._roster.swapped or self._roster.waiting
+
+    # --- who runs -------------------------------------------------------------------------------------------------
+
+    def plan_running(self, budget: int) -> int:
+        """Plan running requests in order. Return the budget left."""
+        running, index = self._roster.running, 0
+        try:
+            while budget > 0 and index < len(running):
+                request = running[index]
+                first = request.live[0]
+                num_missing = len(first.token_ids) - first.num_computed_tokens
+                if num_missing == 1 and len(request.live) == 1 and first.row != NO_ROW:
+                    self._advance(request, first, 1)                    # what most requests of most steps are
+                    budget -= 1
+                else:
+                    budget -= self._advance_share(request, budget)
+                index += 1
+        except GaveWayError:
+            pass                                                        # it was the last
+        except BaseException:
+            self.step.at = request
+            raise
+        return budget
+
+    def _advance_share(self, request: Request, budget: int) -> int:
+        """Plan a prompt, which may be long, or a gang. What a prompt does not get in this step is promised to it."""
+        mark, num_missing = self.step.mark(), num_missing_tokens(request)
+        waits_to_fork, is_alone = request.live[-1].row == NO_ROW, len(request.live) == 1
+        if waits_to_fork or is_alone:
+            budget = self._long_prompts.share(num_missing, budget)
+        try:
+            used = self._advance_gang(request, budget) if budget > 0 else 0
+        except GaveWayError:
+            self.step.cut(mark)
+            raise
+        if waits_to_fork or (is_alone and used < num_missing):
+            self._entrance.promise(request)
+        return used
+
+    def _advance_gang(self, request: Request, budget: int) -> int:
+        """Plan the branches of a request, up to `budget` tokens in all. Return how many.
+
+        First one branch computes the prompt for all, and the others fork from it at its end (section 4.4). A fork
+        shares the blocks that this step fills; the first write to a shared one comes in a later step, so its copy finds
+        them filled. Then each goes its own way.
+        """
+        first, *others = request.live
+        if request.live[-1].row == NO_ROW:
+            if first.row == NO_ROW:
+                self._begin(request, first, NO_MATCH)                   # its gang's first has ended before the fork
+            num_missing = num_missing_tokens(request)
+            used = min(num_missing, budget)
+            self._advance(request, first, used)
+            if used == num_missing:
+                for other in others:
+                    self._fork(request, first, other)
+            return used
+        left = budget
+        for sequence in request.live:
+            num_tokens = min(len(sequence.token_ids) - sequence.num_computed_tokens, left)
+            if num_tokens > 0:                                          # else a beam that waits for the others
+                self._advance(request, sequence, num_tokens)
+                left -= num_tokens
+        return budget - left
+
+    def _advance(self, request: Request, sequence: Sequence, num_tokens: int) -> None:
+        """Plan the next tokens of a sequence. GaveWayError if its own request had to be preempted for blocks."""
+        while True:
+            try:
+                update = self._cache.append(sequence.seq_id, num_tokens)
+                break
+            except OutOfBlocksError:
+                running = self._roster.running
+                assert len(running) > 1, "the first in order is never preempted"
+                victim = self._order.victim(running)
+                self.preempt(victim)
+                if victim is request:
+                    raise GaveWayError from None
+        self.step.advance(sequence, num_tokens, update)
+        if sequence.num_computed_tokens + num_tokens == len(sequence.token_ids):
+            self.step.sample(request, sequence)
+
+    def preempt(self, request: Request) -> None:
+        """Take everything from a running request, to come back in one way or the other.
+
+        Some of its branches may have been planned in this very step: that is taken back first.
+        """
+        held = [sequence for sequence in request.live if sequence.row != NO_ROW]
+        for sequence in held:
+            self._cache.retract(sequence.seq_id, sequence.num_computed_tokens)
+        request.num_preemptions += 1
+        request.num_recomputed_tokens = request.num_swapped_blocks = 0
+        self.step.preempted.append(request.request_id)
+        footprint = self._cache.footprint([sequence.seq_id for sequence in held])
+        if self._recovery.choose(request, footprint, self._cache.num_free_swap_blocks) == "swap":
+            self.step.plan.swap_outs.extend(self._roster.swap_out(request))
+            self.step.swapped_out.append(request)
+        else:
+            self._roster.lose(request)
+
+    # --- who comes in ---------------------------------------------------------------------------------------------
+
+    def admit(self, budget: int) -> WaitReason | None:
+        """Let swapped and waiting requests run, in order, while rows, blocks and budget last. Return what does not."""
+        roster, entrance, num_passed = self._roster, self._entrance, 0
+        while (request := roster.next_to_enter(num_passed)) is not None:
+            self.step.at = request
+            if budget <= 0:
+                return "token_budget"
+            is_swapped = request in roster.swapped
+            if (shortage := entrance.shortage(request)) is not None:
+                return "swapped_first" if is_swapped else shortage
+            if is_swapped:
+                if entrance.num_spare_blocks_on_return(request) < 0 and roster.running:
+                    return "swapped_first"
+                budget -= self._return(request, budget)
+                continue
+            match = entrance.match(request)
+            if match.is_pending:
+                num_passed = roster.num_up_to(request)
+                entrance.pass_over(request)
+                roster.hold_ups.pass_over(request, "pending_prefix")
+                continue
+            num_spare = entrance.num_spare_blocks(request, match)
+            if num_spare < 0 and roster.running:                        # alone it fits: see AdmissionLimits
+                return "kv_blocks"
+            share = self._long_prompts.share(num_missing_tokens(request) - match.num_tokens, budget)
+            if share == 0:
+                if request.num_preemptions or not self._long_prompts.may_be_passed():
+                    return "token_budget"                               # nobody takes the blocks of who gave way
+                num_passed = roster.num_up_to(request)
+                roster.hold_ups.pass_over(request, "token_budget")
+                continue
+            budget -= self._let_in(request, match if num_spare > 0 else match.of_whole_blocks(), share)
+        return None
+
+    def _return(self, request: Request, budget: int) -> int:
+        """Swap a request in, and plan its next tokens. Return how many."""
+        self.step.admitted.append(request)
+        self.step.plan.swap_ins.extend(self._roster.swap_in(request))
+        for sequence in request.live:
+            if sequence.row != NO_ROW:
+                self.step.begin_row(request, sequence, self._cache.block_ids(sequence.seq_id))
+        used = self._advance_gang(request, budget)
+        self._entrance.promise(request)
+        return used
+
+    def _let_in(self, request: Request, match: PrefixMatch, budget: int) -> int:
+        """Let a waiting request begin with what has been found, and plan its first tokens. Return how many.
+
+        The branches of a preempted gang go their own ways at once if their prompt has been found.
+        """
+        self.step.admitted.append(request)
+        self._roster.let_in(request)
+        first, *others = request.live
+        self._begin(request, first, match)
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = first.num_computed_tokens
+            if request.params.prompt_logprobs is None:
+                self._cache.note_query(first.num_prompt_tokens, first.num_computed_tokens)
+        if first.num_output_tokens > 0 and self._entrance.has_prompt(request, match):
+            for other in others:
+                self._begin(request, other, self._entrance.match_sequence(request, other).of_whole_blocks())
+        for other in others:                                            # that will fork have lost all but the prompt
+            request.num_recomputed_tokens += self._recovery.note_return(other, other.num_prompt_tokens)
+        used = self._advance_gang(request, budget)
+        self._entrance.promise(request)
+        return used
+
+    # --- sequences begin ------------------------------------------------------------------------------------------
+
+    def _begin(self, request: Request, sequence: Sequence, match: PrefixMatch) -> None:
+        """Give a sequence a row, and the tokens of a match."""
+        self._roster.give_row(sequence)
+        copy = self._cache.create(
+            sequence.seq_id, sequence.token_ids, request.cache_salt, match,
+            keeps_all=request.is_pin, num_reserved=self._entrance.num_reserved(request),
+        )  # fmt: skip
+        sequence.num_computed_tokens = self._cache.num_tokens(sequence.seq_id)
+        request.num_recomputed_tokens += self._recovery.note_return(sequence, sequence.num_computed_tokens)
+        self.step.begin_row(request, sequence, self._cache.block_ids(sequence.seq_id), copy)
+
+    def _fork(self, request: Request, first: Sequence, other: Sequence) -> None:
+        """Let `other` share all blocks of `first`, and draw its first token from the same logits if it has none."""
+        self._roster.give_row(other)
+        self._cache.fork(first.seq_id, other.seq_id, other.token_ids)
+        self.step.begin_row(request, other, self._cache.block_ids(other.seq_id))
+        self.step.forked.append(other)
+        if other.num_output_tokens == 0 and request.beam is None:
+            self.step.sample(request, other)
+
+
+def num_missing_tokens(request: Request) -> int:
+    """Count what is to be computed before the branches of a request go their own ways."""
+    first = request.live[0]
+    target = len(first.token_ids) if len(request.live) == 1 else first.num_prompt_tokens
+    return target - first.num_computed_tokens

@@ -1,0 +1,139 @@
+"""Where each request stands, and what it holds there: rows of the worker, and blocks.
+
+Whoever waits holds nothing. Whoever runs has a seat for each sequence, and rows and blocks for those that have begun.
+Whoever is swapped out has blocks in the swap space. The three lists are in the order of turns, so a preempted request
+returns to its place; in most cases that is the front, for only those that wait for another to compute their common
+prefix are passed over.
+"""
+
+from bisect import bisect_left, insort
+
+from quire.cache.manager import KVCacheManager
+from quire.core.plan import BlockCopy
+from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
+from quire.scheduling.hold_ups import HoldUps
+from quire.scheduling.policies import next_to_enter, turn_of
+
+
+class Roster:
+    """All requests of a scheduler, by id and in line."""
+
+    def __init__(self, cache: KVCacheManager, max_num_seqs: int) -> None:
+        self._cache = cache
+        self.requests: dict[int, Request] = {}
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.swapped: list[Request] = []
+        self.hold_ups = HoldUps()
+        self.num_seats = 0              # unfinished sequences of running requests
+        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def next_to_enter(self, num_passed: int = 0) -> Request | None:
+        """Return who is to run next, when so many waiting requests are passed over; None if there is nobody."""
+        return next_to_enter(self.waiting, self.swapped, num_passed)
+
+    def num_up_to(self, request: Request) -> int:
+        """Return how many wait before a request that waits, itself included."""
+        return bisect_left(self.waiting, request.turn, key=turn_of) + 1
+
+    # --- from one place to the next -------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Take in a new request, which waits."""
+        self.requests[request.request_id] = request
+        self._queue(request, self.waiting)
+
+    def let_in(self, request: Request) -> None:
+        """Move a request from its queue to those that run: it has its seats, and no rows yet."""
+        self._leave(request)
+        self.hold_ups.end(request)
+        insort(self.running, request, key=turn_of)
+        self.num_seats += len(request.live)
+
+    def give_row(self, sequence: Sequence) -> None:
+        """Let a sequence of a running request begin."""
+        sequence.row = self.free_rows.pop()
+        sequence.status = SequenceStatus.RUNNING
+
+    def swap_out(self, request: Request) -> list[BlockCopy]:
+        """Move a running request to the swapped ones; what is computed stays so. Return what is to be copied."""
+        held = [sequence for sequence in request.live if sequence.row != NO_ROW]
+        moves = self._cache.swap_out([sequence.seq_id for sequence in held])
+        request.num_swapped_blocks = len(moves)
+        for sequence in held:
+            self._free_row(sequence)
+            sequence.status = SequenceStatus.SWAPPED
+        self._leave(request)
+        self._queue(request, self.swapped)
+        return moves
+
+    def swap_in(self, request: Request) -> list[BlockCopy]:
+        """Let a swapped request run again, with rows for what it has begun. Return what is to be copied."""
+        self.let_in(request)
+        swapped = [sequence for sequence in request.live if sequence.status is SequenceStatus.SWAPPED]
+        moves = self._cache.swap_in([sequence.seq_id for sequence in swapped])
+        request.num_swapped_blocks += len(moves)
+        for sequence in swapped:
+            self.give_row(sequence)
+        return moves
+
+    def lose(self, request: Request) -> None:
+        """Free all that a request holds and let it wait again; what is not found then will be computed anew."""
+        for sequence in request.live:
+            self._take_back(sequence)
+            sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_computed_tokens)
+            sequence.num_computed_tokens = 0
+            sequence.status = SequenceStatus.WAITING
+        self._leave(request)
+        self._queue(request, self.waiting)
+
+    def end(self, request: Request, sequence: Sequence) -> None:
+        """End a branch for good, wherever it is; with the last one the request is gone."""
+        self._take_back(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        request.live.remove(sequence)
+        self.num_seats -= _stands_in(self.running, request)
+        if not request.live:
+            self._leave(request)
+            del self.requests[request.request_id]
+
+    def _queue(self, request: Request, queue: list[Request]) -> None:
+        self.hold_ups.begin(request)
+        insort(queue, request, key=turn_of)
+
+    def _leave(self, request: Request) -> None:
+        queue = next(each for each in (self.running, self.waiting, self.swapped) if _stands_in(each, request))
+        del queue[bisect_left(queue, request.turn, key=turn_of)]
+        if queue is self.running:
+            self.num_seats -= len(request.live)
+
+    def _take_back(self, sequence: Sequence) -> None:
+        """Free the row and the blocks of a sequence, if it has any."""
+        if sequence.row != NO_ROW or sequence.status is SequenceStatus.SWAPPED:
+            self._cache.free(sequence.seq_id, sequence.num_computed_tokens)
+        if sequence.row != NO_ROW:
+            self._free_row(sequence)
+
+    def _free_row(self, sequence: Sequence) -> None:
+        self.free_rows.append(sequence.row)
+        sequence.row = NO_ROW
+
+    # --- invariants -----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that each request stands in one place, in order, and that no seat and no row is lost or doubled."""
+        for queue in (self.waiting, self.running, self.swapped):
+            turns = [request.turn for request in queue]
+            assert turns == sorted(turns), f"requests are out of order: {turns}"
+        assert len(self.running) + len(self.waiting) + len(self.swapped) == len(self.requests)
+        sequences = [sequence for request in self.running for sequence in request.live]
+        assert self.num_seats == len(sequences), f"{self.num_seats} seats of {len(sequences)} sequences"
+        rows = sorted([sequence.row for sequence in sequences if sequence.row != NO_ROW] + self.free_rows)
+        assert rows == list(range(len(rows))), f"rows lost or doubled: {rows}"
+        for sequence in sequences:
+            assert (sequence.row != NO_ROW) == (sequence.status in {SequenceStatus.RUNNING, SequenceStatus.PADDING})
+
+
+def _stands_in(queue: list[Request], request: Request) -> bool:
+    index = bisect_left(queue, request.turn, key=turn_of)
+    return index < len(queue) and queue[index] is request
