@@ -1,5 +1,6 @@
-"""Models that tests of several floors run on."""
+"""The device that tests run on, and models that tests of several floors share."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,26 @@ settings.load_profile("any machine")
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / "src/quire/model/demo"
 STORIES_260K = ROOT / "../shared/data/models/stories260K"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --device."""
+    told = "what engines run on; on cuda, answers are compared by the margin rule, not to the bit (support/margin.py)"
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help=told)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let auto be the device asked for, also in the processes that tests start."""
+    if config.getoption("--device") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch sees no GPU")
+    from support import margin
+
+    margin.turn_on()
 
 
 @pytest.fixture(scope="session")

@@ -217,7 +217,7 @@ BAD_MESSAGES: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("messages", BAD_MESSAGES, ids=lambda m: ascii(m)[:30])
+@pytest.mark.parametrize("messages", BAD_MESSAGES)
 def test_bad_messages_are_refused(llm: LLM, messages: Any) -> None:  # noqa: ANN401
     with pytest.raises(InvalidRequestError):
         llm.chat(messages, GREEDY, use_tqdm=False)
@@ -307,10 +307,18 @@ def test_pins_of_other_calls_run_beside_a_stream(llm: LLM) -> None:
 
 
 def test_lower_priority_runs_first(demo_model: Path) -> None:
+    params, talk = SamplingParams(max_tokens=2), [{"role": "user", "content": "a"}]
     with LLM(str(demo_model), max_num_seqs=1, num_kv_blocks=64) as llm:
-        outputs = llm.generate(["a"] * 4, SamplingParams(max_tokens=2), use_tqdm=False, priority=[2, 0, -1, 0])
-        metrics = [output.metrics for output in outputs]
-        assert sorted(range(4), key=lambda index: metrics[index].first_scheduled_s) == [2, 1, 3, 0]  # type: ignore[union-attr]
+        for outputs in (
+            llm.generate(["a"] * 4, params, use_tqdm=False, priority=[2, 0, -1, 0]),
+            llm.chat([talk] * 4, params, use_tqdm=False, priority=[2, 0, -1, 0]),
+            sorted(
+                (output for output in llm.stream(["a"] * 4, params, priority=[2, 0, -1, 0]) if output.finished),
+                key=lambda output: int(output.request_id),
+            ),
+        ):
+            began_s = [output.metrics.first_scheduled_s for output in outputs if output.metrics is not None]
+            assert sorted(range(4), key=began_s.__getitem__) == [2, 1, 3, 0]
         for wrong, told in (([1], "priority must be one for all"), ([0, 0, 0, 101], "priority must be an integer")):
             with pytest.raises(InvalidRequestError, match=told):
                 llm.generate(["a"] * 4, priority=wrong)

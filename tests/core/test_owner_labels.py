@@ -2,7 +2,7 @@
 
 import hashlib
 
-from quire.core.owner_labels import MAX_KEYS, MAX_SALTS, OTHER, UNLABELLED, OwnerLabels
+from quire.core.owner_labels import MAX_LABELS, OTHER, UNLABELLED, OwnerLabels
 
 
 def test_labels_tell_keys_and_salts_apart() -> None:
@@ -17,17 +17,17 @@ def test_labels_tell_keys_and_salts_apart() -> None:
 
 def test_salts_beyond_the_limit_count_as_their_key_or_as_other() -> None:
     labels = OwnerLabels()
-    known = {labels.label(1, f"salt {number}") for number in range(MAX_SALTS)}
-    assert len(known) == MAX_SALTS
+    known = {labels.label(1, f"salt {number}") for number in range(MAX_LABELS)}
+    assert len(known) == MAX_LABELS
     assert labels.label(1, "one more") == "key-1"
     assert labels.label(0, "one more") == OTHER
     assert labels.label(1, "salt 0") in known
 
 
 def test_keys_beyond_the_limit_are_other() -> None:
-    labels = OwnerLabels()
-    assert labels.label(MAX_KEYS, None) == f"key-{MAX_KEYS}"
-    assert labels.label(MAX_KEYS + 1, None) == labels.label(MAX_KEYS + 1, "salt") == OTHER
+    labels = OwnerLabels(max_labels=5)
+    assert labels.label(5, None) == "key-5"
+    assert labels.label(6, None) == labels.label(6, "salt") == OTHER
 
 
 def test_a_salt_of_any_characters_is_a_label_of_plain_ones() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from quire.core.plan import NewRow
 from quire.decoding.sampler import SampledTokens, sample
+from quire.decoding.samples import Samples
 from quire.decoding.state import SamplingState
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
@@ -38,6 +39,6 @@ def sample_rows(ops: SamplingOps) -> SampleRows:
             token_ids[new.row, : len(new.token_ids)] = new.token_ids
         rows = np.array([new.row for new in new_rows])
         num_tokens = np.array([len(new.token_ids) for new in new_rows])
-        return sample(state, torch.from_numpy(logits.copy()), rows, token_ids, num_tokens, ops)
+        return sample(Samples.of(state, rows, token_ids, num_tokens), torch.from_numpy(logits.copy()), ops)
 
     return sample_rows

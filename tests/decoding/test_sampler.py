@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.decoding.sampler import SampledTokens, sample
+from quire.decoding.samples import Samples
 from quire.decoding.state import SamplingState
 from quire.kernels.philox import uniforms
 from quire.kernels.sampling import SamplingOps
@@ -159,7 +160,7 @@ def test_a_draw_is_the_philox_number_of_its_seed_and_index(ops: SamplingOps) -> 
     state.set(NewRow(0, [1, 2, 3], 3, [], SamplingParams(), seed=42))
     num_tokens = np.arange(3, 203)
     rows, token_ids = np.zeros(200, dtype=int), np.zeros((1, 300), np.int32)
-    sampled = sample(state, torch.zeros(200, 10), rows, token_ids, num_tokens, ops)
+    sampled = sample(Samples.of(state, rows, token_ids, num_tokens), torch.zeros(200, 10), ops)
     numbers = uniforms(np.full(200, 42, dtype=np.uint64), np.arange(200))
     assert sampled.token_ids == np.floor(numbers * 10).astype(int).tolist()
 
@@ -216,7 +217,8 @@ def test_new_owner_of_a_row_gets_nothing_that_the_last_one_asked_for(ops: Sampli
     state.set(NewRow(0, [0], 1, [], params, seed=0))
     state.set(NewRow(0, [0], 1, [], SamplingParams(temperature=0), seed=0))
     logits = torch.tensor([[0.0, 1.0, 3.0, 2.0, 3.0]])
-    assert sample(state, logits, np.array([0]), np.zeros((1, 4), np.int32), np.array([1]), ops)[:2] == ([2], None)
+    samples = Samples.of(state, np.array([0]), np.zeros((1, 4), np.int32), np.array([1]))
+    assert sample(samples, logits, ops)[:2] == ([2], None)
 
 
 # --- rows that are no numbers -----------------------------------------------------------------------------------------

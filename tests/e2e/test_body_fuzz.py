@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from quire.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, PrefixBody, TokenizeBody
-from quire.server.openai.parameters import UNSUPPORTED
+from quire.server.openai.decoding import UNSUPPORTED
 from support.clients import LIMIT_S
 from support.metrics_page import wait_until_idle
 from support.reciting_model import Reciter

@@ -20,6 +20,6 @@ def test_real_lengths_waste_less_than_a_block_per_sequence(demo_model: Path) -> 
     workload = length_workload(LENGTHS, num_prompts=16, max_total_len=300, vocab_size=4000, seed=0)
     with LLM(str(demo_model), block_size=BLOCK_SIZE) as llm:
         use = watched_pass(llm, workload)
-        assert use.peak_waste_slots_per_sequence < BLOCK_SIZE
-        assert 0 < use.mean_tail_waste_ratio < BLOCK_SIZE / 2 / 50, "half a block of sequences of 50 tokens and more"
+        assert use["peak_waste_slots_per_sequence"] < BLOCK_SIZE
+        assert 0 < use["mean_tail_waste_ratio"] < BLOCK_SIZE / 2 / 50, "half a block of sequences of 50 tokens and more"
         assert llm.kv_stats().used_blocks == 0

@@ -61,7 +61,7 @@ def preempt_now_and_then(scheduler: Scheduler) -> None:
     def open_step() -> None:
         inner()
         if next(steps) % 4 == 0 and len(scheduler.running) > 1:
-            scheduler._preempt(scheduler.running[-1])
+            scheduler.planner.preempt(scheduler.running[-1])
 
     scheduler.entrance.open = open_step  # type: ignore[method-assign]
 

@@ -59,32 +59,27 @@ def ask(llm: LLM, prompt: list[int], branches: str) -> RequestOutput:
     return output
 
 
-def answers(output: RequestOutput) -> list[tuple[Answer, str | None]]:
-    """Tokens and logprobs; of beams, that of each whole answer."""
-    logprobs = [branch.cumulative_logprob for branch in output.outputs]
-    return list(zip(answers_of(output), [None if p is None else p.hex() for p in logprobs], strict=True))
-
-
 @cache
-def alone(folder: str, dtype: str, prompt: tuple[int, ...], branches: str) -> list[tuple[Answer, str | None]]:
+def alone(folder: str, dtype: str, prompt: tuple[int, ...], branches: str) -> list[Answer]:
     with LLM(folder, dtype=dtype, max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False) as llm:
-        return answers(ask(llm, list(prompt), branches))
+        return answers_of(ask(llm, list(prompt), branches))
 
 
 def preempt_at_every_position(llm: LLM) -> None:
     """Let the engine preempt every request in each step in which it has more tokens, or fewer branches, than before."""
+    llm._engine.engine._overlaps = False  # each step is planned when the tokens before it are known
     scheduler = llm._engine.engine.scheduler
-    plan_running: Callable[[int], int] = scheduler._plan_running
+    plan_running: Callable[[int], int] = scheduler.planner.plan_running
     lengths: dict[int, int] = {}
 
     def preempt_first(budget: int) -> int:
         for request in scheduler.running[::-1]:
             if lengths.get(request.request_id) != length_of(request) > 0:
                 lengths[request.request_id] = length_of(request)
-                scheduler._preempt(request)
+                scheduler.planner.preempt(request)
         return plan_running(budget)
 
-    scheduler._plan_running = preempt_first  # type: ignore[method-assign]
+    scheduler.planner.plan_running = preempt_first  # type: ignore[method-assign]
 
 
 def length_of(request: Request) -> int:
@@ -112,7 +107,7 @@ def check_setting(
             preempt_at_every_position(llm)
         output = ask(llm, prompt, branches)
         stats = llm.kv_stats()
-    assert answers(output) == alone(folder, dtype, tuple(prompt), branches)
+    assert answers_of(output) == alone(folder, dtype, tuple(prompt), branches)
     assert (stats.used_blocks, stats.swap_used_blocks) == (0, 0)
     assert (output.num_cached_tokens > 0) == (hit not in ("off", "cold", "no block"))
     num_preemptions = 0 if recovery == "none" else NUM_TOKENS - 1

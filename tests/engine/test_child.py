@@ -15,7 +15,7 @@ from quire.core.errors import ConfigError
 from quire.engine.child import OUR_SIGNALS, EngineChild
 from quire.engine.client import EngineClient
 from quire.engine.options import EngineOptions
-from support.engine_process import TIMEOUT_S, add, connect, is_running, open_files, read, wait_until
+from support.engine_process import TIMEOUT_S, Recorder, add, connect, is_running, open_files, read, wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -118,7 +118,7 @@ def test_signals_of_a_terminal_and_a_service_manager_are_left_to_the_server(demo
     async def run() -> None:
         child = EngineChild.spawn(options)
         bombing = asyncio.create_task(bomb(child))
-        client = await EngineClient.connect(child, options)
+        client = await EngineClient.connect(child, options, Recorder())
         output = (await read(await add(client, "x", GREEDY)))[-1]
         assert len(output.outputs[0].token_ids) == 6
         assert not bombing.done()

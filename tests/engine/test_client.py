@@ -281,7 +281,7 @@ def test_engine_waits_for_a_server_that_stands_still_and_nothing_is_lost(
         streams = [await add(client, prompt, params) for prompt in prompts]
         await until(lambda: client.state.num_running > 0)
         wait_until(lambda: is_quiet(client._child.process.pid))  # the event loop stands still meanwhile
-        assert client.num_open == len(prompts)
+        assert len(client._streams) == len(prompts)
         return [(await read(stream))[-1] for stream in streams]
 
     assert [without_history(output) for output in runner.run(run())] == expected
@@ -295,12 +295,12 @@ def test_requests_wait_for_an_engine_that_stands_still(client: EngineClient, run
         os.kill(pid, signal.SIGSTOP)
         try:
             tasks = [asyncio.create_task(add(client, [7] * 2000, GREEDY)) for _ in range(300)]
-            await until(lambda: sum(task.done() for task in tasks) > 10 and client.num_open == 300)
+            await until(lambda: sum(task.done() for task in tasks) > 10 and len(client._streams) == 300)
             waiting = [task for task in tasks if not task.done()]
             for task in waiting:
                 task.cancel()
             await asyncio.wait(waiting)
-            assert client.num_open == 300 - len(waiting)
+            assert len(client._streams) == 300 - len(waiting)
         finally:
             os.kill(pid, signal.SIGCONT)
         for task in tasks:
@@ -342,7 +342,7 @@ def test_block_map_that_takes_too_long_is_given_up_and_the_next_one_is_right(
         assert [type(task.exception()) for task in waiting] == [TimeoutError] * 3
         shown = await client.block_map(7, 2, TIMEOUT_S)
         assert [entry.block for entry in shown.blocks] == [7, 8]
-        assert not client._maps
+        assert not client._asked
 
     runner.run(run())
 

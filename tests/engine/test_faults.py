@@ -5,6 +5,7 @@ each the accounts of rows and blocks are right, and the next request is answered
 """
 
 from collections.abc import Callable, Iterator, KeysView, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 from unittest.mock import Mock
@@ -19,6 +20,9 @@ from quire.core.errors import EngineError, RequestFailedError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import SequenceDelta
 from quire.core.sequence import Request
+from quire.decoding.sampler import SampledTokens
+from quire.decoding.samples import Samples
+from quire.decoding.state import BIAS
 from quire.engine.branch_output import BranchOutput
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.process import EngineLoop
@@ -26,6 +30,7 @@ from quire.engine.pulse import Pulse
 from quire.engine.wire import Add, Idle, Report, Stepped
 from quire.execution import worker
 from quire.execution.swapper import Swapper
+from quire.kernels.sampling import SamplingOps
 from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
@@ -47,8 +52,13 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(write_random_model(tmp_path_factory.mktemp("random-model")), **OPTIONS) as opened:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("random-model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, **OPTIONS) as opened:
         yield opened
 
 
@@ -110,7 +120,7 @@ def assert_at_rest(llm: LLM) -> None:
     llm._engine.engine.scheduler.check()
     stats = llm.kv_stats()
     assert (stats.used_blocks, stats.swap_used_blocks) == (0, 0)
-    assert not llm._faults
+    assert not llm._news
     assert len(llm._outputs) == 0
 
 
@@ -135,13 +145,10 @@ class Run:
         self._engine, self._outputs = llm._engine.engine, OutputProcessor(llm.tokenizer)
         self._commands = SimpleQueue[bytes]()
         for prompt, params in asked:
-            request, tokenized = llm._make_requests([llm._engine.inputs.tokenize(prompt)], params)[0]
-            self._send(request)
-            self._outputs.add(
-                request.request_id, external_id=str(len(self.ids)), prompt=None, params=request.params, arrival_s=0.0,
-                prompt_token_ids=tokenized.token_ids,
-            )  # fmt: skip
-            self.ids.append(request.request_id)
+            (prepared,) = llm._prepare(llm._tokenize(prompt), params)
+            self._send(prepared.request)
+            self._outputs.add(prepared, external_id=str(len(self.ids)), arrival_s=0.0)
+            self.ids.append(prepared.request.request_id)
         with pytest.raises(OverError):
             EngineLoop(self._engine, self._commands, self._take, Pulse(lambda: 0, lambda: None)).run()
         assert len(self._outputs) == 0, "somebody waits in vain"
@@ -209,8 +216,8 @@ POINTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
 
 # Who fails with a hit, of those that ran: at least one, exactly one, or nobody, because samples are drawn once more.
 MAY_FAIL: dict[str, Callable[[KeysView[int]], bool]] = {
-    **dict.fromkeys(("allocate", "forward", "swap out", "swap in"), lambda failed: len(failed) > 0),
-    "detokenize": lambda failed: len(failed) == 1,
+    **dict.fromkeys(("forward", "swap out", "swap in"), lambda failed: len(failed) > 0),
+    **dict.fromkeys(("allocate", "detokenize"), lambda failed: len(failed) == 1),
     "logits": lambda failed: failed <= {1},             # whose prompt is scored with logits of its own
     "sample": lambda failed: not failed,
 }
@@ -249,10 +256,10 @@ def test_row_that_cannot_be_sampled_fails_alone(
     """Whatever it is that its parameters do to the sampler."""
     sample = worker.sample
 
-    def fail_for_bias(state: Any, logits: Tensor, rows: Any, *rest: Any) -> Any:  # noqa: ANN401 (those of sample)
-        if any(state.lists[row] is not None and len(state.lists[row].bias_ids) for row in rows):
+    def fail_for_bias(samples: Samples, logits: Tensor, ops: SamplingOps) -> SampledTokens:
+        if samples.using(BIAS).size:
             raise IndexError("no such token")
-        return sample(state, logits, rows, *rest)
+        return sample(samples, logits, ops)
 
     monkeypatch.setattr(worker, "sample", fail_for_bias)
     run = Run(llm)
@@ -274,12 +281,30 @@ def test_prompt_logprobs_that_cannot_be_had_fail_their_request_alone(
     assert [run.answers[index] for index in (0, 2, 3)] == [alone[index] for index in (0, 2, 3)]
 
 
+def test_whom_a_failed_step_did_not_reach_is_answered(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [
+        ([1, 7], SamplingParams(max_tokens=9, ignore_eos=True, seed=1, n=3)),
+        ([2, 7, 8], SamplingParams(max_tokens=9, ignore_eos=True, seed=2)),
+    ]
+    alone = [answers_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in asked]
+    with LLM(folder, **OPTIONS | {"max_num_batched_tokens": 3, "num_kv_blocks": 16}) as narrow:
+        injected = NthHit(narrow, Decoder.forward, 2, always)
+        monkeypatch.setattr(Decoder, "forward", injected)
+        run = Run(narrow, asked)
+        assert len(injected.concerned) == 2, "both ran"
+        assert run.failed.keys() == {0}, "whose branches used up the budget of that step"
+        assert run.answers == {1: alone[1]}
+        assert_at_rest(narrow)
+
+
 def test_steps_that_fail_one_after_the_other_end_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second failed with other requests: it is the device that is broken, or we are."""
     with monkeypatch.context() as patched:
         patched.setattr(Decoder, "forward", Mock(side_effect=Injected))
         with pytest.raises(Injected):
             Run(llm, ASKED * 3)
-    for request_id in list(llm._engine.engine.scheduler._requests):
+    for request_id in list(llm._engine.engine.scheduler.roster.requests):
         llm._engine.engine.abort(request_id)
     assert_at_rest(llm)

@@ -1,15 +1,19 @@
 """From what a user gave to a request that can run: checked once, by name, and nothing is queued."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
 
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import arrival_seed
 from quire.engine.input_processor import InputProcessor, TokenizedPrompt
+from quire.engine.options import EngineOptions
+from quire.engine.wire import Ready
 from quire.scheduling.limits import AdmissionLimits
 from quire.text.tokenizer import Tokenizer
 from support.small_tokenizers import CHAT_TEMPLATE, byte_fallback, byte_level, save
@@ -26,14 +30,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def make_inputs(tokenizer: Tokenizer | None) -> InputProcessor:
-    return InputProcessor(
-        tokenizer,
-        LIMITS,
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=frozenset({EOS_ID}),
-        engine_seed=ENGINE_SEED,
-        max_logprobs=5,
-    )
+    ready = Ready(LIMITS, 64, VOCAB_SIZE, frozenset({EOS_ID}), "float32", "cpu", 0, 0, 0)
+    return InputProcessor(tokenizer, ready, EngineOptions(seed=ENGINE_SEED, max_logprobs=5))
 
 
 @pytest.fixture
@@ -46,7 +44,7 @@ def inputs(tokenizer: Tokenizer) -> InputProcessor:
 
 def test_text_becomes_tokens_as_the_model_was_trained_to_see_them(inputs: InputProcessor, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT)
-    assert ids[0] == tokenizer.bos_token_id
+    assert ids[0] == tokenizer.encode("<s>", add_special_tokens=False)[-1]
     assert inputs.tokenize(TEXT) == inputs.tokenize({"prompt": TEXT}) == TokenizedPrompt(TEXT, ids)
 
 
@@ -55,10 +53,11 @@ def test_token_ids_are_taken_as_they_are(inputs: InputProcessor, prompt: Any) ->
     assert inputs.tokenize(prompt) == TokenizedPrompt(None, [5, 0, 399])
 
 
+@pytest.mark.parametrize("kind", [byte_level, byte_fallback])
 def test_hopelessly_long_text_is_refused_before_it_is_tokenized(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[[], Backend]
 ) -> None:
-    tokenizer = Tokenizer.from_folder(save(byte_level(), tmp_path))
+    tokenizer = Tokenizer.from_folder(save(kind(), tmp_path))
     inputs, encoded = make_inputs(tokenizer), list[int]()
     encode = tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda text, **rest: encoded.append(len(text)) or encode(text, **rest))
@@ -74,8 +73,8 @@ def test_prompt_in_a_dict_may_have_a_salt(inputs: InputProcessor, tokenizer: Tok
     text = inputs.tokenize({"prompt": TEXT, "cache_salt": "a"})
     assert text == TokenizedPrompt(TEXT, tokenizer.encode(TEXT), "a")
     assert inputs.tokenize({"prompt_token_ids": [5], "cache_salt": "b"}) == TokenizedPrompt(None, [5], "b")
-    assert inputs.make_request(0, text, SamplingParams()).cache_salt == "a"
-    assert inputs.make_request(0, inputs.tokenize(TEXT), SamplingParams()).cache_salt is None
+    assert inputs.prepare(0, text, SamplingParams()).request.cache_salt == "a"
+    assert inputs.prepare(0, inputs.tokenize(TEXT), SamplingParams()).request.cache_salt is None
 
 
 @pytest.mark.parametrize("salt", ["", "x" * 1025, 5, "\ud800"], ids=["empty", "too long", "no text", "no Unicode"])
@@ -133,7 +132,7 @@ def test_chat_is_what_the_template_wrote_with_no_token_added(inputs: InputProces
     prompt = inputs.tokenize_chat(conversation, add_generation_prompt=True, continue_final_message=False)
     assert prompt.text == "<s>user: stop\nassistant:"
     assert prompt == inputs.tokenize_rendered(prompt.text)
-    assert prompt.token_ids.count(tokenizer.bos_token_id or 0) == 1
+    assert prompt.token_ids.count(tokenizer.encode("<s>", add_special_tokens=False)[-1]) == 1
 
 
 # --- a model without a tokenizer --------------------------------------------------------------------------------------
@@ -146,7 +145,7 @@ def test_chat_is_what_the_template_wrote_with_no_token_added(inputs: InputProces
 )
 def test_without_a_tokenizer_what_needs_text_is_refused(given: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError, match="no tokenizer") as error:
-        make_inputs(None).make_request(0, TokenizedPrompt(None, [1]), SamplingParams(**given))
+        make_inputs(None).prepare(0, TokenizedPrompt(None, [1]), SamplingParams(**given))
     assert error.value.param == param
 
 
@@ -165,7 +164,7 @@ def test_without_a_tokenizer_only_token_ids_are_prompts() -> None:
 
 def test_request_holds_everything_resolved(inputs: InputProcessor, tokenizer: Tokenizer) -> None:
     params = SamplingParams(seed=3, max_tokens=7, stop_token_ids=[9, 9, 8], bad_words=["stop", " the"])
-    request = inputs.make_request(5, inputs.tokenize(TEXT), params)
+    request = inputs.prepare(5, inputs.tokenize(TEXT), params).request
     assert (request.request_id, request.seed, request.max_tokens) == (5, 3, 7)
     assert request.prompt_token_ids == tokenizer.encode(TEXT)
     assert request.params is params
@@ -178,21 +177,21 @@ def test_request_holds_everything_resolved(inputs: InputProcessor, tokenizer: To
 def test_beam_search_has_its_parameters_and_as_many_sequences_as_beams(inputs: InputProcessor) -> None:
     beam = BeamSearchParams(3, None)
     prompt, params = TokenizedPrompt(None, [1, 2]), as_sampling_params(beam)
-    request = inputs.make_request(0, prompt, params, beam)
+    request = inputs.prepare(0, prompt, params, beam).request
     assert request.beam is beam
     assert request.params.n == 3
     assert request.eos_token_ids == {EOS_ID}
-    assert request.max_tokens == inputs.make_request(1, prompt, params).max_tokens
+    assert request.max_tokens == inputs.prepare(1, prompt, params).request.max_tokens
 
 
 def test_end_of_sequence_can_be_ignored(inputs: InputProcessor) -> None:
-    request = inputs.make_request(0, TokenizedPrompt(None, [1]), SamplingParams(ignore_eos=True))
+    request = inputs.prepare(0, TokenizedPrompt(None, [1]), SamplingParams(ignore_eos=True)).request
     assert request.eos_token_ids == frozenset()
 
 
 def test_request_without_a_seed_gets_one_from_the_engines_and_its_number(inputs: InputProcessor) -> None:
     prompt = TokenizedPrompt(None, [1])
-    seeds = [inputs.make_request(number, prompt, SamplingParams()).seed for number in range(3)]
+    seeds = [inputs.prepare(number, prompt, SamplingParams()).request.seed for number in range(3)]
     assert seeds == [arrival_seed(ENGINE_SEED, number) for number in range(3)]
     assert len(set(seeds)) == 3
 
@@ -201,7 +200,8 @@ def test_request_without_a_seed_gets_one_from_the_engines_and_its_number(inputs:
 def test_without_max_tokens_a_request_gets_the_most_that_fits(
     inputs: InputProcessor, prompt_len: int, n: int, most: int
 ) -> None:
-    request = inputs.make_request(0, TokenizedPrompt(None, [1] * prompt_len), SamplingParams(n=n, max_tokens=None))
+    params = SamplingParams(n=n, max_tokens=None)
+    request = inputs.prepare(0, TokenizedPrompt(None, [1] * prompt_len), params).request
     assert request.max_tokens == most
 
 
@@ -218,7 +218,7 @@ def test_what_can_never_run_is_refused(
     inputs: InputProcessor, prompt_len: int, given: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ContextLengthError, match=told):
-        inputs.make_request(0, TokenizedPrompt(None, [1] * prompt_len), SamplingParams(**given))
+        inputs.prepare(0, TokenizedPrompt(None, [1] * prompt_len), SamplingParams(**given))
 
 
 @pytest.mark.parametrize(
@@ -237,10 +237,10 @@ def test_parameter_that_this_model_cannot_serve_is_refused_by_name(
     inputs: InputProcessor, given: dict[str, Any], told: str, param: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=told) as error:
-        inputs.make_request(0, TokenizedPrompt(None, [1]), SamplingParams(**given))
+        inputs.prepare(0, TokenizedPrompt(None, [1]), SamplingParams(**given))
     assert error.value.param == param
 
 
 def test_parameters_of_another_type_are_refused(inputs: InputProcessor) -> None:
     with pytest.raises(InvalidRequestError, match="must be SamplingParams, got dict"):
-        inputs.make_request(0, TokenizedPrompt(None, [1]), {"n": 1})  # type: ignore[arg-type]
+        inputs.prepare(0, TokenizedPrompt(None, [1]), {"n": 1})  # type: ignore[arg-type]

@@ -12,7 +12,9 @@ import pytest
 
 from quire.core.outputs import Admission, FinishReason, RequestOutput, SequenceDelta, TokenLogprobs
 from quire.core.sampling_params import SamplingParams
+from quire.core.sequence import Request
 from quire.engine.branch_output import BranchOutput
+from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
 from quire.engine.output_processor import OutputKind, OutputProcessor, ProcessedStep
 from quire.text.tokenizer import Tokenizer
 from support.small_tokenizers import byte_fallback, byte_level, save
@@ -44,16 +46,13 @@ def start(tokenizer: Tokenizer | None, kind: OutputKind = "cumulative", **params
     """Return a processor with one request of id 7 that the client calls "mine"."""
     processor = OutputProcessor(tokenizer)
     prompt = [5, 6] if tokenizer is None else tokenizer.encode(PROMPT)
-    processor.add(
-        7,
-        external_id="mine",
-        prompt=PROMPT,
-        prompt_token_ids=prompt,
-        params=SamplingParams(**{"max_tokens": 1000} | params),
-        arrival_s=ARRIVAL_S,
-        kind=kind,
-    )
+    prepared = prepare(7, prompt, SamplingParams(**{"max_tokens": 1000} | params))  # type: ignore[arg-type]
+    processor.add(prepared, external_id="mine", arrival_s=ARRIVAL_S, kind=kind)
     return processor
+
+
+def prepare(request_id: int, prompt: list[int], params: SamplingParams) -> PreparedRequest:
+    return PreparedRequest(Request(request_id, prompt, params, 0, 1000), TokenizedPrompt(PROMPT, prompt))
 
 
 def outputs_of(processor: OutputProcessor, step: ProcessedStep) -> list[RequestOutput]:
@@ -133,7 +132,7 @@ def test_text_continues_the_prompt(sentencepiece: Tokenizer) -> None:
 
 
 def test_end_of_sequence_token_is_a_token_but_no_text(tokenizer: Tokenizer) -> None:
-    eos = tokenizer.eos_token_id
+    eos = tokens_of(tokenizer, "</s>")[-1]
     tokens = [*tokens_of(tokenizer, " fox"), eos]
     for skip in (True, False):
         outputs, _ = run(start(tokenizer, skip_special_tokens=skip), tokens, reason="stop")
@@ -224,7 +223,7 @@ def test_beginning_of_a_stop_string_never_leaks_and_is_released_at_the_end(token
 
 
 def test_stop_token_releases_what_was_held_back(tokenizer: Tokenizer) -> None:
-    tokens = [*tokens_of(tokenizer, " a ##"), tokenizer.eos_token_id]
+    tokens = [*tokens_of(tokenizer, " a ##"), tokens_of(tokenizer, "</s>")[-1]]
     outputs, _ = run(start(tokenizer, stop="###"), tokens, reason="stop")
     choice = outputs[-1].outputs[0]
     assert (choice.text, choice.finish_reason, choice.stop_reason) == (" a ##", "stop", None)
@@ -367,10 +366,7 @@ def test_streamed_request_with_branches_gives_one_output_per_step(tokenizer: Tok
 
 def test_requests_do_not_mix(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer)
-    params = SamplingParams()
-    processor.add(
-        8, external_id="other", prompt=None, prompt_token_ids=[4], params=params, arrival_s=0.0, kind="cumulative"
-    )
+    processor.add(prepare(8, [4], SamplingParams()), external_id="other", arrival_s=0.0, kind="cumulative")
     step = processor.process(
         [SequenceDelta(8, 0, tokens_of(tokenizer, " fox")), SequenceDelta(7, 0, tokens_of(tokenizer, " the"))], 101.0
     )
@@ -400,7 +396,7 @@ def test_abort_gives_what_was_there_and_ignores_what_comes(tokenizer: Tokenizer)
 def test_id_is_free_again_after_the_end(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer)
     run(processor, [9])
-    processor.add(7, external_id="next", prompt=None, prompt_token_ids=[4], params=SamplingParams(), arrival_s=0.0)
+    processor.add(prepare(7, [4], SamplingParams()), external_id="next", arrival_s=0.0)
     assert run(processor, [9])[0][0].request_id == "next"
 
 
@@ -442,7 +438,7 @@ def test_slow_reader_finds_everything_in_one_delta(tokenizer: Tokenizer) -> None
 
 def test_metrics_tell_when_things_happened(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer)
-    processor.note_admitted([Admission(7, 0)], 100.2)
+    processor.note_scheduled([], [Admission(7, 0)], 100.2)
     outputs, _ = run(processor, [9, 9])
     first, last = outputs[0].metrics, outputs[1].metrics
     assert first is not None
@@ -450,13 +446,13 @@ def test_metrics_tell_when_things_happened(tokenizer: Tokenizer) -> None:
     assert (first.arrival_s, first.first_scheduled_s, first.first_token_s) == (100.0, 100.2, 100.5)
     assert first.queue_s == pytest.approx(0.2)
     assert (first.finished_s, last.first_token_s, last.finished_s) == (None, 100.5, 101.0)
-    processor.note_admitted([Admission(7, 2)], 105.0)  # ended: nothing to note
+    processor.note_scheduled([], [Admission(7, 2)], 105.0)  # ended: nothing to note
 
 
 def test_preemptions_are_counted_and_the_first_admission_stays(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer)
-    processor.note_admitted([Admission(7, 0)], 100.2)
-    processor.note_admitted([Admission(7, 2)], 100.4)
+    processor.note_scheduled([], [Admission(7, 0)], 100.2)
+    processor.note_scheduled([], [Admission(7, 2)], 100.4)
     metrics = run(processor, [9])[0][0].metrics
     assert metrics is not None
     assert (metrics.first_scheduled_s, metrics.num_preemptions) == (100.2, 2)
@@ -464,8 +460,8 @@ def test_preemptions_are_counted_and_the_first_admission_stays(tokenizer: Tokeni
 
 def test_tokens_found_in_the_cache_are_told(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer)
-    processor.note_admitted([Admission(7, 0, 3)], 100.2)
-    processor.note_admitted([Admission(7, 1, 3)], 100.4)
+    processor.note_scheduled([], [Admission(7, 0, 3)], 100.2)
+    processor.note_scheduled([], [Admission(7, 1, 3)], 100.4)
     assert run(processor, [9])[0][0].num_cached_tokens == 3
 
 
@@ -503,7 +499,7 @@ def test_fault_in_one_request_takes_nothing_from_the_others(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor = start(tokenizer)
-    processor.add(8, external_id="b", prompt=None, prompt_token_ids=[5], params=SamplingParams(n=2), arrival_s=100.0)
+    processor.add(prepare(8, [5], SamplingParams(n=2)), external_id="b", arrival_s=100.0)
     fault, extend = RuntimeError("no such byte"), BranchOutput.extend
 
     def failing(branch: BranchOutput, delta: SequenceDelta) -> None:

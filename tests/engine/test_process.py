@@ -95,7 +95,7 @@ def test_engine_that_cannot_start_says_why_as_llm_does(
     options = options_in(tmp_path)
     child = EngineChild.spawn(options)
     with pytest.raises(error) as told:
-        asyncio.run(EngineClient.connect(child, options))
+        asyncio.run(EngineClient.connect(child, options, Recorder()))
     assert child.process.returncode is not None
     with pytest.raises(error) as expected:
         LLM(options.model, max_model_len=options.max_model_len, num_kv_blocks=options.num_kv_blocks)
@@ -108,7 +108,7 @@ def test_engine_that_dies_while_it_loads_is_dead() -> None:
     child = EngineChild.spawn(options)
     child.process.kill()
     with pytest.raises(EngineDeadError, match=r"ended while it loaded \(killed by signal 9, Killed\)"):
-        asyncio.run(EngineClient.connect(child, options))
+        asyncio.run(EngineClient.connect(child, options, Recorder()))
     assert child.process.returncode == -signal.SIGKILL
 
 
@@ -119,7 +119,7 @@ def test_engine_that_nobody_waits_for_is_ended(factory: Callable[[], asyncio.Abs
 
     async def run() -> None:
         async with asyncio.timeout(0.05):
-            await EngineClient.connect(child, options)
+            await EngineClient.connect(child, options, Recorder())
 
     with asyncio.Runner(loop_factory=factory) as runner, pytest.raises(TimeoutError):
         runner.run(run())
@@ -144,7 +144,7 @@ def test_engine_ends_with_a_stream_that_ends_within_a_command() -> None:
 def test_command_that_nobody_understands_is_a_fault() -> None:
     async def run() -> None:
         child = spawn_scripted()
-        client = await EngineClient.connect(child, EngineOptions())
+        client = await EngineClient.connect(child, EngineOptions(), Recorder())
         client._writer.write(b"\0\0\0\1\xc1")
         assert "the engine has failed: DecodeError" in str(await client.death())
         await client.close()
@@ -209,12 +209,12 @@ def test_death_of_the_engine_is_told_to_all_who_wait_for_a_block_map(demo_model:
         pid = client._child.process.pid
         os.kill(pid, signal.SIGSTOP)
         waiting = [asyncio.create_task(client.block_map(0, 1, TIMEOUT_S)) for _ in range(3)]
-        await until(lambda: bool(client._maps))
+        await until(lambda: bool(client._asked))
         os.kill(pid, signal.SIGKILL)
         for task in waiting:
             with pytest.raises(EngineDeadError, match="killed by signal 9"):
                 await task
-        assert not client._maps
+        assert not client._asked
         await client.close()
 
     asyncio.run(run())
@@ -242,8 +242,8 @@ def test_closing_ends_what_runs_and_the_process(demo_model: Path) -> None:
 # --- an engine without a model ----------------------------------------------------------------------------------------
 
 
-async def connect_scripted(failing_step: int | None = None) -> EngineClient:
-    return await EngineClient.connect(spawn_scripted(failing_step), EngineOptions())
+async def connect_scripted(point: str = "", nth: int = 0) -> EngineClient:
+    return await EngineClient.connect(spawn_scripted(point, nth), EngineOptions(), Recorder())
 
 
 def test_fault_of_the_engine_ends_it_and_tells_every_stream_what_it_was(capfd: pytest.CaptureFixture[str]) -> None:
@@ -253,7 +253,7 @@ def test_fault_of_the_engine_ends_it_and_tells_every_stream_what_it_was(capfd: p
     """
 
     async def run() -> None:
-        client = await connect_scripted(failing_step=7)
+        client = await connect_scripted("step", 7)
 
         async def told() -> str:
             with pytest.raises((EngineDeadError, RequestFailedError)) as error:
@@ -305,7 +305,7 @@ def test_large_frames_in_both_directions_never_stop_each_other(
 def test_engine_that_dies_within_a_report_is_dead(last_bytes: bytes) -> None:
     async def run() -> None:
         child = stand_in_engine(last_bytes)
-        client = await EngineClient.connect(child, EngineOptions())
+        client = await EngineClient.connect(child, EngineOptions(), Recorder())
         stream = await add(client, [1], GREEDY)
         with pytest.raises(EngineDeadError, match=r"the engine process ended \(exit status 7\)"):
             await read(stream)
@@ -316,7 +316,7 @@ def test_engine_that_dies_within_a_report_is_dead(last_bytes: bytes) -> None:
 
 def test_report_that_nobody_understands_ends_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
-        client = await EngineClient.connect(stand_in_engine(b"\0\0\0\1\xc1"), EngineOptions())
+        client = await EngineClient.connect(stand_in_engine(b"\0\0\0\1\xc1"), EngineOptions(), Recorder())
         told = str(await client.death())
         assert "could not be taken" in told
         with pytest.raises(EngineDeadError, match="could not be taken"):
@@ -332,7 +332,7 @@ def test_long_step_that_gets_on_is_progress_and_one_that_does_not_is_a_stall() -
     then = f"[(s.sendall({frame(Alive())!r}), time.sleep(0.1)) for _ in range(15)]; s.recv(1 << 20); time.sleep(60)"
 
     async def run() -> None:
-        client = await EngineClient.connect(stand_in_engine(b"", f"import time; {then}"), EngineOptions())
+        client = await EngineClient.connect(stand_in_engine(b"", f"import time; {then}"), EngineOptions(), Recorder())
         assert client.stalled_s == 0
         stream = await add(client, [1], GREEDY)
         longest_s, started_s = 0.0, time.monotonic()
@@ -500,7 +500,7 @@ def test_blocks_are_shown_between_two_steps_and_at_rest() -> None:
     reports = Script([show], [], [request(1, prompt_len=8)], [], [show]).run()
     assert [type(report) for report in reports[:5]] == [Idle, BlocksShown, Idle, Stepped, Stepped]
     at_rest, amid = [report for report in reports if isinstance(report, BlocksShown)]
-    assert (at_rest.number, amid.number) == (5, 5)
+    assert at_rest.command == amid.command == show
     assert [(entry.block, entry.state) for entry in at_rest.map.blocks] == [(1, "free"), (2, "free")]
     assert [entry.state for entry in amid.map.blocks] == ["used", "used"]
     assert [(holder.request_id, holder.num_tokens) for holder in amid.map.holders] == [(1, 9)]

@@ -99,12 +99,13 @@ requests = st.builds(
     owner=texts,
     beam=st.none() | beams,
 )
+shows = st.builds(ShowBlocks, counts, counts, counts)
 commands = st.one_of(
     st.builds(Start, options),
     st.builds(Add, requests),
     st.builds(Abort, request_ids),
     st.builds(Finish, counts, counts),
-    st.builds(ShowBlocks, counts, counts, counts),
+    shows,
 )
 
 logprobs = st.builds(
@@ -170,7 +171,7 @@ reports = st.one_of(
     ),
     st.builds(Idle, states),
     st.builds(Refused, request_ids, texts, st.none() | texts, st.none() | texts),
-    st.builds(BlocksShown, counts, maps),
+    st.builds(BlocksShown, shows, maps),
 )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import ModelError
-from quire.model.generation_config import eos_token_ids
+from quire.model.config import eos_token_ids
 
 
 def write(folder: Path, content: str | None) -> Path:

@@ -1,20 +1,44 @@
-"""What a request came to, in a form that can be compared bit for bit."""
+"""What a request came to, in a form that can be compared: bit for bit, or with --device cuda by the margin rule."""
 
-from typing import NamedTuple
+from dataclasses import astuple, dataclass, field
 
 from quire import RequestOutput
+from support.margin import Asked, asked_for, beyond_margin
 
 
-class Answer(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Answer:
     """Tokens of one branch, and the logprob of every candidate at every position, as exact hexadecimal floats."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[tuple[tuple[int, str], ...], ...]
     finish_reason: str | None
+    cumulative_logprob: str | None = None
+    index: int = 0
+    asked: Asked | None = field(default=None, repr=False)  # None: compared to the bit
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Answer):
+            return NotImplemented
+        if self.asked is None or other.asked is None:
+            return astuple(self)[:4] == astuple(other)[:4]
+        if self.asked.request.beam is not None:
+            return _is_near(self.cumulative_logprob, other.cumulative_logprob, self.asked.margin * len(self.token_ids))
+        if self.token_ids == other.token_ids:
+            return self.finish_reason == other.finish_reason and _has_near_logprobs(self, other, self.asked.margin)
+        return not any(each.tokens_beyond_margin() for each in (self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def tokens_beyond_margin(self, margin: float | None = None) -> list[int]:
+        """Return the places of tokens that the margin rule does not allow."""
+        assert self.asked is not None
+        return beyond_margin(self.asked, self.index, list(self.token_ids), margin)
 
 
 def answers_of(output: RequestOutput) -> list[Answer]:
     """The branches of a finished request."""
+    _, asked = asked_for.get(id(output), (None, None))
     return [
         Answer(
             tuple(branch.token_ids),
@@ -23,6 +47,21 @@ def answers_of(output: RequestOutput) -> list[Answer]:
                 for position in branch.logprobs or []
             ),
             branch.finish_reason,
+            None if branch.cumulative_logprob is None else branch.cumulative_logprob.hex(),
+            index,
+            asked,
         )
-        for branch in output.outputs
+        for index, branch in enumerate(output.outputs)
     ]
+
+
+def _has_near_logprobs(one: Answer, other: Answer, margin: float) -> bool:
+    """Whether what both give a logprob to has nearly the same one."""
+    pairs = zip(map(dict, one.logprobs), map(dict, other.logprobs), strict=True)
+    return all(_is_near(ours[token], theirs[token], margin) for ours, theirs in pairs for token in ours.keys() & theirs)
+
+
+def _is_near(one: str | None, other: str | None, margin: float) -> bool:
+    if one is None or other is None:
+        return one is other
+    return abs(float.fromhex(one) - float.fromhex(other)) <= margin

@@ -50,4 +50,5 @@ def check_sharing(make: Callable[..., LLM], model: Path, margin: float) -> None:
         for prompt, (tokens,) in zip(PROMPTS, answer, strict=True):
             assert not differences_beyond_margin(model, prompt, tokens, margin)
     if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()  # the process's, not the engine's
         assert torch.cuda.memory_allocated() == 0, "close() has kept something"

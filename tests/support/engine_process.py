@@ -42,7 +42,7 @@ class Recorder:
 
 async def connect(options: EngineOptions, observer: Observer | None = None) -> EngineClient:
     """Return a client of a new engine process."""
-    return await EngineClient.connect(EngineChild.spawn(options), options, observer)
+    return await EngineClient.connect(EngineChild.spawn(options), options, observer or Recorder())
 
 
 async def add(
@@ -81,7 +81,7 @@ def is_at_rest(client: EngineClient) -> bool:
 
 def holds_nothing(client: EngineClient) -> bool:
     """Whether the client has forgotten all requests."""
-    return client.num_open == client.num_queued == len(client._outputs) == 0
+    return len(client._streams) == client.num_queued == len(client._outputs) == 0
 
 
 def is_running(pid: int) -> bool:

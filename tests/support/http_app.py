@@ -16,10 +16,9 @@ from starlette.types import ASGIApp
 
 from quire.server.app import create_app
 from quire.server.http_server import HttpServer
-from quire.server.limits import Limits
 from quire.server.listener import bind, port_of
 from quire.server.metrics import Metrics
-from quire.server.options import ServerOptions
+from quire.server.options import Limits, ServerOptions
 from quire.server.service import Service
 from quire.server.templates import TemplateRenderer
 

@@ -9,6 +9,7 @@ from quire.core.sequence import Request
 from quire.engine.client import PreparedRequest
 from quire.engine.input_processor import TokenizedPrompt
 from quire.server.openai.answer_format import Call
+from quire.server.openai.bodies import CompletionBody, StreamOptions
 
 
 def call_of(
@@ -30,18 +31,13 @@ def call_of(
         )
         for number, token_ids in enumerate(prompts)
     ]
-    return Call(
-        id="call",
-        model=model,
-        created=0,
-        params=sampling,
-        requests=requests,
-        stream=True,
-        include_usage=include_usage,
+    body = CompletionBody(
+        prompt="",
         return_token_ids=return_token_ids,
-        return_prompt_logprobs=return_prompt_logprobs,
-        hides_output=False,
+        prompt_logprobs=0 if return_prompt_logprobs else None,
+        stream_options=StreamOptions(include_usage=include_usage),
     )
+    return Call("call", model, 0, body, sampling, requests=requests)
 
 
 def events_in(stream: bytes) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ class OpenAIServer:
         """Tell whether nothing runs, nothing waits, and no block is in use."""
         client, state = self.service.client, self.service.client.state
         num_used_blocks = 0 if state.kv is None else state.kv.used_blocks  # None: nothing has run yet
-        has_requests = state.num_running or state.num_waiting or client.num_open or len(self.service.answers)
+        has_requests = state.num_running or state.num_waiting or len(client._streams) or len(self.service.answers)
         return not (has_requests or num_used_blocks)
 
 

@@ -1,19 +1,22 @@
 """An engine process without a model, with limits that no small model has: the real process over the fake executor.
 
-`python scripted_engine.py FD [STEP]`; the executor fails from step STEP on. Started by `spawn_scripted`.
+`python scripted_engine.py FD [POINT NTH]`. The executor fails from its NTH step on ("step"), or one message cannot be
+sent or received, the NTH ("send", "receive"). Started by `spawn_scripted`.
 """
 
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from quire.core.frames import frame
 from quire.core.plan import StepResult
-from quire.engine import process
+from quire.engine import process, wire
 from quire.engine.child import EngineChild
 from quire.engine.engine import Engine
 from quire.engine.options import EngineOptions
@@ -24,13 +27,12 @@ BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS = 16, 40_000, 64
 FAULT = "the device is gone"
 
 
-def spawn_scripted(failing_step: int | None = None) -> EngineChild:
-    """Start the process."""
+def spawn_scripted(point: str = "", nth: int = 0) -> EngineChild:
+    """Start the process; it fails at the `nth` hit of a point, if one is named."""
     ours, theirs = socket.socketpair()
     with theirs:
-        arguments = [str(theirs.fileno()), *([] if failing_step is None else [str(failing_step)])]
         child = subprocess.Popen(
-            [sys.executable, __file__, *arguments],
+            [sys.executable, __file__, str(theirs.fileno()), point, str(nth)],
             pass_fds=[theirs.fileno()],
             env={"PYTHONPATH": ":".join(filter(None, sys.path))},
         )
@@ -52,7 +54,7 @@ def serve(connection: process.Connection, commands: SimpleQueue[bytes]) -> NoRet
 
         def collect(self) -> StepResult:
             self._num_steps += 1
-            if sys.argv[2:] and self._num_steps >= int(sys.argv[2]):
+            if sys.argv[2] == "step" and self._num_steps >= int(sys.argv[3]):
                 raise RuntimeError(FAULT)
             return harness.executor.collect()
 
@@ -66,7 +68,22 @@ def serve(connection: process.Connection, commands: SimpleQueue[bytes]) -> NoRet
     process.EngineLoop(engine, commands, connection.send, pulse).run()
 
 
+def failing(inner: Callable[..., Any], nth: int) -> Callable[..., Any]:
+    """Return a function that fails at its `nth` call."""
+    hits = count(1)
+
+    def call(*arguments: Any) -> Any:  # noqa: ANN401 (of whatever it stands for)
+        if next(hits) == nth:
+            raise RuntimeError(FAULT)
+        return inner(*arguments)
+
+    return call
+
+
 if __name__ == "__main__":
+    if sys.argv[2] in ("send", "receive"):
+        owner, name = (process, "frame") if sys.argv[2] == "send" else (wire, "decode_command")
+        setattr(owner, name, failing(getattr(owner, name), int(sys.argv[3])))
     sys.path.insert(0, str(Path(__file__).parents[1]))
     process.serve = serve
     process.main()

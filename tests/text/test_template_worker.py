@@ -49,7 +49,7 @@ class Child:
 def child() -> Iterator[Child]:
     child = Child()
     try:
-        child.send(Start(TEMPLATE, {"bos_token": "<s>"}))
+        child.send(Start(TEMPLATE))
         assert child.receive() == Ready()
         yield child
     finally:
@@ -59,7 +59,7 @@ def child() -> Iterator[Child]:
 
 
 def conversation(content: object, **variables: Any) -> Render:  # noqa: ANN401
-    return Render([{"role": "user", "content": content}], True, False, variables)
+    return Render([{"role": "user", "content": content}], True, False, {"bos_token": "<s>"} | variables)
 
 
 def test_conversations_are_answered_in_order(child: Child) -> None:
@@ -68,13 +68,8 @@ def test_conversations_are_answered_in_order(child: Child) -> None:
     assert [child.receive() for _ in range(3)] == [Rendered("<s>a"), Rendered("<s>b"), Rendered("<s>c")]
 
 
-def test_variables_go_before_the_ones_of_the_start(child: Child) -> None:
-    child.send(conversation("a", bos_token="^"))
-    assert child.receive() == Rendered("^a")
-
-
 def test_final_message_is_continued(child: Child) -> None:
-    child.send(Render([{"role": "assistant", "content": "half"}], False, True, {}))
+    child.send(Render([{"role": "assistant", "content": "half"}], False, True, {"bos_token": "<s>"}))
     assert child.receive() == Rendered("<s>half")
 
 

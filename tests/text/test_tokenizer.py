@@ -3,18 +3,15 @@
 import json
 import sys
 import threading
-import unicodedata
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from quire.core.errors import InvalidRequestError, ModelError
-from quire.text import tokenizer as tokenizer_module
-from quire.text.tokenizer import MissingTokenizerError, Tokenizer
+from quire.text.tokenizer import Tokenizer
 from support import small_tokenizers
 from support.text_tokenizers import REAL, SMALL, expected_ids
 
@@ -45,8 +42,8 @@ def test_encodes_and_decodes_like_transformers(tokenizer_folder: Path) -> None:
             ids = ours.encode(text, add_special_tokens=special)
             assert ids == theirs.encode(text, add_special_tokens=special)
             assert ours.decode(ids, skip_special_tokens=special) == theirs.decode(ids, skip_special_tokens=special)
-    assert (ours.bos_token, ours.eos_token) == (theirs.bos_token, theirs.eos_token)
-    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert ours.named_tokens.get("bos_token") == theirs.bos_token
+    assert ours.named_tokens.get("eos_token") == theirs.eos_token
     assert ours.special_token_ids >= set(theirs.all_special_ids)
     assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
 
@@ -83,7 +80,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
 def test_special_tokens_are_skipped_only_when_asked(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(small_folder(tmp_path))
     ids = tokenizer.encode("the</s> end", add_special_tokens=False)
-    assert tokenizer.eos_token_id in ids
+    assert tokenizer.encode("</s>", add_special_tokens=False)[0] in ids
     assert tokenizer.decode(ids) == "the end"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "the</s> end"
 
@@ -103,13 +100,13 @@ def test_special_tokens_map_is_read_where_the_configuration_is_silent(tmp_path: 
     (folder / "tokenizer_config.json").write_text('{"eos_token": "the"}')
     (folder / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}, "eos_token": "</s>"}')
     tokenizer = Tokenizer.from_folder(folder)
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "the")
+    assert tokenizer.named_tokens == {"bos_token": "<s>", "eos_token": "the"}
 
 
-def test_bos_token_out_of_the_vocabulary_has_no_id(tmp_path: Path) -> None:
+def test_named_token_out_of_the_vocabulary_is_known_by_its_name_alone(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(small_folder(tmp_path, bos_token="[BOS]", eos_token=None))
-    assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("[BOS]", None)
-    assert (tokenizer.eos_token, tokenizer.eos_token_id) == (None, None)
+    assert tokenizer.named_tokens == {"bos_token": "[BOS]"}
+    assert len(tokenizer.encode("[BOS]")) > 1
 
 
 def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
@@ -127,7 +124,7 @@ def test_token_text_reads_as_inside_a_text(tokenizer_folder: Path) -> None:
     first, *rest = tokenizer.encode("the the stop", add_special_tokens=False)
     texts = [tokenizer.token_text(token) for token in rest]
     assert "".join(texts).replace("\u2581", " ") == " the stop"
-    assert tokenizer.token_text(tokenizer.eos_token_id or 0).strip() == "</s>"
+    assert tokenizer.token_text(tokenizer.encode("</s>", add_special_tokens=False)[-1]).strip() == "</s>"
     assert tokenizer.token_text(first) in ("the", " the")
 
 
@@ -151,12 +148,11 @@ def test_text_with_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
 
 def test_folder_without_tokenizer_is_told_from_a_broken_one(tmp_path: Path) -> None:
     assert Tokenizer.from_folder_if_any(tmp_path) is None
-    with pytest.raises(MissingTokenizerError, match=r"tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"no file tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"tokenizer\.json") as caught:
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a tokenizer"):
         Tokenizer.from_folder_if_any(tmp_path)
-    assert not isinstance(caught.value, MissingTokenizerError)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]", b'"text"', b"{" * 100_000, b'{"model": {"type": "BPE"}}'])
@@ -249,38 +245,3 @@ def test_real_chat_template_renders_like_transformers(tokenizer_folder: Path) ->
     assert ours.apply_chat_template(talk) == theirs.apply_chat_template(
         talk, add_generation_prompt=True, tokenize=False
     )
-
-
-def test_no_character_is_composed_of_more_bytes_than_is_reckoned_with() -> None:
-    ratios = []
-    for char in map(chr, [*range(0xD800), *range(0xE000, 0x110000)]):
-        composed = unicodedata.normalize("NFC", char)
-        ratios.append(len(unicodedata.normalize("NFD", char).encode()) / len(composed.encode()))
-    assert max(ratios) <= tokenizer_module._MOST_COMPOSED
-
-
-def test_least_tokens_is_a_bound_and_worth_something(tmp_path: Path) -> None:
-    backend = small_tokenizers.byte_level()
-    for normalizer in (None, normalizers.NFC()):
-        if normalizer is not None:
-            backend.normalizer = normalizer
-        tokenizer = Tokenizer.from_folder(small_tokenizers.save(backend, tmp_path / str(normalizer is None)))
-        korean = unicodedata.normalize("NFD", "각힣" * 500)
-        for text in ("", "stop " * 1000, "日本語" * 300, "x" * 5000, korean, small_tokenizers.CORPUS[3] * 50):
-            assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
-        assert tokenizer.least_tokens("x" * 5000) > 50
-
-
-def test_least_tokens_of_a_tokenizer_that_may_lose_bytes_is_not_known(tmp_path: Path) -> None:
-    lossy = small_tokenizers.byte_level()
-    lossy.normalizer = normalizers.Strip()
-    greedy = small_tokenizers.byte_level()
-    greedy.add_special_tokens([AddedToken("<mask>", lstrip=True)])
-    cutting = small_tokenizers.byte_level()
-    cutting.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex("x"), "removed"), pre_tokenizers.ByteLevel()]
-    )
-    others = small_tokenizers.word_level(), small_tokenizers.metaspace()
-    for number, backend in enumerate((lossy, greedy, cutting, *others)):
-        tokenizer = Tokenizer.from_folder(small_tokenizers.save(backend, tmp_path / str(number)))
-        assert tokenizer.least_tokens("x" * 100_000) == 0

@@ -7,8 +7,7 @@ they have ever seen: a client that sends salt after salt gets no more of them.
 import hashlib
 import threading
 
-MAX_KEYS = 32        # with a label of their own
-MAX_SALTS = 32       # under all keys and none together, by first appearance
+MAX_LABELS = 32      # of keys, and as many of salts: under all keys and none together, by first appearance
 OTHER = "other"
 UNLABELLED = ""      # came without a key, and without a salt
 
@@ -18,30 +17,24 @@ _DIGEST_CHARS = 8
 class OwnerLabels:
     """Gives labels, always the same one to the same owner. For any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_labels: int = MAX_LABELS) -> None:
+        self._max_labels = max_labels
         self._salted: set[str] = set()
         self._lock = threading.Lock()
 
     def label(self, key_number: int, salt: str | None) -> str:
         """Return the label of the key `key_number` (from 1, 0 for none) together with a salt.
 
-        A salt that finds no label left counts as its key alone, or as OTHER; keys above MAX_KEYS are OTHER.
+        A salt that finds no label left counts as its key alone, or as OTHER; so are keys above `max_labels`.
         """
-        if key_number > MAX_KEYS:
+        if key_number > self._max_labels:
             return OTHER
         key = f"key-{key_number}" if key_number else UNLABELLED
         if salt is None:
             return key
-        return self._registered(f"{key} salt-{_digest(salt)}".lstrip()) or key or OTHER
-
-    def _registered(self, label: str) -> str | None:
-        """Return the label if it has a place."""
+        digest = hashlib.sha256(salt.encode()).hexdigest()[:_DIGEST_CHARS]
+        label = f"{key} salt-{digest}".lstrip()
         with self._lock:
-            if len(self._salted) < MAX_SALTS:
+            if len(self._salted) < self._max_labels:
                 self._salted.add(label)
-            return label if label in self._salted else None
-
-
-def _digest(salt: str) -> str:
-    """Return the beginning of a salt's SHA-256 in hexadecimal digits."""
-    return hashlib.sha256(salt.encode()).hexdigest()[:_DIGEST_CHARS]
+            return label if label in self._salted else key or OTHER

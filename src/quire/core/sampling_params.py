@@ -5,7 +5,7 @@ token ids still have to lie in the model's vocabulary (`check_vocabulary`). What
 which order, is told in `quire.decoding.sampler`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -26,6 +26,14 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_PENALTY = 2.0               # of presence and frequency, either sign (OpenAI's range)
 MAX_LOGIT_BIAS = 100.0          # either sign (OpenAI's range)
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
+_RANGES = {
+    "temperature": (0.0, MAX_TEMPERATURE),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "repetition_penalty": (0.0, MAX_REPETITION_PENALTY),
+}
 _MAX_ID_DIGITS = len(str(MAX_INT))
 
 
@@ -40,6 +48,36 @@ class FrozenBias(dict[int, float]):
 
     def __reduce__(self) -> tuple[type["FrozenBias"], tuple[dict[int, float]]]:
         return FrozenBias, (dict(self),)  # copy and pickle would fill an empty one item by item
+
+
+def _check_stop(field: str, value: object) -> tuple[str, ...]:
+    return check_strings(field, [value] if isinstance(value, str) else value)
+
+
+def _check_bias(field: str, value: object) -> FrozenBias:
+    """Return the bias with integer keys, which JSON can only send as strings of digits."""
+    if not isinstance(value, Mapping):
+        refuse(field, value, "a mapping from token ids to numbers")
+    checked = {_token_id(key): check_float(field, bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS) for key, bias in value.items()}
+    if len(checked) != len(value):
+        refuse(field, value, "a mapping that names each token id once")
+    return FrozenBias(checked)
+
+
+def _token_id(key: object) -> int:
+    """Return a key of `logit_bias` as a token id."""
+    if isinstance(key, str) and len(key) <= _MAX_ID_DIGITS and key.isascii() and key.isdigit():
+        key = int(key)
+    return check_int("logit_bias", key, 0)
+
+# What is stored of those that are lists or mappings: a form that cannot be changed.
+_LISTS: dict[str, Callable[[str, object], object]] = {
+    "stop": _check_stop,
+    "stop_token_ids": check_token_ids,
+    "allowed_token_ids": check_token_ids,
+    "bad_words": check_strings,
+    "logit_bias": _check_bias,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +113,25 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        self._check_distribution()
-        self._check_lengths()
-        self._check_lists()
+        for field, (low, high) in _RANGES.items():
+            is_open = field in ("top_p", "repetition_penalty")
+            self._set(field, check_float(field, getattr(self, field), low, high, above_low=is_open))
+        for field, lowest in (("n", 1), ("top_k", -1), ("min_tokens", 0)):
+            check_int(field, getattr(self, field), lowest)
+        for field, lowest in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0)):
+            check_optional_int(field, getattr(self, field), lowest)
         for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            self._set(field, check_bool(field, getattr(self, field)))
+            check_bool(field, getattr(self, field))
+        for field, check in _LISTS.items():
+            if getattr(self, field) is not None:
+                self._set(field, check(field, getattr(self, field)))
+        self._set("top_k", max(0, self.top_k))
+        if self.seed is not None:
+            check_int("seed", self.seed, MIN_SEED, MAX_SEED)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            refuse("min_tokens", self.min_tokens, f"an integer from 0 to max_tokens ({self.max_tokens})")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            refuse("allowed_token_ids", self.allowed_token_ids, "null or a list of at least one token id")
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings are found in text: detokenize must be true", param="stop")
 
@@ -90,64 +142,6 @@ class SamplingParams:
             if highest >= vocab_size:
                 refuse(field, highest, f"token ids below the vocabulary size of {vocab_size}")
 
-    def _check_distribution(self) -> None:
-        """Check what shapes the distribution that a token is drawn from."""
-        self._set("temperature", check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE))
-        self._set("top_p", check_float("top_p", self.top_p, 0.0, 1.0, above_low=True))
-        self._set("top_k", max(0, check_int("top_k", self.top_k, -1)))
-        self._set("min_p", check_float("min_p", self.min_p, 0.0, 1.0))
-        for field in ("presence_penalty", "frequency_penalty"):
-            self._set(field, check_float(field, getattr(self, field), -MAX_PENALTY, MAX_PENALTY))
-        repetition = check_float(
-            "repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, above_low=True
-        )
-        self._set("repetition_penalty", repetition)
-        if self.seed is not None:
-            check_int("seed", self.seed, MIN_SEED, MAX_SEED)
-
-    def _check_lengths(self) -> None:
-        """Check what counts branches, tokens and logprobs."""
-        check_int("n", self.n, 1)
-        check_optional_int("max_tokens", self.max_tokens, 1)
-        check_int("min_tokens", self.min_tokens, 0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            refuse("min_tokens", self.min_tokens, f"an integer from 0 to max_tokens ({self.max_tokens})")
-        check_optional_int("logprobs", self.logprobs, 0)
-        check_optional_int("prompt_logprobs", self.prompt_logprobs, 0)
-
-    def _check_lists(self) -> None:
-        """Check lists and the bias, and store them in a form that cannot be changed."""
-        if self.stop is not None:
-            self._set("stop", check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop))
-        for field in ("stop_token_ids", "allowed_token_ids"):
-            if getattr(self, field) is not None:
-                self._set(field, check_token_ids(field, getattr(self, field)))
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            refuse("allowed_token_ids", self.allowed_token_ids, "null or a list of at least one token id")
-        if self.bad_words is not None:
-            self._set("bad_words", check_strings("bad_words", self.bad_words))
-        if self.logit_bias is not None:
-            self._set("logit_bias", _check_logit_bias(self.logit_bias))
-
     def _set(self, field: str, value: object) -> None:
         """Store the final form of a field, past the frozen dataclass's guard: only the constructor may."""
         object.__setattr__(self, field, value)
-
-
-def _check_logit_bias(bias: object) -> FrozenBias:
-    """Return the bias with integer keys, which JSON can only send as strings of digits."""
-    if not isinstance(bias, Mapping):
-        refuse("logit_bias", bias, "a mapping from token ids to numbers")
-    checked = {
-        _token_id(key): check_float("logit_bias", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS) for key, value in bias.items()
-    }
-    if len(checked) != len(bias):
-        refuse("logit_bias", bias, "a mapping that names each token id once")
-    return FrozenBias(checked)
-
-
-def _token_id(key: object) -> int:
-    """Return a key of `logit_bias` as a token id."""
-    if isinstance(key, str) and len(key) <= _MAX_ID_DIGITS and key.isascii() and key.isdigit():
-        key = int(key)
-    return check_int("logit_bias", key, 0)

@@ -25,12 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.outputs import TokenLogprobs
-from quire.decoding.logprobs import token_logprobs
-from quire.decoding.masks import apply_masks
-from quire.decoding.penalties import apply_penalties
+from quire.decoding.edits import apply_edits
 from quire.decoding.samples import Samples
-from quire.decoding.state import EDITS, LOGPROBS, SAMPLED, SCALED, SamplingState
+from quire.decoding.state import EDITS, LOGPROBS, SAMPLED, SCALED
 from quire.kernels.sampling import TORCH, SamplingOps, Tokens
+from quire.kernels.token_choice import Draws
 
 NOT_FINITE = "the model gave logits that are NaN or infinite"
 
@@ -46,31 +45,17 @@ class SampledTokens(NamedTuple):
     failures: Mapping[int, str] = {}
 
 
-def sample(
-    state: SamplingState,
-    logits: Tensor,
-    rows: NDArray[np.int64],
-    token_ids: NDArray[np.int32],
-    num_tokens: NDArray[np.int64],
-    ops: SamplingOps = TORCH,
-) -> SampledTokens:
-    """Choose one token per sample. Steps 1 and 2, and beams' temperatures, edit `logits`: do not use them afterwards.
+def sample(samples: Samples, logits: Tensor, ops: SamplingOps = TORCH) -> SampledTokens:
+    """Choose one token per sample, from logits float32 [num_samples, vocab].
 
-    logits float32 [num_samples, vocab]; rows [num_samples], the row of `state` and `token_ids` that each sample is for;
-    token_ids [max_rows, max_len], the known tokens of every row; num_tokens [num_samples], how many those are, prompt
-    and output. The output index of a draw is `num_tokens` less the row's prompt tokens.
+    Steps 1 and 2, and beams' temperatures, edit `logits`: do not use them afterwards.
     """
-    samples = Samples.of(state, rows, token_ids, num_tokens)
-    wanted = int(np.bitwise_or.reduce(samples.features))
+    wanted, asking = samples.wanted, samples.using(LOGPROBS)
     if wanted & SCALED:
         _scale(samples, logits)
-    asking = samples.using(LOGPROBS)
     raw, raw_rows = logits, asking
-    if wanted & EDITS:
-        if asking.size:  # a copy of those rows alone
-            raw, raw_rows = logits[torch.from_numpy(asking).to(logits.device)], np.arange(len(asking))
-        apply_masks(samples, logits)
-        apply_penalties(samples, logits, ops)
+    if asking.size and wanted & EDITS:  # a copy of those rows alone
+        raw, raw_rows = logits[torch.from_numpy(asking).to(logits.device)], np.arange(len(asking))
     choice = _choose(samples, logits, wanted, ops)
     chosen = choice.numpy(force=True) if isinstance(choice, Tensor) else choice
     failures = _without_distribution(logits, chosen)
@@ -78,7 +63,7 @@ def sample(
         return SampledTokens(chosen.tolist(), None, failures)
     counts = samples.take(asking).settings()["num_logprobs"].astype(np.int64)
     records: list[TokenLogprobs | None] = [None] * len(chosen)
-    found = token_logprobs(raw, raw_rows, chosen[asking], counts, ops)
+    found = _token_logprobs(raw, raw_rows, chosen[asking], counts, ops)
     for index, record in zip(asking.tolist(), found, strict=True):
         records[index] = record
         if not is_finite(record):  # a mask has hidden it from the choice
@@ -86,24 +71,13 @@ def sample(
     return SampledTokens(chosen.tolist(), records, failures)
 
 
-def draw(
-    state: SamplingState,
-    logits: Tensor,
-    rows: NDArray[np.int64],
-    token_ids: NDArray[np.int32],
-    num_tokens: NDArray[np.int64],
-    ops: SamplingOps = TORCH,
-) -> Tensor:
+def draw(samples: Samples, logits: Tensor, ops: SamplingOps = TORCH) -> Tensor:
     """Do what `sample` does without waiting for a device; for samples of which none asks for logprobs.
 
     Returns int64 [2, num_samples], where the logits are: the tokens, and whether each has a finite logit.
     """
-    samples = Samples.of(state, rows, token_ids, num_tokens)
-    wanted = int(np.bitwise_or.reduce(samples.features))
+    wanted = samples.wanted
     assert not wanted & (LOGPROBS | SCALED), "logprobs have to be waited for"
-    if wanted & EDITS:
-        apply_masks(samples, logits)
-        apply_penalties(samples, logits, ops)
     choice = _choose(samples, logits, wanted, ops)
     tokens = choice if isinstance(choice, Tensor) else torch.from_numpy(choice)
     return torch.stack([tokens, logits.gather(1, tokens[:, None])[:, 0].isfinite()])
@@ -142,7 +116,19 @@ def prompt_logprobs(
 ) -> list[TokenLogprobs]:
     """Return the logprobs of known tokens: row i of float32 `logits` [num, vocab] predicts `next_tokens[i]` [num]."""
     counts = np.full(len(logits), min(num_logprobs, logits.shape[1]))
-    return token_logprobs(logits, np.arange(len(logits)), next_tokens.long().numpy(force=True), counts, ops)
+    return _token_logprobs(logits, np.arange(len(logits)), next_tokens.long().numpy(force=True), counts, ops)
+
+
+def _token_logprobs(
+    logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64], ops: SamplingOps
+) -> list[TokenLogprobs]:
+    """Return the record of `tokens[i]` in row `rows[i]`: itself, then the `counts[i]` most likely ones in order.
+
+    logits float32 [num_rows, vocab]; rows, tokens and counts int64 [num], counts at most the vocabulary's size.
+    """
+    found = ops.top_logprobs(logits, rows, tokens, counts)
+    entries = zip(*(part.tolist() for part in found), (counts + 1).tolist(), strict=True)
+    return [TokenLogprobs(ids[:end], values[:end], ranks[:end]) for ids, values, ranks, end in entries]
 
 
 def _scale(samples: Samples, logits: Tensor) -> None:
@@ -154,12 +140,14 @@ def _scale(samples: Samples, logits: Tensor) -> None:
 
 
 def _choose(samples: Samples, logits: Tensor, wanted: int, ops: SamplingOps) -> Tokens:
-    """Return the tokens [num_samples]: drawn where the temperature is above 0, else those of the highest logits."""
+    """Edit the logits; return the tokens [num_samples]: drawn where the temperature is above 0, else the highest."""
+    if wanted & EDITS:
+        apply_edits(samples, logits, ops)
     if not wanted & SAMPLED:
-        return ops.argmax(logits)
+        return ops.choose_tokens(logits)
     settings = samples.settings()
     temperatures = np.where(samples.features & SAMPLED, settings["temperature"], np.float32(0))
     uniforms = ops.uniforms(settings["seed"], samples.num_tokens - settings["num_prompt_tokens"])
     return ops.choose_tokens(
-        logits, temperatures, settings["log_min_p"], settings["top_k"], settings["top_p"], uniforms
+        logits, Draws(temperatures, settings["log_min_p"], settings["top_k"], settings["top_p"], uniforms)
     )

@@ -39,6 +39,11 @@ class Samples(NamedTuple):
             features[early[has_enough]] &= ~np.uint32(MIN_TOKENS)
         return cls(state, features, rows, token_ids, num_tokens)
 
+    @property
+    def wanted(self) -> int:
+        """All flags that some sample uses."""
+        return int(np.bitwise_or.reduce(self.features))
+
     def using(self, features: int) -> NDArray[np.int64]:
         """Return the samples that use any of `features`, ascending."""
         return np.flatnonzero(self.features & features)

@@ -24,7 +24,8 @@ BIAS = 1 << 4
 PENALTIES = 1 << 5
 LOGPROBS = 1 << 6
 SCALED = 1 << 7  # the logprobs are of logits divided by the temperature
-EDITS = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS | PENALTIES  # they change logits
+NAMING = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS  # they name tokens
+EDITS = NAMING | PENALTIES                        # they change logits
 
 ROW_DTYPE = np.dtype(
     [
@@ -89,7 +90,7 @@ class SamplingState:
         features = _features(new)
         self.features[new.row] = features
         self.settings[new.row] = _settings(new, self.vocab_size)
-        self.lists[new.row] = TokenLists.of(new) if features & (ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS) else None
+        self.lists[new.row] = TokenLists.of(new) if features & NAMING else None
 
     def token_lists(self, row: int) -> TokenLists:
         """Return the lists of a row that has some."""

@@ -1,14 +1,19 @@
-"""Puts an engine together from options: model, memory, scheduler, executor."""
+"""Puts an engine together from options: device, model, memory, scheduler, executor."""
 
+import gc
+import importlib.util
 from dataclasses import dataclass
+
+import torch
 
 from quire.cache.contiguous import make_manager
 from quire.core.config import CacheConfig, SchedulerConfig
-from quire.engine.device import resolve_device
+from quire.core.errors import ConfigError
 from quire.engine.engine import Engine
 from quire.engine.input_processor import InputProcessor
 from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions
 from quire.engine.sizing import CUDA_SWAP_BYTES, ModelLimits, free_memory_bytes, size_engine
+from quire.engine.wire import Ready
 from quire.execution.batch import PersistentBatch
 from quire.execution.device_memory import memory_of
 from quire.execution.executor import Executor, LocalExecutor
@@ -18,11 +23,10 @@ from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import CudaSwapper, Swapper
 from quire.execution.worker import Worker
 from quire.kernels.back_end import choose_back_end
-from quire.model.config import read_config, spec_from_config
+from quire.model.config import eos_token_ids, read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.decoder import Decoder
 from quire.model.footprint import kv_bytes_per_token
-from quire.model.generation_config import eos_token_ids
 from quire.model.kv_cache import KVCache
 from quire.model.loader import load_model
 from quire.model.resolve import resolve_model
@@ -38,8 +42,7 @@ class AssembledEngine:
     inputs: InputProcessor
     tokenizer: Tokenizer | None
     model: Decoder
-    eos_token_ids: frozenset[int]
-    kv_bytes_per_token: int
+    ready: Ready
 
 
 def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
@@ -53,13 +56,14 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
     head_dim = spec_from_config(config, str(folder / CONFIG_FILE)).head_dim
     device = resolve_device(options.device)
     back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=head_dim)
+    meter = CudaMeter(device) if device.type == "cuda" else None
     model = load_model(
         folder, dtype=options.dtype, device=device, back_end=back_end, max_positions=options.max_model_len
     )
     spec = model.spec
     token_bytes = kv_bytes_per_token(spec, back_end.cache_layout.dtype(model.dtype).itemsize)
     limits = ModelLimits(spec.max_position_embeddings, token_bytes, spec.sliding_window)
-    cache_config, scheduler_config = _sizes(options, limits, model)
+    cache_config, scheduler_config = _sizes(options, limits, model, meter)
     batch = PersistentBatch(
         scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size, spec.vocab_size
     )
@@ -69,22 +73,27 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
     swapper = None if cache_config.num_swap_blocks == 0 else _swapper(options, cache_config, model, cache)
     executor = _executor(model, cache, batch, swapper)
     scheduler = make_scheduler(scheduler_config, make_manager(cache_config))
-    ends = eos_token_ids(folder, config, spec.vocab_size)
-    inputs = InputProcessor(
-        tokenizer,
-        scheduler.limits,
+    ready = Ready(
+        limits=scheduler.limits,
+        max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
         vocab_size=spec.vocab_size,
-        eos_token_ids=ends,
-        engine_seed=options.seed,
-        max_logprobs=options.max_logprobs,
+        eos_token_ids=eos_token_ids(folder, config, spec.vocab_size),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        num_parameters=model.num_parameters,
+        weights_bytes=model.weight_bytes,
+        kv_bytes_per_token=token_bytes,
+        num_swap_blocks=cache_config.num_swap_blocks,
     )
     engine = Engine(scheduler, executor, overlaps=isinstance(executor, OverlappedWorker))
-    return AssembledEngine(engine, inputs, tokenizer, model, ends, limits.kv_bytes_per_token)
+    return AssembledEngine(engine, InputProcessor(tokenizer, ready, options), tokenizer, model, ready)
 
 
-def _sizes(options: EngineOptions, limits: ModelLimits, model: Decoder) -> tuple[CacheConfig, SchedulerConfig]:
+def _sizes(
+    options: EngineOptions, limits: ModelLimits, model: Decoder, meter: CudaMeter | None
+) -> tuple[CacheConfig, SchedulerConfig]:
     """Return the configurations for the memory that there is, on the model's device."""
-    if model.device.type == "cpu":
+    if meter is None:
         return size_engine(options, limits, free_memory_bytes())
     left = bytes_left(
         model,
@@ -92,7 +101,7 @@ def _sizes(options: EngineOptions, limits: ModelLimits, model: Decoder) -> tuple
         options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
         options.max_model_len or limits.max_position_embeddings,
         options.gpu_memory_utilization,
-        CudaMeter(model.device),
+        meter,
     )
     swap_bytes = CUDA_SWAP_BYTES if options.memory_policy == "paged" else 0
     return size_engine(options, limits, left, share=1.0, default_swap_bytes=swap_bytes)
@@ -111,4 +120,40 @@ def _swapper(options: EngineOptions, config: CacheConfig, model: Decoder, cache:
         model.spec, *sizes, model.dtype, model.back_end, options.swap_dir, model.device
     )
     make = CudaSwapper if model.device.type == "cuda" else Swapper
-    return make(cache, space, model.back_end.swap_blocks)
+    return make(cache, space, model.back_end.copy_blocks)
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device for auto, cpu or cuda; auto is the GPU where torch sees one and Triton is installed.
+
+    Raises ConfigError where cuda is asked for and one of the two is missing.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    missing = _what_cuda_lacks()
+    if missing is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if name == "cuda":
+        raise ConfigError(f"device cuda: {missing}; use cpu or auto")
+    return torch.device("cpu")
+
+
+def _what_cuda_lacks() -> str | None:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install quire[gpu])"
+    return None
+
+
+def give_back_device_memory() -> None:
+    """Let the GPU, if one was used, and the host have what nobody refers to any more: other processes want it.
+
+    What stays is cuBLAS's workspace, a few dozen MiB, for as long as the process: others' graphs may point into it.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.accelerator.empty_host_cache()

@@ -27,10 +27,10 @@ class BranchOutput:
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None:
             self._detokenizer = incremental_detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
-        self._stops: StopStringFinder | None = None
-        if params.stop:
-            self._stops = StopStringFinder(tuple(params.stop), include=params.include_stop_str_in_output)
+        self._stops = StopStringFinder(params.stop or (), include=params.include_stop_str_in_output)
         self.num_tokens = 0                             # of all, taken or not
+        self.last_token_s: float | None = None          # when it came, as whoever extends the branch tells
+        self.has_news = False                           # since the last take
         self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
@@ -38,9 +38,12 @@ class BranchOutput:
 
     def extend(self, delta: SequenceDelta) -> None:
         """Take what a step added, up to the token that completes a stop string."""
-        if self._stops is None:
+        self.has_news = True
+        if not self._params.stop:
             self._take(delta.token_ids, delta.logprobs)
-            self._add_text(self._visible(delta.token_ids, delta.finish_reason))
+            visible = self._visible(delta.token_ids, delta.finish_reason)
+            if self._detokenizer is not None and visible:
+                self._pieces.append(self._detokenizer.append(visible))
         else:
             self._extend_to_stop(delta)
         if delta.cumulative_logprob is not None:
@@ -50,36 +53,29 @@ class BranchOutput:
 
     def finish(self, reason: FinishReason, stop_reason: int | None = None) -> None:
         """End the branch: whatever text was held back belongs to it, unless it completes a stop string."""
-        self.finish_reason, self._stop_reason = reason, stop_reason
+        self.finish_reason, self._stop_reason, self.has_news = reason, stop_reason, True
         if self._detokenizer is None:
             return
-        rest = self._detokenizer.finish()
-        if self._stops is None:
-            self._pieces.append(rest)
-            return
-        self._find_stop(rest)
+        self._find_stop(self._detokenizer.finish())
         if not isinstance(self._stop_reason, str):
             self._pieces.append(self._stops.flush())
 
     def snapshot(self) -> CompletionOutput:
         """Return everything so far, in lists of its own. Linear in what there is: for ends and for streams."""
-        text = "".join(self._pieces)
-        self._pieces = [text]
-        return self._output(text, self._token_ids.copy(), None if self._logprobs is None else self._logprobs.copy())
+        self._pieces = ["".join(self._pieces)]
+        return self._output(self._token_ids.copy(), None if self._logprobs is None else self._logprobs.copy())
 
     def take(self) -> CompletionOutput:
         """Return what came since the last take; only `cumulative_logprob` is of everything."""
-        output = self._output("".join(self._pieces), self._token_ids, self._logprobs)
-        self._pieces, self._token_ids = [], []
+        output = self._output(self._token_ids, self._logprobs)
+        self._pieces, self._token_ids, self.has_news = [], [], False
         self._logprobs = None if self._logprobs is None else []
         return output
 
-    def _output(
-        self, text: str, token_ids: list[int], logprobs: list[dict[int, Logprob]] | None
-    ) -> CompletionOutput:
+    def _output(self, token_ids: list[int], logprobs: list[dict[int, Logprob]] | None) -> CompletionOutput:
         return CompletionOutput(
             index=self.index,
-            text=text,
+            text="".join(self._pieces),
             token_ids=token_ids,
             cumulative_logprob=self._cumulative_logprob,
             logprobs=logprobs,
@@ -105,10 +101,6 @@ class BranchOutput:
             return token_ids[:-1]
         return token_ids
 
-    def _add_text(self, token_ids: list[int]) -> None:
-        if self._detokenizer is not None and token_ids:
-            self._pieces.append(self._detokenizer.append(token_ids))
-
     def _extend_to_stop(self, delta: SequenceDelta) -> None:
         """Take tokens one by one, because the one that completes a stop string is the last."""
         assert self._detokenizer is not None, "stop strings are found in text"
@@ -126,7 +118,6 @@ class BranchOutput:
 
         As with stop tokens, the first token that may end the branch is the `min_tokens`-th.
         """
-        assert self._stops is not None
         may_stop = self.num_tokens >= self._params.min_tokens
         certain, stop = self._stops.feed(text, may_stop=may_stop)
         self._pieces.append(certain)

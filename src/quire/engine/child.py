@@ -1,6 +1,6 @@
-"""Starts the engine process, and makes sure that it ends.
+"""Starts processes of ours, the engine's first of all, and makes sure that it ends.
 
-The child holds one end of a socket pair and nothing else of ours: no port, no file. When our end closes, by intent or
+A child holds one end of a socket pair and nothing else of ours: no port, no file. When our end closes, by intent or
 because we die, it ends by itself.
 """
 
@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -40,18 +40,8 @@ class EngineChild:
             start = frame(Start(options))
         except (OverflowError, UnicodeEncodeError) as error:
             raise ConfigError(f"a setting is an integer of more than 64 bits or no valid Unicode: {error}") from error
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs, our_signals_blocked():
-                process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                    [sys.executable, "-P", "-m", "quire.engine.process", str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    env=os.environ if "OMP_WAIT_POLICY" in os.environ else SPINS | os.environ,
-                )
-        except BaseException:
-            ours.close()
-            raise
+        environment = os.environ if "OMP_WAIT_POLICY" in os.environ else SPINS | os.environ
+        process, ours = start_module("quire.engine.process", env=environment)
         with suppress(ConnectionError):  # it has died already: whoever waits for its answer finds out
             ours.sendall(start)
         return cls(process, ours)
@@ -64,6 +54,23 @@ class EngineChild:
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
+
+
+def start_module(
+    module: str, *, stdout: int | None = None, env: Mapping[str, str] | None = None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a module of ours with the number of its socket as the only argument; return the process and our socket."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs, our_signals_blocked():
+            command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
+            process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=stdout, env=env
+            )
+    except BaseException:
+        ours.close()
+        raise
+    return process, ours
 
 
 @contextmanager

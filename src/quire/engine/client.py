@@ -14,50 +14,33 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import EngineError, InvalidRequestError, RequestFailedError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import RequestMetrics, RequestOutput
+from quire.core.owner_labels import OwnerLabels
 from quire.core.sampling_params import SamplingParams
-from quire.core.sequence import Request
+from quire.engine import wire
 from quire.engine.child import EngineChild
-from quire.engine.input_processor import InputProcessor, TokenizedPrompt
+from quire.engine.input_processor import InputProcessor, PreparedRequest, TokenizedPrompt
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import EndedRequest, OutputKind, OutputProcessor, ProcessedStep
 from quire.engine.pinned_prefixes import PinnedPrefixes
-from quire.engine.wire import (
-    Abort,
-    Add,
-    Alive,
-    BlocksShown,
-    EngineDeadError,
-    EngineState,
-    Failed,
-    Finish,
-    Idle,
-    Located,
-    Ready,
-    Refused,
-    Report,
-    ShowBlocks,
-    Stepped,
-    as_error,
-    decode_report,
-)
+from quire.engine.wire import Command, EngineDeadError, EngineState, Report
 from quire.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-ReportT = TypeVar("ReportT", Located, Ready)
+ReportT = TypeVar("ReportT", wire.Located, wire.Ready)
 
 
 class Observer(Protocol):
     """Whoever counts. Called on the event loop; must be quick."""
 
-    def stepped(self, step: Stepped, processed: ProcessedStep) -> None:
+    def stepped(self, step: wire.Stepped, processed: ProcessedStep) -> None:
         """Take down a step of the engine and what it meant to requests."""
 
     def idled(self, state: EngineState) -> None:
@@ -67,39 +50,24 @@ class Observer(Protocol):
         """Take down a request that its client, or the server, has ended."""
 
 
-class PreparedRequest(NamedTuple):
-    """A request that was checked and numbered; nothing is queued yet."""
-
-    request: Request
-    prompt: TokenizedPrompt
-
-
 class EngineClient:
     """The engine, from the event loop of another process. Get one from `connect`, and `close` it."""
 
     def __init__(
-        self, child: EngineChild, writer: asyncio.StreamWriter, ready: Ready, tokenizer: Tokenizer | None,
-        options: EngineOptions, observer: Observer | None, request_ids: Iterator[int],
+        self, child: EngineChild, writer: asyncio.StreamWriter, ready: wire.Ready, tokenizer: Tokenizer | None,
+        options: EngineOptions, observer: Observer, request_ids: Iterator[int], owners: OwnerLabels | None,
     ) -> None:
         self.ready, self.tokenizer = ready, tokenizer
         self.state = EngineState(0, 0, 0)
-        self.inputs = InputProcessor(
-            tokenizer,
-            ready.limits,
-            vocab_size=ready.vocab_size,
-            eos_token_ids=ready.eos_token_ids,
-            engine_seed=options.seed,
-            max_logprobs=options.max_logprobs,
-        )
+        self.inputs = InputProcessor(tokenizer, ready, options, owners)
         self.pinned = PinnedPrefixes(ready.limits.block_size)
         self._child, self._writer, self._observer = child, writer, observer
         self._outputs = OutputProcessor(tokenizer)
         self._streams: dict[int, RequestStream] = {}      # whose last output has not been taken
         self._queued: set[int] = set()                    # sent, and never yet let into a step
         self._is_idle, self._last_progress_s = True, 0.0  # as the engine's last report says, and when it came
-        self._unpinning: dict[int, asyncio.Future[None]] = {}  # until the engine says that they are gone
         self.request_ids = request_ids                    # of requests to come
-        self._maps: dict[int, asyncio.Future[BlockMap]] = {}  # asked for, by number; one at a time
+        self._asked: dict[Command, asyncio.Future[Any]] = {}  # commands whose effect somebody waits for
         self._map_numbers = itertools.count()
         self._map_turn = asyncio.Lock()
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -111,25 +79,26 @@ class EngineClient:
         cls,
         child: EngineChild,
         options: EngineOptions,
-        observer: Observer | None = None,
+        observer: Observer,
         request_ids: Iterator[int] | None = None,
+        owners: OwnerLabels | None = None,
     ) -> Self:
-        """Wait until the engine is ready. `request_ids`: those of an engine that this one replaces.
+        """Wait until the engine is ready. `request_ids`, `owners`: those of an engine that this one replaces.
 
         ConfigError or ModelError: it cannot run so. EngineDeadError: it died. In each case nothing is left behind.
         """
         reader, writer = await asyncio.open_unix_connection(sock=child.connection)
         try:
-            located = await _expect(reader, Located)
+            located = await _expect(reader, wire.Located)
             tokenizer = await asyncio.to_thread(Tokenizer.from_folder_if_any, Path(located.folder))
-            ready = await _expect(reader, Ready)
+            ready = await _expect(reader, wire.Ready)
         except BaseException as error:
             writer.transport.abort()
             status = await asyncio.to_thread(child.end)
             if isinstance(error, (EOFError, ConnectionError)):
                 raise EngineDeadError(f"the engine process ended while it loaded ({_told(status)})") from error
             raise
-        client = cls(child, writer, ready, tokenizer, options, observer, request_ids or itertools.count())
+        client = cls(child, writer, ready, tokenizer, options, observer, request_ids or itertools.count(), owners)
         client._listener = asyncio.create_task(client._listen(reader), name="engine reports")
         return client
 
@@ -148,38 +117,24 @@ class EngineClient:
             return 0
         return max(0, self.ready.limits.max_num_seqs - state.num_seats)
 
-    @property
-    def num_open(self) -> int:
-        """Requests that have not ended, or whose last output has not been taken."""
-        return len(self._streams)
-
     def prepare(
         self, prompt: TokenizedPrompt, params: SamplingParams, beam: BeamSearchParams | None = None, priority: int = 0
     ) -> PreparedRequest:
         """Check a request and number it. InvalidRequestError names what is wrong. For any thread; takes its time."""
-        request = self.inputs.make_request(next(self.request_ids), prompt, params, beam, priority)
-        return PreparedRequest(request, prompt)
+        return self.inputs.prepare(next(self.request_ids), prompt, params, beam, priority)
 
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
     ) -> "RequestStream":
         """Queue a request, once. EngineDeadError if there is no engine any more."""
         self._raise_if_dead()
-        request = prepared.request
-        message = frame(Add(request))                     # before anything is taken down
-        metrics = self._outputs.add(
-            request.request_id,
-            external_id=external_id,
-            prompt=prepared.prompt.text,
-            prompt_token_ids=request.prompt_token_ids,
-            params=request.params,
-            arrival_s=arrival_s,
-            kind=kind,
-        )
-        stream = self._streams[request.request_id] = RequestStream(self, request.request_id, metrics)
+        request_id = prepared.request.request_id
+        message = frame(wire.Add(prepared.request))       # before anything is taken down
+        metrics = self._outputs.add(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
+        stream = self._streams[request_id] = RequestStream(self, request_id, metrics)
         if self._has_rest:
             self._last_progress_s = time.monotonic()
-        self._queued.add(request.request_id)
+        self._queued.add(request_id)
         self._send(message)
         try:
             await self._writer.drain()
@@ -194,31 +149,25 @@ class EngineClient:
 
     def prepare_pin(self, prompt: TokenizedPrompt) -> PreparedRequest:
         """As `prepare`, for a request that pins its prompt. Once it has ended, `pinned.add` it, or `unpin` it."""
-        return PreparedRequest(self.inputs.make_pin(self.pinned.next_request_id(), prompt), prompt)
+        return self.inputs.prepare_pin(next(self.pinned.request_ids), prompt)
 
     def unpin(self, request_id: int) -> None:
         """Let go of what a request has pinned, or end it."""
-        self._send(frame(Abort(request_id)))
+        self._send(frame(wire.Abort(request_id)))
 
-    async def unpin_prefix(self, prefix_id: str) -> None:
-        """Let a pinned prefix go; its blocks are given up on return. UnknownPrefixError if it is not here."""
+    async def unpin_prefix(self, prefix_id: str, key_number: int = 0) -> None:
+        """Let a key's pinned prefix go; its blocks are given up on return. UnknownPrefixError if it has no such one."""
         self._raise_if_dead()
-        request_id = self.pinned.remove(prefix_id)
-        gone = self._unpinning[request_id] = asyncio.get_running_loop().create_future()
-        self.unpin(request_id)
-        try:
-            await gone
-        finally:
-            del self._unpinning[request_id]
+        await self._ask(wire.Abort(self.pinned.remove(prefix_id, key_number)))
 
     def _note_state(self, state: EngineState) -> None:
         """Take down where the engine stands; hold requests against limits without what is pinned now."""
         self.state, limits = state, self.inputs.limits
         if state.num_pinned_blocks != limits.num_pinned_blocks:
             self.inputs.limits = replace(limits, num_pinned_blocks=state.num_pinned_blocks)
-        for request_id, gone in self._unpinning.items():
-            if request_id not in state.pins and not gone.done():
-                gone.set_result(None)
+        for command in self._asked:
+            if isinstance(command, wire.Abort) and command.request_id not in state.pins:
+                self._tell(command)
 
     def _output(self, request_id: int) -> RequestOutput:
         output = self._outputs.output(request_id)
@@ -234,9 +183,8 @@ class EngineClient:
         self._forget(request_id)
         if ended is None:
             return
-        self._send(frame(Abort(request_id)))
-        if self._observer is not None:
-            self._observer.aborted(ended)
+        self._send(frame(wire.Abort(request_id)))
+        self._observer.aborted(ended)
 
     def _forget(self, request_id: int) -> None:
         del self._streams[request_id]
@@ -253,14 +201,23 @@ class EngineClient:
         """
         async with asyncio.timeout(timeout_s), self._map_turn:
             self._raise_if_dead()
-            number = next(self._map_numbers)
-            told: asyncio.Future[BlockMap] = asyncio.get_running_loop().create_future()
-            self._maps[number] = told
-            try:
-                self._send(frame(ShowBlocks(number, first, count, tier)))
-                return await told
-            finally:
-                del self._maps[number]
+            shown: BlockMap = await self._ask(wire.ShowBlocks(next(self._map_numbers), first, count, tier))
+            return shown
+
+    async def _ask(self, command: Command) -> Any:  # noqa: ANN401 (what the engine tells)
+        """Send a command, and wait until `_tell` is called for it."""
+        told = self._asked[command] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(frame(command))
+            return await told
+        finally:
+            del self._asked[command]
+
+    def _tell(self, command: Command, answer: object = None) -> None:
+        """Tell who has asked, unless nobody waits any more."""
+        told = self._asked.get(command)
+        if told is not None and not told.done():
+            told.set_result(answer)
 
     @property
     def is_alive(self) -> bool:
@@ -316,50 +273,44 @@ class EngineClient:
             await self._end_child()
 
     def _take(self, report: Report) -> None:
-        self._is_idle, self._last_progress_s = isinstance(report, Idle), time.monotonic()
+        self._is_idle, self._last_progress_s = isinstance(report, wire.Idle), time.monotonic()
         match report:
-            case Alive():
+            case wire.Alive():
                 pass
-            case Stepped():
+            case wire.Stepped():
                 self._take_step(report)
-            case Idle(state):
+            case wire.Idle(state):
                 self._note_state(state)
-                if self._observer is not None:
-                    self._observer.idled(state)
-            case Refused():
-                self._take_refusal(report)
-            case BlocksShown(number, block_map):
-                told = self._maps.get(number)
-                if told is not None and not told.done():  # else nobody waits any more
-                    told.set_result(block_map)
-            case Failed(_, message):
+                self._observer.idled(state)
+            case wire.Refused(request_id, message, param, code):
+                self._fail(request_id, InvalidRequestError(message, param=param, code=code))
+            case wire.BlocksShown(command, block_map):
+                self._tell(command, block_map)
+            case wire.Failed(_, message):
                 raise EngineDeadError(f"the engine has failed: {message}")
             case _:
                 raise AssertionError(f"not expected while running: {report}")
 
-    def _take_step(self, step: Stepped) -> None:
+    def _take_step(self, step: wire.Stepped) -> None:
         self._note_state(step.state)
         self._queued.difference_update(admission.request_id for admission in step.admissions)
-        self._outputs.note_preempted(step.preempted, step.started_s)
-        self._outputs.note_admitted(step.admissions, step.started_s)
+        self._outputs.note_scheduled(step.preempted, step.admissions, step.started_s)
         processed = self._outputs.process(step.deltas, time.monotonic())
         for request_id, index in processed.finish:
-            self._send(frame(Finish(request_id, index)))
+            self._send(frame(wire.Finish(request_id, index)))
         for request_id, error in processed.failed:
             log.error("request %d has failed", request_id, exc_info=error)
-            self._send(frame(Abort(request_id)))
+            self._send(frame(wire.Abort(request_id)))
             told = RequestFailedError(f"the request's output could not be made: {error}")
-            self._streams[request_id].fail(error if isinstance(error, EngineError) else told, keeps_output=False)
+            self._fail(request_id, error if isinstance(error, EngineError) else told)
         for request_id in processed.ready:
             self._streams[request_id].wake()
-        if self._observer is not None:
-            self._observer.stepped(step, processed)
+        self._observer.stepped(step, processed)
 
-    def _take_refusal(self, refused: Refused) -> None:
-        stream = self._streams.get(refused.request_id)
-        if stream is not None:
-            error = InvalidRequestError(refused.message, param=refused.param, code=refused.code)
-            stream.fail(error, keeps_output=False)
+    def _fail(self, request_id: int, error: EngineError) -> None:
+        """End a request for which the engine does nothing more, if it is still here."""
+        if request_id in self._streams:
+            self._streams[request_id].fail(error)
 
     def _die(self, reason: str) -> None:
         if self._death.done():
@@ -368,9 +319,8 @@ class EngineClient:
         self._queued.clear()
         self._is_idle = True                              # the dead do not stall
         for stream in self._streams.values():
-            stream.fail(EngineDeadError(reason), keeps_output=True)
-        waiting: list[asyncio.Future[Any]] = [*self._unpinning.values(), *self._maps.values()]
-        for told in waiting:
+            stream.fail(EngineDeadError(reason))
+        for told in self._asked.values():
             if not told.done():
                 told.set_exception(EngineDeadError(reason))
 
@@ -418,18 +368,18 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._has_output = True
         self._changed.set()
 
-    def fail(self, error: EngineError, *, keeps_output: bool) -> None:
-        """Tell the reader that nothing more comes."""
+    def fail(self, error: EngineError) -> None:
+        """Tell the reader that nothing more comes, behind the output that is there."""
         self._error = error
-        self._has_output &= keeps_output
+        self._has_output &= self._request_id in self._client._outputs
         self._changed.set()
 
 
 async def _expect(reader: asyncio.StreamReader, kind: type[ReportT]) -> ReportT:
     """Wait for a report of this kind. Raises what a `Failed` stands for."""
     report = await _receive(reader)
-    if isinstance(report, Failed):
-        raise as_error(report)
+    if isinstance(report, wire.Failed):
+        raise wire.as_error(report)
     assert isinstance(report, kind), f"expected {kind.__name__}, got {report}"
     return report
 
@@ -437,7 +387,7 @@ async def _expect(reader: asyncio.StreamReader, kind: type[ReportT]) -> ReportT:
 async def _receive(reader: asyncio.StreamReader) -> Report:
     """Wait for the next report. EOFError or ConnectionError when the engine is gone."""
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-    return decode_report(await reader.readexactly(length))
+    return wire.decode_report(await reader.readexactly(length))
 
 
 def _told(status: int) -> str:

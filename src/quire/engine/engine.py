@@ -19,7 +19,7 @@ class Engine:
     def __init__(self, scheduler: Scheduler, executor: Executor, *, overlaps: bool = False) -> None:
         self.scheduler = scheduler
         self.num_computed_tokens = 0        # by the last step
-        self._ran: list[int] = []           # requests, in the last step, if it failed
+        self._concerned: list[int] = []     # requests that answer for the last step, if it failed
         self._executor = executor
         self._overlaps = overlaps           # plan the next step while one runs: for devices that work by themselves
         self._in_flight = deque[StepPlan]()  # submitted, and not collected
@@ -53,7 +53,7 @@ class Engine:
             deltas = self.scheduler.update(plan, self._collect())
         except BaseException:
             self._discard()
-            self._ran = self.scheduler.undo()
+            self._concerned = self.scheduler.undo()
             raise
         if self._in_flight and not self.scheduler.has_requests:
             deltas += self.step()                       # of those that have just ended: nothing comes of it
@@ -75,28 +75,24 @@ class Engine:
                 self._collect()
 
     def fail_step(self, reason: str) -> list[SequenceDelta]:
-        """End the requests that ran in the step that has just failed; the others go on.
+        """End the requests that answer for the step that has just failed; the others go on.
 
         AssertionError if the failure has left anything behind.
         """
-        ran = [request_id for request_id in self._ran if self.abort(request_id)]
+        failed = [request_id for request_id in self._concerned if self.abort(request_id)]
         self.scheduler.check()
-        return [SequenceDelta(request_id, 0, [], error=reason) for request_id in ran]
+        return [SequenceDelta(request_id, 0, [], error=reason) for request_id in failed]
 
     @property
     def admissions(self) -> list[Admission]:
         """Requests that the last step let in."""
         return [
             Admission(
-                request.request_id,
-                request.num_preemptions,
-                request.num_cached_tokens,
-                tuple(request.waited),
-                request.num_recomputed_tokens,
-                request.num_swapped_blocks,
+                r.request_id, r.num_preemptions, r.num_cached_tokens, tuple(r.waited), r.num_recomputed_tokens,
+                r.num_swapped_blocks,
             )
-            for request in self.scheduler.admitted
-        ]
+            for r in self.scheduler.admitted
+        ]  # fmt: skip
 
     def kv_stats(self, *, by_owner: bool = True) -> KVStats:
         """Return the state of the KV cache between two steps, and what preemptions have cost.

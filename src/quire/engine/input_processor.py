@@ -10,7 +10,8 @@ from quire.core.owner_labels import OwnerLabels
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import arrival_seed
 from quire.core.sequence import Request
-from quire.scheduling.limits import AdmissionLimits
+from quire.engine.options import EngineOptions
+from quire.engine.wire import Ready
 from quire.text.chat_template import Message
 from quire.text.tokenizer import Tokenizer
 
@@ -45,6 +46,13 @@ class TokenizedPrompt(NamedTuple):
         return self._replace(cache_salt=cache_salt, key_number=key_number)
 
 
+class PreparedRequest(NamedTuple):
+    """A request that was checked and numbered, and the prompt as it came. Nothing is queued yet."""
+
+    request: Request
+    prompt: TokenizedPrompt
+
+
 _ANY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)  # every request samples one
 
 MAX_PRIORITY = 100     # either sign: so far may a request be overtaken by later ones, in levels of ageing
@@ -65,22 +73,13 @@ class InputProcessor:
     """Checks prompts and parameters against the model and the engine's limits, which change with what is pinned."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        limits: AdmissionLimits,
-        *,
-        vocab_size: int,
-        eos_token_ids: frozenset[int],
-        engine_seed: int,
-        max_logprobs: int,
+        self, tokenizer: Tokenizer | None, ready: Ready, options: EngineOptions, owners: OwnerLabels | None = None
     ) -> None:
         self._tokenizer = tokenizer
-        self.limits = limits
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
-        self._engine_seed = engine_seed
-        self.max_logprobs = max_logprobs
-        self._owners = OwnerLabels()
+        self.limits, self.max_logprobs = ready.limits, options.max_logprobs
+        self._vocab_size, self._eos_token_ids = ready.vocab_size, ready.eos_token_ids
+        self._engine_seed = options.seed
+        self.owners = owners or OwnerLabels()
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """Return the prompt's tokens. InvalidRequestError for wrong types, ids out of range, nothing at all."""
@@ -92,19 +91,11 @@ class InputProcessor:
             return TokenizedPrompt(prompt, self._encode(self._tokenizer, prompt, add_special_tokens=True))
         return TokenizedPrompt(None, self._check_token_ids(prompt))
 
-    def tokenize_chat(
-        self, conversation: Sequence[Message], *, add_generation_prompt: bool, continue_final_message: bool
-    ) -> TokenizedPrompt:
+    def tokenize_chat(self, conversation: Sequence[Message], **how: bool) -> TokenizedPrompt:
         """Return a conversation as the chat template writes it, and its tokens. InvalidRequestError as `tokenize`."""
         if self._tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
-        return self.tokenize_rendered(
-            self._tokenizer.apply_chat_template(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
-        )
+        return self.tokenize_rendered(self._tokenizer.apply_chat_template(conversation, **how))
 
     def tokenize_rendered(self, text: str) -> TokenizedPrompt:
         """Return the tokens of what a chat template wrote, which names its special tokens itself."""
@@ -150,7 +141,12 @@ class InputProcessor:
     def check_params(self, params: SamplingParams, beam: BeamSearchParams | None = None) -> None:
         """Raise InvalidRequestError for parameters that no prompt can have. Quick: no text is tokenized."""
         params.check_vocabulary(self._vocab_size)
-        self._check_logprobs(params)
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and asked > self.max_logprobs:
+                raise InvalidRequestError(
+                    f"{name} must be at most {self.max_logprobs} (max_logprobs), got {asked}", param=name
+                )
         if beam is not None:
             self._check_beam_width(beam.beam_width)
         if self._tokenizer is None and params.stop:
@@ -158,15 +154,15 @@ class InputProcessor:
         if self._tokenizer is None and params.bad_words:
             raise InvalidRequestError("the model has no tokenizer: bad_words cannot be used", param="bad_words")
 
-    def make_request(
+    def prepare(
         self,
         request_id: int,
         prompt: TokenizedPrompt,
         params: SamplingParams,
         beam: BeamSearchParams | None = None,
         priority: int = 0,
-    ) -> Request:
-        """Return a request that the scheduler will take, or raise InvalidRequestError. Nothing is queued.
+    ) -> PreparedRequest:
+        """Return a request that the scheduler will take, or raise InvalidRequestError.
 
         With `beam` it is a beam search; `params` say how many answers it has and how they become text. The lower the
         `priority`, the earlier it is served.
@@ -176,7 +172,7 @@ class InputProcessor:
                 f"sampling_params must be SamplingParams, got {type(params).__name__}", param="sampling_params"
             )
         self.check_params(params, beam)
-        return Request(
+        request = Request(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
             params=params,
@@ -188,14 +184,15 @@ class InputProcessor:
             beam=beam,
             cache_salt=prompt.cache_salt,
             priority=check_priority(priority),
-            owner=self._owners.label(prompt.key_number, prompt.cache_salt),
+            owner=self.owners.label(prompt.key_number, prompt.cache_salt),
         )
+        return PreparedRequest(request, prompt)
 
-    def make_pin(self, request_id: int, prompt: TokenizedPrompt) -> Request:
-        """Return a request that computes a prefix, which is then kept; its output means nothing. As `make_request`."""
-        request = self.make_request(request_id, prompt, _ANY_TOKEN)
-        request.is_pin = True
-        return request
+    def prepare_pin(self, request_id: int, prompt: TokenizedPrompt) -> PreparedRequest:
+        """Return a request that computes a prefix, which is then kept; its output means nothing. As `prepare`."""
+        prepared = self.prepare(request_id, prompt, _ANY_TOKEN)
+        prepared.request.is_pin = True
+        return prepared
 
     def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Return max_tokens, or the most that fits where it is None; raise if it could never run."""
@@ -204,14 +201,6 @@ class InputProcessor:
             max_tokens = max(1, params.min_tokens, self.limits.most_tokens(num_prompt_tokens, params.n))
         self.limits.check_admissible(num_prompt_tokens, max_tokens, params.n)
         return max_tokens
-
-    def _check_logprobs(self, params: SamplingParams) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(params, name)
-            if asked is not None and asked > self.max_logprobs:
-                raise InvalidRequestError(
-                    f"{name} must be at most {self.max_logprobs} (max_logprobs), got {asked}", param=name
-                )
 
     def _check_beam_width(self, width: int) -> None:
         """Refuse more beams than there are first tokens to begin with, or than can run at once."""

@@ -1,20 +1,20 @@
 """Who holds the KV cache: the cache knows sequences by number, the scheduler knows whose they are."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from quire.core.block_map import BlockEntry, BlockHolder
 from quire.core.owner_labels import UNLABELLED
-from quire.core.sequence import NO_ROW, Request, Sequence
+from quire.core.sequence import NO_ROW
 from quire.scheduling.scheduler import Scheduler
 
 
 def count_blocks_by_owner(scheduler: Scheduler) -> dict[str, int]:
     """Return how many blocks the requests of each label hold. Linear in their tables; nothing without labels."""
     seq_ids = defaultdict[str, list[int]](list)
-    for request, sequence in _holding(scheduler):
+    for request in scheduler.running:
         if request.owner != UNLABELLED:
-            seq_ids[request.owner].append(sequence.seq_id)
+            seq_ids[request.owner] += [sequence.seq_id for sequence in request.live if sequence.row != NO_ROW]
     return {owner: scheduler.cache.count_blocks(ids) for owner, ids in seq_ids.items()}
 
 
@@ -32,11 +32,3 @@ def view_holders(scheduler: Scheduler, blocks: Iterable[BlockEntry]) -> list[Blo
     pins = [-1 - holder for holder in sorted(seen - known.keys(), reverse=True)]
     pinned = (BlockHolder(-1 - pin, "pin", scheduler.cache.num_pinned_tokens(pin), pin) for pin in pins)
     return [*known.values(), *pinned]
-
-
-def _holding(scheduler: Scheduler) -> Iterator[tuple[Request, Sequence]]:
-    """Yield the sequences that hold blocks."""
-    for request in scheduler.running:
-        for sequence in request.live:
-            if sequence.row != NO_ROW:
-                yield request, sequence

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
 from quire.core.config import KERNEL_BLOCK_SIZES, Batching, MemoryPolicy, PreemptionMode
@@ -16,6 +16,10 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 GPU_MEMORY_UTILIZATION = 0.9  # of a GPU for weights, activations and KV cache; the contract's default
 MAX_NUM_SEQS = 1 << 16  # every row is a place for max_model_len tokens
 
+_CHOICES = {
+    "dtype": Dtype, "device": Device, "cpu_isa": CpuIsa, "preemption_mode": PreemptionMode,
+    "memory_policy": MemoryPolicy, "batching": Batching,
+}  # fmt: skip
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -38,6 +42,7 @@ class EngineOptions:
     """What a user may set; None means that the engine chooses. See docs/reference.md for each."""
 
     model: str | None = None
+    _: KW_ONLY
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
@@ -61,12 +66,9 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Check names, types and ranges; what depends on the model is checked when it is known."""
-        self._check_choice("dtype", get_args(Dtype))
-        self._check_choice("device", get_args(Device))
-        self._check_choice("cpu_isa", get_args(CpuIsa))
-        self._check_choice("preemption_mode", get_args(PreemptionMode))
-        self._check_choice("memory_policy", get_args(MemoryPolicy))
-        self._check_choice("batching", get_args(Batching))
+        for name, kind in _CHOICES.items():
+            if getattr(self, name) not in get_args(kind):
+                raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
         if self.batching == "static" and self.memory_policy != "contiguous-max":
             raise ConfigError(f"batching 'static' needs memory_policy 'contiguous-max', got {self.memory_policy!r}")
         for name in ("max_model_len", "num_kv_blocks", "max_num_batched_tokens"):
@@ -87,7 +89,8 @@ class EngineOptions:
             raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
-        self._refuse_unsupported()
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(f"tensor_parallel_size {self.tensor_parallel_size!r} is not supported yet, only 1")
 
     def _check_swap(self) -> None:
         swap_bytes = 0 if self.swap_space is None else parse_bytes(self.swap_space, "swap_space", low=0)
@@ -99,16 +102,6 @@ class EngineOptions:
             raise ConfigError(f"memory_policy {self.memory_policy!r} does not swap; leave swap_space out")
         if self.swap_dir is not None and not isinstance(self.swap_dir, str):
             raise ConfigError(f"swap_dir must be a path as text, got {self.swap_dir!r}")
-
-    def _refuse_unsupported(self) -> None:
-        """Refuse settings of parts that do not exist yet; their defaults describe the engine as it is."""
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(f"tensor_parallel_size {self.tensor_parallel_size!r} is not supported yet, only 1")
-
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        if value not in choices:
-            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
     def _check_count(self, name: str, low: int, high: int = sys.maxsize) -> None:
         value = getattr(self, name)

@@ -16,17 +16,15 @@ from quire.core.errors import RequestFailedError
 from quire.core.outputs import (
     WAIT_REASONS,
     Admission,
-    CompletionOutput,
     FinishReason,
     Logprob,
     Preemption,
     RequestMetrics,
     RequestOutput,
     SequenceDelta,
-    TokenLogprobs,
 )
-from quire.core.sampling_params import SamplingParams
 from quire.engine.branch_output import BranchOutput, logprob_dict
+from quire.engine.input_processor import PreparedRequest
 from quire.text.tokenizer import Tokenizer
 
 # What `output` gives: all of a request at its end; all of it so far, step by step; what is new, step by step.
@@ -66,16 +64,12 @@ class ProcessedStep(NamedTuple):
 class _OpenRequest:
     """A request whose last output has not been taken."""
 
+    prepared: PreparedRequest
     external_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
     kind: OutputKind
     tokenizer: Tokenizer | None                  # None: no text
     metrics: RequestMetrics
     branches: list[BranchOutput]
-    last_token_s: list[float | None]             # of each branch
-    touched: set[int]                            # branches that have something new
     num_unfinished: int
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
@@ -96,50 +90,27 @@ class OutputProcessor:
         return len(self._requests)
 
     def add(
-        self,
-        request_id: int,
-        *,
-        external_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        arrival_s: float,
-        kind: OutputKind = "final",
+        self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
     ) -> RequestMetrics:
         """Begin a request, and return where the times of its life are taken down. Its outputs carry `external_id`."""
-        assert request_id not in self._requests, f"request {request_id} added twice"
+        request, params = prepared.request, prepared.request.params
+        assert request.request_id not in self._requests, f"request {request.request_id} added twice"
         tokenizer = self._tokenizer if params.detokenize else None
         assert tokenizer is not None or not params.stop, "stop strings are found in text, and there is none"
-        self._requests[request_id] = _OpenRequest(
-            external_id=external_id,
-            prompt=prompt,
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            kind=kind,
-            tokenizer=tokenizer,
-            metrics=RequestMetrics(arrival_s),
-            branches=[BranchOutput(index, tokenizer, prompt_token_ids, params) for index in range(params.n)],
-            last_token_s=[None] * params.n,
-            touched=set(),
-            num_unfinished=params.n,
-        )
-        return self._requests[request_id].metrics
+        branches = [BranchOutput(index, tokenizer, request.prompt_token_ids, params) for index in range(params.n)]
+        metrics = RequestMetrics(arrival_s)
+        opened = _OpenRequest(prepared, external_id, kind, tokenizer, metrics, branches, num_unfinished=params.n)
+        self._requests[request.request_id] = opened
+        return metrics
 
-    def note_admitted(self, admissions: Iterable[Admission], now_s: float) -> None:
-        """Take down when requests first ran, what they found in the cache then, and how often they were preempted.
-
-        Each return after a preemption is an admission; both tell what was waited for.
-        """
-        for admission in admissions:
-            opened = self._requests.get(admission.request_id)
-            if opened is not None:
-                _note_admission(opened.metrics, admission, now_s)
-
-    def note_preempted(self, request_ids: Iterable[int], now_s: float) -> None:
-        """Take down when requests had to give way."""
-        for request_id in request_ids:
+    def note_scheduled(self, preempted: Iterable[int], admissions: Iterable[Admission], now_s: float) -> None:
+        """Take down who had to give way, and who began to run, or ran again: each return is an admission, too."""
+        for request_id in preempted:
             if request_id in self._requests:
                 self._requests[request_id].metrics.preemptions.append(Preemption(now_s))
+        for admission in admissions:
+            if admission.request_id in self._requests:
+                _note_admission(self._requests[admission.request_id].metrics, admission, now_s)
 
     def process(self, deltas: Iterable[SequenceDelta], now_s: float) -> ProcessedStep:
         """Take what a step added. Deltas of branches and requests that have ended are ignored.
@@ -180,7 +151,6 @@ class OutputProcessor:
             if branch.finish_reason is None:
                 with suppress(Exception):  # nobody wants its last text
                     branch.finish("abort")
-                request.touched.add(branch.index)
         request.num_unfinished = 0
         return _end(request, now_s)
 
@@ -190,20 +160,22 @@ class OutputProcessor:
         is_finished = request.num_unfinished == 0
         if is_finished:
             del self._requests[request_id]
-        is_delta = request.kind == "delta"
-        output = RequestOutput(
+        prompt_logprobs = request.prompt_logprobs
+        if request.kind == "delta":
+            outputs = [branch.take() for branch in request.branches if branch.has_news]
+            request.prompt_logprobs = None
+        else:
+            outputs = [branch.snapshot() for branch in request.branches]
+        return RequestOutput(
             request_id=request.external_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=_take_touched(request) if is_delta else [branch.snapshot() for branch in request.branches],
+            prompt=request.prepared.prompt.text,
+            prompt_token_ids=request.prepared.request.prompt_token_ids,
+            outputs=outputs,
             finished=is_finished,
-            prompt_logprobs=request.prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.metrics.num_cached_tokens,
             metrics=replace(request.metrics),
         )
-        if is_delta:
-            request.prompt_logprobs = None
-        return output
 
     def drop(self, request_id: int) -> None:
         """Forget a request, whether it has ended or not, if it is here."""
@@ -224,44 +196,31 @@ def _note_admission(metrics: RequestMetrics, admission: Admission, now_s: float)
         last.num_swapped_blocks = admission.num_swapped_blocks
 
 
-def _extend(request: _OpenRequest, delta: SequenceDelta, now_s: float, step: ProcessedStep) -> int:
+def _extend(opened: _OpenRequest, delta: SequenceDelta, now_s: float, step: ProcessedStep) -> int:
     """Add a delta to its branch, and what rides on the first one to the request. Return how many tokens were taken.
 
     RequestFailedError if the delta says that there is nothing to add.
     """
     if delta.error is not None:
         raise RequestFailedError(delta.error)
-    if request.metrics.first_token_s is None:
-        request.metrics.first_token_s = now_s
-        step.begun.append((request.metrics, len(request.prompt_token_ids)))
-    last_s, request.last_token_s[delta.index] = request.last_token_s[delta.index], now_s
-    if request.params.prompt_logprobs is not None and delta.index == 0 and last_s is None:
-        request.prompt_logprobs = _prompt_logprobs(delta.prompt_logprobs or [], request.tokenizer)
-    if last_s is not None:
-        step.gaps_s.append(now_s - last_s)
-    request.touched.add(delta.index)
-    branch = request.branches[delta.index]
+    request, branch = opened.prepared.request, opened.branches[delta.index]
+    if opened.metrics.first_token_s is None:
+        opened.metrics.first_token_s = now_s
+        step.begun.append((opened.metrics, len(request.prompt_token_ids)))
+    if branch.last_token_s is not None:
+        step.gaps_s.append(now_s - branch.last_token_s)
+    elif delta.index == 0 and request.params.prompt_logprobs is not None:
+        positions = delta.prompt_logprobs or []     # of all but the first token: nothing stands before that
+        opened.prompt_logprobs = [None, *(logprob_dict(position, opened.tokenizer) for position in positions)]
+    branch.last_token_s = now_s
     num_before = branch.num_tokens
     branch.extend(delta)
     return branch.num_tokens - num_before
 
 
-def _end(request: _OpenRequest, now_s: float) -> EndedRequest:
+def _end(opened: _OpenRequest, now_s: float) -> EndedRequest:
     """Take down that a request's last branch has ended."""
-    request.metrics.finished_s = now_s
-    reasons = [branch.finish_reason for branch in request.branches if branch.finish_reason is not None]
-    num_output_tokens = sum(branch.num_tokens for branch in request.branches)
-    return EndedRequest(request.metrics, len(request.prompt_token_ids), num_output_tokens, reasons)
-
-
-def _take_touched(request: _OpenRequest) -> list[CompletionOutput]:
-    """Return what is new of every branch that has something new, in the order of their indices."""
-    touched, request.touched = sorted(request.touched), set()
-    return [request.branches[index].take() for index in touched]
-
-
-def _prompt_logprobs(
-    positions: list[TokenLogprobs], tokenizer: Tokenizer | None
-) -> list[dict[int, Logprob] | None]:
-    """Return one entry per prompt token; the first has nothing before it, so nothing is known of it."""
-    return [None, *(logprob_dict(position, tokenizer) for position in positions)]
+    opened.metrics.finished_s = now_s
+    reasons = [branch.finish_reason for branch in opened.branches if branch.finish_reason is not None]
+    num_output_tokens = sum(branch.num_tokens for branch in opened.branches)
+    return EndedRequest(opened.metrics, len(opened.prepared.request.prompt_token_ids), num_output_tokens, reasons)

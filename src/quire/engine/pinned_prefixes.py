@@ -21,28 +21,29 @@ class PinnedPrefixes:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._pinned: dict[str, tuple[PinnedPrefix, int]] = {}  # with the number of the request
-        self._request_ids = itertools.count(-1, -1)
+        self._pinned: dict[str, tuple[PinnedPrefix, int, int]] = {}  # with the numbers of the request and of its key
+        self.request_ids = itertools.count(-1, -1)  # of those that are to pin: others' seeds come of theirs, from 0 up
 
-    def __iter__(self) -> Iterator[PinnedPrefix]:
-        """Yield what users know of each."""
-        return (prefix for prefix, _ in self._pinned.values())
+    def __len__(self) -> int:
+        """Count them."""
+        return len(self._pinned)
 
-    def next_request_id(self) -> int:
-        """Number a request that is to pin its prompt: below 0, for the seeds of others are drawn from their numbers."""
-        return next(self._request_ids)
+    def of(self, key_number: int) -> Iterator[PinnedPrefix]:
+        """Yield what its owner knows of each that came with this API key, numbered from 1; 0: without one."""
+        return (prefix for prefix, _, owner in self._pinned.values() if owner == key_number)
 
-    def add(self, request: Request) -> PinnedPrefix:
+    def add(self, request: Request, key_number: int = 0) -> PinnedPrefix:
         """Take in a prefix that a request has computed."""
         num_tokens = len(request.prompt_token_ids)
         num_blocks = blocks_for(num_tokens, self._block_size)
         prefix = PinnedPrefix(f"prefix-{uuid.uuid4().hex}", num_tokens, num_blocks, int(time.time()))
-        self._pinned[prefix.id] = prefix, request.request_id
+        self._pinned[prefix.id] = prefix, request.request_id, key_number
         return prefix
 
-    def remove(self, prefix_id: str) -> int:
-        """Forget a prefix and return the number of its request. UnknownPrefixError if it is not here."""
-        if not isinstance(prefix_id, str) or prefix_id not in self._pinned:
+    def remove(self, prefix_id: str, key_number: int = 0) -> int:
+        """Forget a prefix and return the number of its request. UnknownPrefixError if the key has none of that id."""
+        found = self._pinned.get(prefix_id) if isinstance(prefix_id, str) else None
+        if found is None or found[2] != key_number:
             raise UnknownPrefixError(f"there is no pinned prefix {shown(prefix_id)}")
-        _, request_id = self._pinned.pop(prefix_id)
-        return request_id
+        del self._pinned[prefix_id]
+        return found[1]

@@ -23,37 +23,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame, read_frame
 from quire.core.outputs import KVStats
-from quire.core.sequence import Request
+from quire.engine import wire
 from quire.engine.engine import Engine
 from quire.engine.pulse import Pulse
-from quire.engine.wire import (
-    FAULT,
-    Abort,
-    Add,
-    Alive,
-    BlocksShown,
-    EngineState,
-    Finish,
-    Idle,
-    Located,
-    Ready,
-    Refused,
-    Report,
-    ShowBlocks,
-    Start,
-    Stepped,
-    decode_command,
-    failed,
-)
+from quire.engine.wire import EngineState, Report
 from quire.model.resolve import resolve_model
-
-if TYPE_CHECKING:
-    from quire.engine.assembly import AssembledEngine
 
 log = logging.getLogger(__name__)
 
@@ -119,23 +98,20 @@ class EngineLoop:
                 self._rest()
 
     def _obey(self, message: bytes) -> None:
-        match decode_command(message):
-            case Add(request):
-                self._add(request)
-            case Abort(request_id):
+        match wire.decode_command(message):
+            case wire.Add(request):
+                try:
+                    self._engine.add(request)
+                except InvalidRequestError as error:
+                    self._send(wire.Refused(request.request_id, str(error), error.param, error.code))
+            case wire.Abort(request_id):
                 self._engine.abort(request_id)
-            case Finish(request_id, index):
+            case wire.Finish(request_id, index):
                 self._engine.finish(request_id, index)
-            case ShowBlocks(number, first, count, tier):
-                self._send(BlocksShown(number, self._engine.block_map(first, count, tier)))
-            case Start():
+            case wire.ShowBlocks(_, first, count, tier) as command:
+                self._send(wire.BlocksShown(command, self._engine.block_map(first, count, tier)))
+            case wire.Start():
                 raise AssertionError("started twice")
-
-    def _add(self, request: Request) -> None:
-        try:
-            self._engine.add(request)
-        except InvalidRequestError as error:
-            self._send(Refused(request.request_id, str(error), error.param, error.code))
 
     def _step(self) -> None:
         self._pulse.work()
@@ -146,11 +122,11 @@ class EngineLoop:
         except Exception as error:
             if self._has_failed:
                 raise  # with other requests than before: it is not for them that steps fail
-            log.exception("a step has failed, and with it the requests that ran in it")
+            log.exception("a step has failed, and with it the requests that it computed for")
             self._has_failed, deltas = True, engine.fail_step(f"its step has failed: {error!r}")
         self._quiet_since_s, self._is_checked = time.monotonic(), False
-        preempted = engine.scheduler.preempted
-        self._send(Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, self._state(), preempted))
+        state, preempted = self._state(), engine.scheduler.preempted
+        self._send(wire.Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, state, preempted))
 
     def _rest(self) -> None:
         """Say that all is done, and sleep until the next command.
@@ -159,7 +135,7 @@ class EngineLoop:
         shall be found by us, not by users.
         """
         self._pulse.rest()
-        self._send(Idle(self._state()))
+        self._send(wire.Idle(self._state()))
         command: bytes | None = None
         if not self._is_checked:
             due_s = self._quiet_since_s + QUIET_S
@@ -179,7 +155,7 @@ class EngineLoop:
             kv=self._kv_stats(),
             pins=scheduler.cache.pins,
             num_pinned_blocks=scheduler.limits.num_pinned_blocks,
-            num_seats=scheduler.entrance.num_seats,
+            num_seats=scheduler.roster.num_seats,
             waits_for=scheduler.hold_ups.now,
         )
 
@@ -208,8 +184,8 @@ def main() -> None:
     try:
         serve(connection, commands)
     except Exception as error:  # the server has to know why: its users are waiting
-        message = failed(error)
-        if message.kind == FAULT:
+        message = wire.failed(error)
+        if message.kind == wire.FAULT:
             log.exception("the engine ends")
         connection.exit_status = 1
         connection.send(message)
@@ -224,37 +200,21 @@ def _end_with_thread(died: threading.ExceptHookArgs) -> NoReturn:
 
 def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     """Load what the first command says, then obey."""
-    start = decode_command(commands.get())
-    assert isinstance(start, Start), f"the first command must be Start, got {start}"
+    start = wire.decode_command(commands.get())
+    assert isinstance(start, wire.Start), f"the first command must be Start, got {start}"
     folder = str(resolve_model(start.options.model))
-    connection.send(Located(folder))
+    connection.send(wire.Located(folder))
     gc.disable()  # what is made from here on stays
     from quire.engine.assembly import assemble  # noqa: PLC0415 (loads torch; the server reads its tokenizer meanwhile)
 
     assembled = assemble(replace(start.options, model=folder), takes_text=False)
     gc.freeze()  # else a full collection looks through all of torch: 75 ms in the middle of a step
     gc.enable()
-    connection.send(_ready(assembled))
+    connection.send(assembled.ready)
     progress = assembled.model.progress
-    pulse = Pulse(lambda: int(progress[0]), lambda: connection.send(Alive()))
+    pulse = Pulse(lambda: int(progress[0]), lambda: connection.send(wire.Alive()))
     pulse.start()
     EngineLoop(assembled.engine, commands, connection.send, pulse).run()
-
-
-def _ready(assembled: "AssembledEngine") -> Ready:
-    scheduler, model = assembled.engine.scheduler, assembled.model
-    return Ready(
-        limits=scheduler.limits,
-        max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
-        vocab_size=model.spec.vocab_size,
-        eos_token_ids=assembled.eos_token_ids,
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=str(model.device),
-        num_parameters=model.num_parameters,
-        weights_bytes=model.weight_bytes,
-        kv_bytes_per_token=assembled.kv_bytes_per_token,
-        num_swap_blocks=assembled.engine.kv_stats().swap_total_blocks,
-    )
 
 
 if __name__ == "__main__":

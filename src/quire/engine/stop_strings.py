@@ -7,7 +7,8 @@ look at each character and stop string, however long the string is.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+
+_NEVER = 1 << 62  # behind the end of any text
 
 
 @lru_cache(maxsize=1024)  # every branch of every request of a call has the same stop strings
@@ -22,18 +23,12 @@ def border_lengths(text: str) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-class StopMatch(NamedTuple):
-    """A stop string that is complete; `end` is where it ends in the newest piece, in characters."""
-
-    text: str
-    end: int
-
-
 class StopStringFinder:
     """Watches the text of one sequence.
 
     The stop string that is complete first ends the text; of two that end with the same character, the longer one.
-    With `include` the text ends behind it instead of before it, and nothing has to be held back.
+    With `include` the text ends behind it instead of before it, and nothing has to be held back. Without `stops` the
+    text goes through.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
@@ -47,17 +42,18 @@ class StopStringFinder:
         Stop strings that are complete in a piece with `may_stop=False` are text like any other; one that only begins
         there counts. After a stop string nothing may be fed.
         """
-        matches = [match for automaton in self._automata if (match := automaton.advance(piece, may_stop))]
-        if matches:
-            first = min(matches, key=lambda match: (match.end, -len(match.text)))
+        ends = [automaton.advance(piece, may_stop) for automaton in self._automata]
+        end = min(ends, default=_NEVER)
+        if end < _NEVER:
+            complete = [each.stop for each, own in zip(self._automata, ends, strict=True) if own == end]
+            stop = max(complete, key=len)
             if self._include:
-                return piece[: first.end], first.text
-            text = self._held + piece[: first.end]
-            return text[: -len(first.text)], first.text
+                return piece[:end], stop
+            return (self._held + piece[:end])[: -len(stop)], stop
         if self._include:
             return piece, None
         text = self._held + piece
-        num_certain = len(text) - max(automaton.matched for automaton in self._automata)
+        num_certain = len(text) - max((automaton.matched for automaton in self._automata), default=0)
         self._held = text[num_certain:]
         return text[:num_certain], None
 
@@ -71,22 +67,22 @@ class _Automaton:
     """How far one stop string has been matched: `matched` of its characters are the end of the text so far."""
 
     def __init__(self, stop: str) -> None:
-        self._stop = stop
+        self.stop = stop
         self._borders = border_lengths(stop)
         self.matched = 0
 
-    def advance(self, piece: str, may_stop: bool) -> StopMatch | None:
-        """Take the next piece; return the first match that ends in it, if that is allowed to count."""
-        stop, borders, matched = self._stop, self._borders, self.matched
+    def advance(self, piece: str, may_stop: bool) -> int:
+        """Take the next piece; return where in it the first match ends, if that is allowed to count, or _NEVER."""
+        stop, borders, matched = self.stop, self._borders, self.matched
         if not matched and stop[0] not in piece:
-            return None
+            return _NEVER
         for position, char in enumerate(piece):
             while matched and stop[matched] != char:
                 matched = borders[matched - 1]
             matched += stop[matched] == char
             if matched == len(stop):
                 if may_stop:
-                    return StopMatch(stop, position + 1)
+                    return position + 1
                 matched = borders[-1]
         self.matched = matched
-        return None
+        return _NEVER

@@ -48,7 +48,7 @@ class Finish(msgspec.Struct, tag="finish", array_like=True, frozen=True):
 
 
 class ShowBlocks(msgspec.Struct, tag="show_blocks", array_like=True, frozen=True):
-    """Tell what blocks [first, first + count) are. Answered between two steps, by a BlocksShown of the same number."""
+    """Tell what blocks [first, first + count) are. Answered between two steps. `number` tells one from another."""
 
     number: int
     first: int
@@ -134,9 +134,9 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
 
 
 class BlocksShown(msgspec.Struct, tag="blocks_shown", array_like=True, frozen=True):
-    """The answer to ShowBlocks."""
+    """The answer to a ShowBlocks."""
 
-    number: int
+    command: ShowBlocks
     map: BlockMap
 
 

@@ -1,14 +1,19 @@
-"""config.json of a model folder: read, checked, and turned into a `DecoderSpec` by the family that it names."""
+"""config.json of a model folder: read, checked, and turned into a `DecoderSpec` by the family that it names. Of
+generation_config.json, the one thing that changes what a model's answer is: end-of-sequence tokens.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import read_json_object
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
 from quire.model.families import FAMILIES, MODEL_TYPES
 from quire.model.footprint import DTYPE_BYTES
 from quire.model.spec import DecoderSpec, SpecError
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+EOS_KEY = "eos_token_id"
 
 
 def read_config(folder: Path) -> dict[str, object]:
@@ -45,6 +50,19 @@ def dtype_name(asked: str, config: Mapping[str, object], source: str = CONFIG_FI
     return ConfigReader(config, source).choice(key, names, default="float32")
 
 
+def eos_token_ids(folder: Path, config: Mapping[str, object], vocab_size: int) -> frozenset[int]:
+    """Return the ids that end an answer; generation_config.json wins over config.json, and null means none there.
+
+    Raises ModelError for a broken file or for anything but a token id of the model, a list of them or null.
+    """
+    for name, values in ((GENERATION_CONFIG_FILE, _generation_config(folder)), (CONFIG_FILE, config)):
+        value = values.get(EOS_KEY)
+        if value is not None:
+            items = value if isinstance(value, list) else [value]
+            return frozenset(_checked(item, folder / name, vocab_size) for item in items)
+    return frozenset()
+
+
 def _architecture(config: ConfigReader) -> str:
     """The name under which the config's family is known; the model type counts where no architecture is named."""
     named = config.raw("architectures")
@@ -53,3 +71,15 @@ def _architecture(config: ConfigReader) -> str:
         what = f"architecture {found!r:.80}" if found is not None else f"model_type {config.raw('model_type')!r:.80}"
         raise config.error(f"unknown {what}; known are {', '.join(FAMILIES)}")
     return found
+
+
+def _generation_config(folder: Path) -> Mapping[str, object]:
+    has_file = (folder / GENERATION_CONFIG_FILE).exists()
+    return read_json_object(folder, GENERATION_CONFIG_FILE) if has_file else {}
+
+
+def _checked(value: object, path: Path, vocab_size: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
+        raise ModelError(f"{path}: {EOS_KEY} must be a token id from 0 to {vocab_size - 1} or a list of them, "
+                         f"got {value!r:.80}")
+    return value

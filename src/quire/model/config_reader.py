@@ -44,18 +44,11 @@ class ConfigReader:
         """Return a reader that finds `default` where the key is missing or null."""
         return self if self.has(key) else ConfigReader({**self._values, key: default}, self._source)
 
-    def count(self, key: str, default: int) -> int:
-        """Return an integer of at least 0."""
+    def size(self, key: str, default: int | None = None, *, least: int = 1, limit: int = MAX_SIZE) -> int:
+        """Return an integer in [least, limit]."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.error(f"{key} must be an integer of at least 0, got {_short(value)}")
-        return value
-
-    def size(self, key: str, default: int | None = None, *, limit: int = MAX_SIZE) -> int:
-        """Return an integer in [1, limit]."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-            raise self.error(f"{key} must be an integer from 1 to {limit}, got {_short(value)}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= limit:
+            raise self.error(f"{key} must be an integer from {least} to {limit}, got {_short(value)}")
         return value
 
     def nullable_size(self, key: str, default: int) -> int | None:

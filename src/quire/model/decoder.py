@@ -1,19 +1,16 @@
 """The one decoder: embeddings, layers, a norm and a head, composed at construction as the spec says."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from quire.kernels.back_end import BackEnd
-from quire.kernels.decoder_layers import RunLayers
-from quire.kernels.paged_attention import AttentionPlan, prepare
-from quire.kernels.rotary import rotary_table
+from quire.kernels.decoder_layers import RunLayers, Step
+from quire.kernels.kv_cache_write import rotary_table
+from quire.kernels.paged_attention import prepare
 from quire.model.batch import ForwardBatch
 from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
-from quire.model.layers import Attention, FeedForward, Layer, PostNormLayer, PreNormLayer, Step, make_norm
-from quire.model.shapes import DecoderShapes, LayerShapes
+from quire.model.layers import ComposedLayers, make_layer, make_norm
+from quire.model.shapes import DecoderShapes
 from quire.model.spec import DecoderSpec
 from quire.model.weights import WeightReader
 
@@ -26,11 +23,13 @@ class Decoder:
         shapes = DecoderShapes.of(spec)
         self._embedding = Embedding(shapes, spec.position_offset, weights)
         cos_sin = _rotary_table(spec, max_positions, weights.device)
-        self._layers = [_make_layer(spec, weights.layer(i), i, cos_sin) for i in range(spec.num_layers)]
+        layers = [make_layer(spec, weights.layer(i), i, cos_sin) for i in range(spec.num_layers)]
         self.progress = torch.zeros(1, dtype=torch.int64)  # layers and heads run since start; any thread may look
-        self._run_layers = _fused(self._layers, weights.back_end, self.progress) or self._layer_by_layer
+        fused = self.back_end.fuse_layers(layers, self.progress) if spec.norm_position == "pre" else None
+        self._run_layers: RunLayers = fused or ComposedLayers(layers, self.back_end, spec.norm_position, self.progress)
         self._final_norm = None if shapes.final_norm is None else make_norm(spec, weights, shapes.final_norm)
-        self._head = Head(shapes, weights, self._embedding.tokens, is_tied=spec.is_head_tied)
+        self._project_out = None if shapes.project_out is None else weights.linear(shapes.project_out)
+        self._head = weights.head(shapes.head, self._embedding.tokens, is_tied=spec.is_head_tied)
         self.num_parameters, self.weight_bytes = weights.tally.num_parameters, weights.tally.weight_bytes
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
@@ -40,34 +39,16 @@ class Decoder:
         """
         plan = prepare(batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size)
         x = self._embedding(batch.token_ids, batch.positions)
-        x, residual = self._run_layers(x, batch.positions, batch.slot_mapping, plan, cache.keys, cache.values)
-        return self._finish(x, residual)
+        step = Step(batch.positions, batch.slot_mapping, plan)
+        x, residual = self._run_layers(x, step, cache.keys, cache.values)
+        if self._final_norm is not None:
+            return self._final_norm(x, residual)[0]
+        return x if residual is None else x + residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
         self.progress += 1
-        return self._head(hidden)
-
-    def _layer_by_layer(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        slot_mapping: Tensor,
-        plan: AttentionPlan,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run the layers as `RunLayers` does, of the back end's single ops."""
-        step, residual = Step(positions, slot_mapping, plan), None
-        for layer, layer_keys, layer_values in zip(self._layers, keys, values, strict=True):
-            x, residual = layer(x, residual, step, layer_keys, layer_values)
-            self.progress += 1
-        return x, residual
-
-    def _finish(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        if self._final_norm is not None:
-            return self._final_norm(x, residual)[0]
-        return x if residual is None else x + residual
+        return self._head(hidden if self._project_out is None else self._project_out(hidden))
 
 
 class Embedding:
@@ -87,40 +68,8 @@ class Embedding:
         return x if self._positions is None else x + self._embed(self._positions, positions)
 
 
-class Head:
-    """Hidden states to logits, projected first if embeddings have another width. The logits are float32."""
-
-    def __init__(self, shapes: DecoderShapes, weights: WeightReader, embedding: Tensor, *, is_tied: bool) -> None:
-        self._project = None if shapes.project_out is None else weights.linear(shapes.project_out)
-        self._logits = weights.head(shapes.head, embedding, is_tied=is_tied)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Return [num_rows, vocab_size] float32 for hidden [num_rows, hidden_size]."""
-        return self._logits(hidden if self._project is None else self._project(hidden))
-
-
-def _fused(layers: list[Layer], back_end: BackEnd, progress: Tensor) -> RunLayers | None:
-    """Return the layers as one call, if the back end can make one of them."""
-    pre_norm = [layer for layer in layers if isinstance(layer, PreNormLayer)]
-    if len(pre_norm) < len(layers):
-        return None
-    return back_end.fuse_layers([layer.parts for layer in pre_norm], progress)
-
-
 def _rotary_table(spec: DecoderSpec, max_positions: int, device: torch.device) -> Tensor | None:
     """Cosines and sines of all positions, shared by the layers; None for learned positions."""
     if spec.rotary is None:
         return None
     return rotary_table(inverse_frequencies(spec.rotary).to(device), max_positions, spec.rotary.scale)
-
-
-def _make_layer(spec: DecoderSpec, weights: WeightReader, index: int, cos_sin: Tensor | None) -> Layer:
-    """Compose one layer of the parts that the spec names."""
-    shapes = LayerShapes.of(spec)
-    make = PreNormLayer if spec.norm_position == "pre" else PostNormLayer
-    return make(
-        make_norm(spec, weights, shapes.attention_norm),
-        Attention(spec, weights, index, cos_sin),
-        make_norm(spec, weights, shapes.feed_forward_norm),
-        FeedForward(spec, weights),
-    )

@@ -52,10 +52,11 @@ class WeightReader:
         """Return an embedding table [num_rows, width]."""
         return self._read_kept([f"{self._prefix}{shape.module}.weight"], [(shape.num_rows, shape.width)])
 
-    def norm(self, shape: NormShape) -> tuple[Tensor, ...]:
+    def norm(self, shape: NormShape) -> tuple[Tensor, Tensor | None]:
         """Return a norm's weight and, if it has one, its bias, each [width]."""
-        kinds = ("weight", "bias") if shape.has_bias else ("weight",)
-        return tuple(self._read_kept([f"{self._prefix}{shape.module}.{kind}"], [(shape.width,)]) for kind in kinds)
+        stem = self._prefix + shape.module
+        weight = self._read_kept([f"{stem}.weight"], [(shape.width,)])
+        return weight, self._read_kept([f"{stem}.bias"], [(shape.width,)]) if shape.has_bias else None
 
     def linear(self, shape: LinearShape) -> Linear:
         """Return one layer, the modules' rows on top of each other."""

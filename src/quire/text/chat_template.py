@@ -50,7 +50,9 @@ class ChatTemplate:
         that the messages or the template get wrong is an InvalidRequestError for the field `messages`. With
         `continue_final_message`, instead of a generation prompt, the text ends where the last message's content does.
         """
-        conversation = [_checked(index, message) for index, message in enumerate(_as_list(messages))]
+        if not isinstance(messages, list | tuple) or not messages:
+            _refuse("messages must be a list of at least one message")
+        conversation = [_checked(index, message) for index, message in enumerate(messages)]
         if not continue_final_message:
             return self._render(conversation, add_generation_prompt, variables)
         if add_generation_prompt:
@@ -59,7 +61,9 @@ class ChatTemplate:
                 "a message is either continued or begun",
                 param="continue_final_message",
             )
-        content = _final_content(conversation)
+        content = conversation[-1].get("content")
+        if not isinstance(content, str):
+            _refuse("continue_final_message needs a last message with a content")
         marked = [*conversation[:-1], conversation[-1] | {"content": content + CONTINUE_MARK}]
         return _cut_after(content, self._render(marked, add_generation_prompt, variables))
 
@@ -155,13 +159,6 @@ def _join_bounded(pieces: Any) -> str:  # noqa: ANN401 (an iterator of strings)
     return "".join(written)
 
 
-def _final_content(conversation: list[dict[str, Any]]) -> str:
-    content = conversation[-1].get("content")
-    if not isinstance(content, str):
-        _refuse("continue_final_message needs a last message with a content")
-    return content
-
-
 def _cut_after(content: str, text: str) -> str:
     """Return a rendered text up to the end of the last message, which was marked."""
     mark = CONTINUE_MARK.strip()  # templates may strip what they are given
@@ -170,12 +167,6 @@ def _cut_after(content: str, text: str) -> str:
         _refuse("continue_final_message: the model's chat template does not write the last message as it is")
     kept = text[:place]
     return kept if text.startswith(CONTINUE_MARK, place) else kept.rstrip()
-
-
-def _as_list(messages: object) -> list[object]:
-    if not isinstance(messages, list | tuple) or not messages:
-        _refuse("messages must be a list of at least one message")
-    return list(messages)
 
 
 def _checked(index: int, message: object) -> dict[str, Any]:

@@ -6,7 +6,6 @@ prompt's last token began and the output completed belongs to the output.
 
 from codecs import utf_8_decode
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from quire.text.tokenizer import Tokenizer
 
@@ -14,26 +13,6 @@ REPLACEMENT = "\ufffd"        # what UTF-8 decoders write for bytes that are no 
 _MAX_UNFINISHED_BYTES = 3     # a character has at most 4
 _MAX_CONTEXT_TOKENS = 8
 _MAX_HELD_TOKENS = 8          # more than any character needs, if every byte is a token of its own
-
-
-class IncrementalDetokenizer(Protocol):
-    """Turns the tokens of one sequence into text as they come."""
-
-    def append(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens and return the text that they completed."""
-
-    def finish(self) -> str:
-        """Return what is left: U+FFFD for the bytes of a character that was never completed."""
-
-
-def incremental_detokenizer(
-    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
-) -> IncrementalDetokenizer:
-    """Return a detokenizer for one sequence that continues the prompt."""
-    table = tokenizer.token_bytes(skip_special_tokens)
-    if table is None:
-        return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
-    return ByteDetokenizer(table, prompt_token_ids, drops_first_space=tokenizer.drops_first_space)
 
 
 class ByteDetokenizer:
@@ -130,3 +109,16 @@ class WindowDetokenizer:
 
     def _visible(self, token_ids: Sequence[int]) -> list[int]:
         return [token_id for token_id in token_ids if token_id not in self._hidden]
+
+
+IncrementalDetokenizer = ByteDetokenizer | WindowDetokenizer
+
+
+def incremental_detokenizer(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+) -> IncrementalDetokenizer:
+    """Return a detokenizer for one sequence that continues the prompt."""
+    table = tokenizer.token_bytes(skip_special_tokens)
+    if table is None:
+        return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+    return ByteDetokenizer(table, prompt_token_ids, drops_first_space=tokenizer.drops_first_space)

@@ -36,11 +36,6 @@ def read_text_settings(folder: Path) -> TextSettings:
     return TextSettings(named, tuple(dict.fromkeys(special)), _chat_template(folder, config))
 
 
-def text_if_any(folder: Path, name: str) -> str | None:
-    """Return the text of a file of a model folder, or None when it is not there. ModelError when it cannot be read."""
-    return read_text(folder, name) if (folder / name).exists() else None
-
-
 def _object_if_any(folder: Path, name: str) -> dict[str, Any]:
     """Return the object in a JSON file, or {} when it is not there."""
     return read_json_object(folder, name) if (folder / name).exists() else {}
@@ -59,15 +54,9 @@ def _list(value: object) -> list[Any]:
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """Return the template of the newest kind of file that has one; of several named ones, the default."""
-    own_file = text_if_any(folder, "chat_template.jinja")
-    if own_file is not None:
-        return own_file
+    if (folder / "chat_template.jinja").exists():
+        return read_text(folder, "chat_template.jinja")
     template: Any = _object_if_any(folder, "chat_template.json").get("chat_template", config.get("chat_template"))
-    named = template if isinstance(template, dict) else _by_name(_list(template))
-    template = named.get("default", template)
+    named = {str(each.get("name")): each.get("template") for each in _list(template) if isinstance(each, dict)}
+    template = (template if isinstance(template, dict) else named).get("default", template)
     return template if isinstance(template, str) else None
-
-
-def _by_name(entries: list[Any]) -> dict[str, Any]:
-    """Return the templates of a list of {"name": ..., "template": ...}."""
-    return {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}

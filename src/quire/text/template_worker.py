@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -26,14 +26,13 @@ OUT_OF_MEMORY = 3           # exit status
 
 
 class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
-    """The first message: the template's source, and the variables that it always sees."""
+    """The first message: the template's source."""
 
     source: str
-    variables: dict[str, str]
 
 
 class Render(msgspec.Struct, tag="render", array_like=True, frozen=True):
-    """A conversation; nothing about it has been checked."""
+    """A conversation, of which nothing has been checked, and all else that the template sees."""
 
     messages: Any
     add_generation_prompt: bool
@@ -71,15 +70,15 @@ def main() -> None:
     _set_limits()
     connection = socket.socket(fileno=int(sys.argv[1]))
     stream = connection.makefile("rb")
-    worker: Worker | None = None
+    template: ChatTemplate | None = None
     while (body := read_frame(stream)) is not None:
         signal.setitimer(signal.ITIMER_REAL, RENDER_LIMIT_S)
         command = decode_command(body)
         if isinstance(command, Start):
-            worker, reply = Worker(command), frame(Ready())
+            template, reply = ChatTemplate(command.source), frame(Ready())  # compiled by its first render
         else:
-            assert worker is not None, "the first command must be Start"
-            reply = worker.answer(command)
+            assert template is not None, "the first command must be Start"
+            reply = _answer(template, command)
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
             connection.sendall(reply)
@@ -87,33 +86,24 @@ def main() -> None:
             return  # nobody is left to read it
 
 
-class Worker:
-    """One template. Its first render compiles it, within the limits as well."""
-
-    def __init__(self, start: Start) -> None:
-        self._template = ChatTemplate(start.source)
-        self._variables = start.variables
-
-    def answer(self, command: Render) -> bytes:
-        """Return the frame of a reply. Ends the process when memory runs out."""
-        try:
-            return frame(Rendered(self._render(command)))
-        except InvalidRequestError as error:
-            if isinstance(error.__cause__, MemoryError):
-                _end_out_of_memory()
-            return _refusal(str(error), error.param, error.code)
-        except UnicodeEncodeError:
-            return _refusal("the chat template has rendered half a surrogate pair", "messages", None)
-        except MemoryError:
-            _end_out_of_memory()
-
-    def _render(self, command: Render) -> str:
-        return self._template.render(
+def _answer(template: ChatTemplate, command: Render) -> bytes:
+    """Return the frame of a reply. Ends the process when memory runs out, without cleaning up: that would need some."""
+    try:
+        text = template.render(
             command.messages,
             add_generation_prompt=command.add_generation_prompt,
             continue_final_message=command.continue_final_message,
-            **self._variables | command.variables,
+            **command.variables,
         )
+        return frame(Rendered(text))
+    except InvalidRequestError as error:
+        if not isinstance(error.__cause__, MemoryError):
+            return _refusal(str(error), error.param, error.code)
+    except UnicodeEncodeError:
+        return _refusal("the chat template has rendered half a surrogate pair", "messages", None)
+    except MemoryError:
+        pass
+    os._exit(OUT_OF_MEMORY)
 
 
 def _refusal(message: str, param: str | None, code: str | None) -> bytes:
@@ -130,11 +120,6 @@ def _set_limits() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     limit = MEMORY_LIMIT_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_LIMIT_BYTES, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _end_out_of_memory() -> NoReturn:
-    """End without cleaning up, which would need memory."""
-    os._exit(OUT_OF_MEMORY)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,21 @@
-"""Model families: one page each, a function from config.json to a `DecoderSpec` and the names of its tensors.
+"""Model families: a function each from config.json to a `DecoderSpec`, and the names of its tensors.
 
-`FAMILIES` maps the architecture that config.json names to its page. docs/adding-a-model.md walks through one.
+`FAMILIES` maps the architecture that config.json names to its function, which has the name of the model type: that
+counts where no architecture is named. docs/adding-a-model.md walks through one.
 """
 
 from collections.abc import Callable
 
 from quire.model.config_reader import ConfigReader
-from quire.model.families import gpt2, llama, mistral, opt, qwen
+from quire.model.families import gpt2, llama, opt
 from quire.model.spec import DecoderSpec
 
 FAMILIES: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
     "GPT2LMHeadModel": gpt2.gpt2,
     "LlamaForCausalLM": llama.llama,
-    "MistralForCausalLM": mistral.mistral,
+    "MistralForCausalLM": llama.mistral,
     "OPTForCausalLM": opt.opt,
-    "Qwen2ForCausalLM": qwen.qwen2,
-    "Qwen3ForCausalLM": qwen.qwen3,
+    "Qwen2ForCausalLM": llama.qwen2,
+    "Qwen3ForCausalLM": llama.qwen3,
 }
-
-MODEL_TYPES: dict[str, str] = {  # for a config.json that names no architecture
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "opt": "OPTForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+MODEL_TYPES = {family.__name__: architecture for architecture, family in FAMILIES.items()}

@@ -1,12 +1,17 @@
 """Llama 1 to 3: RMSNorm, rotary positions, gated feed-forward, grouped queries (Touvron et al. 2023).
 
-Mistral and Qwen are this page with a few fields changed.
+Mistral and Qwen are Llama with a few fields changed: biases, norms on query and key, windows to look back on.
 """
+
+from dataclasses import replace
 
 from quire.model.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.model.rope import rotary_from_config
 from quire.model.spec import Activation, DecoderSpec, WeightMap
 
+DEFAULT_WINDOW = 4096  # where config.json leaves the key out; null means no window
+DEFAULT_FIRST_WINDOWED_LAYER = 28
+QWEN3_HEAD_DIM = 128
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu_and_mul", "swish": "silu_and_mul"}
 WEIGHTS = WeightMap(
     prefixes=("model.", ""),
@@ -49,3 +54,45 @@ def llama(config: ConfigReader) -> DecoderSpec:
         is_head_tied=config.flag("tie_word_embeddings", False),
         weights=WEIGHTS,
     )
+
+
+def mistral(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of a Mistral 7B, whose layers all have a window (Jiang et al. 2023)."""
+    spec = llama(config)
+    return replace(
+        spec,
+        windows=(config.nullable_size("sliding_window", DEFAULT_WINDOW),) * spec.num_layers,
+        has_qkv_bias=False,
+        has_attention_out_bias=False,
+        has_feed_forward_bias=False,
+    )
+
+
+def qwen2(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of a Qwen2: biases on query, key and value (Yang et al. 2024)."""
+    spec = llama(config)
+    return replace(
+        spec,
+        has_qkv_bias=True,
+        has_attention_out_bias=False,
+        has_feed_forward_bias=False,
+        windows=_qwen_windows(config, spec.num_layers),
+    )
+
+
+def qwen3(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of a Qwen3 (2025): norms on query and key, heads with a width of their own."""
+    spec = llama(config.with_default("head_dim", QWEN3_HEAD_DIM))
+    windows = _qwen_windows(config, spec.num_layers)
+    return replace(spec, has_query_key_norm=True, has_feed_forward_bias=False, windows=windows)
+
+
+def _qwen_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """One window per layer: as `layer_types` says, or from layer `max_window_layers` on; none unless switched on."""
+    is_windowed = config.flag("use_sliding_window", False)
+    window = config.nullable_size("sliding_window", DEFAULT_WINDOW) if is_windowed else None
+    kinds = {"sliding_attention": window, "full_attention": None}
+    if layer_types := config.strings("layer_types", kinds):
+        return tuple(kinds[layer_type] for layer_type in layer_types)
+    first = config.size("max_window_layers", DEFAULT_FIRST_WINDOWED_LAYER, least=0)
+    return tuple(window if layer >= first else None for layer in range(num_layers))

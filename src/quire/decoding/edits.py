@@ -1,7 +1,8 @@
-"""Edits that name tokens: allowed_token_ids, bad_words, min_tokens and logit_bias, in this order.
+"""What changes logits: allowed_token_ids, bad_words, min_tokens, logit_bias and penalties, in this order.
 
 A forbidden token gets a logit of minus infinity. If bad_words and min_tokens leave a row nothing of what is allowed,
-they give way for this one draw: allowed_token_ids never does, and a row always has a token to draw.
+they give way for this one draw: allowed_token_ids never does, and a row always has a token to draw. Nothing is counted
+from step to step, so a sequence that was preempted and came back is penalized the same.
 """
 
 from collections.abc import Sequence
@@ -12,16 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.decoding.samples import Samples
-from quire.decoding.state import ALLOWED, BAD_WORDS, BIAS, MIN_TOKENS
-
-_NAMING = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS
+from quire.decoding.state import ALLOWED, BAD_WORDS, BIAS, MIN_TOKENS, NAMING, PENALTIES
+from quire.kernels.penalties import Penalties
+from quire.kernels.sampling import SamplingOps
 
 Places = tuple[Tensor, Tensor]  # sample and token id of each place, both int64 [num_places], on the logits' device
 
 
-def apply_masks(samples: Samples, logits: Tensor) -> None:
+def apply_edits(samples: Samples, logits: Tensor, ops: SamplingOps) -> None:
     """Edit `logits` [num_samples, vocab] in place."""
-    lists = {i: samples.state.token_lists(samples.rows[i]) for i in samples.using(_NAMING).tolist()}
+    lists = {i: samples.state.token_lists(samples.rows[i]) for i in samples.using(NAMING).tolist()}
     _keep_allowed(logits, {i: lists[i].allowed_ids for i in samples.using(ALLOWED).tolist()})
     forbidden = {i: lists[i].early_stop_ids for i in samples.using(MIN_TOKENS).tolist()}
     for i in samples.using(BAD_WORDS).tolist():
@@ -30,6 +31,7 @@ def apply_masks(samples: Samples, logits: Tensor) -> None:
     _forbid(logits, forbidden)
     biased = samples.using(BIAS).tolist()
     _add_bias(logits, {i: lists[i].bias_ids for i in biased}, [lists[i].bias_values for i in biased])
+    _penalize(samples, logits, ops)
 
 
 def _places(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> Places:
@@ -69,3 +71,15 @@ def _add_bias(logits: Tensor, ids: dict[int, NDArray[np.int64]], values: Sequenc
         return
     places = _places(logits, ids)
     logits[places] = logits[places] + torch.from_numpy(np.concatenate(values)).to(logits.device)
+
+
+def _penalize(samples: Samples, logits: Tensor, ops: SamplingOps) -> None:
+    """Apply repetition, presence and frequency penalties, computed anew from the known tokens."""
+    penalized = samples.using(PENALTIES)
+    if not penalized.size:
+        return
+    among = samples.take(penalized)
+    settings = among.settings()
+    names = "num_prompt_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty"
+    columns = (settings[name] for name in names)
+    ops.penalize(logits, Penalties(penalized, among.token_ids, among.rows, among.num_tokens, *columns))

@@ -1,0 +1,58 @@
+"""How much of a text one token can stand for at most: so a hopelessly long prompt is refused before it is tokenized.
+
+True only where all of a text lands in tokens. Two kinds of tokenizer lose nothing by themselves: byte-level BPE with a
+token for every byte, and SentencePiece's BPE with byte fallback, whose tokens are characters or single bytes of one.
+What comes before must not shrink a text either: a normalizer that cuts or composes, a way to split that drops what it
+finds, an added token that takes spaces in. (Unigram models come with normalizers of that kind, and are left out.)
+"""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, normalizers
+
+from quire.text.token_bytes import has_every_byte
+
+MOST_COMPOSED = 3  # bytes of a text that become one by NFC: three Korean letters of three bytes each, one syllable
+_SPLITS_THAT_KEEP_ALL = {
+    b"ByteLevel", b"Metaspace", b"Sequence", b"Split", b"Digits",
+    b"Isolated", b"Contiguous", b"MergedWithPrevious", b"MergedWithNext",
+}  # fmt: skip
+
+
+class LongestToken(NamedTuple):
+    """The most that one token stands for, in bytes of the text (UTF-8) or in characters."""
+
+    length: int
+    in_bytes: bool
+
+
+def longest_token(backend: Backend) -> LongestToken | None:
+    """Return the bound of a tokenizer, or None where a text may have fewer tokens than any such bound says."""
+    split = b"" if backend.pre_tokenizer is None else backend.pre_tokenizer.__getstate__()
+    splits = set(re.findall(rb'"(?:type|behavior)": ?"(\w+)"', split))
+    added = backend.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added) or not splits <= _SPLITS_THAT_KEEP_ALL:
+        return None
+    vocabulary, normalizer = backend.get_vocab(), backend.normalizer
+    if isinstance(backend.decoder, decoders.ByteLevel) and has_every_byte(vocabulary):
+        keeps_all = normalizer is None or isinstance(normalizer, normalizers.NFC)
+        longest = max(len(token.encode()) for token in vocabulary)
+        return LongestToken(longest * MOST_COMPOSED, in_bytes=True) if keeps_all else None
+    if getattr(backend.model, "byte_fallback", False) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+        keeps_all = normalizer is None or _keeps_length(json.loads(normalizer.__getstate__()))
+        spelled = [token.content if normalizer is None else normalizer.normalize_str(token.content) for token in added]
+        return LongestToken(max(map(len, [*vocabulary, *spelled])), in_bytes=False) if keeps_all else None
+    return None
+
+
+def _keeps_length(normalizer: dict[str, Any]) -> bool:
+    """Whether a text has no fewer characters after a normalizer, given as in tokenizer.json, than before it."""
+    match normalizer:
+        case {"type": "Sequence", "normalizers": parts}:
+            return all(map(_keeps_length, parts))
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return len(new) >= len(old)
+    return bool(normalizer["type"] == "Prepend")
