@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.server.connection_limit import RESERVED_FILES, allow_connections, max_connections
+from quire.server.listener import RESERVED_FILES, allow_connections, max_connections
 
 WANTED = 16384
 

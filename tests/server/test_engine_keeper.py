@@ -67,6 +67,9 @@ def test_new_engine_takes_the_place_of_a_dead_one_as_often_as_granted() -> None:
         assert text_of(server) == expected
         after = counters(server.url)
         assert all(before[name] <= amid[name] <= after[name] for name in before)
+        restarts, failures = "quire:engine_restarts_total", 'quire:requests_failed_total{reason="engine_unhealthy"}'
+        assert (before[restarts], amid[restarts], after[restarts]) == (0, 0, 1)
+        assert (before[failures], amid[failures]) == (0, 2)
         name = "vllm:prefix_cache_queries_total"
         assert before[name] < after[name]
         assert httpx.get(f"{server.url}/v1/prefixes").json()["data"] == []

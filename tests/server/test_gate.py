@@ -61,6 +61,28 @@ def test_two_authorizations_are_none() -> None:
     assert ask(make_app(api_key=KEYS), "GET", "/version", headers=headers).status_code == 401
 
 
+# --- a full queue -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/prefixes", "/tokenize"])
+def test_where_there_is_no_place_the_body_is_not_even_read(path: str) -> None:
+    app = make_app(max_queued_requests=4)
+    app.state.service.client.num_queued = 4
+    for headers, content in ({"content-type": "text/plain"}, b""), ({}, b"no JSON"):
+        response = ask(app, "POST", path, content=content, headers=headers)
+        assert (response.status_code, code_of(response)) == (429, "server_overloaded")
+        assert int(response.headers["Retry-After"]) >= 1
+    assert ask(app, "GET", "/version").status_code == 200
+    app.state.service.client.num_queued = 3
+    assert ask(app, "POST", path, content=b"no JSON").status_code == 400
+
+
+def test_strangers_learn_nothing_of_a_full_queue() -> None:
+    app = make_app(max_queued_requests=4, api_key=KEYS)
+    app.state.service.client.num_queued = 4
+    assert ask(app, "POST", "/v1/completions", json={}).status_code == 401
+
+
 # --- draining ---------------------------------------------------------------------------------------------------------
 
 

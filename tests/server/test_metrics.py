@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.core.errors import InvalidRequestError, RequestFailedError
 from quire.core.outputs import Admission, FinishReason, KVStats, RequestMetrics, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.engine.child import EngineChild
 from quire.engine.client import EngineClient, RequestStream
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import EndedRequest, ProcessedStep
-from quire.engine.wire import EngineState, Stepped
+from quire.engine.wire import EngineDeadError, EngineState, Stepped
 from quire.server.admission_rate import LONGEST_S
-from quire.server.errors import RETRY_AFTER_S
+from quire.server.errors import RETRY_AFTER_S, shutting_down
 from quire.server.metrics import REFUSALS, Metrics
+from support.http_app import make_app
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODEL = {"model_name": "tiny"}
@@ -55,7 +57,9 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
     "quire:recompute_seconds_total": [{}],
     "quire:recovery_saved_seconds_total": [{}],
     "quire:requests_refused_total": [{"reason": reason} for reason in ("server_overloaded", "shutting_down")],
+    "quire:requests_failed_total": [{"reason": reason} for reason in ("request_failed", "engine_unhealthy")],
     "quire:requests_aborted_total": [{}],
+    "quire:engine_restarts_total": [{}],
 }
 HISTOGRAMS = (
     "vllm:time_to_first_token_seconds",
@@ -398,6 +402,16 @@ def test_refusals_are_counted_by_reason() -> None:
     assert counts == {"server_overloaded": 2, "shutting_down": 1}
     with pytest.raises(KeyError):
         metrics.refused("moon phase")
+
+
+def test_calls_that_fail_are_counted_and_those_at_fault_are_not() -> None:
+    service = make_app().state.service
+    for failure in (RequestFailedError("NaN"), KeyError(), EngineDeadError("dead")):
+        service.told(failure)
+    for refusal in (InvalidRequestError("no"), shutting_down()):
+        service.told(refusal)
+    counts = Page(service.metrics).by("quire:requests_failed_total", "reason")
+    assert counts == {"request_failed": 2, "engine_unhealthy": 1}
 
 
 def test_refused_client_is_told_when_the_queue_will_have_left() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,29 @@ def test_pin_that_would_break_a_promise_is_refused_with_the_numbers(server: Open
         assert "a request that was let in needs 456" in error["message"]
 
 
+def test_pins_are_bounded(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = replace(server.service.options, max_pinned_prefixes=1)
+    monkeypatch.setattr(server.service, "options", limited)
+    pinned = server.ask(PREFIXES, prompt=PREFIX)
+    status, error = server.refusal(PREFIXES, prompt=PREFIX[:20])
+    assert (status, error["param"]) == (400, "prompt")
+    assert "at most 1 may be (max_pinned_prefixes)" in error["message"]
+    delete(server, pinned["id"])
+    server.ask(PREFIXES, prompt=PREFIX[:20])
+
+
+def test_pins_are_those_of_a_key(demo_model: Path) -> None:
+    with openai_server(options(demo_model), api_key=("a", "b")) as server:
+        ours, theirs = ({"Authorization": f"Bearer {key}"} for key in "ab")
+        pinned = server.http.post(PREFIXES, json={"prompt": PREFIX}, headers=ours).json()
+        assert server.http.get(PREFIXES, headers=theirs).json()["data"] == []
+        refused = server.http.delete(f"{PREFIXES}/{pinned['id']}", headers=theirs)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "prefix_not_found")
+        assert server.http.get(PREFIXES, headers=ours).json()["data"] == [pinned]
+        assert server.http.delete(f"{PREFIXES}/{pinned['id']}", headers=ours).json()["deleted"] is True
+        assert server.http.get(PREFIXES, headers=ours).json()["data"] == []
+
+
 def test_client_that_goes_leaves_nothing_pinned(server: OpenAIServer) -> None:
     with post(server, COMPLETIONS, **OCCUPYING):
         server.wait_until(lambda: server.service.client.state.num_running == 1)
@@ -197,8 +221,8 @@ def test_client_that_goes_at_any_moment_leaves_what_is_listed(server: OpenAIServ
         connection.close()
         for prefix in listed(server):
             delete(server, prefix["id"])
-    server.wait_until(lambda: len(server.service.answers) + server.service.client.num_open == 0)
-    server.wait_until(lambda: len(server.service.client.state.pins) == len(list(server.service.client.pinned)))
+    server.wait_until(lambda: len(server.service.answers) + len(server.service.client._streams) == 0)
+    server.wait_until(lambda: len(server.service.client.state.pins) == len(server.service.client.pinned))
     assert num_pinned(server) == sum(prefix["num_blocks"] for prefix in listed(server))
 
 

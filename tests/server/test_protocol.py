@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from quire.server import protocol
-from quire.server.limits import DEFAULT_LIMITS
+from quire.server.options import DEFAULT_LIMITS
 from support.http_app import RawResponse, connect, exchange, make_app, parse, read_all, serving
 from support.server import wait_until
 

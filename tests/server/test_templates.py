@@ -260,8 +260,6 @@ def test_a_crash_fails_the_conversation_at_hand_and_no_other(with_template: Make
 
     uvloop.run(check())
 
-    uvloop.run(check())
-
 
 def test_a_process_that_does_not_answer_is_killed(
     with_template: MakeTokenizer, monkeypatch: pytest.MonkeyPatch

@@ -16,18 +16,14 @@ def announce(name: str, url: str, ready: Ready) -> None:
     """Print the table and the ready line. Who does not want to read them is served all the same."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a name may have characters that the terminal has not
-    console = Console(highlight=False, markup=False, emoji=False)
-    with console.capture() as table:
-        console.print(_table(name, ready))
-    with contextlib.suppress(OSError):
-        print(f"{table.get()}Quire is serving {name} on {url}", flush=True)  # noqa: T201
-
-
-def _table(name: str, ready: Ready) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in _rows(name, ready):
         table.add_row(*row)
-    return table
+    console = Console(highlight=False, markup=False, emoji=False)
+    with console.capture() as printed:
+        console.print(table)
+    with contextlib.suppress(OSError):
+        print(f"{printed.get()}Quire is serving {name} on {url}", flush=True)  # noqa: T201
 
 
 def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:

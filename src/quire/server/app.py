@@ -1,36 +1,89 @@
-"""The application: every route, in the layers that all of them share."""
+"""The application: every route, in the layers that all of them share, and what /openapi.json tells beyond the routes.
+
+That is the form of errors, and the bounds that flags set.
+"""
+
+from collections.abc import Iterator
+from typing import Any
 
 from fastapi import FastAPI
 
+from quire.core.sampling_params import MAX_SEED
 from quire.core.version import __version__
 from quire.server import debug_routes, explain_routes, prefix_routes, system_routes
-from quire.server.error_responses import handle_errors
+from quire.server.errors import handle_errors
 from quire.server.gate import Gate
 from quire.server.openai import routes
-from quire.server.openapi import ERRORS, describe
+from quire.server.options import MAX_ELEMENTS
 from quire.server.request_log import RequestLog
 from quire.server.service import Service
+
+_NULLABLE_STRING = {"type": ["string", "null"]}
+_ERROR = {
+    "type": "object",
+    "properties": {"message": {"type": "string"}, "type": {"type": "string"}}
+    | dict.fromkeys(("param", "code"), _NULLABLE_STRING),
+    "required": ["message", "type", "param", "code"],
+    "additionalProperties": False,
+}
+_ERROR_BODY = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"], "additionalProperties": False}
+_CONTENT = {"application/json": {"schema": _ERROR_BODY}}
+
+# Of every route; without them FastAPI announces its own 422, which nobody ever gets.
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "the request was refused", "content": _CONTENT},
+    "5XX": {"description": "the request failed", "content": _CONTENT},
+}
 
 
 def create_app(service: Service) -> FastAPI:
     """Return the application over a service, which the routes find as `request.app.state.service`."""
     app = FastAPI(
-        title="Quire",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        responses=ERRORS,
+        title="Quire", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS
     )
     app.state.service = service
-    app.include_router(system_routes.router)
-    app.include_router(routes.router)
-    app.include_router(prefix_routes.router)
-    app.include_router(explain_routes.router)
+    modules = [system_routes, routes, prefix_routes, explain_routes]
     if service.options.enable_debug:
-        app.include_router(debug_routes.router)
+        modules.append(debug_routes)
+    for module in modules:
+        app.include_router(module.router)
     handle_errors(app)
-    describe(app, service)
+    _describe(app, service)
     app.add_middleware(Gate, service=service)
     app.add_middleware(RequestLog)  # added last: outermost
     return app
+
+
+def _describe(app: FastAPI, service: Service) -> None:
+    """Let an application tell the bounds of this service."""
+    describe_routes = app.openapi
+
+    def whole() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            for properties in _bodies(describe_routes()):
+                _tell_bounds(properties, service)
+        assert app.openapi_schema is not None, "FastAPI keeps what it has made"
+        return app.openapi_schema
+
+    app.openapi = whole  # type: ignore[method-assign]
+
+
+def _bodies(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the fields of each body."""
+    for methods in schema["paths"].values():
+        for operation in methods.values():
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                yield content["schema"].get("properties", {})
+
+
+def _tell_bounds(properties: dict[str, Any], service: Service) -> None:
+    options, inputs = service.options, service.client.inputs
+    bounds = {"n": {"maximum": options.max_n}, "cache_salt": {"maxLength": options.max_salt_chars}}
+    bounds |= {field: {"maximum": inputs.max_logprobs} for field in ("logprobs", "top_logprobs", "prompt_logprobs")}
+    bounds |= {field: {"maxItems": getattr(options, limit)} for field, limit in MAX_ELEMENTS.items()}
+    bounds["seed"] = {"maximum": MAX_SEED}  # of which FastAPI has made a float, one too high
+    bounds["logit_bias"] = {"maxProperties": options.max_logit_bias}
+    kinds = {"maximum": "integer", "maxLength": "string", "maxItems": "array", "maxProperties": "object"}
+    for field in bounds.keys() & properties.keys():
+        for kind in properties[field].get("anyOf", [properties[field]]):
+            kind |= {name: bound for name, bound in bounds[field].items() if kind.get("type") == kinds[name]}

@@ -15,7 +15,6 @@ from quire.core.block_map import MAX_BLOCKS_SHOWN, Tier
 from quire.core.checks import refuse
 from quire.engine.wire import Ready
 from quire.server.errors import ApiError, engine_unhealthy, invalid
-from quire.server.openai.answer_format import encode
 from quire.server.openai.answering import json_response
 from quire.server.service import Service
 
@@ -64,7 +63,7 @@ async def kv(
         block_map = await service.client.block_map(start, number, MAP_LIMIT_S, shown)
     except TimeoutError:
         raise engine_unhealthy(f"the engine has not come to the end of a step within {MAP_LIMIT_S:g} s") from None
-    return json_response(encode(block_map))
+    return json_response(block_map)
 
 
 @router.post("/debug/blocks/replay")
@@ -76,7 +75,7 @@ async def replay_operations(request: Request) -> Response:
         _refuse_field(error)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         invalid(f"the body is not valid JSON: {error}", code="invalid_json")
-    return json_response(encode(replay(body.operations)))
+    return json_response(replay(body.operations))
 
 
 @router.get("/debug/blocks", include_in_schema=False)

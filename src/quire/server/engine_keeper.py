@@ -1,11 +1,14 @@
 """Keeps an engine behind the server: one that dies is replaced, so many times, each time after a longer pause.
 
 The new engine takes over the settings and goes on with the requests' numbers. What the old one held is gone: open
-requests have ended with an error, and nothing is cached or pinned.
+requests have ended with an error, and nothing is cached or pinned. An engine that lives but stands still is told to the
+log, with where it stands.
 """
 
 import asyncio
+import faulthandler
 import logging
+import sys
 
 from quire.core.errors import EngineError
 from quire.engine.child import EngineChild
@@ -17,6 +20,7 @@ from quire.server.stop_signals import StopSignals
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+LOOKS_PER_LIMIT = 4
 
 
 async def keep_engine(service: Service, options: EngineOptions, signals: StopSignals) -> Exception:
@@ -31,11 +35,28 @@ async def keep_engine(service: Service, options: EngineOptions, signals: StopSig
         try:
             signals.child = EngineChild.spawn(options)
             service.client = await EngineClient.connect(
-                signals.child, options, service.metrics, service.client.request_ids
+                signals.child, options, service.metrics, service.client.request_ids, service.client.inputs.owners
             )
         except (EngineError, OSError) as error:
             why = error
             continue
+        service.metrics.engine_restarted()
         log.warning("a new engine serves; what was cached or pinned is gone")
         why = await service.client.death()
     return why
+
+
+async def watch_for_stalls(service: Service) -> None:
+    """Log each stall once, with the stacks of all threads of both processes, and its end. Runs until cancelled."""
+    is_stalled, limit_s = False, service.options.stall_limit
+    while True:
+        await asyncio.sleep(limit_s / LOOKS_PER_LIMIT)
+        client = service.client  # may be another one each time
+        was_stalled, is_stalled = is_stalled, client.stalled_s > limit_s
+        if is_stalled and not was_stalled:
+            log.error("the engine has work and made no progress for %g seconds (stall_limit)", limit_s)
+            if sys.stderr is not None:  # closed, if whoever started us wanted it so
+                faulthandler.dump_traceback()
+            client.log_stacks()
+        elif was_stalled and not is_stalled:
+            log.warning("the engine goes on")

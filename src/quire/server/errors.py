@@ -2,12 +2,18 @@
 
 from typing import Any, NoReturn
 
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
 from quire.core.checks import shown
-from quire.core.errors import InvalidRequestError, UnknownPrefixError
+from quire.core.errors import EngineError, InvalidRequestError, UnknownPrefixError
 from quire.engine.wire import EngineDeadError
 
 INVALID = "invalid_request_error"
-RETRY_AFTER_S = 5  # where nothing is known of when it will be better
+RETRY_AFTER_S = 5       # where nothing is known of when it will be better
+MAX_QUOTED_CHARS = 200  # of a URL, in an error
 
 
 class ApiError(Exception):
@@ -45,31 +51,30 @@ def unsupported(param: str, value: object) -> NoReturn:
 
 def engine_unhealthy(message: str) -> ApiError:
     """There is no engine that could answer."""
-    return ApiError(503, message, type="server_error", code="engine_unhealthy", headers=_retry(RETRY_AFTER_S))
+    return _come_back(503, message, "engine_unhealthy")
 
 
 def shutting_down() -> ApiError:
     """The server finishes what it has and takes nothing more."""
-    return ApiError(
-        503, "the server is shutting down", type="server_error", code="shutting_down", headers=_retry(RETRY_AFTER_S)
-    )
+    return _come_back(503, "the server is shutting down", "shutting_down")
 
 
 def overloaded(num_queued: int, limit: int, retry_after_s: int) -> ApiError:
     """Too many requests wait already."""
-    return ApiError(
-        429,
-        f"{num_queued} requests wait already, and at most {limit} may (max_queued_requests)",
-        type="rate_limit_error",
-        code="server_overloaded",
-        headers=_retry(retry_after_s),
-    )
+    message = f"{num_queued} requests wait already, and at most {limit} may (max_queued_requests)"
+    return _come_back(429, message, "server_overloaded", retry_after_s)
 
 
 def too_many_connections(limit: int) -> ApiError:
     """There is no room for one more client, whatever it wants."""
     message = f"{limit} connections are open already, the most that this server holds"
-    return ApiError(429, message, type="rate_limit_error", code="server_overloaded", headers=_retry(1))
+    return _come_back(429, message, "server_overloaded", 1)
+
+
+def _come_back(status: int, message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
+    """Return an error that passes, and when to try again: in one second or more."""
+    kind = "rate_limit_error" if status == 429 else "server_error"
+    return ApiError(status, message, type=kind, code=code, headers={"Retry-After": str(max(1, retry_after_s))})
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -88,5 +93,49 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, message, type="server_error", code="request_failed")
 
 
-def _retry(seconds: int) -> dict[str, str]:
-    return {"Retry-After": str(max(1, seconds))}
+def error_response(error: ApiError) -> Response:
+    """Return the response that carries an error."""
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Answer every error that a route raises on purpose, and those of the framework. Others are nobody's purpose."""
+    for kind in (ApiError, EngineError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _answer)
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    match error:
+        case RequestValidationError():
+            return error_response(_of_validation(error))
+        case HTTPException():
+            return error_response(_of_framework(request, error))
+        case _:
+            return error_response(request.app.state.service.told(error))
+
+
+def _of_validation(error: RequestValidationError) -> ApiError:
+    """Return what FastAPI's first finding comes to."""
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"][1:]) or None  # the first part says where: query, body
+    return ApiError(400, f"{param or 'the request'}: {first['msg']}", param=param)
+
+
+def _of_framework(request: Request, error: HTTPException) -> ApiError:
+    """Return what the router's own errors come to."""
+    path = request.scope["path"][:MAX_QUOTED_CHARS]
+    match error.status_code:
+        case 404:
+            return ApiError(404, f"there is nothing at {path}", code="unknown_url")
+        case 405:
+            allowed = _with_head((error.headers or {}).get("Allow", ""))
+            message = f"{request.method} is not allowed at {path}, only {allowed}"
+            return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
+        case _:
+            return ApiError(error.status_code, error.detail, headers=dict(error.headers or {}))
+
+
+def _with_head(allowed: str) -> str:
+    """Return the methods of an Allow header; whatever can be read can be asked for its head."""
+    methods = {method.strip() for method in allowed.split(",")}
+    return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))

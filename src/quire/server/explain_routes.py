@@ -10,7 +10,6 @@ from quire.core.outputs import Preemption
 from quire.server.errors import ApiError
 from quire.server.gate import key_number_of
 from quire.server.history import PastRequest
-from quire.server.openai.answer_format import encode
 from quire.server.openai.answering import json_response
 from quire.server.service import Service
 
@@ -26,7 +25,7 @@ async def explain(request: Request, request_id: str) -> Response:
         message = f"no request {shown(request_id)} of yours is among the last ones"
         raise ApiError(404, message, param="request_id", code="request_not_found")
     prompts = [_explained(service, one) for one in past]
-    return json_response(encode({"id": request_id, "object": "request.explanation", "prompts": prompts}))
+    return json_response({"id": request_id, "object": "request.explanation", "prompts": prompts})
 
 
 def _explained(service: Service, past: PastRequest) -> dict[str, Any]:
@@ -41,7 +40,7 @@ def _explained(service: Service, past: PastRequest) -> dict[str, Any]:
         "waits_for": service.client.state.waits_for if state in ("waiting", "preempted") else None,
         "queue_s": None if queued_until_s is None else queued_until_s - metrics.arrival_s,
         "waited_steps": metrics.waited_steps,
-        "num_prompt_tokens": len(past.prompt_tokens) // 4,
+        "num_prompt_tokens": past.num_prompt_tokens,
         "num_cached_tokens": metrics.num_cached_tokens,
         "first_miss": None if miss is None else miss._asdict(),
         "preemptions": [_told(preemption, metrics.arrival_s) for preemption in metrics.preemptions],

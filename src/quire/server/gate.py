@@ -9,15 +9,16 @@ import hmac
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.error_responses import error_response
-from quire.server.errors import ApiError, shutting_down
-from quire.server.limits import Limits
+from quire.server.errors import ApiError, error_response, shutting_down
+from quire.server.options import Limits
 from quire.server.service import Service
 
 _NO_KEY_NEEDED = frozenset({b"/health"})
 _FOR_BROWSERS = b"/debug/"   # what is below may also be asked for with a key that a browser's dialog took
 _KEY_NUMBER = "quire.key_number"  # of the scope
 _ALWAYS_ANSWERED = frozenset({b"/health", b"/ready", b"/metrics", b"/version"})  # also while the server drains
+# Whoever asks for these wants a place in the queue. Where there is none he is told at once: a burst costs least so.
+_QUEUED = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/v1/prefixes", b"/tokenize", b"/detokenize"})
 
 
 class Gate:
@@ -55,6 +56,8 @@ class Gate:
         if self._service.is_draining and path not in _ALWAYS_ANSWERED:
             self._service.metrics.refused("shutting_down")
             raise shutting_down()
+        if path in _QUEUED and scope["method"] == "POST":
+            self._service.check_room(1)
 
     def _key_number(self, scope: Scope, *, takes_basic: bool) -> int:
         """Return which key the request carries, from 1; 0 for none. Takes the same time whichever is, or nearly is."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from quire.core.outputs import RequestMetrics, RequestOutput
+from quire.core.outputs import FinishReason, RequestMetrics, RequestOutput
 from quire.engine.input_processor import TokenizedPrompt
 
 MAX_CALLS = 1024
@@ -28,6 +28,7 @@ class PastRequest:
     reads_cache: bool = True                  # whoever wants prompt logprobs computes all of the prompt
     prompt_tokens: bytes = b""
     branches: "defaultdict[int, array[int]]" = field(default_factory=lambda: defaultdict(lambda: array("i")))
+    finish_reasons: dict[int, FinishReason] = field(default_factory=dict)  # of the branches that have ended
     is_over: bool = False
     num_counted: int = 0                      # of its tokens, by the history
 
@@ -39,27 +40,32 @@ class PastRequest:
         """Take down the tokens of an output. Each may come once."""
         for piece in output.outputs:
             self.branches[piece.index].fromlist(piece.token_ids)
+            if piece.finish_reason is not None:
+                self.finish_reasons[piece.index] = piece.finish_reason
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt_tokens) // 4
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are kept."""
-        return len(self.prompt_tokens) // 4 + sum(map(len, self.branches.values()))
+        """Tokens of the prompt and of all branches so far."""
+        return self.num_prompt_tokens + sum(map(len, self.branches.values()))
 
     def has_computed(self, prefix: bytes, block_size: int, by_s: float) -> bool:
         """Whether the last token of `prefix` was in a full block of this request, which had begun its answer by then.
 
         The last token of an answer is never computed.
         """
-        began_s, num_prompt = self.metrics.first_token_s, len(self.prompt_tokens)
+        began_s, block_bytes = self.metrics.first_token_s, 4 * block_size
         if began_s is None or began_s > by_s:
             return False
-        answers = [branch.tobytes() for branch in self.branches.values()] or [b""]
-        ends = (((num_prompt + len(answer)) // 4 - bool(answer)) // block_size * block_size * 4 for answer in answers)
-        return any(
-            len(prefix) <= end and self.prompt_tokens.startswith(prefix[:num_prompt])
-            and answer.startswith(prefix[num_prompt:])
-            for answer, end in zip(answers, ends, strict=True)
-        )  # fmt: skip
+        for answer in self.branches.values() or [array("i")]:
+            computed = self.prompt_tokens + answer[:-1].tobytes()
+            if computed.startswith(prefix) and len(prefix) <= len(computed) // block_bytes * block_bytes:
+                return True
+        return False
 
 
 class Miss(NamedTuple):
@@ -113,7 +119,7 @@ class History:
         Where there are no keys nobody is told from anybody, so only those who share the salt are looked at.
         """
         scheduled_s, num_found = request.metrics.first_scheduled_s, request.metrics.num_cached_tokens
-        num_wanted = len(request.prompt_tokens) // 4 - 1  # the last token is always computed
+        num_wanted = request.num_prompt_tokens - 1  # the last token is always computed
         if not request.reads_cache or scheduled_s is None or num_found >= num_wanted:
             return None
         prefix = request.prompt_tokens[: 4 * (num_found + 1)]

@@ -3,15 +3,14 @@
 import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import Iterator
 from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from quire.server.limits import DEFAULT_LIMITS, Limits
 from quire.server.listener import BACKLOG, listen
+from quire.server.options import DEFAULT_LIMITS, Limits
 from quire.server.protocol import Protocol
 
 CLOSE_LIMIT_S = 1       # for what was written to reach slow clients
@@ -56,13 +55,11 @@ class HttpServer(uvicorn.Server):
 
     async def wait_until_answered(self, timeout_s: float) -> bool:
         """Wait for all open requests, also those that come meanwhile; return whether that was within the time."""
-        deadline_s = time.monotonic() + timeout_s
-        while self.num_open:
-            remaining_s = deadline_s - time.monotonic()
-            if remaining_s <= 0:
-                return False
-            await asyncio.wait(self.server_state.tasks, timeout=remaining_s)
-        return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.num_open:
+                    await asyncio.wait(self.server_state.tasks)
+        return not self.num_open
 
     async def end(self) -> None:
         """Close the port and all connections, whether their clients are done or not."""

@@ -13,20 +13,20 @@ from typing import NoReturn
 
 import uvloop
 
+from quire.core.owner_labels import OwnerLabels
 from quire.engine.child import EngineChild
 from quire.engine.client import EngineClient
 from quire.engine.options import EngineOptions
 from quire.server import logs
 from quire.server.announcement import announce
 from quire.server.app import create_app
-from quire.server.engine_keeper import keep_engine
+from quire.server.engine_keeper import keep_engine, watch_for_stalls
 from quire.server.errors import shutting_down
 from quire.server.http_server import HttpServer
 from quire.server.listener import url_of
 from quire.server.metrics import Metrics
 from quire.server.options import ServerOptions
 from quire.server.service import Service
-from quire.server.stall_watch import watch_for_stalls
 from quire.server.stop_signals import StopSignals
 from quire.server.templates import TemplateRenderer
 
@@ -52,9 +52,14 @@ def run(child: EngineChild, engine: EngineOptions, options: ServerOptions, liste
 
 async def _run(child: EngineChild, engine: EngineOptions, options: ServerOptions, listener: socket.socket) -> int:
     signals = StopSignals(child)
-    service = await _connect_unless_stopped(child, engine, options, signals)
-    if service is None:
+    connecting = asyncio.create_task(_connect(child, engine, options))
+    await signals.wait_or(connecting)
+    if not connecting.done():
+        child.process.kill()  # it may be in the middle of a long load, and has nothing to lose
+        connecting.cancel()
+        await asyncio.wait((connecting,))
         return signals.status
+    service = connecting.result()
     http = HttpServer(create_app(service), options)
     try:
         await http.start(listener, options.host)
@@ -67,24 +72,11 @@ async def _run(child: EngineChild, engine: EngineOptions, options: ServerOptions
         await service.client.close()
 
 
-async def _connect_unless_stopped(
-    child: EngineChild, engine: EngineOptions, options: ServerOptions, signals: StopSignals
-) -> Service | None:
-    connecting = asyncio.create_task(_connect(child, engine, options))
-    await signals.wait_or(connecting)
-    if connecting.done():
-        return connecting.result()
-    child.process.kill()  # it may be in the middle of a long load, and has nothing to lose
-    connecting.cancel()
-    await asyncio.wait((connecting,))
-    return None
-
-
 async def _connect(child: EngineChild, engine: EngineOptions, options: ServerOptions) -> Service:
     """Wait until the engine is ready. ConfigError, ModelError or EngineDeadError if it will not be."""
     names = options.served_model_name or (engine.model or DEMO_NAME,)
     metrics = Metrics(names[0])
-    client = await EngineClient.connect(child, engine, metrics)
+    client = await EngineClient.connect(child, engine, metrics, owners=OwnerLabels(options.max_metric_labels))
     templates = TemplateRenderer(client.tokenizer, max_waiting=options.max_queued_requests)
     templates.warm_up()
     return Service(client, options, names, metrics, templates)

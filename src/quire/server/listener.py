@@ -1,6 +1,11 @@
-"""The address that the server listens on, taken before anything is loaded: a taken port is known at once."""
+"""The address that the server listens on, taken before anything is loaded, and how many connections may come there.
 
+A taken port is known at once. Connections are bounded by a flag, or by what the system grants this process in files.
+"""
+
+import contextlib
 import errno
+import resource
 import socket
 
 from quire.core.errors import ConfigError
@@ -8,6 +13,7 @@ from quire.core.errors import ConfigError
 NUM_NEIGHBOURS = 100       # ports above a taken one that are tried for the error's advice
 LOWEST_FREE_FOR_ALL = 1024
 BACKLOG = 2048             # connections that the kernel holds until we accept them
+RESERVED_FILES = 64        # for all that is no connection
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -35,6 +41,26 @@ def port_of(listener: socket.socket) -> int:
 def url_of(listener: socket.socket, host: str) -> str:
     """Return the address as a client writes it."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port_of(listener)}"
+
+
+def allow_connections(wanted: int) -> None:
+    """Ask the system for as many as are wanted, or as it grants, if there may be fewer now."""
+    if max_connections(wanted) == wanted:
+        return
+    _, most_granted = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_files = wanted + RESERVED_FILES
+    if most_granted != resource.RLIM_INFINITY:
+        num_files = min(num_files, most_granted)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, most_granted))
+
+
+def max_connections(wanted: int) -> int:
+    """Return how many of the connections that are wanted may be open at once."""
+    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most_files == resource.RLIM_INFINITY:
+        return wanted
+    return max(1, min(wanted, most_files - RESERVED_FILES))
 
 
 def _resolve(host: str, port: int) -> tuple[int, tuple[object, ...]]:

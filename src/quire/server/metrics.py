@@ -1,17 +1,20 @@
 """Counters, gauges and histograms in Prometheus' format; docs/metrics.md tells what each one means.
 
 Where vLLM has a metric, its name and meaning are taken, with its label model_name, so that its dashboards and alerts
-work. All series that can ever be are on every page from the first on, so that a rate sees the first event.
+work. All series that can ever be are on every page from the first on, so that a rate sees the first event. Families are
+made anew for each page from plain numbers, so that counting costs no more than an addition, and no page has the
+`_created` series of prometheus-client's own counters.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.core.config import Recovery
@@ -20,23 +23,20 @@ from quire.core.owner_labels import OTHER
 from quire.engine.output_processor import EndedRequest, ProcessedStep
 from quire.engine.wire import EngineState, Stepped
 from quire.server.admission_rate import AdmissionRate
-from quire.server.metric_families import by, counter, gauge
-from quire.server.request_histograms import RequestHistograms
+from quire.server.histograms import RequestHistograms
+
+Labels = dict[str, str]
+Sample = tuple[Labels, float]  # all samples of a family have the same labels in the same order
 
 REFUSALS = ("server_overloaded", "shutting_down")  # codes of the errors that clients get
+FAILURES = ("request_failed", "engine_unhealthy")
 REFS = ("1", "2", "3-4", "5-8", "9+")               # keys of KVStats.ref_counts
 
 # Stands until the engine tells its own, which is the first thing it does. A total of 1 is only there to divide by.
 _UNTOLD = KVStats(
-    block_size=1,
-    total_blocks=1,
-    used_blocks=0,
-    cached_blocks=0,
-    free_blocks=0,
-    shared_blocks=0,
-    num_sequences=0,
+    block_size=1, total_blocks=1, used_blocks=0, cached_blocks=0, free_blocks=0, shared_blocks=0, num_sequences=0,
     tail_waste_slots=0,
-)
+)  # fmt: skip
 _COUNTERS = (
     "copied_blocks", "evicted_blocks", "swapped_out_blocks", "swapped_in_blocks", "recomputed_tokens", "swap_s",
     "recompute_s", "recovery_saved_s", "prefix_queries_tokens", "prefix_hits_tokens",
@@ -56,6 +56,8 @@ class Metrics(Collector):
         self._num_prompt_tokens = self._num_generation_tokens = self._num_aborted = 0
         self._num_finished = dict.fromkeys(get_args(FinishReason), 0)
         self._num_refused = dict.fromkeys(REFUSALS, 0)
+        self._num_failed = dict.fromkeys(FAILURES, 0)
+        self._num_restarts = 0
         self._histograms = RequestHistograms()
         self._admissions = AdmissionRate()
         self._registry = CollectorRegistry()
@@ -87,6 +89,14 @@ class Metrics(Collector):
     def refused(self, reason: str) -> None:
         """Count a call that was not let in, for one of REFUSALS."""
         self._num_refused[reason] += 1
+
+    def failed(self, reason: str) -> None:
+        """Count a call that ended with an error which is not its own, for one of FAILURES."""
+        self._num_failed[reason] += 1
+
+    def engine_restarted(self) -> None:
+        """Count an engine that has taken the place of a dead one."""
+        self._num_restarts += 1
 
     def engine_ended(self) -> None:
         """Take down that the engine is gone, and another may come: counters go on, all else is 0. Twice is fine."""
@@ -140,6 +150,7 @@ class Metrics(Collector):
         yield counter("quire:swap_seconds_total", "Time spent on moving blocks.", ({}, kv.swap_s))
         yield counter("quire:recompute_seconds_total", "Time spent on computing tokens again.", ({}, kv.recompute_s))
         yield counter("quire:recovery_saved_seconds_total", "Time that auto has saved.", ({}, kv.recovery_saved_s))
+        yield counter("quire:engine_restarts_total", "Engines that replaced a dead one.", ({}, self._num_restarts))
 
     def _cache_families(self) -> Iterator[Metric]:
         kv, model = self._kv, {"model_name": self.model_name}
@@ -167,7 +178,26 @@ class Metrics(Collector):
         yield counter("vllm:generation_tokens_total", "Output tokens.", (model, self._num_generation_tokens))
         yield counter("vllm:request_success_total", "Choices that ended, by finish reason.", *finished)
         yield counter("quire:requests_refused_total", "Calls not let in, by code.", *by("reason", self._num_refused))
+        yield counter("quire:requests_failed_total", "Calls that failed, by code.", *by("reason", self._num_failed))
         yield counter("quire:requests_aborted_total", "Requests ended by their client.", ({}, self._num_aborted))
+
+
+def _family(
+    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, documentation: str, *samples: Sample
+) -> Metric:
+    """Return a family of values that go up and down, or that only grow: the name of those ends with _total."""
+    family = kind(name, documentation, labels=list(samples[0][0]))
+    for labels, value in samples:
+        family.add_metric(list(labels.values()), value)
+    return family
+
+
+gauge, counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
+
+
+def by(label: str, values: Mapping[str, float], others: Labels | None = None) -> Iterator[Sample]:
+    """Yield one sample per value that `label` may have."""
+    return (((others or {}) | {label: name}, value) for name, value in values.items())
 
 
 def _counted_on(earlier: KVStats, kv: KVStats) -> KVStats:

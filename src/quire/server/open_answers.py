@@ -28,7 +28,8 @@ class OpenAnswers:
     def end_all(self, error: ApiError) -> None:
         """End every answer with an error: a status where nothing was sent yet, else the last frame of the stream."""
         for end in self._ends:
-            _end(end, error)
+            if not end.done():
+                end.set_result(error)
 
     async def run(self, work: Coroutine[None, None, T], receive: Receive) -> T:
         """Return what `work` returns. Cancel it when its client goes, with ClientGoneError, or at `end_all`.
@@ -37,13 +38,12 @@ class OpenAnswers:
         """
         end: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._ends.add(end)
-        working = asyncio.create_task(work)
-        watching = asyncio.create_task(_watch(receive, end))
+        working, watching = asyncio.create_task(work), asyncio.create_task(_client_gone(receive))
         try:
-            await asyncio.wait((working, end), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((working, watching, end), return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 return working.result()
-            raise end.result()
+            raise end.result() if end.done() else ClientGoneError
         finally:
             self._ends.discard(end)
             working.cancel()
@@ -51,14 +51,7 @@ class OpenAnswers:
             await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _watch(receive: Receive, end: asyncio.Future[Exception]) -> None:
+async def _client_gone(receive: Receive) -> None:
     """Wait until the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    _end(end, ClientGoneError())
-
-
-def _end(end: asyncio.Future[Exception], error: Exception) -> None:
-    """End an answer; the first reason is the one that counts."""
-    if not end.done():
-        end.set_result(error)

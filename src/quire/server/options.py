@@ -1,15 +1,90 @@
-"""ServerOptions: every setting of the HTTP server under its public name, checked before anything is loaded."""
+"""Every setting of the HTTP server under its public name, checked before anything is loaded.
+
+`Limits` are the bounds on whatever a client multiplies: one table, from which flags and schema are made. What is past a
+bound is refused before anything is done for it, by the status in docs/reference.md.
+"""
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from quire.core.errors import ConfigError
-from quire.server.limits import Limits
+from quire.core.owner_labels import MAX_LABELS
+from quire.engine.options import parse_bytes
+from quire.scheduling.limits import MAX_PINNED_PREFIXES
 
-_HIGHEST_PORT = 65535
-_LONGEST_SHUTDOWN_S = 86400.0
-_MOST_RESTARTS = 1000
-_SHORTEST_STALL_S, _LONGEST_STALL_S = 1.0, 86400.0  # the engine gives signs of life four times a second
+_LONGEST_S = 86400.0
+_RANGES = {                            # of ServerOptions, with the unit
+    "port": (0, 65535, ""),
+    "stall_limit": (1, _LONGEST_S, " seconds"),  # the engine gives signs of life four times a second
+    "restart_engine": (0, 1000, ""),
+    "shutdown_timeout": (0, _LONGEST_S, " seconds"),
+}
+
+
+def _bound(default: float, text: str) -> Any:  # noqa: ANN401 (stands for the field)
+    """Return a field whose flag is explained by `text`."""
+    return field(default=default, metadata={"flag": text})
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes, counts, and times in seconds. Sizes (`_bytes`) may be given as text such as "4MiB"."""
+
+    max_queued_requests: int = _bound(1024, "prompts that may wait; more are answered with 429")
+    max_connections: int = _bound(16384, "open connections; less where the system grants fewer files")
+    max_pipelined_requests: int = _bound(16, "requests that wait on one connection for the answer before theirs")
+    max_url_bytes: int = _bound(8 << 10, "longest URL")
+    max_headers: int = _bound(100, "headers of a request")
+    max_header_bytes: int = _bound(32 << 10, "names and values of all headers of a request")
+    max_body_bytes: int = _bound(4 << 20, "longest body of a request")
+    max_json_depth: int = _bound(64, "lists and objects inside of each other in a body")
+    max_buffered_bytes: int = _bound(64 << 10, "of an answer that a connection holds for a slow reader")
+    receive_timeout: float = _bound(30.0, "seconds for the head of a request, and for its body")
+    send_timeout: float = _bound(30.0, "seconds in which a reader takes something of what waits for it")
+    idle_timeout: float = _bound(75.0, "seconds that a connection is kept without a request")
+    max_n: int = _bound(64, "highest n and beam width of a request")
+    max_choices: int = _bound(2048, "answers of one call: prompts times n")
+    max_call_tokens: int = _bound(1 << 20, "tokens of all prompts of a call")
+    max_prompt_candidates: int = _bound(1 << 18, "prompt logprobs of a call, over all positions and answers")
+    max_messages: int = _bound(4096, "messages of a conversation")
+    max_stop_strings: int = _bound(64, "stop strings of a request")
+    max_stop_chars: int = _bound(1024, "longest stop string or bad word, in characters")
+    max_bad_words: int = _bound(64, "bad words of a request")
+    max_stop_token_ids: int = _bound(1024, "stop tokens of a request")
+    max_allowed_token_ids: int = _bound(4096, "allowed tokens of a request")
+    max_logit_bias: int = _bound(4096, "entries of logit_bias")
+    max_salt_chars: int = _bound(1024, "longest cache_salt, in characters")
+    max_pinned_prefixes: int = _bound(MAX_PINNED_PREFIXES, "prefixes that may be pinned at a time")
+    max_metric_labels: int = _bound(MAX_LABELS, "API keys with a metric label of their own, and as many cache_salts")
+
+    def __post_init__(self) -> None:
+        """Check that each lets something through."""
+        for one in fields(Limits):
+            value = getattr(self, one.name)
+            if one.name.endswith("_bytes"):
+                object.__setattr__(self, one.name, parse_bytes(value, one.name))
+            elif one.name.endswith("_timeout") and not 0 < value <= _LONGEST_S:
+                raise ConfigError(f"{one.name} must be above 0 and at most {_LONGEST_S:g} seconds, got {value}")
+            elif one.name.startswith("max_") and value < 1:
+                raise ConfigError(f"{one.name} must be at least 1, got {value}")
+        if self.max_pinned_prefixes > MAX_PINNED_PREFIXES:
+            raise ConfigError(
+                f"max_pinned_prefixes must be at most {MAX_PINNED_PREFIXES}, got {self.max_pinned_prefixes}"
+            )
+
+
+DEFAULT_LIMITS = Limits()
+
+# Fields of bodies with a bound on their elements.
+MAX_ELEMENTS = {
+    "messages": "max_messages",
+    "stop": "max_stop_strings",
+    "bad_words": "max_bad_words",
+    "stop_token_ids": "max_stop_token_ids",
+    "allowed_token_ids": "max_allowed_token_ids",
+    "logit_bias": "max_logit_bias",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +106,9 @@ class ServerOptions(Limits):
         Limits.__post_init__(self)
         if not self.host:
             raise ConfigError("host must not be empty; 0.0.0.0 is every address of this machine")
-        if not 0 <= self.port <= _HIGHEST_PORT:
-            raise ConfigError(f"port must be from 0 to {_HIGHEST_PORT}, got {self.port}")
-        if not _SHORTEST_STALL_S <= self.stall_limit <= _LONGEST_STALL_S:
-            raise ConfigError(
-                f"stall_limit must be from {_SHORTEST_STALL_S:g} to {_LONGEST_STALL_S:g} seconds, "
-                f"got {self.stall_limit}"
-            )
-        if not 0 <= self.restart_engine <= _MOST_RESTARTS:
-            raise ConfigError(f"restart_engine must be from 0 to {_MOST_RESTARTS}, got {self.restart_engine}")
-        if not 0 <= self.shutdown_timeout <= _LONGEST_SHUTDOWN_S:
-            raise ConfigError(
-                f"shutdown_timeout must be from 0 to {_LONGEST_SHUTDOWN_S:g} seconds, got {self.shutdown_timeout}"
-            )
+        for name, (low, high, unit) in _RANGES.items():
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(f"{name} must be from {low} to {high:g}{unit}, got {getattr(self, name)}")
         if any(len(key.split()) != 1 or key != key.strip() for key in self.api_key):  # no client could send it
             raise ConfigError("api_key must not be empty or have spaces")
         if not all(name and name.isprintable() for name in self.served_model_name):

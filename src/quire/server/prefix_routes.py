@@ -1,16 +1,16 @@
 """Routes of pinned prefixes: compute one and keep it, list them, let one go."""
 
-import asyncio
 import time
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from quire.core.checks import refuse
 from quire.core.outputs import PinnedPrefix
-from quire.engine.client import PreparedRequest
-from quire.engine.input_processor import check_cache_salt
-from quire.server.openai.answer_format import encode
+from quire.engine.input_processor import PreparedRequest, check_cache_salt
+from quire.server.errors import invalid
+from quire.server.gate import key_number_of
 from quire.server.openai.answering import json_response
 from quire.server.openai.bodies import PrefixBody, takes
 from quire.server.openai.decoding import read_body
@@ -30,22 +30,31 @@ async def pin_prefix(request: Request) -> Response:
     salt = check_cache_salt(body.cache_salt, service.options.max_salt_chars)
     if not isinstance(body.prompt, str | list):
         refuse("prompt", body.prompt, "text or a list of token ids")
-    return json_response(encode(_described(await _pin(request, service, body.prompt, salt, record))))
+    num_pins, most = len(service.client.pinned) + service.num_pinning, service.options.max_pinned_prefixes
+    if num_pins >= most:
+        message = f"{num_pins} prefixes are pinned already, and at most {most} may be (max_pinned_prefixes)"
+        invalid(message, param="prompt")
+    service.num_pinning += 1
+    try:
+        return json_response(_described(await _pin(request, service, body.prompt, salt, record)))
+    finally:
+        service.num_pinning -= 1
 
 
 @router.get("/v1/prefixes")
 async def list_prefixes(request: Request) -> Response:
-    """List what is pinned, in the order in which it was."""
+    """List what the asker's key has pinned, in the order in which it was."""
     service: Service = request.app.state.service
-    return json_response(encode({"object": "list", "data": [_described(prefix) for prefix in service.client.pinned]}))
+    found = service.client.pinned.of(key_number_of(request))
+    return json_response({"object": "list", "data": [_described(prefix) for prefix in found]})
 
 
 @router.delete("/v1/prefixes/{prefix_id}")
 async def unpin_prefix(request: Request, prefix_id: str) -> Response:
     """Let a pinned prefix go; requests that use it go on."""
     service: Service = request.app.state.service
-    await service.answers.run(service.client.unpin_prefix(prefix_id), request.receive)
-    return json_response(encode({"id": prefix_id, "object": "prefix.deleted", "deleted": True}))
+    await service.answers.run(service.client.unpin_prefix(prefix_id, key_number_of(request)), request.receive)
+    return json_response({"id": prefix_id, "object": "prefix.deleted", "deleted": True})
 
 
 async def _pin(
@@ -58,8 +67,7 @@ async def _pin(
         return client.prepare_pin(client.inputs.tokenize(prompt).salted(salt))
 
     with service.let_in(1):
-        threads = service.threads_for(len(prompt))
-        prepared = await asyncio.get_running_loop().run_in_executor(threads, prepare)
+        prepared = await service.in_thread(len(prompt), prepare)
         stream = await client.add(prepared, external_id=str(record.request_id), arrival_s=arrival_s)
     try:
         output = await service.answers.run(anext(stream), request.receive)
@@ -68,14 +76,8 @@ async def _pin(
         client.unpin(prepared.request.request_id)
         raise
     record.prompt_tokens, record.cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens
-    return client.pinned.add(prepared.request)
+    return client.pinned.add(prepared.request, key_number_of(request))
 
 
 def _described(prefix: PinnedPrefix) -> dict[str, Any]:
-    return {
-        "id": prefix.id,
-        "object": "prefix",
-        "created": prefix.created,
-        "num_tokens": prefix.num_tokens,
-        "num_blocks": prefix.num_blocks,
-    }
+    return {"id": prefix.id, "object": "prefix"} | asdict(prefix)

@@ -12,15 +12,15 @@ import asyncio
 import fcntl
 import termios
 from array import array
-from typing import Any, NoReturn
+from typing import Any
 
 import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from quire.server.connection_limit import max_connections
 from quire.server.errors import ApiError, too_many_connections
-from quire.server.limits import Limits
+from quire.server.listener import max_connections
+from quire.server.options import Limits
 
 LINGER_S = 2.0                   # between a refusal and the end of its connection
 
@@ -38,10 +38,6 @@ class _UnknownLength(int):
         return False
 
 
-class RefusedError(Exception):
-    """Stops the parser; the reason is kept beside it."""
-
-
 class Protocol(HttpToolsProtocol):
     """One connection."""
 
@@ -51,7 +47,7 @@ class Protocol(HttpToolsProtocol):
         self._is_in_head = self._is_in_body = False   # of a request that has begun and is not complete
         self._num_headers = self._num_header_bytes = 0
         self._num_held_bytes = 0                      # given to the parser, and not yet handed over by it
-        self._refusal: ApiError | None = None
+        self._is_refused = False
         self._arrival: asyncio.TimerHandle | None = None
         self._departure: asyncio.TimerHandle | None = None  # of what a slow reader has still to take
 
@@ -91,7 +87,7 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what has come, or end the connection."""
-        if self._refusal is not None:
+        if self._is_refused:
             return
         self._unset_keepalive_if_required()
         self._num_held_bytes += len(data)
@@ -100,8 +96,11 @@ class Protocol(HttpToolsProtocol):
             self._check_header_bytes(self._num_held_bytes)
         except httptools.HttpParserUpgrade:
             pass  # answered as if nothing else had been asked for
-        except (httptools.HttpParserError, RefusedError):
-            self._refuse(self._refusal or ApiError(400, "this is not a valid HTTP/1.1 request"))
+        except ApiError as error:
+            self._refuse(error)
+        except httptools.HttpParserError as error:
+            wrong, why = ApiError(400, "this is not a valid HTTP/1.1 request"), error.__context__
+            self._refuse(why if isinstance(why, ApiError) else wrong)  # one of the parser's calls has stopped it
 
     # --- the parser's calls ---------------------------------------------------------------------------------------
 
@@ -117,7 +116,7 @@ class Protocol(HttpToolsProtocol):
         super().on_url(url)
         self._num_held_bytes -= len(url)
         if len(self.url) > self._limits.max_url_bytes:
-            self._stop(_too_large(f"the URL is longer than {self._limits.max_url_bytes} bytes (max_url_bytes)"))
+            raise _too_large(f"the URL is longer than {self._limits.max_url_bytes} bytes (max_url_bytes)")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header, or count a trailer and drop it."""
@@ -125,7 +124,7 @@ class Protocol(HttpToolsProtocol):
         self._num_header_bytes += len(name) + len(value)
         self._num_headers += 1
         if self._num_headers > self._limits.max_headers:
-            self._stop(_too_large(f"the request has more than {self._limits.max_headers} headers (max_headers)"))
+            raise _too_large(f"the request has more than {self._limits.max_headers} headers (max_headers)")
         self._check_header_bytes(self._num_header_bytes)
         if self._is_in_head:
             super().on_header(name, value)
@@ -135,7 +134,7 @@ class Protocol(HttpToolsProtocol):
         most = self._limits.max_pipelined_requests
         if len(self.pipeline) >= most:
             message = f"more than {most} requests wait on this connection (max_pipelined_requests)"
-            self._stop(ApiError(400, message))
+            raise ApiError(400, message)
         super().on_headers_complete()  # raises if the URL is none
         if self.parser.get_http_version() == "1.0":  # which knows no chunks: uvicorn closes the connection at the end
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UnknownLength()
@@ -183,15 +182,11 @@ class Protocol(HttpToolsProtocol):
     def _check_header_bytes(self, num_bytes: int) -> None:
         most = self._limits.max_header_bytes
         if num_bytes > most:
-            self._stop(_too_large(f"the headers take more than {most} bytes (max_header_bytes)"))
-
-    def _stop(self, error: ApiError) -> NoReturn:
-        self._refusal = error
-        raise RefusedError
+            raise _too_large(f"the headers take more than {most} bytes (max_header_bytes)")
 
     def _refuse(self, error: ApiError) -> None:
         """Answer a request that has not become one, and end the connection."""
-        self._refusal = error
+        self._is_refused = True
         self._cancel_arrival()
         if self.transport.is_closing():
             return

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
@@ -11,8 +10,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.error_responses import error_response
-from quire.server.errors import as_api_error
+from quire.server.errors import error_response
 from quire.server.logs import requests_log
 from quire.server.open_answers import ClientGoneError
 from quire.server.service import RequestRecord
@@ -21,7 +19,6 @@ log = logging.getLogger(__name__)
 
 RECORD = "quire.record"                                        # of the scope
 _PROBES = frozenset({"/health", "/ready", "/metrics", "/debug/kv"})         # logged at debug only
-_FIELDS = tuple(field.name for field in fields(RequestRecord))
 
 
 class RequestLog:
@@ -54,7 +51,7 @@ class RequestLog:
             if status is not None:
                 raise  # too late for an answer: uvicorn logs it and closes the connection
             log.exception("request %s failed", record.request_id)
-            await error_response(as_api_error(error))(scope, receive, send_with_id)
+            await error_response(scope["app"].state.service.told(error))(scope, receive, send_with_id)
         finally:
             _write(scope, status, time.monotonic() - started_s, record)
 
@@ -71,6 +68,4 @@ def _write(scope: Scope, status: int | None, duration_s: float, record: RequestR
         "status": status,
         "duration_s": round(duration_s, 6),
     }
-    known = ((name, getattr(record, name)) for name in _FIELDS)
-    line |= {name: value for name, value in known if value is not None}
-    requests_log.log(level, "%s", msgspec.json.encode(line).decode())
+    requests_log.log(level, "%s", msgspec.json.encode(line | msgspec.to_builtins(record)).decode())

@@ -2,26 +2,29 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from quire.core.checks import shown
 from quire.engine.client import EngineClient
-from quire.server.errors import ApiError, invalid, overloaded, shutting_down
+from quire.server.errors import ApiError, as_api_error, invalid, overloaded, shutting_down
 from quire.server.history import History
 from quire.server.metrics import Metrics
 from quire.server.open_answers import OpenAnswers
 from quire.server.options import ServerOptions
 from quire.server.templates import TemplateRenderer
 
+T = TypeVar("T")
+
 LONG_CHARS = 1 << 17  # a text of more takes a quarter of a second and up to eight to be tokenized
 
 
-@dataclass(slots=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, omit_defaults=True):
     """What the log line of one HTTP request says; routes fill in what they know. None is left out."""
 
     request_id: str | None = None
@@ -37,16 +40,6 @@ class RequestRecord:
     preemptions: int | None = None
 
 
-def _threads() -> ThreadPoolExecutor:
-    """Return the threads that turn prompts into tokens, and tokens into large answers."""
-    return ThreadPoolExecutor(2, thread_name_prefix="prepare")
-
-
-def _long_thread() -> ThreadPoolExecutor:
-    """Return the thread for long prompts. One of its own: they may hold up each other, and no short ones."""
-    return ThreadPoolExecutor(1, thread_name_prefix="prepare long")
-
-
 @dataclass(slots=True)
 class Service:
     """One engine behind HTTP. Lives on the event loop; only `names` and `options` may be read from elsewhere."""
@@ -58,12 +51,14 @@ class Service:
     templates: TemplateRenderer
     history: History = field(default_factory=History)
     answers: OpenAnswers = field(default_factory=OpenAnswers)
-    threads: ThreadPoolExecutor = field(default_factory=_threads)
-    long_thread: ThreadPoolExecutor = field(default_factory=_long_thread)
+    # for prompts to become tokens, and tokens large answers; long prompts may hold up each other, and no short ones
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "prepare"))
+    long_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "prepare long"))
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
     vital: tuple[asyncio.Task[Any], ...] = ()  # tasks without which the server is not well
     num_preparing: int = 0                    # requests let in and not yet sent to the engine
+    num_pinning: int = 0                      # prefixes that are being computed, to be pinned
 
     def check_model(self, name: str | None) -> str:
         """Return the name that answers carry: the one asked for, or the first. ApiError 404 for another model."""
@@ -74,30 +69,44 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
 
-    def threads_for(self, num_chars: int) -> ThreadPoolExecutor:
-        """Return where a prompt of so many characters, or token ids, is prepared."""
-        return self.threads if num_chars <= LONG_CHARS else self.long_thread
+    async def in_thread(self, num_chars: int, work: Callable[[], T]) -> T:
+        """Return what `work` returns, which is done off the event loop for so many characters, or token ids."""
+        threads = self.threads if num_chars <= LONG_CHARS else self.long_thread
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+    def check_room(self, num_requests: int) -> None:
+        """Raise ApiError 503 while shutting down, 429 when the queue has no places for so many requests more.
+
+        Beyond the queue's bound, so many are let in as there are free seats while nobody waits: a burst shall not be
+        turned away from an idle engine.
+        """
+        if self.is_draining:
+            self.metrics.refused("shutting_down")
+            raise shutting_down()
+        limit, num_queued = self.options.max_queued_requests, self.num_preparing + self.client.num_queued
+        if num_queued + num_requests > limit + self.client.num_free_seats:
+            self.metrics.refused("server_overloaded")
+            raise overloaded(num_queued, limit, self.metrics.seconds_until_room(num_queued))
 
     @contextmanager
     def let_in(self, num_requests: int, param: str = "prompt") -> Iterator[None]:
         """Hold places in the queue while requests are tokenized and sent; raise before any work if there are none.
 
-        A call of several prompts counts as that many. Beyond the queue's bound, so many are let in as there are free
-        seats while nobody waits: a burst shall not be turned away from an idle engine.
-        ApiError 503 while shutting down, 429 when the queue is full, 400 when it could never take so many.
+        A call of several prompts counts as that many. As `check_room`, and ApiError 400 if it could never take so many.
         """
         limit = self.options.max_queued_requests
-        if self.is_draining:
-            self.metrics.refused("shutting_down")
-            raise shutting_down()
-        if num_requests > limit:
+        if num_requests > limit and not self.is_draining:
             invalid(f"{num_requests} prompts in one call; at most {limit} may wait (max_queued_requests)", param=param)
-        num_queued = self.num_preparing + self.client.num_queued
-        if num_queued + num_requests > limit + self.client.num_free_seats:
-            self.metrics.refused("server_overloaded")
-            raise overloaded(num_queued, limit, self.metrics.seconds_until_room(num_queued))
+        self.check_room(num_requests)
         self.num_preparing += num_requests
         try:
             yield
         finally:
             self.num_preparing -= num_requests
+
+    def told(self, error: Exception) -> ApiError:
+        """Return what a client is told of an error that its call has run into, and count it if it is not the call's."""
+        told = as_api_error(error)
+        if told.status >= 500 and not isinstance(error, ApiError):
+            self.metrics.failed(str(told.code))
+        return told

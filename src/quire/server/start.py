@@ -11,8 +11,7 @@ from typing import NoReturn
 
 from quire.engine.child import EngineChild
 from quire.engine.options import EngineOptions
-from quire.server.connection_limit import allow_connections
-from quire.server.listener import bind
+from quire.server.listener import allow_connections, bind
 from quire.server.options import ServerOptions
 from quire.server.stop_signals import STOP_SIGNALS, StoppedError, stop_at_once
 

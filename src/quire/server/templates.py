@@ -7,35 +7,24 @@ nobody can tell whether the template is to blame: that request fails, as with an
 
 import asyncio
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import LENGTH_BYTES, frame
-from quire.engine.child import our_signals_blocked
+from quire.engine.child import start_module
 from quire.server.errors import overloaded, shutting_down
+from quire.text import template_worker as worker
 from quire.text.chat_template import MAX_RENDERED_CHARS, Message
-from quire.text.template_worker import (
-    MEMORY_LIMIT_BYTES,
-    OUT_OF_MEMORY,
-    RENDER_LIMIT_S,
-    Ready,
-    Refused,
-    Render,
-    Rendered,
-    Reply,
-    Start,
-    decode_reply,
-)
+from quire.text.template_worker import Refused, Render, Rendered, Reply, Start
 from quire.text.tokenizer import Tokenizer
 
 START_LIMIT_S = 60.0                        # it takes a seventh of a second
-REPLY_LIMIT_S = 5 * RENDER_LIMIT_S          # should a process not end itself: it was stopped, or does not want to
+REPLY_LIMIT_S = 5 * worker.RENDER_LIMIT_S   # should a process not end itself: it was stopped, or does not want to
 MAX_REPLY_BYTES = 5 * MAX_RENDERED_CHARS    # a character has up to four bytes
 
 _CANNOT_RENDER = "the model's chat template cannot render the messages"
@@ -51,6 +40,7 @@ class TemplateRenderer:
         self._num_waiting = 0
         self._process: _TemplateProcess | None = None
         self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, "template")
         self._is_closed = False
 
     def warm_up(self) -> None:
@@ -75,14 +65,14 @@ class TemplateRenderer:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
         if self._template is None:
             raise InvalidRequestError("the model has no chat template", param="messages")
-        start = Start(self._template, dict(self._tokenizer.named_tokens))
-        command = _frame(Render(messages, add_generation_prompt, continue_final_message, dict(variables or {})))
+        known = {**self._tokenizer.named_tokens, **(variables or {})}
+        command = _frame(Render(messages, add_generation_prompt, continue_final_message, known))
         if self._num_waiting >= self._max_waiting:
             raise overloaded(self._num_waiting, self._max_waiting, retry_after_s=1)
         self._num_waiting += 1
         try:
             async with self._turn:
-                reply = await self._ask(start, command)
+                reply = await self._ask(Start(self._template), command)
         finally:
             self._num_waiting -= 1
         if isinstance(reply, Refused):
@@ -93,43 +83,30 @@ class TemplateRenderer:
     async def close(self) -> None:
         """End the process. Whoever still waits is told that the server shuts down. Twice is fine."""
         self._is_closed = True
+        self._thread.shutdown(wait=False)
         await self._end_process()
 
     async def _ask(self, start: Start, command: bytes) -> Reply:
-        process = await self._ready_process(start)
-        try:
-            async with asyncio.timeout(REPLY_LIMIT_S):
-                return await process.ask(command)
-        except (EOFError, OSError, msgspec.MsgspecError) as error:  # a timeout is an OSError
-            status = await self._end_process()
-            if self._is_closed:
-                raise shutting_down() from error
-            raise _failure(status) from error
-        except BaseException:  # nobody wants the reply any more
-            await self._end_process()
-            raise
-
-    async def _ready_process(self, start: Start) -> "_TemplateProcess":
-        """Return a process that waits for a conversation: the one we have, if it still lives, or a new one."""
+        """Return the reply of the process that we have, if it still lives, or of a new one."""
         if self._process is not None and not self._process.is_alive:
             await self._end_process()
         if self._is_closed:
             raise shutting_down()
-        process = self._process = self._process or _TemplateProcess()
-        if process.is_connected:
-            return process
+        process, ask_in_thread = self._process or _TemplateProcess(), asyncio.get_running_loop().run_in_executor
+        self._process = process
         try:
-            async with asyncio.timeout(START_LIMIT_S):
-                await process.connect(_frame(start))
-        except (EOFError, OSError) as error:
+            if not process.is_ready:
+                await ask_in_thread(self._thread, process.ask, _frame(start), START_LIMIT_S)
+                process.is_ready = True
+            return await ask_in_thread(self._thread, process.ask, command, REPLY_LIMIT_S)
+        except (EOFError, OSError, msgspec.MsgspecError) as error:  # a timeout is an OSError
             status = await self._end_process()
             if self._is_closed:
                 raise shutting_down() from error
-            raise RuntimeError(f"the template process did not start ({_told(status)})") from error
-        except BaseException:
+            raise _failure(status, is_ready=process.is_ready) from error
+        except BaseException:  # nobody wants the reply any more
             await self._end_process()
             raise
-        return process
 
     async def _end_process(self) -> int:
         """End the process, if there is one, and return its exit status."""
@@ -141,56 +118,30 @@ class _TemplateProcess:
     """A running `quire.text.template_worker`, and our end of the socket pair."""
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs, our_signals_blocked():
-            self._process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                [sys.executable, "-P", "-m", "quire.text.template_worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-        self._opening: asyncio.Task[tuple[asyncio.StreamReader, asyncio.StreamWriter]] | None = None
+        self._process, self._socket = start_module("quire.text.template_worker", stdout=subprocess.DEVNULL)
+        self._replies = self._socket.makefile("rb")
+        self.is_ready = False       # has the template
 
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    @property
-    def is_connected(self) -> bool:
-        return self._opening is not None
-
-    async def connect(self, start: bytes) -> None:
-        """Hand the template over. EOFError or OSError when the process has ended."""
-        opening = asyncio.open_unix_connection(sock=self._socket, limit=MAX_RENDERED_CHARS)
-        self._opening = asyncio.create_task(opening)  # quick, but interrupted it would leave the socket to nobody
-        reply = await self.ask(start)
-        assert isinstance(reply, Ready), f"expected readiness, got {reply}"
-
-    async def ask(self, command: bytes) -> Reply:
-        """Send a frame and return the reply. EOFError, OSError or MsgspecError when there is none."""
-        assert self._opening is not None, "connect first"
-        reader, writer = await asyncio.shield(self._opening)
-        writer.write(command)
-        await writer.drain()
-        length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-        if length > MAX_REPLY_BYTES:
+    def ask(self, message: bytes, limit_s: float) -> Reply:
+        """Send a frame and wait for the reply, in a thread. EOFError, OSError or MsgspecError when there is none."""
+        self._socket.settimeout(limit_s)
+        self._socket.sendall(message)
+        length = int.from_bytes(self._replies.read(LENGTH_BYTES), "big")
+        if not 0 < length <= MAX_REPLY_BYTES:
             raise EOFError(f"a reply of {length} bytes is none of ours")
-        return decode_reply(await reader.readexactly(length))
+        return worker.decode_reply(self._replies.read(length))
 
     async def end(self) -> int:
-        """Kill the process, unless it has ended, and return its exit status."""
+        """Kill the process, unless it has ended, and return its exit status; who asks it just now gets an EOFError."""
         self._process.kill()
-        if self._opening is None:
-            self._socket.close()
-        else:
-            self._opening.add_done_callback(_abort)
-        return await asyncio.to_thread(self._process.wait)
-
-
-def _abort(opened: asyncio.Task[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> None:
-    """Close a connection, without sending what is left to send."""
-    _, writer = opened.result()
-    writer.transport.abort()
+        status = await asyncio.to_thread(self._process.wait)
+        await asyncio.to_thread(self._replies.close)  # waits until nobody reads any more
+        self._socket.close()
+        return status
 
 
 def _frame(message: Start | Render) -> bytes:
@@ -201,15 +152,13 @@ def _frame(message: Start | Render) -> bytes:
         raise InvalidRequestError(f"{_CANNOT_RENDER}: {error}", param="messages") from error
 
 
-def _failure(status: int) -> Exception:
+def _failure(status: int, *, is_ready: bool) -> Exception:
     """Return the error for whoever gave a process its last conversation: a refusal where its own limits ended it."""
     if status == -signal.SIGALRM:
-        return InvalidRequestError(f"{_CANNOT_RENDER} within {RENDER_LIMIT_S:g} seconds", param="messages")
-    if status == OUT_OF_MEMORY:
-        memory = f"{MEMORY_LIMIT_BYTES >> 20} MiB of memory"
+        return InvalidRequestError(f"{_CANNOT_RENDER} within {worker.RENDER_LIMIT_S:g} seconds", param="messages")
+    if status == worker.OUT_OF_MEMORY:
+        memory = f"{worker.MEMORY_LIMIT_BYTES >> 20} MiB of memory"
         return InvalidRequestError(f"{_CANNOT_RENDER} within {memory}", param="messages")
-    return RuntimeError(f"the template process ended in the middle of a conversation ({_told(status)})")
-
-
-def _told(status: int) -> str:
-    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+    told = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+    what = "ended in the middle of a conversation" if is_ready else "did not start"
+    return RuntimeError(f"the template process {what} ({told})")

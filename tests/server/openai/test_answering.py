@@ -31,7 +31,7 @@ def connect(server: OpenAIServer, path: str, **body: Any) -> socket.socket:  # n
 
 
 def has_open(server: OpenAIServer, count: int) -> bool:
-    return server.service.client.num_open == count
+    return len(server.service.client._streams) == count
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])

@@ -6,7 +6,6 @@ from typing import Any
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.server.openai.answer_format import Call
 from quire.server.openai.chat_format import ChatFormat
-from quire.server.openai.tally import PromptTokensDetails, Usage
 from support.openai_calls import call_of, events_in
 
 
@@ -92,7 +91,7 @@ def test_name_of_a_model_cannot_break_a_chunk() -> None:
 def test_whole_messages() -> None:
     first, second = CompletionOutput(0, "a", [1], finish_reason="stop"), CompletionOutput(1, "b", [2])
     output = RequestOutput("x", None, [], [first, second], finished=True)
-    answer = json.loads(ChatFormat(call_of(n=2), None).answer([output], Usage(1, 2, 3, PromptTokensDetails(0))))
+    answer = json.loads(ChatFormat(call_of(n=2), None).answer([output], {"total_tokens": 3}))
     assert answer["object"] == "chat.completion"
     assert answer["usage"]["total_tokens"] == 3
     assert [choice["message"]["content"] for choice in answer["choices"]] == ["a", "b"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from quire.server.limits import Limits
+from quire.server.options import Limits
 from support.http_app import ask, make_app
 from support.openai_server import OpenAIServer
 
@@ -82,6 +82,8 @@ ELSEWHERE = {
     "max_buffered_bytes": "tests/server/test_protocol.py::test_reader_who_is_slow_but_reads_is_not_dropped",
     "receive_timeout": "tests/server/test_protocol.py::test_head_that_does_not_come_is_a_timeout",
     "send_timeout": "tests/server/test_protocol.py::test_reader_who_takes_nothing_is_dropped_and_his_answer_ends",
+    "max_pinned_prefixes": "tests/server/test_prefix_routes.py::test_pins_are_bounded",
+    "max_metric_labels": "tests/core/test_owner_labels.py::test_keys_beyond_the_limit_are_other",
     "idle_timeout": "tests/server/test_protocol.py::test_connection_without_a_request_is_closed_after_a_while",
 }
 

@@ -10,7 +10,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 
 from quire.server.errors import ApiError
 from quire.server.openai.bodies import ChatBody, CompletionBody
-from quire.server.openai.parameters import UNSUPPORTED, WITHOUT_EFFECT, check_names
+from quire.server.openai.decoding import UNSUPPORTED, WITHOUT_EFFECT, check_names
 
 
 def test_every_parameter_of_openai_is_known() -> None:

@@ -46,7 +46,7 @@ def test_one_bad_prompt_of_many_queues_none(server: OpenAIServer) -> None:
     for bad in ([4096], "x " * 2000):
         status, _ = server.refusal(COMPLETIONS, prompt=["x", bad, "y"], max_tokens=5)
         assert status == 400
-        assert server.on_loop(lambda: server.service.client.num_open) == 0
+        assert server.on_loop(lambda: len(server.service.client._streams)) == 0
 
 
 def test_too_long_a_prompt_is_told_in_numbers(server: OpenAIServer) -> None:

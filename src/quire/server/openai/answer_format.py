@@ -7,17 +7,18 @@ once, and a chunk is its two halves around the one thing that is new.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
+from quire.core.beam_search_params import BeamSearchParams
 from quire.core.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.version import __version__
-from quire.engine.client import PreparedRequest
-from quire.server.openai.tally import Usage
+from quire.engine.input_processor import PreparedRequest
+from quire.server.openai.bodies import ChatBody, CompletionBody
 
+Json = dict[str, Any]
 PromptLogprobs = list[dict[int, Logprob] | None]
 
 FINGERPRINT = f"quire-{__version__}"
@@ -26,39 +27,38 @@ DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
 
 
+def event(message: Json) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + encode(message) + b"\n\n"
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What an HTTP request asked for, checked and tokenized; nothing is queued yet."""
+    """What an HTTP request asked for, checked; nothing is queued yet."""
 
     id: str
     model: str
     created: int
+    body: CompletionBody | ChatBody
     params: SamplingParams
-    requests: list[PreparedRequest]
-    stream: bool
-    include_usage: bool
-    return_token_ids: bool
-    return_prompt_logprobs: bool
-    hides_output: bool              # the engine cannot do without a token; the client asked for none
+    beam: BeamSearchParams | None = None
+    key_number: int = 0                         # of the API key that it came with, from 1; 0: none
+    requests: Sequence[PreparedRequest] = ()    # one for each prompt, once they are tokenized
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
+
+    @property
+    def hides_output(self) -> bool:
+        """Whether no token is wanted; the engine cannot do without one."""
+        return self.body.max_tokens == 0
 
     @property
     def shows_tokens(self) -> bool:
         """Whether a token is worth a chunk even where its text is not complete yet."""
-        return self.return_token_ids or self.params.logprobs is not None
-
-
-class Envelope(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What surrounds choices. What it says of the prompt stands in the first chunk, where the answer is a stream."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[msgspec.Struct]
-    usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+        return bool(self.body.return_token_ids) or self.params.logprobs is not None
 
 
 class AnswerFormat(ABC):
@@ -70,16 +70,16 @@ class AnswerFormat(ABC):
     def __init__(self, call: Call) -> None:
         self.call = call
         self._prompt_logprobs: dict[int, PromptLogprobs | None] = {}    # of the prompts whose first output has come
-        self._halves = self._encoded_halves()
+        self._halves = self._encoded_halves({})
         self._has_begun = False                                         # a stream has
 
-    def answer(self, outputs: list[RequestOutput], usage: Usage) -> bytes:
+    def answer(self, outputs: list[RequestOutput], usage: Json) -> bytes:
         """Return the whole answer, from the last output of each prompt."""
-        choices: list[msgspec.Struct] = []
+        choices: list[Json] = []
         for prompt_index, output in enumerate(outputs):
             self._prompt_logprobs[prompt_index] = output.prompt_logprobs
             choices += [self._choice(prompt_index, piece) for piece in output.outputs]
-        return encode(self._about_prompt(self._envelope(self.OBJECT, choices, usage)))
+        return encode(self._envelope(self.OBJECT, choices) | {"usage": usage} | self._about_prompt())
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> bytes:
         """Return a piece of the stream, for what is new; nothing if there is nothing to show."""
@@ -92,21 +92,21 @@ class AnswerFormat(ABC):
                 parts += (head, encode(choice), tail)
         return b"".join(parts)
 
-    def usage_chunk(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: Json) -> bytes:
         """Return the chunk without choices that tells the usage."""
-        return b"data: " + encode(self._envelope(self.CHUNK_OBJECT, [], usage)) + b"\n\n"
+        return event(self._envelope(self.CHUNK_OBJECT, []) | {"usage": usage})
 
     @abstractmethod
-    def _choice(self, prompt_index: int, output: CompletionOutput) -> msgspec.Struct:
+    def _choice(self, prompt_index: int, output: CompletionOutput) -> Json:
         """Return a choice from all of its output."""
 
     @abstractmethod
-    def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Sequence[msgspec.Struct]:
+    def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Sequence[Json]:
         """Return a choice from what is new of it, after those that have to come before; none if none is to be shown."""
 
-    def _about_prompt(self, envelope: Envelope) -> Envelope:
-        """Return the envelope with what the format says there of the prompt."""
-        return envelope
+    def _about_prompt(self) -> Json:
+        """Return what the format says of the prompt beside the choices, in the first chunk where there are several."""
+        return {}
 
     def _index(self, prompt_index: int, piece: CompletionOutput) -> int:
         """Return the number of a choice: the choices of a prompt follow those of the prompt before."""
@@ -115,25 +115,29 @@ class AnswerFormat(ABC):
     def _is_worth_a_chunk(self, piece: CompletionOutput) -> bool:
         return bool(piece.text or piece.finish_reason or (piece.token_ids and self.call.shows_tokens))
 
-    def _envelope(self, kind: str, choices: list[msgspec.Struct], usage: Usage | UnsetType | None) -> Envelope:
+    def _tokens(self, piece: CompletionOutput) -> Json:
+        """Return what a choice says of its tokens."""
+        return {"token_ids": piece.token_ids} if self.call.body.return_token_ids else {}
+
+    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+        """Return what surrounds choices."""
         call = self.call
-        return Envelope(
-            id=call.id,
-            object=kind,
-            created=call.created,
-            model=call.model,
-            system_fingerprint=FINGERPRINT,
-            choices=choices,
-            usage=usage,
-        )
+        return {
+            "id": call.id,
+            "object": kind,
+            "created": call.created,
+            "model": call.model,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+        }
 
     def _first_halves(self) -> tuple[bytes, bytes]:
         self._has_begun = True
-        return self._encoded_halves(about_prompt=True)
+        return self._encoded_halves(self._about_prompt())
 
-    def _encoded_halves(self, *, about_prompt: bool = False) -> tuple[bytes, bytes]:
+    def _encoded_halves(self, about_prompt: Json) -> tuple[bytes, bytes]:
         """Return what a chunk has before and after its choice."""
-        envelope = self._envelope(self.CHUNK_OBJECT, [], None if self.call.include_usage else UNSET)
-        encoded = encode(self._about_prompt(envelope) if about_prompt else envelope)
+        usage = {"usage": None} if self.call.include_usage else {}
+        encoded = encode(self._envelope(self.CHUNK_OBJECT, []) | usage | about_prompt)
         head, choices, tail = encoded.partition(b'"choices":[')  # inside a string the quotes would be escaped
         return b"data: " + head + choices, tail + b"\n\n"

@@ -77,26 +77,28 @@ TokenIds = Annotated[Any, _as(_list_of(_TOKEN), _NULL)]
 Salt = Annotated[str | None, _as(_TEXT, _NULL)]
 
 
-class Body(BaseModel):
-    """What every body has."""
+class Strict(BaseModel):
+    """An object whose fields have the types that they say, and no others that could become those."""
 
     model_config = ConfigDict(strict=True)
+
+
+class Body(Strict):
+    """What every body has."""
 
     model: str | None = None
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict):
     """How a stream ends."""
-
-    model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Strict):
     """One message of a conversation. What else it has goes to the chat template as it is."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     role: str
     content: Content = None
@@ -105,10 +107,8 @@ class ChatMessage(BaseModel):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
-class TemplateOptions(BaseModel):
+class TemplateOptions(Strict):
     """How a chat template writes messages."""
-
-    model_config = ConfigDict(strict=True)
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -2,52 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
-from msgspec import UNSET, UnsetType
-
-from quire.core.outputs import CompletionOutput, FinishReason
-from quire.server.openai.answer_format import AnswerFormat, Call, Envelope
+from quire.core.outputs import CompletionOutput
+from quire.server.openai.answer_format import AnswerFormat, Call, Json
 from quire.server.openai.logprobs import ChatLogprobs, TokenNames, chat_logprobs
 from quire.text.tokenizer import Tokenizer
 
 ROLE = "assistant"
-
-
-class Message(msgspec.Struct):
-    """What the model says."""
-
-    content: str
-    role: str = ROLE
-    refusal: None = None
-
-
-class Delta(msgspec.Struct):
-    """What is new of a message. The first one carries the role."""
-
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class ChatChoice(msgspec.Struct):
-    """A whole message, and how it ended."""
-
-    index: int
-    message: Message
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatChunkChoice(msgspec.Struct):
-    """The newest piece of a message."""
-
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatFormat(AnswerFormat):
@@ -65,30 +25,31 @@ class ChatFormat(AnswerFormat):
         self._names = TokenNames(tokenizer)
         self._num_begun = 0                      # messages whose role has been told
 
-    def _choice(self, prompt_index: int, output: CompletionOutput) -> ChatChoice:
-        choice = ChatChoice(
-            output.index, Message(output.text), self._logprobs(output), output.finish_reason, output.stop_reason
-        )
-        if self.call.return_token_ids:
-            choice.token_ids = output.token_ids
-        return choice
+    def _choice(self, prompt_index: int, output: CompletionOutput) -> Json:
+        return {
+            "index": output.index,
+            "message": {"content": output.text, "role": ROLE, "refusal": None},
+            "logprobs": self._logprobs(output),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        } | self._tokens(output)
 
-    def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Sequence[ChatChunkChoice]:
+    def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Sequence[Json]:
         if not self._is_worth_a_chunk(piece):
             return ()
         is_first = piece.index >= self._num_begun
-        delta = _delta(piece, is_first=is_first)
-        choice = ChatChunkChoice(piece.index, delta, self._logprobs(piece), piece.finish_reason)
+        delta = {"content": piece.text} if is_first or piece.text else {}
+        choice = _chunk(piece.index, {"role": ROLE} | delta if is_first else delta)
+        choice |= {"logprobs": self._logprobs(piece), "finish_reason": piece.finish_reason}
         if piece.finish_reason is not None:
-            choice.stop_reason = piece.stop_reason
-        if self.call.return_token_ids:
-            choice.token_ids = piece.token_ids
+            choice["stop_reason"] = piece.stop_reason
+        choice |= self._tokens(piece)
         return (*self._begin_up_to(piece.index), choice) if is_first else (choice,)
 
-    def _begin_up_to(self, index: int) -> Iterator[ChatChunkChoice]:
+    def _begin_up_to(self, index: int) -> Iterator[Json]:
         """Yield an empty piece of each message before one that begins now."""
         for earlier in range(self._num_begun, index):
-            yield ChatChunkChoice(earlier, Delta(ROLE, ""), None, None)
+            yield _chunk(earlier, {"role": ROLE, "content": ""})
         self._num_begun = index + 1
 
     def _logprobs(self, piece: CompletionOutput) -> ChatLogprobs | None:
@@ -96,15 +57,15 @@ class ChatFormat(AnswerFormat):
             return None
         return chat_logprobs(self._names, piece.token_ids, piece.logprobs, self.call.params.logprobs or 0)
 
-    def _about_prompt(self, envelope: Envelope) -> Envelope:
-        if self.call.return_token_ids:
-            envelope.prompt_token_ids = self.call.requests[0].prompt.token_ids
-        if self.call.return_prompt_logprobs:
-            envelope.prompt_logprobs = self._prompt_logprobs[0]
-        return envelope
+    def _about_prompt(self) -> Json:
+        about: Json = {}
+        if self.call.body.return_token_ids:
+            about["prompt_token_ids"] = self.call.requests[0].prompt.token_ids
+        if self.call.body.prompt_logprobs is not None:
+            about["prompt_logprobs"] = self._prompt_logprobs[0]
+        return about
 
 
-def _delta(piece: CompletionOutput, *, is_first: bool) -> Delta:
-    if is_first:
-        return Delta(ROLE, piece.text)
-    return Delta(content=piece.text) if piece.text else Delta()
+def _chunk(index: int, delta: Json) -> Json:
+    """Return the newest piece of a message. The first one carries the role."""
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -2,27 +2,11 @@
 
 from collections.abc import Sequence
 
-import msgspec
-from msgspec import UNSET, UnsetType
-
-from quire.core.outputs import CompletionOutput, FinishReason
+from quire.core.outputs import CompletionOutput
 from quire.engine.input_processor import TokenizedPrompt
-from quire.server.openai.answer_format import AnswerFormat, Call, PromptLogprobs
+from quire.server.openai.answer_format import AnswerFormat, Call, Json
 from quire.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter
 from quire.text.tokenizer import Tokenizer
-
-
-class CompletionChoice(msgspec.Struct):
-    """A choice, or the newest piece of one. The first piece carries what is said of the prompt."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
 class CompletionFormat(AnswerFormat):
@@ -38,36 +22,37 @@ class CompletionFormat(AnswerFormat):
         self._writers: dict[int, CompletionLogprobsWriter] = {}
         self._begun: set[int] = set()            # choices that have been written in part
 
-    def _choice(self, prompt_index: int, output: CompletionOutput) -> CompletionChoice:
+    def _choice(self, prompt_index: int, output: CompletionOutput) -> Json:
         index = self._index(prompt_index, output)
-        choice = CompletionChoice(index, output.text, None, output.finish_reason)
+        choice: Json = {
+            "index": index, "text": output.text, "logprobs": None, "finish_reason": output.finish_reason
+        }
         if output.finish_reason is not None:
-            choice.stop_reason = output.stop_reason
-        if self.call.return_token_ids:
-            choice.token_ids = output.token_ids
+            choice["stop_reason"] = output.stop_reason
+        choice |= self._tokens(output)
         if output.logprobs is not None:
             writer = self._writers.get(index) or self._begin_logprobs(prompt_index, index)
-            choice.logprobs = writer.write(output.token_ids, output.logprobs)
+            choice["logprobs"] = writer.write(output.token_ids, output.logprobs)
         if index not in self._begun:
             self._begun.add(index)
             self._add_prompt(choice, prompt_index)
         return choice
 
-    def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Sequence[CompletionChoice]:
+    def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Sequence[Json]:
         is_echo = self._echoes is not None and self._index(prompt_index, piece) not in self._begun
         return (self._choice(prompt_index, piece),) if is_echo or self._is_worth_a_chunk(piece) else ()
 
-    def _add_prompt(self, choice: CompletionChoice, prompt_index: int) -> None:
+    def _add_prompt(self, choice: Json, prompt_index: int) -> None:
         """Put what was asked of the prompt into the first piece of a choice."""
-        if self.call.return_token_ids:
-            choice.prompt_token_ids = self.call.requests[prompt_index].prompt.token_ids
-        if self.call.return_prompt_logprobs:
-            choice.prompt_logprobs = self._prompt_logprobs[prompt_index]
+        if self.call.body.return_token_ids:
+            choice["prompt_token_ids"] = self.call.requests[prompt_index].prompt.token_ids
+        if self.call.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._prompt_logprobs[prompt_index]
         if self._echoes is None:
             return
-        choice.text = self._echoes[prompt_index] + choice.text
-        if choice.logprobs is not None:
-            choice.logprobs = self._prompt_part(prompt_index) + choice.logprobs
+        choice["text"] = self._echoes[prompt_index] + choice["text"]
+        if choice["logprobs"] is not None:
+            choice["logprobs"] = self._prompt_part(prompt_index) + choice["logprobs"]
 
     def _echo(self, prompt_index: int) -> str:
         """Return the text of a prompt: as it came, or what its tokens stand for."""

@@ -8,31 +8,27 @@ from typing import Self
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.engine.client import RequestStream
 from quire.engine.output_processor import OutputKind
-from quire.server.history import History, PastRequest
-from quire.server.openai.answer_format import Call
-from quire.server.openai.tally import Tally
+from quire.server.history import PastRequest
+from quire.server.openai.answer_format import Call, Json
 from quire.server.service import RequestRecord, Service
 
 
 class Generation:
     """The streams of outputs of one call, one for each prompt. Whoever has one calls `end`."""
 
-    def __init__(self, call: Call, streams: Sequence[RequestStream], record: RequestRecord, history: History) -> None:
-        self.tally = Tally([len(request.prompt.token_ids) for request in call.requests], call.params.n)
-        self._hides_output = call.hides_output
-        self._streams, self._record = streams, record
+    def __init__(self, service: Service, call: Call, streams: Sequence[RequestStream], record: RequestRecord) -> None:
+        self._call, self._streams, self._record, self._history = call, streams, record, service.history
         reads_cache = call.params.prompt_logprobs is None
-        self._past = [
+        self.past = [
             PastRequest(request.prompt, stream.metrics, reads_cache)
             for request, stream in zip(call.requests, streams, strict=True)
         ]
-        self._history, self._call_id = history, call.id
-        history.add(call.id, self._past)
+        self._history.add(call.id, self.past)
 
     @classmethod
     async def begin(cls, service: Service, call: Call, record: RequestRecord, arrival_s: float) -> Self:
         """Queue all requests of a call, or none. EngineDeadError if there is no engine any more."""
-        kind: OutputKind = "delta" if call.stream else "final"
+        kind: OutputKind = "delta" if call.body.stream else "final"
         streams: list[RequestStream] = []
         try:
             for request in call.requests:
@@ -42,7 +38,7 @@ class Generation:
             for stream in streams:
                 stream.abort()
             raise
-        return cls(call, streams, record, service.history)
+        return cls(service, call, streams, record)
 
     async def last_outputs(self) -> list[RequestOutput]:
         """Wait for the end of every prompt's request, each of kind "final"."""
@@ -63,19 +59,42 @@ class Generation:
         """Abort what still runs, and write down what there was."""
         for stream in self._streams:
             stream.abort()
-        self._history.end(self._call_id)
-        self.tally.fill(self._record)
+        self._history.end(self._call.id)
+        fill(self._record, self.past, self._call.params.n)
 
     async def _send(self, index: int, consume: Callable[[int, RequestOutput], Awaitable[None]]) -> None:
         async for output in self._streams[index]:
             await consume(index, self._taken(index, output))
 
     def _taken(self, index: int, output: RequestOutput) -> RequestOutput:
-        self._past[index].take(output)
-        if self._hides_output:
+        if self._call.hides_output:
             output = replace(output, outputs=[_without_tokens(piece) for piece in output.outputs])
-        self.tally.add(index, output)
+        self.past[index].take(output)
         return output
+
+
+def usage_of(past: Sequence[PastRequest]) -> Json:
+    """Return what the requests of a call have cost so far. A prompt counts once, however many choices it has."""
+    num_prompt_tokens = sum(request.num_prompt_tokens for request in past)
+    num_output_tokens = sum(request.num_tokens for request in past) - num_prompt_tokens
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(request.metrics.num_cached_tokens for request in past)},
+    }
+
+
+def fill(record: RequestRecord, past: Sequence[PastRequest], n: int) -> None:
+    """Write down tokens and preemptions of all prompts, and when the first of them began to run and to answer."""
+    usage, metrics = usage_of(past), [request.metrics for request in past]
+    record.prompt_tokens, record.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    record.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+    record.finish_reasons = [request.finish_reasons.get(index, "abort") for request in past for index in range(n)]
+    record.queue_s = min((one.queue_s for one in metrics if one.queue_s is not None), default=None)
+    begun = [one.first_token_s - one.arrival_s for one in metrics if one.first_token_s is not None]
+    record.ttft_s = min(begun, default=None)
+    record.preemptions = sum(one.num_preemptions for one in metrics)
 
 
 def _without_tokens(output: CompletionOutput) -> CompletionOutput:

@@ -37,12 +37,9 @@ class ChatTopLogprob(msgspec.Struct):
     bytes: list[int] | None
 
 
-class ChatTokenLogprob(msgspec.Struct):
+class ChatTokenLogprob(ChatTopLogprob):
     """A token of a message, and the most likely ones in its place."""
 
-    token: str
-    logprob: float
-    bytes: list[int] | None
     top_logprobs: list[ChatTopLogprob]
 
 

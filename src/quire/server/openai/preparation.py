@@ -1,19 +1,22 @@
-"""From prompts to requests that the engine takes, off the event loop. Nothing is queued before all are ready."""
+"""From prompts to requests that the engine takes, and text to token ids and back, off the event loop.
 
-import asyncio
+Nothing is queued before all prompts of a call are ready.
+"""
+
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-from quire.core.beam_search_params import BeamSearchParams
-from quire.core.checks import refuse
+from quire.core.checks import check_token_ids, refuse
 from quire.core.sampling_params import SamplingParams
-from quire.engine.client import PreparedRequest
-from quire.engine.input_processor import TokenizedPrompt
+from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
 from quire.server.errors import invalid
-from quire.server.limits import Limits
-from quire.server.openai.bodies import ChatBody, ChatMessage, TemplateOptions
+from quire.server.openai.answer_format import Call, encode
+from quire.server.openai.bodies import ChatBody, ChatMessage, DetokenizeBody, TemplateOptions, TokenizeBody
+from quire.server.options import Limits
 from quire.server.service import Service
 from quire.text.chat_template import Message
+from quire.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
 _TEMPLATE_ARGUMENTS = frozenset(("messages", "add_generation_prompt", "continue_final_message"))
@@ -38,28 +41,59 @@ def check_num_choices(num_prompts: int, n: int, limits: Limits) -> None:
         invalid(message, param="prompt" if num_prompts > most else "n")
 
 
-class Asked(NamedTuple):
-    """What the prompts of a call have in common. `key_number`: of the API key that it came with, from 1; 0: none."""
-
-    params: SamplingParams
-    beam: BeamSearchParams | None
-    cache_salt: str | None
-    priority: int
-    key_number: int
+async def prepare_prompts(service: Service, call: Call, prompts: list[Prompt]) -> Call:
+    """Return the call with a request for each prompt. InvalidRequestError for the first that cannot be served."""
+    return await _prepared(service, call, service.client.inputs.tokenize, prompts)
 
 
-async def prepare_prompts(service: Service, prompts: list[Prompt], asked: Asked) -> list[PreparedRequest]:
-    """Return a request for each prompt. InvalidRequestError for the first that cannot be served."""
-    return await _in_thread(service, service.client.inputs.tokenize, prompts, asked)
+async def prepare_chat(service: Service, call: Call, body: ChatBody) -> Call:
+    """Return the call with the request for its conversation."""
+    text = await _rendered(service, body.messages, body)
+    return await _prepared(service, call, service.client.inputs.tokenize_rendered, [text])
 
 
-async def prepare_chat(service: Service, body: ChatBody, asked: Asked) -> list[PreparedRequest]:
-    """Return the request for a conversation, as a list of one."""
-    text = await render(service, body.messages, body)
-    return await _in_thread(service, service.client.inputs.tokenize_rendered, [text], asked)
+async def tokenized(service: Service, body: TokenizeBody) -> bytes:
+    """Return the answer to /tokenize."""
+    tokenizer = _tokenizer(service)
+    if (body.prompt is None) == (body.messages is None):
+        invalid("give either prompt or messages", param="prompt")
+    text, adds_special_tokens = body.prompt or "", body.add_special_tokens is not False
+    if body.messages is not None:
+        text = await _rendered(service, body.messages, body)
+        adds_special_tokens = bool(body.add_special_tokens)  # a template names them itself
+
+    def answer() -> bytes:
+        tokens = tokenizer.encode(text, adds_special_tokens)
+        return encode({
+            "count": len(tokens),
+            "max_model_len": service.client.ready.limits.max_model_len,
+            "tokens": tokens,
+            "token_strs": [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
+        })
+
+    return await service.in_thread(len(text), answer)
 
 
-async def render(service: Service, messages: list[ChatMessage], options: TemplateOptions) -> str:
+async def detokenized(service: Service, body: DetokenizeBody) -> bytes:
+    """Return the answer to /detokenize. Special tokens are part of the text."""
+    tokenizer = _tokenizer(service)
+
+    def answer() -> bytes:
+        tokens, vocab_size = check_token_ids("tokens", body.tokens), service.client.ready.vocab_size
+        if max(tokens, default=0) >= vocab_size:
+            refuse("tokens", max(tokens), f"token ids below the vocabulary size of {vocab_size}")
+        return encode({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
+
+    return await service.in_thread(len(body.tokens) if isinstance(body.tokens, list) else 0, answer)
+
+
+def _tokenizer(service: Service) -> Tokenizer:
+    if service.client.tokenizer is None:
+        invalid("the model has no tokenizer", param="model")
+    return service.client.tokenizer
+
+
+async def _rendered(service: Service, messages: list[ChatMessage], options: TemplateOptions) -> str:
     """Return a conversation as the chat template writes it. InvalidRequestError if it cannot."""
     continues = bool(options.continue_final_message)
     begins = options.add_generation_prompt
@@ -80,27 +114,26 @@ def _as_message(message: ChatMessage) -> Message:
     return named | (message.model_extra or {})
 
 
-async def _in_thread(
-    service: Service, tokenize: Callable[[Any], TokenizedPrompt], prompts: Sequence[Any], asked: Asked
-) -> list[PreparedRequest]:
+async def _prepared(
+    service: Service, call: Call, tokenize: Callable[[Any], TokenizedPrompt], prompts: Sequence[Any]
+) -> Call:
     """Tokenize all prompts, check what they come to, and only then number them.
 
     A prompt that does not fit is told before what all come to: clients look for that, and shorten it.
     """
-    limits, params = service.client.inputs.limits, asked.params
+    limits, params, body = service.client.inputs.limits, call.params, call.body
 
     def prepare() -> list[PreparedRequest]:
         tokenized: list[TokenizedPrompt] = []
         num_tokens = 0
         for prompt in prompts:
-            tokenized.append(tokenize(prompt).salted(asked.cache_salt, asked.key_number))
+            tokenized.append(tokenize(prompt).salted(body.cache_salt, call.key_number))
             limits.check_admissible(len(tokenized[-1].token_ids), params.max_tokens or 1, params.n)
             num_tokens += len(tokenized[-1].token_ids)
             _check_total(num_tokens, params, service.options)
-        return [service.client.prepare(prompt, params, asked.beam, asked.priority) for prompt in tokenized]
+        return [service.client.prepare(prompt, params, call.beam, body.priority or 0) for prompt in tokenized]
 
-    threads = service.threads_for(sum(map(len, prompts)))
-    return await asyncio.get_running_loop().run_in_executor(threads, prepare)
+    return replace(call, requests=await service.in_thread(sum(map(len, prompts)), prepare))
 
 
 def _check_total(num_tokens: int, params: SamplingParams, limits: Limits) -> None:

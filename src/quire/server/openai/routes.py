@@ -9,22 +9,25 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from quire.core.sampling_params import SamplingParams
-from quire.engine.client import PreparedRequest
 from quire.engine.input_processor import check_cache_salt, check_priority
 from quire.server.errors import invalid
 from quire.server.gate import key_number_of
-from quire.server.openai.answer_format import Call, encode
-from quire.server.openai.answering import EventStream, json_response, whole_answer
-from quire.server.openai.beam_search import beam_search_params
-from quire.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, takes
+from quire.server.openai.answer_format import Call
+from quire.server.openai.answering import answer_to, json_response
+from quire.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, takes
 from quire.server.openai.chat_format import ChatFormat
 from quire.server.openai.completion_format import CompletionFormat
 from quire.server.openai.decoding import read_body
 from quire.server.openai.generation import Generation
-from quire.server.openai.preparation import Asked, as_prompts, check_num_choices, prepare_chat, prepare_prompts
-from quire.server.openai.sampling import field_names, sampling_params
-from quire.server.openai.tokenization import detokenized, tokenized
+from quire.server.openai.preparation import (
+    as_prompts,
+    check_num_choices,
+    detokenized,
+    prepare_chat,
+    prepare_prompts,
+    tokenized,
+)
+from quire.server.openai.sampling import beam_search_params, field_names, sampling_params
 from quire.server.request_log import RECORD
 from quire.server.service import RequestRecord, Service
 
@@ -38,23 +41,17 @@ async def create_completion(request: Request) -> Response:
     """Continue one prompt or several."""
     arrival_s, service = time.monotonic(), _service(request)
     body = await read_body(request, CompletionBody)
-    call_id, model = f"cmpl-{uuid.uuid4().hex}", service.check_model(body.model)
-    record = _begun_record(request, call_id, model, body)
-    params, salt = sampling_params(body, service), check_cache_salt(body.cache_salt, service.options.max_salt_chars)
-    beam, priority = beam_search_params(body, params, service), check_priority(body.priority or 0)
+    call, record = _begun(request, service, body, "cmpl")
     prompts = as_prompts(body.prompt)
-    check_num_choices(len(prompts), params.n, service.options)
+    check_num_choices(len(prompts), call.params.n, service.options)
     if body.echo and service.client.tokenizer is None:
         invalid("the model has no tokenizer: there is no text to echo", param="echo")
     record.num_prompts = len(prompts)
     with service.let_in(len(prompts)):
-        requests = await prepare_prompts(service, prompts, Asked(params, beam, salt, priority, key_number_of(request)))
-        call = _call(call_id, model, body, params, requests, hides_output=body.max_tokens == 0)
+        call = await prepare_prompts(service, call, prompts)
         answer_format = CompletionFormat(call, service.client.tokenizer, echo=bool(body.echo))
         generation = await Generation.begin(service, call, record, arrival_s)
-    if call.stream:
-        return EventStream(service.answers, generation, answer_format)
-    return await whole_answer(request, service, generation, answer_format)
+    return await answer_to(request, service, generation, answer_format)
 
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=_STREAMS)
@@ -62,21 +59,15 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     arrival_s, service = time.monotonic(), _service(request)
     body = await read_body(request, ChatBody)
-    call_id, model = f"chatcmpl-{uuid.uuid4().hex}", service.check_model(body.model)
-    record = _begun_record(request, call_id, model, body)
-    params, salt = sampling_params(body, service), check_cache_salt(body.cache_salt, service.options.max_salt_chars)
-    beam, priority = beam_search_params(body, params, service), check_priority(body.priority or 0)
-    check_num_choices(1, params.n, service.options)
+    call, record = _begun(request, service, body, "chatcmpl")
+    check_num_choices(1, call.params.n, service.options)
     record.num_prompts = 1
     with service.let_in(1, param="messages"):
         with field_names(body):
-            requests = await prepare_chat(service, body, Asked(params, beam, salt, priority, key_number_of(request)))
-        call = _call(call_id, model, body, params, requests)
+            call = await prepare_chat(service, call, body)
         answer_format = ChatFormat(call, service.client.tokenizer)
         generation = await Generation.begin(service, call, record, arrival_s)
-    if call.stream:
-        return EventStream(service.answers, generation, answer_format)
-    return await whole_answer(request, service, generation, answer_format)
+    return await answer_to(request, service, generation, answer_format)
 
 
 @router.post("/tokenize", openapi_extra=takes(TokenizeBody))
@@ -103,14 +94,14 @@ async def detokenize(request: Request) -> Response:
 async def list_models(request: Request) -> Response:
     """List the names of the model that is served."""
     service = _service(request)
-    return json_response(encode({"object": "list", "data": [_model(service, name) for name in service.names]}))
+    return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
 
 
 @router.get("/v1/models/{model_id:path}")
 async def retrieve_model(request: Request, model_id: str) -> Response:
     """Describe a model."""
     service = _service(request)
-    return json_response(encode(_model(service, service.check_model(model_id))))
+    return json_response(_model(service, service.check_model(model_id)))
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
@@ -128,31 +119,15 @@ def _service(request: Request) -> Service:
     return service
 
 
-def _begun_record(request: Request, call_id: str, model: str, body: GenerationBody) -> RequestRecord:
-    """Return the record for the log line of a request, or one that nobody reads."""
-    record: RequestRecord = request.scope.setdefault(RECORD, RequestRecord())
+def _begun(
+    request: Request, service: Service, body: CompletionBody | ChatBody, kind: str
+) -> tuple[Call, RequestRecord]:
+    """Check all fields of a body but its prompts; return the call for them and the record for its log line."""
+    record: RequestRecord = request.scope.setdefault(RECORD, RequestRecord())  # one that nobody reads
+    call_id, model = f"{kind}-{uuid.uuid4().hex}", service.check_model(body.model)
     record.request_id, record.model, record.stream = call_id, model, bool(body.stream)
-    return record
-
-
-def _call(
-    call_id: str,
-    model: str,
-    body: GenerationBody,
-    params: SamplingParams,
-    requests: list[PreparedRequest],
-    *,
-    hides_output: bool = False,
-) -> Call:
-    return Call(
-        id=call_id,
-        model=model,
-        created=int(time.time()),
-        params=params,
-        requests=requests,
-        stream=bool(body.stream),
-        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
-        return_token_ids=bool(body.return_token_ids),
-        return_prompt_logprobs=body.prompt_logprobs is not None,
-        hides_output=hides_output,
-    )
+    params = sampling_params(body, service)
+    check_cache_salt(body.cache_salt, service.options.max_salt_chars)
+    beam = beam_search_params(body, params, service)
+    check_priority(body.priority or 0)
+    return Call(call_id, model, int(time.time()), body, params, beam, key_number_of(request)), record

@@ -1,13 +1,16 @@
-"""From the fields of a body to `SamplingParams`: one way for all routes, before anything is tokenized.
+"""From the fields of a body to `SamplingParams` and `BeamSearchParams`: one way for all routes, before any tokenizing.
 
 The bounds here are on what a request makes the server hold or do again and again; what a value means, and its range,
-is checked by `SamplingParams`, and against the model by the input processor.
+is checked by the parameters themselves, and against the model by the input processor. What a beam search cannot obey is
+refused by name.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
-from quire.core.checks import check_int, check_optional_int, refuse
+from quire.core.beam_search_params import BeamSearchParams
+from quire.core.checks import check_int, check_optional_int, refuse, shown
 from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 from quire.server.errors import ApiError, invalid, unsupported
@@ -21,6 +24,10 @@ _SAME_NAMES = (
     "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "logit_bias", "allowed_token_ids",
     "bad_words", "include_stop_str_in_output", "skip_special_tokens",
 )
+
+# Of SamplingParams: what a beam search obeys, what says how tokens become text, and the seed, which it has no use for.
+_OBEYED_BY_BEAMS = ("n", "temperature", "max_tokens", "ignore_eos")
+_HARMLESS_TO_BEAMS = ("seed", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
 
 
 def sampling_params(body: CompletionBody | ChatBody, service: Service) -> SamplingParams:
@@ -39,10 +46,33 @@ def sampling_params(body: CompletionBody | ChatBody, service: Service) -> Sampli
     return params
 
 
+def beam_search_params(
+    body: CompletionBody | ChatBody, params: SamplingParams, service: Service
+) -> BeamSearchParams | None:
+    """Return the beam search that a call asks for, if it does. `params` are those that the rest of its body became.
+
+    InvalidRequestError or ApiError 400 names the field that is wrong.
+    """
+    length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    if not body.use_beam_search:
+        if length_penalty != 1:
+            invalid("length_penalty is only allowed when use_beam_search is true", param="length_penalty")
+        return None
+    for name, value in _given_in_vain(body, params):
+        invalid(f"{name} {shown(value)} is not allowed when use_beam_search is true", param=name)
+    with field_names(body):
+        beam = BeamSearchParams(params.n, params.max_tokens, params.ignore_eos, params.temperature, length_penalty)
+        service.client.inputs.check_params(params, beam)
+    return beam
+
+
 @contextmanager
 def field_names(body: GenerationBody) -> Iterator[None]:
     """Let errors about what a body became name the fields that the client used."""
-    names = _names_asked(body)
+    names = {"beam_width": "n"}
+    if isinstance(body, ChatBody):
+        names |= {"prompt": "messages", "logprobs": "top_logprobs"}
+        names |= {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
     try:
         yield
     except InvalidRequestError as error:
@@ -53,14 +83,6 @@ def field_names(body: GenerationBody) -> Iterator[None]:
         if message.startswith(f"{error.param} "):
             message = asked + message.removeprefix(error.param or "")
         raise ApiError(400, message, param=asked, code=error.code) from error
-
-
-def _names_asked(body: GenerationBody) -> Mapping[str, str]:
-    names = {"beam_width": "n"}
-    if not isinstance(body, ChatBody):
-        return names
-    names |= {"prompt": "messages", "logprobs": "top_logprobs"}
-    return names if body.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
 
 def _completion_params(body: CompletionBody, given: dict[str, object]) -> SamplingParams:
@@ -103,3 +125,16 @@ def _check_lengths(params: SamplingParams, max_chars: int) -> None:
         for text in getattr(params, field) or ():
             if len(text) > max_chars:
                 refuse(field, text, f"texts of at most {max_chars} characters (max_stop_chars)")
+
+
+def _given_in_vain(body: CompletionBody | ChatBody, params: SamplingParams) -> Iterator[tuple[str, object]]:
+    """Yield each field, with its value, that asks for what a beam search does not do."""
+    if body.stream:
+        yield "stream", body.stream
+    if isinstance(body, CompletionBody) and body.best_of not in (None, params.n):
+        yield "best_of", body.best_of
+    for field in fields(SamplingParams):
+        value = getattr(params, field.name)
+        is_default = value == field.default or value in ((), {})
+        if not is_default and field.name not in _OBEYED_BY_BEAMS + _HARMLESS_TO_BEAMS:
+            yield field.name, value

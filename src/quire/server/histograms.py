@@ -1,0 +1,103 @@
+"""How long requests and their parts took, and how many tokens they had. Names, meanings and buckets are vLLM's.
+
+A request that its client gave up is in none that its end would fill: its times are the client's, not the engine's.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from prometheus_client.metrics_core import HistogramMetricFamily
+
+from quire.engine.output_processor import EndedRequest, ProcessedStep
+
+_TTFT_BOUNDS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)
+_ITL_BOUNDS_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)
+_LATENCY_BOUNDS_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)
+_STEP_BOUNDS_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# vLLM ends these at the model's longest request; the same ones for every model can be added up over servers.
+_REQUEST_BOUNDS_TOKENS = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]
+
+
+_HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
+    "time_to_first_token_seconds": ("Arrival to first output token.", _TTFT_BOUNDS_S),
+    "inter_token_latency_seconds": ("Gaps between output tokens, pooled over tokens.", _ITL_BOUNDS_S),
+    "e2e_request_latency_seconds": ("Arrival to last token.", _LATENCY_BOUNDS_S),
+    "request_queue_time_seconds": ("Arrival to the first step with the request in it.", _LATENCY_BOUNDS_S),
+    "request_prefill_time_seconds": ("First step of the request to its first token.", _LATENCY_BOUNDS_S),
+    "request_decode_time_seconds": ("First token to last token.", _LATENCY_BOUNDS_S),
+    "request_prompt_tokens": ("Prompt tokens of a request.", _REQUEST_BOUNDS_TOKENS),
+    "request_generation_tokens": ("Output tokens of a request, all choices.", _REQUEST_BOUNDS_TOKENS),
+    "iteration_tokens_total": ("Tokens computed in one engine step.", _STEP_BOUNDS_TOKENS),
+}
+
+
+class Histogram:
+    """How many observed values fell into each bucket. A bucket takes what is at most its bound; the last takes all."""
+
+    def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
+        self._name, self._documentation, self._bounds = name, documentation, bounds
+        self._bound_labels = [*(str(float(bound)) for bound in bounds), "+Inf"]
+        self._counts = [0] * len(self._bound_labels)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Take down a value that was seen `times` times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def family(self, labels: dict[str, str]) -> HistogramMetricFamily:
+        """Return the family; its counts are cumulative, as Prometheus wants them."""
+        family = HistogramMetricFamily(self._name, self._documentation, labels=list(labels))
+        buckets = list(zip(self._bound_labels, accumulate(self._counts), strict=True))
+        family.add_metric(list(labels.values()), buckets, self._sum)
+        return family
+
+
+class RequestHistograms:
+    """One histogram for each thing that is worth its quantiles."""
+
+    def __init__(self) -> None:
+        self._by_name = {name: Histogram(f"vllm:{name}", *about) for name, about in _HISTOGRAMS.items()}
+
+    def stepped(self, num_computed_tokens: int, processed: ProcessedStep) -> None:
+        """Take down a step and what it meant to requests."""
+        self._by_name["iteration_tokens_total"].observe(num_computed_tokens)
+        gaps_s, ttft_s = self._by_name["inter_token_latency_seconds"], self._by_name["time_to_first_token_seconds"]
+        for gap_s, times in Counter(processed.gaps_s).items():      # who got a token in both steps has the same gap
+            gaps_s.observe(gap_s, times)
+        for metrics, _ in processed.begun:
+            assert metrics.first_token_s is not None, "begun without a token"
+            ttft_s.observe(metrics.first_token_s - metrics.arrival_s)
+        for ended in processed.ended:
+            for name, value in _of_end(ended).items():
+                self._by_name[name].observe(value)
+
+    def families(self, labels: dict[str, str]) -> Iterator[HistogramMetricFamily]:
+        """Yield all of them."""
+        return (histogram.family(labels) for histogram in self._by_name.values())
+
+
+def _of_end(ended: EndedRequest) -> dict[str, float]:
+    metrics = ended.metrics
+    scheduled_s, first_token_s, finished_s = metrics.first_scheduled_s, metrics.first_token_s, metrics.finished_s
+    assert scheduled_s is not None, f"ended without having run: {metrics}"
+    assert first_token_s is not None, f"ended without a token: {metrics}"
+    assert finished_s is not None, f"ended at no time: {metrics}"
+    return {
+        "e2e_request_latency_seconds": finished_s - metrics.arrival_s,
+        "request_queue_time_seconds": scheduled_s - metrics.arrival_s,
+        "request_prefill_time_seconds": first_token_s - scheduled_s,
+        "request_decode_time_seconds": finished_s - first_token_s,
+        "request_prompt_tokens": ended.num_prompt_tokens,
+        "request_generation_tokens": ended.num_output_tokens,
+    }
