@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.cli.jobs import Chat, Job, read_jobs
+from quire.cli.jobs import Job, read_jobs
 from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 
@@ -19,7 +19,9 @@ def read(*records: dict[str, Any]) -> list[Job]:
 def test_text_token_ids_and_chat_are_prompts() -> None:
     messages = [{"role": "user", "content": "hi"}]
     jobs = read({"prompt": "a"}, {"prompt_token_ids": [1, 2]}, {"messages": messages})
-    assert [job.prompt for job in jobs] == ["a", [1, 2], Chat(messages)]
+    assert [(job.field, job.prompt) for job in jobs] == [
+        ("prompt", "a"), ("prompt_token_ids", [1, 2]), ("messages", messages)
+    ]
 
 
 def test_empty_text_is_left_to_the_model() -> None:

@@ -1,5 +1,6 @@
 """`quire paper`: tables, files, and one report of everything that opens without a network."""
 
+import gzip
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -24,6 +25,14 @@ def test_an_unknown_figure_is_one_line_with_the_list(run: Run) -> None:
     ran = run("paper", "99")
     assert ran.code == 1
     assert re.fullmatch(r"quire: figure must be all or one of layout.*latency.*measured.*, got '99'\n", ran.err)
+
+
+def test_a_bad_file_of_lengths_is_named_with_its_line(run: Run, tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "alpaca_lengths.csv.gz", "wt") as file:
+        file.write("prompt_plain_tokens,output_tokens\n5,6\n7\n")
+    ran = run("paper", "lengths", "--data", tmp_path, "--output", tmp_path)
+    assert ran.code == 1
+    assert "alpaca_lengths.csv.gz, line 3: output_tokens must be an integer, got None" in ran.err
 
 
 def test_a_figure_is_a_table_a_record_and_two_plots(run: Run, tmp_path: Path) -> None:

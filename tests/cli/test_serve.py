@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.cli.server_flags import ServerFlags
+from quire.cli.serve import ServerFlags
 from quire.engine.options import EngineOptions
-from quire.server.limits import Limits
-from quire.server.options import ServerOptions
+from quire.server.options import Limits, ServerOptions
 
 Run = Callable[..., Any]
 Started = list[tuple[EngineOptions, ServerOptions]]

@@ -23,6 +23,7 @@ def simulated(run: Run, tmp_path: Path, *arguments: object) -> dict[str, Any]:
 def test_light_load_is_fine(run: Run, tmp_path: Path) -> None:
     record = simulated(run, tmp_path, "--workload", "alpaca", "--num-prompts", 40, "--rate", 1)
     assert record["verdict"].startswith("Fine")
+    assert record["simulator"]["sequence_steps_per_cpu_s"] > 0
     assert record["requests"] == {"finished": 40, "met_limits": 40, "refused": 0}
     assert record["rates"]["requests_per_s"] == pytest.approx(1, rel=0.2)
     assert set(record["figures"]) >= {"ttft_s", "itl_s", "itl_s, prefill beside", "itl_s, none", "tpot_s", "e2e_s"}
@@ -76,9 +77,15 @@ def test_hardware_must_be_named(run: Run) -> None:
     assert "hardware must be given" in ran.err
 
 
+def test_folder_without_config_is_an_error(run: Run, tmp_path: Path) -> None:
+    ran = run("simulate", tmp_path, "--hardware", "H100")
+    assert ran.code == 1
+    assert f"{tmp_path}: no file config.json" in ran.err
+
+
 def test_bad_row_is_named_by_its_line(run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n1,5,-\n")
     ran = run("simulate", *MODEL, "--workload", trace)
     assert ran.code == 1
-    assert "trace.csv, line 3" in ran.err
+    assert "trace.csv, line 3: output_tokens must be an integer, got '-'" in ran.err

@@ -1,26 +1,41 @@
 """Groups of flags that several commands share, each written once, as a dataclass.
 
-A command takes a group as one parameter; `with_flag_groups` shows typer the group's fields instead. A field is an
-`Annotated` type with a `flag` or a `typer.Argument`, and its default is the flag's default. Where a dataclass of
-another floor is a group, the text of a flag stands in its field's metadata.
+A command takes a group as one parameter; `with_flag_groups` shows typer the group's fields instead, each a `flag_field`
+or of an `Annotated` type, as parameters are. Where a dataclass of another floor is a group, the text of a flag stands
+in its field's metadata.
+
+`--config FILE.yaml` gives the flags of a command by their long names. Precedence, first wins: command line, environment
+(`QUIRE_` and the option's name), file, default. A value from the file is read as if it had been typed, so all four are
+checked in the same place.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+import yaml
 
 # Names may be written with `_` or `-`; a flag's name in the environment is QUIRE_ and its long name.
 GROUP_SETTINGS: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
 COMMAND_SETTINGS = GROUP_SETTINGS | {"auto_envvar_prefix": "QUIRE"}
+_NOT_FROM_FILE = frozenset({"config", "help"})
 
 
 def flag(help_text: str, *names: str, panel: str | None = None, **settings: Any) -> Any:  # noqa: ANN401 (typer's types)
     """Return a typer option, shown in the help under `panel`. Names are for a switch that has no `--no-` form."""
     return typer.Option(*names, help=help_text, rich_help_panel=panel, show_envvar=False, **settings)
+
+
+def flag_field(default: object, help_text: str, *names: str, **settings: Any) -> Any:  # noqa: ANN401 (stands for it)
+    """Return a field of a group: a `flag` and its default. A list is that of a flag that may be given several times."""
+    metadata = {"flag": flag(help_text, *names, **settings)}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def with_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -32,7 +47,7 @@ def with_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def flat(**values: Any) -> None:  # noqa: ANN401 (the options of any command)
         built = {
-            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
+            name: group(**{each.name: values.pop(each.name) for each in fields(group)})
             for name, group in groups.items()
         }
         command(**built, **values)
@@ -50,24 +65,61 @@ def _flatten(parameter: inspect.Parameter, hints: dict[str, Any]) -> Iterator[in
         yield parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY)
         return
     field_hints = get_type_hints(hint, include_extras=True)
-    for field in fields(hint):
-        annotation = field_hints[field.name]
-        if "flag" in field.metadata:
-            annotation = _described(field, annotation, getattr(hint, "__name__", None))
+    for each in fields(hint):
+        annotation, described = field_hints[each.name], each.metadata.get("flag")
+        if isinstance(described, str):
+            is_size = each.name.endswith("_bytes")  # may be given in text, which its dataclass reads
+            described = flag(described, panel=hints[parameter.name].__name__, metavar="SIZE" if is_size else None)
+            annotation = str if is_size else annotation
+        default = each.default if each.default_factory is MISSING else each.default_factory()
         yield inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=annotation
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if default is MISSING else default,
+            annotation=annotation if described is None else Annotated[annotation, described],
         )
 
 
-def _described(field: Field[Any], kind: object, panel: str | None) -> object:
-    """Return the type of a flag that its field describes; a size may be given in text, which its dataclass reads."""
-    if field.name.endswith("_bytes"):
-        return Annotated[str, flag(field.metadata["flag"], panel=panel, metavar="SIZE")]
-    return Annotated[kind, flag(field.metadata["flag"], panel=panel)]
+def load_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the file's values the defaults of the options that are read next (typer callback of `--config`).
+
+    Raises BadParameter for a file that is none, an unknown or repeated name, or a nested value.
+    """
+    if path is None:
+        return None
+    known = {param.name for param in context.command.params if param.name} - _NOT_FROM_FILE
+    values: dict[str, Any] = {}
+    for key, value in _read(path).items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            options = ", ".join(sorted(option.replace("_", "-") for option in known))
+            raise typer.BadParameter(f"{path} has an unknown option {key!r}; this command knows {options}")
+        if name in values:
+            raise typer.BadParameter(f"{path} names {name.replace('_', '-')!r} twice")
+        values[name] = _as_typed(path, name, value)
+    context.default_map = {name: value for name, value in values.items() if value is not None}
+    return path
 
 
-def _default(field: Field[Any]) -> object:
-    """Return a field's default, or the mark for none: a required option."""
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return inspect.Parameter.empty if field.default is MISSING else field.default
+def _read(path: Path) -> dict[str, Any]:
+    """Return the file's mapping, keys as they stand there. An empty file is an empty mapping."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise typer.BadParameter(f"{path} must hold options as 'name: value' lines, not a {type(content).__name__}")
+    return content
+
+
+def _as_typed(path: Path, name: str, value: object) -> str | list[str] | None:
+    """Return a value as it would stand on the command line; a list is an option given several times."""
+    if value is None:
+        return None
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        return [str(item) for item in value]
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise typer.BadParameter(f"{path} gives {name.replace('_', '-')!r} a {type(value).__name__}, expected one value")

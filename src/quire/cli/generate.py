@@ -3,7 +3,7 @@
 import io
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -11,11 +11,9 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from quire.cli.engine_flags import EngineFlags
 from quire.cli.flag_groups import flag, with_flag_groups
-from quire.cli.jobs import Chat, Job, read_jobs
-from quire.cli.results import Format, write_result
-from quire.cli.sampling_flags import BeamFlags, SamplingFlags
+from quire.cli.jobs import Format, Job, read_jobs, write_answer
+from quire.cli.model_flags import BeamFlags, EngineFlags, SamplingFlags
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import RequestOutput
@@ -47,7 +45,7 @@ def generate(
     params = sampling.params()
     if (beam := beams.search(params)) is not None:
         params = as_sampling_params(beam)
-    jobs = _read_input(input, params) if input else [_single_job(prompt, params)]
+    jobs = _read_input(prompt, input, params)
     output_format: Format = format or ("jsonl" if input else "text")
     with engine.load() as llm:
         results = _start(llm, jobs, beam)
@@ -58,32 +56,24 @@ def generate(
                 _write_all(results, stream, jobs, output_format)
 
 
-def _read_input(path: Path, params: SamplingParams) -> list[Job]:
-    """Return the jobs of a JSONL file, or of standard input."""
+def _read_input(prompt: str | None, path: Path | None, params: SamplingParams) -> list[Job]:
+    """Return the jobs: of a JSONL file, of `--prompt`, or of standard input. A terminal is not waited for."""
     if path == _STANDARD_STREAM:
         return read_jobs(sys.stdin, params, "standard input")
-    with path.open(encoding="utf-8") as lines:
-        return read_jobs(lines, params, str(path))
+    if path is not None:
+        with path.open(encoding="utf-8") as lines:
+            return read_jobs(lines, params, str(path))
+    if prompt is None and sys.stdin.isatty():
+        raise typer.BadParameter("nothing to complete: give --prompt TEXT, --input FILE.jsonl, or text on stdin")
+    return [Job(sys.stdin.read() if prompt is None else prompt, params)]
 
 
-def _single_job(prompt: str | None, params: SamplingParams) -> Job:
-    """Return the job of `--prompt`, or of all of standard input. A terminal is not waited for."""
-    if prompt is None:
-        if sys.stdin.isatty():
-            raise typer.BadParameter("nothing to complete: give --prompt TEXT, --input FILE.jsonl, or text on stdin")
-        prompt = sys.stdin.read()
-    return Job(prompt, params)
-
-
-@contextmanager
-def _open_output(path: Path) -> Iterator[TextIO]:
-    if path == _STANDARD_STREAM:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # an answer may have characters that the terminal has not
-        yield sys.stdout
-        return
-    with path.open("w", encoding="utf-8") as stream:
-        yield stream
+def _open_output(path: Path) -> AbstractContextManager[TextIO]:
+    if path != _STANDARD_STREAM:
+        return path.open("w", encoding="utf-8")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an answer may have characters that the terminal has not
+    return nullcontext(sys.stdout)
 
 
 def _start(llm: "LLM", jobs: list[Job], beam: BeamSearchParams | None) -> Iterator[RequestOutput]:
@@ -111,11 +101,11 @@ def _check_alone(llm: "LLM", job: Job) -> None:
 
 def _as_prompt(llm: "LLM", job: Job) -> str | list[int]:
     """Return the job's text or token ids; a chat through the model's template, up to where the assistant speaks."""
-    if not isinstance(job.prompt, Chat):
-        return job.prompt
+    if job.field != "messages":
+        return job.prompt  # type: ignore[no-any-return]
     if llm.tokenizer is None:
         raise InvalidRequestError("the model has no tokenizer: messages need one", param="messages")
-    text = llm.tokenizer.apply_chat_template(job.prompt.messages, add_generation_prompt=True)
+    text = llm.tokenizer.apply_chat_template(job.prompt, add_generation_prompt=True)
     return llm.tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -143,5 +133,5 @@ def _write_all(results: Iterator[RequestOutput], stream: TextIO, jobs: list[Job]
     for result in bar:
         waiting[int(result.request_id)] = result  # a fresh LLM numbers its requests from 0
         while written in waiting:
-            write_result(stream, output_format, jobs[written], waiting.pop(written))
+            write_answer(stream, output_format, jobs[written], waiting.pop(written))
             written += 1

@@ -29,12 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=GROUP_SETTINGS,
 )
-app.command(context_settings=COMMAND_SETTINGS)(serve)
-app.command(context_settings=COMMAND_SETTINGS)(generate)
-app.command(context_settings=COMMAND_SETTINGS)(chat)
-app.command(context_settings=COMMAND_SETTINGS)(plan)
-app.command(context_settings=COMMAND_SETTINGS)(simulate)
-app.command(context_settings=COMMAND_SETTINGS)(paper)
+for command in (serve, generate, chat, plan, simulate, paper):
+    app.command(context_settings=COMMAND_SETTINGS)(command)
 app.add_typer(bench)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from quire.cli.bench import report
-from quire.cli.engine_flags import EngineFlags
-from quire.cli.flag_groups import flag, with_flag_groups
+from quire.cli.flag_groups import flag, flag_field, with_flag_groups
+from quire.cli.model_flags import EngineFlags
 from quire.engine.options import parse_bytes
 from quire.engine.sizing import free_memory_bytes
 from quire.paper.hardware import Hardware, read_hardware
@@ -15,49 +15,36 @@ from quire.paper.models import Model, read_model
 from quire.paper.planning import MemoryPlan, plan_memory, stored_parameters
 from quire.server.announcement import in_units
 
-_device = partial(flag, panel="Device")
+_device = partial(flag_field, panel="Device")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFlags:
     """What the model is to run on."""
 
-    hardware: Annotated[
-        str | None,
-        _device(
-            "A100-40GB, A100-80GB, H100, H200, or a file of `quire bench calibrate`",
-            metavar="NAME|FILE",
-            show_default="this machine",
-        ),
-    ] = None
-    device_memory: Annotated[
-        str | None,
-        _device("bytes of one device; 24GiB", metavar="SIZE", show_default="the hardware's, or what is free"),
-    ] = None
-    kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16", "fp8"], _device("of the KV cache; auto is the engine's")
-    ] = "auto"
-    tensor_parallel_size: Annotated[int, _device("devices that share the model", min=1)] = 1
+    hardware: str | None = _device(
+        None, "A100-40GB, A100-80GB, H100, H200, or a file of `quire bench calibrate`", metavar="NAME|FILE",
+        show_default="this machine",
+    )  # fmt: skip
+    device_memory: str | None = _device(
+        None, "bytes of one device; 24GiB", metavar="SIZE", show_default="the hardware's, or what is free"
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = _device(
+        "auto", "of the KV cache; auto is the engine's"
+    )
+    tensor_parallel_size: int = _device(1, "devices that share the model", min=1)
 
     @property
     def machine(self) -> Hardware:
         """The device with the memory asked for."""
         memory_bytes = None if self.device_memory is None else parse_bytes(self.device_memory, "device_memory")
-        return (
-            Hardware("this machine", memory_bytes or free_memory_bytes(), 1.0, 1.0, device="cpu")
-            if self.hardware is None
-            else read_hardware(self.hardware, memory_bytes)
-        )
+        if self.hardware is None:
+            return Hardware("this machine", memory_bytes or free_memory_bytes(), 1.0, 1.0, device="cpu")
+        return read_hardware(self.hardware, memory_bytes)
 
     def plan(self, model: Model, engine: EngineFlags) -> MemoryPlan:
         """Return what fits. Raises ConfigError for what does not."""
-        return plan_memory(
-            model,
-            self.machine,
-            engine.options(),
-            kv_dtype=self.kv_cache_dtype,
-            num_devices=self.tensor_parallel_size,
-        )
+        return plan_memory(model, self.machine, engine.options(), self.kv_cache_dtype, self.tensor_parallel_size)
 
 
 @with_flag_groups

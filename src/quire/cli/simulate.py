@@ -1,5 +1,6 @@
 """`quire simulate`: this model, this hardware, these requests: what would be served, and what would bind."""
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -8,11 +9,10 @@ from typing import Annotated, Any
 import numpy as np
 
 from quire.cli.bench import report
-from quire.cli.bench.diagnosis import ITL_LIMIT_S, TTFT_LIMIT_S, Observation, diagnose
-from quire.cli.bench.goodput import Limits
-from quire.cli.bench.serve_flags import LimitFlags
-from quire.cli.engine_flags import EngineFlags
-from quire.cli.flag_groups import flag, with_flag_groups
+from quire.cli.bench.diagnosis import ITL_LIMIT_S, TTFT_LIMIT_S, Limits, Observation, diagnose
+from quire.cli.bench.flags import LimitFlags
+from quire.cli.flag_groups import flag, flag_field, with_flag_groups
+from quire.cli.model_flags import EngineFlags
 from quire.cli.plan import DeviceFlags
 from quire.core.errors import ConfigError
 from quire.paper.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR, CostModel
@@ -23,22 +23,22 @@ from quire.paper.planning import KV_DTYPE_BYTES, MemoryPlan
 from quire.paper.simulation import SimulatedRun, Simulation, paged_scheduler
 from quire.paper.statistics import distribution, latencies
 
-_load = partial(flag, panel="Load")
+_load = partial(flag_field, panel="Load")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFlags:
     """Which requests come, and when."""
 
-    workload: Annotated[
-        str, _load("a data set, a mix such as sharegpt:3,alpaca:1, a trace, or a file of lengths", metavar="NAME|FILE")
-    ] = "sharegpt"
-    num_prompts: Annotated[int, _load("requests", min=1)] = 1000
-    rate: Annotated[
-        float | None, _load("requests per second, Poisson", show_default="a trace's own; of the rest all at once")
-    ] = None
-    data: Annotated[Path, _load("where the files of data sets are; fits stand in", metavar="FOLDER")] = DATA_FOLDER
-    price: Annotated[float | None, _load("of one device for an hour: what a million tokens cost", min=0.0)] = None
+    workload: str = _load(
+        "sharegpt", "a data set, a mix such as sharegpt:3,alpaca:1, a trace, or a file of lengths", metavar="NAME|FILE"
+    )
+    num_prompts: int = _load(1000, "requests", min=1)
+    rate: float | None = _load(
+        None, "requests per second, Poisson", show_default="a trace's own; of the rest all at once"
+    )
+    data: Path = _load(DATA_FOLDER, "where the files of data sets are; fits stand in", metavar="FOLDER")
+    price: float | None = _load(None, "of one device for an hour: what a million tokens cost", min=0.0)
 
 
 @with_flag_groups
@@ -68,11 +68,14 @@ def simulate(
         CONTIGUOUS_ATTENTION_FACTOR if is_measured else PAGED_ATTENTION_FACTOR,
         KV_DTYPE_BYTES[found.kv_cache_dtype],
     )
+    begun_s = time.process_time()
     run = Simulation(paged_scheduler(found.cache, found.scheduler), cost).run(items, due_s)
+    per_s = run.num_sequence_steps / (time.process_time() - begun_s)
     if not run.finished:
         longest = found.scheduler.max_model_len
         raise ConfigError(f"none of {len(items)} requests fits: the longest may have {longest} tokens")
     record = _record(run, found, limits.limits) | _cost(run, found, hardware, load.price)
+    record["simulator"] = {"sequence_steps": run.num_sequence_steps, "sequence_steps_per_cpu_s": per_s}
     title = f"{found.model} on {found.num_devices} x {found.hardware}, {load.workload}, seconds"
     facts = {name: values for name, values in record.items() if name not in ("figures", "verdict")}
     report.print_tables(title, report.DISTRIBUTION_COLUMNS, record["figures"], facts)

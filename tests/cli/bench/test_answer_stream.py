@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cli.bench.answer_stream import AnswerStream, Failure, refusal
+from quire.cli.bench.http_load import AnswerStream, Failure, refusal
 from support.completions_server import DONE, event, token_chunk, usage_chunk
 
 

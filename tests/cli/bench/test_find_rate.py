@@ -1,27 +1,24 @@
 """The search for the highest rate, over servers that are a rule: which rates meet the limits."""
 
-import asyncio
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cli.bench.find_rate import RateSearch, find_rate
+from quire.cli.bench.find_rate import RateSearch
 
 
 def searched(
-    meets: Callable[[float], bool | None], start: float = 1.0, lowest: float = 0.25, highest: float = 100.0
+    meets: Callable[[float], bool], start: float = 1.0, lowest: float = 0.25, highest: float = 100.0
 ) -> tuple[float | None, list[float], RateSearch]:
     """Return the rate found, the rates tried in order, and the search."""
     search = RateSearch(start, precision=0.05, lowest=lowest, highest=highest)
     tried = []
-
-    async def measure(rate: float) -> bool | None:
+    while (rate := search.next_rate()) is not None:
         tried.append(rate)
-        return meets(rate)
-
-    return asyncio.run(find_rate(search, measure)), tried, search
+        search.record(rate, is_met=meets(rate))
+    return search.best, tried, search
 
 
 def test_doubles_then_bisects() -> None:
@@ -54,12 +51,6 @@ def test_server_that_takes_any_rate_ends_the_search_at_its_upper_bound() -> None
 def test_start_out_of_bounds_is_moved_into_them() -> None:
     assert searched(lambda _: False, start=0.1)[1] == [0.25]
     assert searched(lambda _: True, start=900.0)[1] == [100.0]
-
-
-def test_interruption_keeps_the_best_so_far() -> None:
-    found, tried, _ = searched(lambda rate: None if rate > 3 else True)
-    assert found == 2.0
-    assert tried == [1.0, 2.0, 4.0]
 
 
 @given(capacity=st.floats(0.25, 100.0), start=st.floats(0.01, 1000.0))

@@ -30,13 +30,13 @@ def run_load(
     stop: asyncio.Event | None = None,
     limit_s: float | None = None,
     timeout_s: float = 60.0,
-    on_ended: Callable[[SentRequest], None] = lambda _: None,
+    is_enough: Callable[[SentRequest], bool] = lambda _: False,
 ) -> LoadRun:
     async def run() -> LoadRun:
         async with TestServer(server.app) as http, open_session("secret") as session:
             target = Target(str(http.make_url("/")).rstrip("/"), "tiny", timeout_s)
             stops = [] if stop is None else [stop]
-            return await HttpLoad(session, target, ITEMS, schedule, on_ended).run(*stops, limit_s=limit_s)
+            return await HttpLoad(session, target, ITEMS, schedule, is_enough).run(*stops, limit_s=limit_s)
 
     return asyncio.run(run())
 
@@ -158,20 +158,22 @@ def test_request_that_takes_too_long_is_a_failure() -> None:
     assert len(run.failures) == 5
 
 
-def test_stopped_load_keeps_what_came_and_cuts_the_rest() -> None:
+@pytest.mark.parametrize("is_interrupted", [True, False], ids=["interrupted", "enough"])
+def test_stopped_load_keeps_what_came_and_cuts_the_rest(is_interrupted: bool) -> None:
     stop = asyncio.Event()
 
     async def some(body: Body) -> AsyncIterator[bytes]:
         async for piece in all_tokens(body) if body["max_tokens"] < 4 else endless(body):
             yield piece
 
-    def note(request: SentRequest) -> None:
-        if len(ended) == 1:
-            stop.set()
+    def is_second(request: SentRequest) -> bool:
         ended.append(request)
+        if is_interrupted and len(ended) == 2:
+            stop.set()
+        return not is_interrupted and len(ended) == 2
 
     ended: list[SentRequest] = []
-    run = run_load(CompletionsServer(some), stop=stop, on_ended=note)
+    run = run_load(CompletionsServer(some), stop=stop, is_enough=is_second)
     assert len(run.finished) == 2
     assert run.failures == []
     assert run.num_due == 5

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.cli.bench.answer_stream import AnswerStream
-from quire.cli.bench.goodput import Limits
-from quire.cli.bench.http_load import LoadRun, SentRequest
-from quire.cli.bench.probes import Probe, ProbePlan, RateFinder
-from quire.cli.bench.serve import Measured
+from quire.cli.bench.diagnosis import Limits
+from quire.cli.bench.find_rate import Probe, RateFinder
+from quire.cli.bench.flags import ArrivalFlags, SearchFlags
+from quire.cli.bench.http_load import AnswerStream, LoadRun, SentRequest
+from quire.cli.bench.server import Measured
 from quire.paper.arrivals import Schedule
 from quire.paper.workloads import WorkItem
 
@@ -17,8 +17,11 @@ from quire.paper.workloads import WorkItem
 class SlowingServer:
     """Stands in for a server under test: a request is answered in `late_s` once more than `capacity` come a second."""
 
-    def __init__(self, capacity: float, late_s: float = 9.0, late_share: float = 1.0) -> None:
+    def __init__(
+        self, capacity: float, late_s: float = 9.0, late_share: float = 1.0, interrupted_after: int | None = None
+    ) -> None:
         self.capacity, self.late_s, self.late_share = capacity, late_s, late_share
+        self.interrupted_after = interrupted_after  # probes
         self.interrupted = asyncio.Event()
         self.prompts: list[list[list[int]]] = []
         self.was_stopped: list[bool] = []
@@ -31,8 +34,7 @@ class SlowingServer:
         items: list[WorkItem],
         schedule: Schedule,
         *,
-        on_ended: Callable[[SentRequest], None],
-        enough: asyncio.Event,
+        is_enough: Callable[[SentRequest], bool],
         limit_s: float,
     ) -> Measured:
         self.prompts.append([item.prompt_token_ids for item in items])
@@ -42,24 +44,33 @@ class SlowingServer:
             is_late = len(items) / 10 > self.capacity and index < self.late_share * len(items)
             answer = AnswerStream()
             answer.token_times_s = [due_s + (self.late_s if is_late else 0.1)]
-            requests.append(SentRequest(item, due_s, due_s, answer, is_finished=True))
-            on_ended(requests[-1])
-            if enough.is_set():
+            answer.is_done = True
+            requests.append(SentRequest(item, due_s, due_s, answer))
+            if is_enough(requests[-1]):
+                self.was_stopped.append(True)
                 break
-        self.was_stopped.append(enough.is_set())
+        else:
+            self.was_stopped.append(False)
+        if len(self.was_stopped) == self.interrupted_after:
+            self.interrupted.set()
         return Measured(LoadRun(requests, len(items), schedule, limit_s, 0.0), {})
 
 
 def searched(
     server: SlowingServer, attain: float = 0.99, start: float | None = None
 ) -> tuple[RateFinder, float | None]:
-    plan = ProbePlan(
-        items=[WorkItem([1, 2, 3], 4), WorkItem([4, 5, 99], 4)], limits=Limits(ttft_s=1.0), attain=attain,
-        probe_s=10.0, precision=0.05, burstiness=1.0, max_open=9, seed=0,
-    )
     seen: list[Probe] = []
-    finder = RateFinder(server, plan, seen.append)  # type: ignore[arg-type]
-    search = asyncio.run(finder.find(start))
+    finder = RateFinder(
+        server,  # type: ignore[arg-type]
+        items=[WorkItem([1, 2, 3], 4), WorkItem([4, 5, 99], 4)],
+        limits=Limits(ttft_s=1.0),
+        search=SearchFlags(attain=attain, probe_s=10.0, precision=0.05),
+        arrivals=ArrivalFlags(rate=start),
+        max_open=9,
+        seed=0,
+        on_probe=seen.append,
+    )
+    search = asyncio.run(finder.find())
     assert seen == finder.probes
     return finder, search.best
 
@@ -104,9 +115,8 @@ def test_server_without_any_rate_is_given_up_at_the_fewest_requests() -> None:
     assert [probe.rate for probe in finder.probes] == [4.0, 2.0, 1.0]
 
 
-def test_interrupted_probe_is_not_judged() -> None:
-    server = SlowingServer(capacity=100.0)
-    server.interrupted.set()
-    finder, best = searched(server)
-    assert best is None
-    assert finder.probes == []
+@pytest.mark.parametrize(("after", "best"), [(1, None), (3, 2.0)])
+def test_interrupted_probe_is_not_judged(after: int, best: float | None) -> None:
+    finder, found = searched(SlowingServer(capacity=100.0, interrupted_after=after))
+    assert found == best
+    assert len(finder.probes) == after - 1

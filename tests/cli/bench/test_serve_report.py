@@ -2,9 +2,8 @@
 
 import pytest
 
-from quire.cli.bench.answer_stream import AnswerStream, Failure
-from quire.cli.bench.goodput import Limits
-from quire.cli.bench.http_load import LoadRun, SentRequest
+from quire.cli.bench.diagnosis import Limits
+from quire.cli.bench.http_load import AnswerStream, Failure, LoadRun, SentRequest
 from quire.cli.bench.serve_report import request_records, sentence, serve_record
 from quire.paper.arrivals import Schedule
 from quire.paper.workloads import WorkItem
@@ -19,8 +18,9 @@ def request(
     answer = AnswerStream()
     answer.token_times_s, answer.num_chunks = times_s, len(times_s) + 2
     answer.num_usage_tokens = len(times_s) if num_tokens is None else num_tokens
+    answer.failure, answer.is_done = failure, is_finished
     item = WorkItem([1] * num_prompt_tokens, output_len=4)
-    return SentRequest(item, due_s, due_s if sent_s is None else sent_s, answer, failure, is_finished)
+    return SentRequest(item, due_s, due_s if sent_s is None else sent_s, answer)
 
 
 def load(*requests: SentRequest, num_due: int | None = None, duration_s: float = 8.0) -> LoadRun:

@@ -1,7 +1,6 @@
 """What `/stats` says about an answer."""
 
-from quire.cli.chat.answer import Answer
-from quire.cli.chat.back_end import Update
+from quire.cli.chat.conversation import Answer, Update
 
 
 def answer_of(*updates: Update) -> Answer:

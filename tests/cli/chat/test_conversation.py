@@ -16,7 +16,7 @@ def test_messages_alternate_after_the_system_message() -> None:
     conversation.keep(Exchange("q2", "a2"))
     said = [("system", "be brief"), ("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2")]
     assert roles(conversation) == said
-    assert [message["content"] for message in conversation.with_question("q3")][-2:] == ["a2", "q3"]
+    assert [message["content"] for message in conversation.messages("q3")][-2:] == ["a2", "q3"]
     assert roles(conversation) == said
 
 
@@ -24,7 +24,7 @@ def test_last_exchange_can_be_replaced() -> None:
     conversation = Conversation()
     conversation.keep(Exchange("q1", "a1"))
     conversation.keep(Exchange("q2", "a2"))
-    assert [message["content"] for message in conversation.with_question("q2", instead_of_last=True)] == [
+    assert [message["content"] for message in conversation.messages("q2", instead_of_last=True)] == [
         "q1", "a1", "q2",
     ]  # fmt: skip
     conversation.keep(Exchange("q2", "better"), instead_of_last=True)

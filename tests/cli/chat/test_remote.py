@@ -1,13 +1,15 @@
 """Answers of an OpenAI server, whole, broken and refused, over real HTTP."""
 
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from quire.cli.chat.back_end import ChatError, Update
+from quire.cli.chat.conversation import ChatError, Update
 from quire.cli.chat.remote import RemoteBackEnd, base_url
-from quire.core.errors import ContextLengthError
+from quire.core.errors import ContextLengthError, EngineError
 from support.chat_server import DONE, ChatServer, Reply, answer, frame, refusal, running, said
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -19,6 +21,24 @@ def server() -> Iterator[ChatServer]:
         yield server
 
 
+@contextmanager
+def saying(reply: bytes) -> Iterator[str]:
+    """Yield the address of a server that says these bytes to whoever comes first, and hangs up."""
+
+    def answer_once() -> None:
+        with listener.accept()[0] as connection:
+            connection.sendall(reply)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65_536):  # all of the request: closed before, the connection would be reset
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(timeout=30)
+
+
 def ask(server: ChatServer, *replies: Reply) -> list[Update]:
     server.replies += replies
     updates: list[Update] = []
@@ -27,7 +47,7 @@ def ask(server: ChatServer, *replies: Reply) -> list[Update]:
 
 
 def failure(server: ChatServer, *replies: Reply) -> str:
-    with pytest.raises(ChatError) as caught:
+    with pytest.raises(EngineError) as caught:
         ask(server, *replies)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -122,6 +142,23 @@ def test_error_frame_ends_the_answer_after_its_text(server: ChatServer) -> None:
 
 def test_stream_that_stops_in_the_middle_is_an_error(server: ChatServer) -> None:
     assert "closed the stream before the answer ended" in failure(server, Reply((said("so f"),)))
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n",
+         "failed: IncompleteRead"),
+        (b"no HTTP\r\n\r\n", "failed: no HTTP"),
+        (b"HTTP/1.1 308 Permanent Redirect\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n",
+         "the server answered 308 Permanent Redirect"),
+    ],
+    ids=["cut", "no HTTP", "redirect"],
+)
+def test_what_breaks_off_or_is_no_answer_is_told_in_a_line(head: bytes, message: str) -> None:
+    with saying(head) as url, pytest.raises(ChatError, match=message) as caught:
+        RemoteBackEnd(url, None, "m").answer(HELLO, lambda update: None)
+    assert "\n" not in str(caught.value)
 
 
 def test_stream_may_end_without_done(server: ChatServer) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.cli.chat.back_end import BackEnd, ChatError, Update
-from quire.cli.chat.conversation import Conversation, Exchange
+from quire.cli.chat.conversation import BackEnd, ChatError, Conversation, Exchange, Update
 from quire.cli.chat.local import LocalBackEnd
 from quire.cli.chat.screen import Screen, Tone
 from quire.cli.chat.session import HELP, ChatSession

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.core.sampling_params import SamplingParams
-from quire.paper.calibration import StepSize, StepSizes
+from quire.paper.calibration import StepSize
 
 if TYPE_CHECKING:
     from quire.llm import LLM
@@ -17,14 +17,14 @@ _DECODE_STEPS = 12  # that one measurement is over
 
 
 def time_steps(
-    llm: "LLM", sizes: StepSizes, rounds: int, seed: int, clock: Clock = time.perf_counter
+    llm: "LLM", sizes: list[StepSize], rounds: int, seed: int, clock: Clock = time.perf_counter
 ) -> dict[StepSize, list[float]]:
     """Return the seconds of a step of every size, once for each round.
 
     A round goes over all sizes, so that a machine whose speed drifts drifts under all of them.
     """
     generator = np.random.default_rng(seed)
-    times: dict[StepSize, list[float]] = {size: [] for size in sizes()}
+    times: dict[StepSize, list[float]] = {size: [] for size in sizes}
     for _ in range(rounds):
         for size, seconds in times.items():
             prompts = generator.integers(llm.vocab_size, size=(size.num_seqs, size.num_tokens)).tolist()

@@ -1,29 +1,40 @@
 """`quire bench throughput`, `latency`, `serve`, `control-plane` and `calibrate`."""
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import numpy as np
 import typer
 
 from quire.cli.bench import report
 from quire.cli.bench.calibrate import time_steps
-from quire.cli.bench.flags import PolicyFlags, RunFlags, WorkloadFlags
+from quire.cli.bench.flags import (
+    ArrivalFlags,
+    LimitFlags,
+    PolicyFlags,
+    RunFlags,
+    SearchFlags,
+    ServedWorkloadFlags,
+    ServerFlags,
+    WorkloadFlags,
+)
 from quire.cli.bench.machine import machine_facts
 from quire.cli.bench.passes import latency_pass, throughput_pass, watched_pass
-from quire.cli.bench.serve_flags import ArrivalFlags, LimitFlags, PromptFlags, SearchFlags, ServerFlags
-from quire.cli.engine_flags import EngineFlags
-from quire.cli.flag_groups import COMMAND_SETTINGS, flag, with_flag_groups
+from quire.cli.flag_groups import COMMAND_SETTINGS, flag, flag_field, with_flag_groups
+from quire.cli.model_flags import EngineFlags
 from quire.engine.sizing import free_memory_bytes
-from quire.paper.calibration import StepSizes, fit_hardware
+from quire.paper.calibration import fit_hardware, step_sizes
 from quire.paper.hardware import write_hardware
 from quire.paper.models import read_model
-from quire.paper.workloads import WorkItem, renewed
+from quire.paper.workloads import renewed
 
 if TYPE_CHECKING:
     from quire.llm import LLM
+
+Pass = TypeVar("Pass")
 
 bench = typer.Typer(
     name="bench",
@@ -37,10 +48,9 @@ bench = typer.Typer(
 def throughput(engine: EngineFlags, workload: WorkloadFlags, policy: PolicyFlags, run: RunFlags) -> None:
     """Ask everything at once; report tokens and requests per second."""
     with engine.load(**asdict(policy)) as llm:
-        items = workload.build(llm.vocab_size, engine.seed)
-        facts = _warm_up(llm, items, engine, workload) | {"policy": asdict(policy)}
-        passes = [throughput_pass(llm, pass_items) for pass_items in _new_passes(items, run.repeats)]
-    record = report.throughput_record(passes)
+        passes, facts = _measure(llm, engine, workload, run, throughput_pass)
+    record = report.spread_record({name: [one[name] for one in passes] for name in passes[0]})
+    facts["policy"] = asdict(policy)
     report.print_tables("throughput", report.SPREAD_COLUMNS, record["figures"], facts)
     report.write_json(run.json, {"benchmark": "throughput"} | record | facts)
 
@@ -55,28 +65,42 @@ def latency(
     """Ask one after the other, or with several clients; report the times that a client sees."""
     engine = replace(engine, max_num_seqs=concurrency)  # a queued request starts when a client's last one has ended
     with engine.load() as llm:
-        items = workload.build(llm.vocab_size, engine.seed)
-        facts = _warm_up(llm, items, engine, workload)
-        passes = [latency_pass(llm, pass_items, concurrency) for pass_items in _new_passes(items, run.repeats)]
+        passes, facts = _measure(llm, engine, workload, run, partial(latency_pass, concurrency=concurrency))
     record = report.latency_record(passes)
     report.print_tables("latency, seconds", report.DISTRIBUTION_COLUMNS, record["figures"], facts)
     report.write_json(run.json, {"benchmark": "latency", "concurrency": concurrency} | record | facts)
 
 
+def _measure(
+    llm: "LLM", engine: EngineFlags, workload: WorkloadFlags, run: RunFlags, one_pass: Callable[..., Pass]
+) -> tuple[list[Pass], report.Record]:
+    """Run the workload once to warm up, then timed; return the passes and what a reader of them has to know.
+
+    Each pass has other tokens: none finds in the cache what another has left.
+    """
+    items = workload.build(llm.vocab_size, engine.seed)
+    facts = {
+        "workload": report.workload_record(items, workload),
+        "kv_cache": watched_pass(llm, items),
+        "engine": {name: str(value) for name, value in asdict(engine).items() if value is not None},
+        "machine": machine_facts(),
+    }
+    return [one_pass(llm, renewed(items, len(items), number + 1)) for number in range(run.repeats)], facts
+
+
 @with_flag_groups
 def serve(
     server: ServerFlags,
-    workload: WorkloadFlags,
-    prompts: PromptFlags,
+    workload: ServedWorkloadFlags,
     arrivals: ArrivalFlags,
     limits: LimitFlags,
     search: SearchFlags,
     json: Annotated[Path | None, flag("write everything there as well", metavar="FILE")] = None,
 ) -> None:
     """Measure any OpenAI-compatible server as its clients see it, or search the rate that it can take."""
-    from quire.cli.bench.serve_command import ServeCommand  # noqa: PLC0415 (--help loads no HTTP client)
+    from quire.cli.bench.serve import ServeCommand  # noqa: PLC0415 (--help loads no HTTP client)
 
-    ServeCommand(server, workload, prompts, arrivals, limits, search, json).run()
+    ServeCommand(server, workload, arrivals, limits, search, json).run()
 
 
 @with_flag_groups
@@ -84,12 +108,12 @@ def calibrate(engine: EngineFlags, run: RunFlags) -> None:
     """Time steps of many sizes, and make of them the hardware that `quire simulate` takes (--json)."""
     model = read_model(engine.model, engine.dtype)
     longest = min(engine.max_num_batched_tokens, (engine.max_model_len or model.spec.max_position_embeddings) - 1)
-    sizes, memory_bytes = StepSizes.up_to(longest), free_memory_bytes()
+    sizes, memory_bytes = step_sizes(longest), free_memory_bytes()
     with engine.load() as llm:
         time_steps(llm, sizes, 1, engine.seed)  # warms up
         times = time_steps(llm, sizes, run.repeats, engine.seed)
     medians = {size: float(np.median(seconds)) for size, seconds in times.items()}
-    hardware = fit_hardware(str(machine_facts()["cpu"]), model.spec, model.dtype, sizes, medians, memory_bytes)
+    hardware = fit_hardware(str(machine_facts()["cpu"]), model.spec, model.dtype, medians, memory_bytes)
     record = report.spread_record({size.name: seconds for size, seconds in times.items()})
     fitted = {
         "kv_bytes_per_s": hardware.bytes_per_s,
@@ -106,12 +130,10 @@ def calibrate(engine: EngineFlags, run: RunFlags) -> None:
 class ControlPlaneFlags:
     """How much the control plane is given to do."""
 
-    num_seqs: Annotated[list[int], flag("sequences that decode together (repeatable)", min=1)] = field(
-        default_factory=lambda: [256]
-    )
-    steps: Annotated[int, flag("timed steps of a repeat", min=1)] = 200
-    prompt_len: Annotated[int, flag("tokens of a prompt, at least", min=1)] = 128
-    block_size: Annotated[int, flag("tokens per KV block", min=1)] = 16
+    num_seqs: list[int] = flag_field([256], "sequences that decode together (repeatable)", min=1)
+    steps: int = flag_field(200, "timed steps of a repeat", min=1)
+    prompt_len: int = flag_field(128, "tokens of a prompt, at least", min=1)
+    block_size: int = flag_field(16, "tokens per KV block", min=1)
 
 
 @with_flag_groups
@@ -129,24 +151,5 @@ def control_plane(load: ControlPlaneFlags, run: RunFlags) -> None:
     report.write_json(run.json, {"benchmark": "control-plane"} | record | facts)
 
 
-def _new_passes(items: list[WorkItem], count: int) -> Iterator[list[WorkItem]]:
-    """Yield the workload `count` times, each time of other tokens: no pass finds in the cache what another has left."""
-    return (renewed(items, len(items), first_round) for first_round in range(1, count + 1))
-
-
-def _warm_up(llm: "LLM", items: list[WorkItem], engine: EngineFlags, workload: WorkloadFlags) -> report.Record:
-    """Run the workload once, untimed; return what a reader of the figures has to know."""
-    use = watched_pass(llm, items)
-    return {
-        "workload": report.workload_record(items, workload),
-        "kv_cache": report.kv_record(use),
-        "engine": {name: str(value) for name, value in asdict(engine).items() if value is not None},
-        "machine": machine_facts(),
-    }
-
-
-bench.command(context_settings=COMMAND_SETTINGS)(throughput)
-bench.command(context_settings=COMMAND_SETTINGS)(latency)
-bench.command(context_settings=COMMAND_SETTINGS)(serve)
-bench.command(context_settings=COMMAND_SETTINGS)(control_plane)
-bench.command(context_settings=COMMAND_SETTINGS)(calibrate)
+for command in (throughput, latency, serve, control_plane, calibrate):
+    bench.command(context_settings=COMMAND_SETTINGS)(command)

@@ -18,7 +18,6 @@ from quire.scheduling.scheduler import Scheduler
 
 _VOCAB_SIZE = 32_000
 _WARM_UP_STEPS = 32
-_PROMPT_TOKEN = 1
 
 
 def us_per_sequence_and_step(num_seqs: int, steps: int, prompt_len: int, block_size: int) -> float:
@@ -38,19 +37,6 @@ def decoding_engine(
     """Return an engine without a model whose `num_seqs` sequences will decode for `steps` steps, and are warm."""
     prefill_steps = prompt_len + block_size  # at most: half of the token budget is left for prompts
     max_tokens = prefill_steps + _WARM_UP_STEPS + steps + 1
-    engine = _busy_engine(num_seqs, prompt_len, block_size, max_tokens, enable_prefix_caching)
-    prefilled: set[int] = set()
-    while len(prefilled) < num_seqs:
-        prefilled.update(delta.request_id for delta in engine.step())
-    for _ in range(_WARM_UP_STEPS):
-        engine.step()
-    return engine
-
-
-def _busy_engine(
-    num_seqs: int, prompt_len: int, block_size: int, max_tokens: int, enable_prefix_caching: bool
-) -> Engine:
-    """Return an engine without a model, with `num_seqs` requests in its queue and room for all of them."""
     longest = prompt_len + block_size + max_tokens
     num_blocks = num_seqs * -(-longest // block_size)
     scheduler_config = SchedulerConfig(
@@ -64,4 +50,9 @@ def _busy_engine(
     for request_id in range(num_seqs):
         prompt = [request_id % _VOCAB_SIZE] * (prompt_len + request_id % block_size)
         engine.add(Request(request_id, prompt, params, seed=request_id, max_tokens=max_tokens))
+    prefilled: set[int] = set()
+    while len(prefilled) < num_seqs:
+        prefilled.update(delta.request_id for delta in engine.step())
+    for _ in range(_WARM_UP_STEPS):
+        engine.step()
     return engine

@@ -1,6 +1,7 @@
-"""One sentence on where to look first, from a few figures of a run, by plain rules.
+"""Limits on what a client sees, who meets them, and one sentence on where to look first when too few do.
 
-In order; the first that fits speaks:
+Goodput counts only the requests that meet all limits (Zhong et al. 2024). The sentence comes from a few figures of a
+run by plain rules; in order, the first that fits speaks:
 1. Requests failed: their errors come before any speed.
 2. TTFT and ITL are within their limits: fine, or the answers are too long for a limit on the whole.
 3. Requests were preempted, or the KV cache was full: there are too few blocks for what runs.
@@ -11,13 +12,49 @@ In order; the first that fits speaks:
    slow.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from quire.paper.statistics import Timeline
 
 TTFT_LIMIT_S = 0.5   # where a run has no limits of its own: what a reader takes for an immediate answer,
 ITL_LIMIT_S = 0.05   # and for a fluent one
 _LONG_PROMPT = 1024  # tokens
 _FULL = 0.95         # of the KV blocks
 _HALF_FULL = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The longest times that a request may show, in seconds. None: anything will do.
+
+    ITL is met when no gap between two chunks of the answer is longer. An answer of one token has no ITL and no TPOT.
+    """
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    @property
+    def given(self) -> dict[str, float]:
+        """The limits that there are, by name."""
+        limits = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+    def are_met_by(self, timeline: Timeline) -> bool:
+        """Whether a finished request stayed within every limit."""
+        seen = {
+            "ttft_s": timeline.ttft_s,
+            "itl_s": max(timeline.itl_s, default=0.0),
+            "tpot_s": timeline.tpot_s or 0.0,
+            "e2e_s": timeline.e2e_s,
+        }
+        return all(seen[name] <= limit for name, limit in self.given.items())
+
+    def num_met(self, timelines: Sequence[Timeline]) -> int:
+        """Return how many of the finished requests stayed within every limit."""
+        return sum(self.are_met_by(timeline) for timeline in timelines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,34 +74,6 @@ class Observation:
     is_too_long: bool = False  # over a limit on the whole request
 
 
-    @property
-    def is_late(self) -> bool:
-        """Whether the first token takes too long."""
-        return self.ttft_s > self.ttft_limit_s
-
-    @property
-    def is_halting(self) -> bool:
-        """Whether the tokens after it do."""
-        return self.itl_s > self.itl_limit_s
-
-    @property
-    def is_out_of_blocks(self) -> bool:
-        """Whether the KV cache was what requests fought for."""
-        return self.num_preemptions > 0 or (self.peak_kv_usage or 0.0) >= _FULL
-
-    @property
-    def has_spare_blocks(self) -> bool:
-        """Whether the server told that the KV cache was never half full."""
-        return self.peak_kv_usage is not None and self.peak_kv_usage < _HALF_FULL
-
-    @property
-    def has_queued(self) -> bool:
-        """Whether the wait for the first token was mostly a wait for a seat."""
-        if self.queue_s is not None:
-            return self.queue_s > self.ttft_s / 2
-        return self.num_prompt_tokens < _LONG_PROMPT and (self.mean_waiting or 0.0) > 0
-
-
 def diagnose(seen: Observation) -> str:
     """Return the sentence."""
     if seen.num_failed:
@@ -73,16 +82,19 @@ def diagnose(seen: Observation) -> str:
 
 
 def _advice(seen: Observation) -> str:
-    if not seen.is_late and not seen.is_halting:
+    is_late, is_long = seen.ttft_s > seen.ttft_limit_s, seen.num_prompt_tokens >= _LONG_PROMPT
+    if not is_late and seen.itl_s <= seen.itl_limit_s:
         return "Answers are too long for the limit on the whole request" if seen.is_too_long else "Fine"
-    if seen.is_out_of_blocks:
+    if seen.num_preemptions or (seen.peak_kv_usage or 0.0) >= _FULL:
         return "KV cache full: look at the KV budget, or let fewer sequences run together"
-    if not seen.is_late:
-        kv_budget = "" if seen.has_spare_blocks else "the KV budget, and at "
+    if not is_late:
+        has_spare_blocks = seen.peak_kv_usage is not None and seen.peak_kv_usage < _HALF_FULL
+        kv_budget = "" if has_spare_blocks else "the KV budget, and at "
         return f"Decode pressure: look at {kv_budget}how many sequences share a step"
-    if seen.has_queued:
+    has_waited = not is_long and (seen.mean_waiting or 0.0) > 0
+    if has_waited if seen.queue_s is None else seen.queue_s > seen.ttft_s / 2:
         return "Queueing: more comes in than is served; look at the rate, and at how many sequences may run together"
-    if seen.num_prompt_tokens >= _LONG_PROMPT:
+    if is_long:
         return "Long prompts start late: look at prefill admission and chunking"
     return "Short prompts start late: look at how long steps take, and at what shares them"
 

@@ -1,36 +1,39 @@
-"""The flags that the benchmarks of models and of servers share."""
+"""The flags of `quire bench`, and what they come to: requests, a schedule, limits. Loads no HTTP client."""
 
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-from quire.cli.flag_groups import flag
+from quire.cli.bench.diagnosis import Limits
+from quire.cli.flag_groups import flag_field
 from quire.core.config import Batching, MemoryPolicy
 from quire.core.errors import ConfigError
+from quire.paper.arrivals import ArrivalKind, Schedule, poisson_arrivals, trace_arrivals
 from quire.paper.traces import TraceSlice, is_trace, trace_workload
 from quire.paper.workloads import WorkItem, length_workload, random_workload, token_id_workload
 
 _DEFAULT_NUM_RANDOM = 64
-
-
-_flag = partial(flag, panel="Workload")
+_workload = partial(flag_field, panel="Workload")
+_policy = partial(flag_field, panel="Policy")
+_server = partial(flag_field, panel="Server")
+_arrivals = partial(flag_field, panel="Arrivals")
+_limits = partial(flag_field, panel="Limits")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadFlags:
     """Which requests are run; all of them greedy, with a fixed number of output tokens."""
 
-    workload: Annotated[
-        str, _flag("random, a JSON file of token ids, a CSV file of lengths, or a trace", metavar="random|FILE")
-    ] = "random"
-    name: Annotated[str | None, _flag("which workload of a JSON file that holds several")] = None
-    num_prompts: Annotated[
-        int | None, _flag("requests", min=1, show_default=f"{_DEFAULT_NUM_RANDOM}, or all of a file")
-    ] = None
-    input_len: Annotated[int, _flag("prompt tokens of a random request", min=1)] = 128
-    output_len: Annotated[int, _flag("output tokens of a random request", min=1)] = 128
-    max_total_len: Annotated[int, _flag("leave out rows of a CSV file or trace with more tokens in all", min=2)] = 2048
+    workload: str = _workload(
+        "random", "random, a JSON file of token ids, a CSV file of lengths, or a trace", metavar="random|FILE"
+    )
+    name: str | None = _workload(None, "which workload of a JSON file that holds several")
+    num_prompts: int | None = _workload(
+        None, "requests", min=1, show_default=f"{_DEFAULT_NUM_RANDOM}, or all of a file"
+    )
+    input_len: int = _workload(128, "prompt tokens of a random request", min=1)
+    output_len: int = _workload(128, "output tokens of a random request", min=1)
+    max_total_len: int = _workload(2048, "leave out rows of a CSV file or trace with more tokens in all", min=2)
 
     def build(self, vocab_size: int, seed: int) -> list[WorkItem]:
         """Return the requests. Raises ConfigError when the file or its name does not fit."""
@@ -50,20 +53,120 @@ class WorkloadFlags:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedWorkloadFlags(WorkloadFlags):
+    """The same for a server: how prompts are made, as its model is not known, and which part of a trace is taken."""
+
+    vocab_size: int = _workload(512, "ids of random prompts are below; any model has these", min=1)
+    seed: int = _workload(0, "of random prompts and arrivals", min=0)
+    start_s: float = _workload(0.0, "where in a trace to begin", min=0.0)
+    speed_up: float = _workload(1.0, "how many times faster than it was a trace is played", min=1e-6)
+
+    def items(self) -> list[WorkItem]:
+        """Return the requests; those of a trace with their times. Raises ConfigError when something does not fit."""
+        path = Path(self.workload)
+        if is_trace(path):
+            part = TraceSlice(self.num_prompts, self.max_total_len, self.start_s, self.speed_up)
+            return trace_workload(path, part, self.vocab_size, self.seed)
+        if self.start_s or self.speed_up != 1.0:
+            raise ConfigError(f"start-s and speed-up are for traces, which {self.workload!r} is not")
+        return self.build(self.vocab_size, self.seed)
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyFlags:
     """What paging and continuous batching are compared with."""
 
-    memory_policy: Annotated[
-        MemoryPolicy, flag("how KV blocks are given out; all but paged reserve one chunk per sequence", panel="Policy")
-    ] = "paged"
-    batching: Annotated[
-        Batching, flag("static: whole batches, one after the other; needs contiguous-max", panel="Policy")
-    ] = "continuous"
+    memory_policy: MemoryPolicy = _policy(
+        "paged", "how KV blocks are given out; all but paged reserve one chunk per sequence"
+    )
+    batching: Batching = _policy("continuous", "static: whole batches, one after the other; needs contiguous-max")
 
 
 @dataclass(frozen=True, slots=True)
 class RunFlags:
     """How often, and where the figures go."""
 
-    repeats: Annotated[int, flag("timed passes, after one that warms up and watches the cache", min=1)] = 3
-    json: Annotated[Path | None, flag("write everything there as well", metavar="FILE")] = None
+    repeats: int = flag_field(3, "timed passes, after one that warms up and watches the cache", min=1)
+    json: Path | None = flag_field(None, "write everything there as well", metavar="FILE")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFlags:
+    """Which server is asked, and how hard it may be held on to."""
+
+    url: str = _server("http://127.0.0.1:8000", "of an OpenAI-compatible server, without /v1")
+    model_name: str | None = _server(None, "to ask for", show_default="the first of /v1/models")
+    api_key: str | None = _server(None, "sent as a bearer token")
+    request_timeout: float = _server(600.0, "seconds for a whole request", min=0.001)
+    max_concurrency: int = _server(1024, "requests open at once; others wait, and their time counts", min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalFlags:
+    """When requests come."""
+
+    arrivals: ArrivalKind | None = _arrivals(
+        None,
+        "trace: as in the trace; poisson: at random, --rate a second; burst: all at once; "
+        "closed: --concurrency clients, each anew when answered",
+        show_default="what fits the other flags, else trace for a trace and burst for the rest",
+    )
+    rate: float | None = _arrivals(None, "requests per second of poisson; where --find-rate begins", min=1e-6)
+    burstiness: float = _arrivals(1.0, "gamma shape of poisson's gaps: below 1 burstier, above steadier", min=1e-3)
+    concurrency: int | None = _arrivals(None, "clients of the closed loop", min=1)
+
+    def schedule(self, items: list[WorkItem], max_open: int, seed: int) -> Schedule:
+        """Return when the requests are due. Raises ConfigError for flags that contradict each other."""
+        kind = self.arrivals or self._implied(items)
+        self._check(kind)
+        if kind == "closed":
+            return Schedule(None, min(self.concurrency or 1, max_open))
+        if kind == "poisson":
+            assert self.rate is not None
+            return Schedule(poisson_arrivals(len(items), self.rate, self.burstiness, seed), max_open)
+        return Schedule(trace_arrivals(items) if kind == "trace" else [0.0] * len(items), max_open)
+
+    def _implied(self, items: list[WorkItem]) -> ArrivalKind:
+        if self.rate is not None:
+            return "poisson"
+        if self.concurrency is not None:
+            return "closed"
+        return "burst" if items[0].arrival_s is None else "trace"
+
+    def _check(self, kind: ArrivalKind) -> None:
+        for name, needing in (("rate", "poisson"), ("concurrency", "closed")):
+            value = getattr(self, name)
+            if (value is not None) != (kind == needing):
+                raise ConfigError(
+                    f"{name} is for arrivals {needing}, which needs it; arrivals are {kind}, {name} is {value}"
+                )
+        if self.burstiness != 1.0 and kind != "poisson":
+            raise ConfigError(f"burstiness is for arrivals poisson; arrivals are {kind}")
+
+
+@dataclass(frozen=True, slots=True)
+class LimitFlags:
+    """What a request may take to count as good."""
+
+    ttft_limit_ms: float | None = _limits(None, "to the first token", min=0.001)
+    itl_limit_ms: float | None = _limits(None, "every gap between chunks", min=0.001)
+    tpot_limit_ms: float | None = _limits(None, "mean per token after the first", min=0.001)
+    e2e_limit_ms: float | None = _limits(None, "to the last token", min=0.001)
+
+    @property
+    def limits(self) -> Limits:
+        """The limits in seconds."""
+        given = (self.ttft_limit_ms, self.itl_limit_ms, self.tpot_limit_ms, self.e2e_limit_ms)
+        return Limits(*(None if limit_ms is None else limit_ms / 1e3 for limit_ms in given))
+
+
+@dataclass(frozen=True, slots=True)
+class SearchFlags:
+    """Whether, and how, to search for the highest rate within the limits."""
+
+    find_rate: bool = _limits(False, "search the highest Poisson rate at which requests meet the limits", "--find-rate")
+    attain: float = _limits(0.99, "share of requests that must meet them", min=0.01, max=1.0)
+    probe_s: float = _limits(
+        30.0, "seconds of arrivals at each rate; what is open that long after them is cut", min=0.1
+    )
+    precision: float = _limits(0.05, "of the rate found, relative", min=0.001, max=1.0)

@@ -1,8 +1,8 @@
 """Requests over HTTP, each sent when it is due; the times at which its answer came.
 
 Light on purpose, as client and server often share their cores: one session, no read timeouts to arm for each chunk, raw
-reads of the body. A request's times count from when it was due: what it waited here for a free connection, or because
-this client was late, is waiting too.
+reads of the body, one split and one typed JSON parse for each. A request's times count from when it was due: what it
+waited here for a free connection, or because this client was late, is waiting too.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from quire.cli.bench.answer_stream import AnswerStream, Failure, refusal
+from quire.cli import openai_stream
 from quire.core.errors import EngineError
 from quire.paper.arrivals import Schedule
 from quire.paper.statistics import Timeline
@@ -23,6 +23,7 @@ from quire.paper.workloads import WorkItem
 
 _CONNECT_S = 10.0
 _KEEP_ALIVE_S = 2.0   # below the servers' 5 s and more, else a request meets a connection that is just being closed
+_TIMER_S = 1e-9       # a late request waits on a timer too: not to overtake the earlier ones, whose timers are over
 
 
 class ServerUnusableError(EngineError):
@@ -38,6 +39,74 @@ class Target:
     timeout_s: float  # for a whole request
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """Why a request has no answer: a short label to count by, and what was said."""
+
+    label: str
+    message: str = ""
+
+
+class AnswerStream:
+    """What came of one answer so far.
+
+    A chunk with text, or with token ids, is an arrival, however many tokens it brings: the stream does not tell, only
+    the usage at its end does. An answer of which no chunk has text (a lone byte of a character) arrives with its last.
+    """
+
+    def __init__(self) -> None:
+        self.token_times_s: list[float] = []
+        self.num_chunks = 0
+        self.num_usage_tokens: int | None = None
+        self.num_cached_tokens: int | None = None
+        self.failure: Failure | None = None
+        self.is_done = False
+        self._events = openai_stream.EventDecoder()
+
+    def feed(self, piece: bytes, now_s: float) -> None:
+        """Take what was read at `now_s`. What follows an error or the end is ignored."""
+        try:
+            for event in self._events.feed(piece):
+                if not self.is_over:
+                    self._take_event(event, now_s)
+        except openai_stream.BrokenStreamError as error:
+            self.failure = Failure("malformed stream", str(error))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer has ended, well or not."""
+        return self.is_done or self.failure is not None
+
+    def _take_event(self, event: bytes, now_s: float) -> None:
+        self.num_chunks += 1
+        if event == openai_stream.DONE:
+            self.is_done = True
+            self.token_times_s = self.token_times_s or [now_s]
+            return
+        frame = openai_stream.read_frame(event)
+        if (error := openai_stream.error_of(frame)) is not None:
+            self.failure = _failure("in the stream", error)
+        if frame.usage is not None:
+            self._take_usage(frame.usage)
+        if any(choice.text or choice.token_ids for choice in frame.choices):
+            self.token_times_s.append(now_s)
+
+    def _take_usage(self, usage: openai_stream.Usage) -> None:
+        self.num_usage_tokens = usage.completion_tokens
+        if usage.prompt_tokens_details is not None:
+            self.num_cached_tokens = usage.prompt_tokens_details.cached_tokens
+
+
+def refusal(status: int, body: bytes) -> Failure:
+    """Return the failure that an answer with another status than 200 tells of, whatever its form."""
+    error = openai_stream.read_error(body) or openai_stream.ErrorBody(body[:500].decode(errors="replace"))
+    return _failure(str(status), error)
+
+
+def _failure(where: str, error: openai_stream.ErrorBody) -> Failure:
+    reason = error.code or error.type
+    return Failure(f"{where} {reason}" if reason else where, error.message)
+
+
 @dataclass(slots=True)
 class SentRequest:
     """One request and what came of it. Neither finished nor failed: the run ended first."""
@@ -46,8 +115,11 @@ class SentRequest:
     due_s: float
     sent_s: float
     answer: AnswerStream = field(default_factory=AnswerStream)
-    failure: Failure | None = None
-    is_finished: bool = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it was answered in full."""
+        return self.answer.is_done and self.answer.failure is None
 
     @property
     def num_output_tokens(self) -> int:
@@ -79,7 +151,12 @@ class LoadRun:
     @property
     def failures(self) -> list[Failure]:
         """Why requests failed."""
-        return [request.failure for request in self.requests if request.failure is not None]
+        return [request.answer.failure for request in self.requests if request.answer.failure is not None]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens of all requests, whatever became of them."""
+        return sum(request.num_output_tokens for request in self.requests)
 
     @property
     def timelines(self) -> list[Timeline]:
@@ -103,44 +180,38 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
         async with asyncio.timeout(_CONNECT_S), session.get(f"{url}/v1/models") as response:
             body = await response.read()
-            if response.status != 200:
-                raise ServerUnusableError(f"{url}/v1/models answers {refusal(response.status, body).label}")
-            return str(msgspec.json.decode(body)["data"][0]["id"])
     except TimeoutError as error:
         raise ServerUnusableError(f"{url}/v1/models did not answer within {_CONNECT_S:g} s") from error
     except (aiohttp.ClientError, aiohttp.InvalidURL, OSError) as error:
         raise ServerUnusableError(f"no server answers at {url}: {error}") from error
-    except (msgspec.DecodeError, LookupError, TypeError) as error:
-        raise ServerUnusableError(f"{url}/v1/models names no model") from error
+    if response.status != 200:
+        raise ServerUnusableError(f"{url}/v1/models answers {refusal(response.status, body).label}")
+    if (name := openai_stream.first_model_name(body)) is None:
+        raise ServerUnusableError(f"{url}/v1/models names no model")
+    return name
 
 
+@dataclass(slots=True)
 class HttpLoad:
-    """A list of requests on a schedule; `run` sends them once."""
+    """A list of requests on a schedule; `run` sends them once, or until one that has ended `is_enough`."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        target: Target,
-        items: Sequence[WorkItem],
-        schedule: Schedule,
-        on_ended: Callable[[SentRequest], None] = lambda _: None,
-    ) -> None:
-        self._session = session
-        self._target = target
-        self._schedule = schedule
-        self._num_items = len(items)
-        self._waiting: Iterator[tuple[int, WorkItem]] = enumerate(items)
-        self._on_ended = on_ended
-        self._requests: list[SentRequest] = []
-        self._started_s = 0.0
+    session: aiohttp.ClientSession
+    target: Target
+    items: Sequence[WorkItem]
+    schedule: Schedule
+    is_enough: Callable[[SentRequest], bool] = lambda _: False
+    _enough: asyncio.Event = field(default_factory=asyncio.Event)
+    _requests: list[SentRequest] = field(default_factory=list)
+    _started_s: float = 0.0
 
     async def run(self, *stops: asyncio.Event, limit_s: float | None = None) -> LoadRun:
         """Send everything and wait for all answers; cut the rest when one of `stops` is set or `limit_s` is over."""
         cpu_s = time.process_time()
         self._started_s = time.perf_counter()
-        num_clients = min(self._schedule.max_open, self._num_items)
-        clients = asyncio.gather(*(self._client() for _ in range(num_clients)))
-        ends: list[asyncio.Future[Any]] = [clients, *(asyncio.ensure_future(stop.wait()) for stop in stops)]
+        waiting, num_clients = enumerate(self.items), min(self.schedule.max_open, len(self.items))
+        clients = asyncio.gather(*(self._client(waiting) for _ in range(num_clients)))
+        waits = [asyncio.ensure_future(stop.wait()) for stop in (*stops, self._enough)]
+        ends: list[asyncio.Future[Any]] = [clients, *waits]
         try:
             await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             duration_s = self._now()
@@ -149,47 +220,46 @@ class HttpLoad:
                 end.cancel()
             with suppress(asyncio.CancelledError):
                 await clients
-        return LoadRun(self._requests, self._num_items, self._schedule, duration_s, time.process_time() - cpu_s)
+        return LoadRun(self._requests, len(self.items), self.schedule, duration_s, time.process_time() - cpu_s)
 
     def _now(self) -> float:
         return time.perf_counter() - self._started_s
 
-    async def _client(self) -> None:
+    async def _client(self, waiting: Iterator[tuple[int, WorkItem]]) -> None:
         """Take one request after the other, each when it is due."""
-        for index, item in self._waiting:
-            due_s = self._now() if self._schedule.due_s is None else self._schedule.due_s[index]
-            await asyncio.sleep(max(0.0, due_s - self._now()))
+        for index, item in waiting:
+            due_s = self._now() if self.schedule.due_s is None else self.schedule.due_s[index]
+            await asyncio.sleep(max(_TIMER_S, due_s - self._now()))
             request = SentRequest(item, due_s, self._now())
             self._requests.append(request)
             await self._ask(request)
-            self._on_ended(request)
+            if self.is_enough(request):
+                self._enough.set()
 
     async def _ask(self, request: SentRequest) -> None:
         """Send the request and take its answer, or note why there is none."""
-        try:
-            async with asyncio.timeout(self._target.timeout_s):
-                await self._exchange(request)
-        except TimeoutError:
-            request.failure = Failure("timeout", f"not answered within {self._target.timeout_s:g} s")
-        except (aiohttp.ClientError, OSError) as error:
-            request.failure = Failure(type(error).__name__, str(error))
-
-    async def _exchange(self, request: SentRequest) -> None:
         answer = request.answer
-        async with self._session.post(
-            f"{self._target.url}/v1/completions",
-            data=_body(self._target.model_name, request.item),
+        try:
+            async with asyncio.timeout(self.target.timeout_s):
+                await self._exchange(request.item, answer)
+        except TimeoutError:
+            answer.failure = Failure("timeout", f"not answered within {self.target.timeout_s:g} s")
+        except (aiohttp.ClientError, OSError) as error:
+            answer.failure = Failure(type(error).__name__, str(error))
+        if not answer.is_over:
+            answer.failure = Failure("incomplete stream", "the stream ended without [DONE]")
+
+    async def _exchange(self, item: WorkItem, answer: AnswerStream) -> None:
+        async with self.session.post(
+            f"{self.target.url}/v1/completions",
+            data=_body(self.target.model_name, item),
             headers={"Content-Type": "application/json"},
         ) as response:
             if response.status != 200:
-                request.failure = refusal(response.status, await response.read())
+                answer.failure = refusal(response.status, await response.read())
                 return
             while piece := await response.content.readany():
-                answer.feed(piece, time.perf_counter() - self._started_s)
-        request.failure = answer.failure
-        request.is_finished = answer.is_done
-        if not answer.is_over:
-            request.failure = Failure("incomplete stream", "the stream ended without [DONE]")
+                answer.feed(piece, self._now())
 
 
 def _body(model_name: str, item: WorkItem) -> bytes:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.cli.bench.flags import WorkloadFlags
-from quire.cli.bench.passes import KVUse, ThroughputPass
 from quire.paper.statistics import Distribution, Spread, Timeline, latencies, spread
 from quire.paper.workloads import WorkItem
 
 Record = dict[str, Any]
-
-
-def throughput_record(passes: Sequence[ThroughputPass]) -> Record:
-    """Return the rates of the passes."""
-    names = ("wall_s", "requests_per_s", "tokens_per_s", "total_tokens_per_s")
-    return spread_record({name: [getattr(one, name) for one in passes] for name in names})
 
 
 def spread_record(repeats: Mapping[str, Sequence[float]]) -> Record:
@@ -53,13 +45,6 @@ def workload_record(items: Sequence[WorkItem], flags: WorkloadFlags) -> Record:
         "num_prompt_tokens": sum(len(item.prompt_token_ids) for item in items),
         "num_output_tokens": sum(item.output_len for item in items),
     }
-
-
-def kv_record(use: KVUse) -> Record:
-    """Return what the warm-up pass saw of the KV cache."""
-    record = asdict(use) | {"mean_tail_waste_ratio": use.mean_tail_waste_ratio}
-    del record["observed_s"], record["waste_ratio_s"]
-    return record
 
 
 def write_json(path: Path | None, record: Record) -> None:

@@ -1,97 +1,137 @@
-"""Loads on one server: the session, a look at /metrics beside each load, and Ctrl-C, which keeps what was measured."""
+"""`quire bench serve`, once its flags are read: measure or search, print, write, and choose how to end."""
 
 import asyncio
-import signal
-import sys
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
 
-import aiohttp
+import typer
+import uvloop
 
-from quire.cli.bench.http_load import HttpLoad, LoadRun, SentRequest, Target, first_model, open_session
-from quire.cli.bench.report import Record
-from quire.cli.bench.scrape import Scraper, server_use
-from quire.cli.bench.serve_flags import ServerFlags
-from quire.paper.arrivals import Schedule
+from quire.cli.bench import report
+from quire.cli.bench.find_rate import Probe, RateFinder, RateSearch
+from quire.cli.bench.flags import ArrivalFlags, LimitFlags, SearchFlags, ServedWorkloadFlags, ServerFlags
+from quire.cli.bench.machine import client_facts
+from quire.cli.bench.serve_report import request_records, sentence, serve_record
+from quire.cli.bench.server import Measured, ServerUnderTest, server_under_test
+from quire.core.errors import ConfigError, EngineError
 from quire.paper.workloads import WorkItem
 
-_DRAIN_S = 10.0  # after a load, until what was cut has left the server
-
-Result = TypeVar("Result")
+_INTERRUPTED = 130
 
 
-class Measured(NamedTuple):
-    """One load: what the client saw, and what the server said of itself."""
-
-    run: LoadRun
-    use: Record
+class NothingMeasuredError(EngineError):
+    """No request was answered, or no rate meets the limits."""
 
 
-class ServeBench:
-    """A server under test. `interrupted` is set by Ctrl-C and ends the load that runs; start none after it."""
+@dataclass(frozen=True, slots=True)
+class ServeCommand:
+    """The command with all that was asked for."""
 
-    def __init__(self, session: aiohttp.ClientSession, target: Target, interrupted: asyncio.Event) -> None:
-        self.target = target
-        self.interrupted = interrupted
-        self._session = session
+    server: ServerFlags
+    workload: ServedWorkloadFlags
+    arrivals: ArrivalFlags
+    limits: LimitFlags
+    search: SearchFlags
+    json_path: Path | None
 
-    async def measure(
-        self,
-        items: list[WorkItem],
-        schedule: Schedule,
-        *,
-        on_ended: Callable[[SentRequest], None] = lambda _: None,
-        enough: asyncio.Event | None = None,
-        limit_s: float | None = None,
-    ) -> Measured:
-        """Run a load to its end, or until `enough` is set or `limit_s` is over."""
-        load = HttpLoad(self._session, self.target, items, schedule, on_ended)
-        stops = [self.interrupted] if enough is None else [self.interrupted, enough]
-        async with Scraper(self._session, self.target.url) as scraper:
-            run = await load.run(*stops, limit_s=limit_s)
-        return Measured(run, server_use(scraper.samples))
+    def run(self) -> None:
+        """Measure and report. Raises NothingMeasuredError when there is nothing to report, Exit after Ctrl-C."""
+        items = self.workload.items()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # half the CPU per chunk
+            runner.run(self._search(items) if self.search.find_rate else self._measure(items))
 
-    async def drain(self) -> None:
-        """Wait a bounded time until the server has nothing left of earlier loads."""
-        await Scraper(self._session, self.target.url).wait_until_idle(_DRAIN_S)
+    async def _measure(self, items: list[WorkItem]) -> None:
+        """Run one load and report it."""
+        schedule = self.arrivals.schedule(items, self.server.max_concurrency, self.workload.seed)
+        async with server_under_test(self.server) as server:
+            measured = await server.measure(items, schedule)
+        record = self._print(server, measured, items) | {"per_request": request_records(measured.run.requests)}
+        problem = None
+        if not measured.run.finished and measured.run.failures:
+            first = measured.run.failures[0]
+            problem = f"no request was answered; the first failed with {first.label}: {first.message}"
+        self._end(server, record, problem)
+
+    async def _search(self, items: list[WorkItem]) -> None:
+        """Search the highest rate within the limits and report it."""
+        limits = self.limits.limits
+        if not limits.given:
+            raise ConfigError("find-rate needs a limit: ttft-limit-ms, itl-limit-ms, tpot-limit-ms or e2e-limit-ms")
+        if self.arrivals.arrivals not in (None, "poisson") or self.arrivals.concurrency is not None:
+            raise ConfigError("find-rate tries rates of poisson arrivals; leave arrivals and concurrency out")
+        async with server_under_test(self.server) as server:
+            finder = RateFinder(
+                server, items, limits, self.search, self.arrivals, self.server.max_concurrency, self.workload.seed,
+                _print_probe,
+            )  # fmt: skip
+            found = await finder.find()
+        by_rate = {probe.rate: probe.measured for probe in finder.probes}
+        record = {} if found.best is None else self._print(server, by_rate[found.best], items)
+        if found.missed is not None:
+            cause = sentence(*by_rate[found.missed], limits)
+            report.print_line(f"at {found.missed:.4g} requests/s: {cause}")
+        problem = None
+        if found.best is None and found.missed is not None:
+            problem = f"no rate meets the limits, down to {found.missed:.4g} requests/s"
+        if problem is None or server.interrupted.is_set():
+            report.print_line(_verdict(found, self.search.attain))
+        self._end(server, record | {"find_rate": _search_record(found, finder.probes)}, problem)
+
+    def _print(self, server: ServerUnderTest, measured: Measured, items: list[WorkItem]) -> report.Record:
+        """Print a load's report and return it as a record."""
+        limits = self.limits.limits
+        record = serve_record(*measured, limits)
+        record |= {"workload": report.workload_record(items, self.workload), "machine": client_facts()}
+        facts = {name: values for name, values in record.items() if name != "figures"}
+        title = f"serve {server.target.model_name}, seconds"
+        report.print_tables(title, report.DISTRIBUTION_COLUMNS, record["figures"], facts)
+        record["diagnosis"] = sentence(*measured, limits)
+        report.print_line(record["diagnosis"])
+        return record
+
+    def _end(self, server: ServerUnderTest, record: report.Record, problem: str | None) -> None:
+        """Write the record. Raises Exit if it was interrupted, else NothingMeasuredError if there is a problem."""
+        is_interrupted = server.interrupted.is_set()
+        report.write_json(self.json_path, {"benchmark": "serve", "interrupted": is_interrupted} | record)
+        if is_interrupted:
+            raise typer.Exit(_INTERRUPTED)
+        if problem is not None:
+            raise NothingMeasuredError(problem)
 
 
-def on_server(flags: ServerFlags, task: Callable[[ServeBench], Coroutine[Any, Any, Result]]) -> Result:
-    """Run `task` with the server of the flags. Raises ServerUnusableError when there is none."""
-
-    async def run() -> Result:
-        async with open_session(flags.api_key) as session:
-            with _interrupts() as interrupted:
-                name = flags.model_name or await first_model(session, flags.base_url)
-                target = Target(flags.base_url, name, flags.request_timeout)
-                return await task(ServeBench(session, target, interrupted))
-
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(run())
+def _print_probe(probe: Probe) -> None:
+    run = probe.measured.run
+    report.print_line(
+        f"{probe.rate:.4g} requests/s for {run.duration_s:.1f} s: {probe.num_met} of {run.num_due} met the limits, "
+        f"{'enough' if probe.is_met else 'too few'}"
+    )
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's, which takes half the CPU per chunk, where uvloop exists."""
-    if sys.platform == "win32":
-        return None
-    import uvloop  # noqa: PLC0415 (not on Windows)
+def _search_record(found: RateSearch, probes: list[Probe]) -> report.Record:
+    """Return what was found and every probe on the way."""
+    return {
+        "rate": found.best,
+        "missed_rate": found.missed,
+        "probes": [
+            {
+                "rate": probe.rate,
+                "is_met": probe.is_met,
+                "num_met": probe.num_met,
+                "num_requests": probe.measured.run.num_due,
+                "duration_s": probe.measured.run.duration_s,
+            }
+            for probe in probes
+        ],
+    }
 
-    return uvloop.new_event_loop
 
-
-@contextmanager
-def _interrupts() -> Iterator[asyncio.Event]:
-    """Yield an event that the first Ctrl-C sets; a second one ends the command at once."""
-    loop = asyncio.get_running_loop()
-    interrupted = asyncio.Event()
-
-    def interrupt() -> None:
-        interrupted.set()
-        loop.remove_signal_handler(signal.SIGINT)
-
-    loop.add_signal_handler(signal.SIGINT, interrupt)
-    try:
-        yield interrupted
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
+def _verdict(found: RateSearch, attain: float) -> str:
+    """Return the last line: the rate, and how sure it is."""
+    if found.best is None:
+        return "interrupted before any rate met the limits"
+    if found.missed is None:
+        return f"at least {found.best:.4g} requests/s meet the limits; higher rates were not tried"
+    return (
+        f"highest rate at which {attain:.4g} of the requests meet the limits: {found.best:.4g}/s "
+        f"(at {found.missed:.4g}/s too few do)"
+    )

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.cli.bench.diagnosis import ITL_LIMIT_S, TTFT_LIMIT_S, Observation, diagnose
-from quire.cli.bench.goodput import Limits
+from quire.cli.bench.diagnosis import ITL_LIMIT_S, TTFT_LIMIT_S, Limits, Observation, diagnose
 from quire.cli.bench.http_load import LoadRun, SentRequest
 from quire.cli.bench.report import Record
 from quire.paper.statistics import distribution, latencies
@@ -20,10 +19,10 @@ _KV_NAMES = (
 def serve_record(run: LoadRun, use: Record, limits: Limits) -> Record:
     """Return the figures of a run; `use` is what the server said of itself, empty where it says nothing."""
     figures = {name: values._asdict() for name, values in latencies(run.timelines).items()}
-    facts = {
+    facts: dict[str, Record] = {
         "rates": _rates(run, limits),
         "requests": _request_counts(run),
-        "limits": _attainment(run, limits),
+        "limits": limits.given and limits.given | {"attained": limits.num_met(run.timelines) / run.num_due},
         "batch": _batch(run, use),
         "kv_cache": {name: use[name] for name in _KV_NAMES if name in use},
         "errors": dict(Counter(failure.label for failure in run.failures)),
@@ -79,7 +78,7 @@ def request_records(requests: Sequence[SentRequest]) -> list[Record]:
             "num_output_tokens": request.num_output_tokens,
             "ttft_s": request.timeline.ttft_s if request.answer.token_times_s else None,
             "e2e_s": request.timeline.e2e_s if request.is_finished else None,
-            "error": request.failure.label if request.failure else None,
+            "error": request.answer.failure.label if request.answer.failure else None,
         }
         for request in requests
     ]
@@ -87,14 +86,13 @@ def request_records(requests: Sequence[SentRequest]) -> list[Record]:
 
 def _rates(run: LoadRun, limits: Limits) -> Record:
     """Return what was asked and done per second, over the whole run, its end included."""
-    num_output_tokens = sum(request.num_output_tokens for request in run.requests)
     num_prompt_tokens = sum(len(request.item.prompt_token_ids) for request in run.finished)
     offered_rps = run.schedule.offered_rps
     rates = {} if offered_rps is None else {"offered_rps": offered_rps}
     rates |= {
         "requests_per_s": len(run.finished) / run.duration_s,
-        "tokens_per_s": num_output_tokens / run.duration_s,
-        "total_tokens_per_s": (num_prompt_tokens + num_output_tokens) / run.duration_s,
+        "tokens_per_s": run.num_output_tokens / run.duration_s,
+        "total_tokens_per_s": (num_prompt_tokens + run.num_output_tokens) / run.duration_s,
     }
     if limits.given:
         rates["goodput_rps"] = limits.num_met(run.timelines) / run.duration_s
@@ -108,17 +106,10 @@ def _request_counts(run: LoadRun) -> Record:
         "num_finished": len(run.finished),
         "num_failed": len(run.failures),
         "num_cut": run.num_due - len(run.finished) - len(run.failures),
-        "num_output_tokens": sum(request.num_output_tokens for request in run.requests),
+        "num_output_tokens": run.num_output_tokens,
         "num_asked_tokens": sum(request.item.output_len for request in run.requests),
         "duration_s": run.duration_s,
     }
-
-
-def _attainment(run: LoadRun, limits: Limits) -> Record:
-    """Return the limits, and the share of all requests, failed ones too, that met them."""
-    if not limits.given:
-        return {}
-    return limits.given | {"attained": limits.num_met(run.timelines) / run.num_due}
 
 
 def _batch(run: LoadRun, use: Record) -> Record:
@@ -132,7 +123,7 @@ def _batch(run: LoadRun, use: Record) -> Record:
 
 def _open_s(request: SentRequest, end_s: float) -> float:
     """Return how long the server had the request; a failed one counts as never there."""
-    if request.failure is not None:
+    if request.answer.failure is not None:
         return 0.0
     return (request.answer.token_times_s[-1] if request.is_finished else end_s) - request.sent_s
 
@@ -141,12 +132,11 @@ def _client(run: LoadRun) -> Record:
     """Return what this client cost, and how late it was: figures of a busy client are not the server's."""
     num_chunks = sum(request.answer.num_chunks for request in run.requests)
     num_arrivals = sum(len(request.answer.token_times_s) for request in run.requests)
-    num_tokens = sum(request.num_output_tokens for request in run.requests)
     record = {
         "cpu_share": run.client_cpu_s / run.duration_s,
         "max_late_s": max((request.sent_s - request.due_s for request in run.requests), default=0.0),
     }
     if num_arrivals:
         record["cpu_us_per_chunk"] = run.client_cpu_s / num_chunks * 1e6
-        record["tokens_per_chunk"] = num_tokens / num_arrivals
+        record["tokens_per_chunk"] = run.num_output_tokens / num_arrivals
     return record

@@ -7,14 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.cli.chat.back_end import BackEnd
-from quire.cli.chat.conversation import Conversation
+from quire.cli.chat.conversation import BackEnd, Conversation
 from quire.cli.chat.local import LocalBackEnd
-from quire.cli.chat.screen import open_screen
+from quire.cli.chat.remote import RemoteBackEnd
+from quire.cli.chat.screen import Screen
 from quire.cli.chat.session import ChatSession
-from quire.cli.engine_flags import EngineFlags
-from quire.cli.flag_groups import flag, with_flag_groups
-from quire.cli.sampling_flags import AnswerFlags
+from quire.cli.flag_groups import flag, flag_field, with_flag_groups
+from quire.cli.model_flags import AnswerFlags, EngineFlags
 
 _PANEL = "Sampling"
 
@@ -23,23 +22,19 @@ _PANEL = "Sampling"
 class ChatSamplingFlags(AnswerFlags):
     """How answers are drawn: a little below temperature 1, where small models write best, and to their own end."""
 
-    temperature: Annotated[
-        float, flag("0 is greedy", panel=_PANEL, show_default="0.7; the server's own with --url")
-    ] = 0.7
-    max_tokens: Annotated[
-        int | None, flag("most tokens of an answer", panel=_PANEL, show_default="as many as fit")
-    ] = None
+    temperature: float = flag_field(0.7, "0 is greedy", panel=_PANEL, show_default="0.7; the server's own with --url")
+    max_tokens: int | None = flag_field(None, "most tokens of an answer", panel=_PANEL, show_default="as many as fit")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFlags:
     """A server to talk to, in place of a model in this process."""
 
-    url: Annotated[str | None, flag("an OpenAI server, as http://HOST:PORT", panel="Server")] = None
-    model_name: Annotated[
-        str | None, flag("which of its models", panel="Server", show_default="the first that it lists")
-    ] = None
-    api_key: Annotated[str | None, flag("for the server; QUIRE_API_KEY in the environment", panel="Server")] = None
+    url: str | None = flag_field(None, "an OpenAI server, as http://HOST:PORT", panel="Server")
+    model_name: str | None = flag_field(
+        None, "which of its models", panel="Server", show_default="the first that it lists"
+    )
+    api_key: str | None = flag_field(None, "for the server; QUIRE_API_KEY in the environment", panel="Server")
 
 
 @with_flag_groups
@@ -52,7 +47,7 @@ def chat(
 ) -> None:
     """Talk to a model in the terminal, or to a server."""
     with _back_end(context, engine, sampling, server) as back_end:
-        ChatSession(back_end, open_screen(), Conversation(system)).run()
+        ChatSession(back_end, Screen(), Conversation(system)).run()
 
 
 @contextmanager
@@ -67,8 +62,6 @@ def _back_end(
         with engine.load() as llm:
             yield LocalBackEnd(llm, params, engine.model)
         return
-    from quire.cli.chat.remote import RemoteBackEnd  # noqa: PLC0415 (loads aiohttp, which a local model does not need)
-
     _refuse_typed(context, (field.name for field in fields(EngineFlags)), "is for a local model, not for --url")
     yield RemoteBackEnd(server.url, server.api_key, server.model_name, _given(context, sampling))
 

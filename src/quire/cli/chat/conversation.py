@@ -1,15 +1,84 @@
-"""What has been said: a system message, questions with their answers, and a question that has no answer yet.
+"""What is said in a chat: questions, answers as they come, and who gives them.
 
 A question joins the conversation together with its answer. One that could not be answered stands aside, to be asked
 again, so that a failure never leaves the conversation in a state that no model knows.
 """
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from quire.core.errors import EngineError
 from quire.text.chat_template import Message
+
+
+class ChatError(EngineError):
+    """Something that a conversation asked for could not be done. The conversation is as it was."""
+
+
+class Update(NamedTuple):
+    """New text of an answer, and the counts so far, where they are known."""
+
+    text: str = ""
+    num_prompt_tokens: int | None = None
+    num_tokens: int | None = None
+    finish_reason: str | None = None
+
+
+class BackEnd(Protocol):
+    """Answers conversations, one at a time."""
+
+    @property
+    def greeting(self) -> str:
+        """What a user should know before the first question, in a line or two."""
+
+    def answer(self, messages: Sequence[Message], on_update: Callable[[Update], None]) -> None:
+        """Answer the last message; return at the answer's end.
+
+        Raises ContextLengthError when the conversation does not fit, another EngineError when it cannot be answered,
+        KeyboardInterrupt after Ctrl-C: then nothing goes on in the background.
+        """
+
+
+@dataclass(slots=True)
+class Answer:
+    """What has come since the question was asked. Times are seconds on one monotonic clock."""
+
+    asked_s: float
+    is_whole: bool = False                    # the back end came to its end; else it failed or was stopped
+    _updates: list[tuple[float, Update]] = field(default_factory=list)
+
+    def take(self, update: Update, now_s: float) -> None:
+        """Add what is new."""
+        self._updates.append((now_s, update))
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(update.text for _, update in self._updates)
+
+    def known(self, name: str) -> Any:  # noqa: ANN401 (a field of an update)
+        """Return what the last update that told of it has said; None if none did."""
+        told = (getattr(update, name) for _, update in reversed(self._updates))
+        return next((value for value in told if value is not None), None)
+
+    def summary(self) -> str:
+        """Return counts and times in one line. Without a count of tokens, pieces of text stand in for them."""
+        times_s = [now_s for now_s, update in self._updates if update.text]
+        if not times_s:
+            return "the last answer has no text"
+        first_s, last_s, num_tokens = times_s[0], times_s[-1], self.known("num_tokens")
+        unit, count = ("pieces", len(times_s)) if num_tokens is None else ("tokens", num_tokens)
+        parts = [f"{count} {unit} in {last_s - self.asked_s:.2f} s", f"the first after {first_s - self.asked_s:.3f} s"]
+        if count > 1 and last_s > first_s:
+            parts.append(f"then {(count - 1) / (last_s - first_s):.1f} {unit}/s")
+        if (num_prompt_tokens := self.known("num_prompt_tokens")) is not None:
+            parts.append(f"prompt of {num_prompt_tokens} tokens")
+        if num_tokens is None:
+            parts.append("tokens were not counted")
+        return ", ".join([*parts, f"ended by {self.known('finish_reason') or 'interruption'}"])
 
 
 class Exchange(NamedTuple):
@@ -27,13 +96,15 @@ class Conversation:
     exchanges: list[Exchange] = field(default_factory=list)
     unanswered: str | None = None
 
-    def with_question(self, question: str, *, instead_of_last: bool = False) -> list[Message]:
-        """Return the messages that ask `question` next, or anew in place of the last exchange."""
-        return [*self._messages(self.exchanges[:-1] if instead_of_last else self.exchanges), _message("user", question)]
-
-    def messages(self) -> list[Message]:
-        """Return everything, an unanswered question last."""
-        return self._messages(self.exchanges) if self.unanswered is None else self.with_question(self.unanswered)
+    def messages(self, question: str | None = None, *, instead_of_last: bool = False) -> list[Message]:
+        """Return what was said, and `question` or else the unanswered one; perhaps in place of the last exchange."""
+        said = [] if self.system is None else [("system", self.system)]
+        for exchange in self.exchanges[:-1] if instead_of_last else self.exchanges:
+            said += [("user", exchange.question), ("assistant", exchange.answer)]
+        question = self.unanswered if question is None else question
+        if question is not None:
+            said.append(("user", question))
+        return [{"role": role, "content": content} for role, content in said]
 
     def keep(self, exchange: Exchange, *, instead_of_last: bool = False) -> None:
         """Add a question and its answer, or put them in place of the last ones."""
@@ -51,13 +122,3 @@ class Conversation:
         messages = self.messages()
         path.write_text("".join(json.dumps(message, ensure_ascii=False) + "\n" for message in messages), "utf-8")
         return len(messages)
-
-    def _messages(self, exchanges: list[Exchange]) -> list[Message]:
-        said = [] if self.system is None else [_message("system", self.system)]
-        for question, answer in exchanges:
-            said += [_message("user", question), _message("assistant", answer)]
-        return said
-
-
-def _message(role: str, content: str) -> Message:
-    return {"role": role, "content": content}

@@ -3,25 +3,24 @@
 Each answer has a connection of its own, and stopping the answer closes it, which tells the server to stop too.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import quote, urlsplit
 
-import aiohttp
-
-from quire.cli.chat import protocol
-from quire.cli.chat.back_end import ChatError, Update
-from quire.cli.chat.sse import EventDecoder
+from quire.cli import openai_stream
+from quire.cli.chat.conversation import ChatError, Update
+from quire.core.errors import ContextLengthError, EngineError
 from quire.text.chat_template import Message
 
-MAX_BODY_BYTES = 1024 * 1024       # of an answer that is no stream
+_MAX_BODY_BYTES = 1 << 20  # of an answer that is no stream
+_MAX_MESSAGE_CHARS = 1000
 _CONNECT_S = 10.0
-_SILENCE_S = 600.0                 # a request may wait in the server's queue for a while
-_DONE = "[DONE]"
-
-T = TypeVar("T")
+_SILENCE_S = 600.0  # a request may wait in the server's queue for a while
+_IN_PATHS = "/%:@!$&'()*+,;=~"
 
 
 class RemoteBackEnd:
@@ -30,9 +29,11 @@ class RemoteBackEnd:
     def __init__(
         self, url: str, api_key: str | None, model_name: str | None = None, sampling: Mapping[str, Any] | None = None
     ) -> None:
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ChatError("--api-key must be printable ASCII")
         self._base = base_url(url)
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {_checked_key(api_key)}"}
-        self._model_name = model_name or _run(self._first_model())
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._model_name = model_name or self._first_model()
         self._sampling = dict(sampling or {})
 
     @property
@@ -41,54 +42,56 @@ class RemoteBackEnd:
         return f"Chatting with {self._model_name} at {self._base}."
 
     def answer(self, messages: Sequence[Message], on_update: Callable[[Update], None]) -> None:
-        """Ask the server and pass on what it streams. ChatError for what it refuses, and when the stream breaks off."""
-        _run(self._answer(messages, on_update))
-
-    async def _answer(self, messages: Sequence[Message], on_update: Callable[[Update], None]) -> None:
+        """Ask the server and pass on what it streams. EngineError for what it refuses, and a stream that breaks off."""
         body = self._sampling | {
             "model": self._model_name,
             "messages": list(messages),
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        has_ended = False
-        async with self._request("POST", "/chat/completions", json=body) as response:
-            if response.content_type != "text/event-stream":
-                raise ChatError(f"{self._base} sent {response.content_type} instead of a stream of events")
-            decoder = EventDecoder()
-            async for chunk in response.content.iter_any():
-                for event in decoder.feed(chunk):
-                    if event == _DONE:
+        has_ended, decoder = False, openai_stream.EventDecoder()
+        with closing(self._request("POST", "/chat/completions", json.dumps(body))) as pieces:
+            for piece in pieces:
+                for event in decoder.feed(piece):
+                    if event == openai_stream.DONE:
                         return
-                    update = protocol.read_frame(event)
+                    update = _update(event)
                     has_ended = has_ended or update.finish_reason is not None
                     on_update(update)
         if not has_ended:
             raise ChatError(f"{self._base} closed the stream before the answer ended")
 
-    async def _first_model(self) -> str:
-        async with self._request("GET", "/models") as response:
-            name = protocol.first_model(await _read_body(response))
+    def _first_model(self) -> str:
+        name = openai_stream.first_model_name(b"".join(self._request("GET", "/models")))
         if name is None:
             raise ChatError(f"{self._base} lists no model; give --model-name")
         return name
 
-    @asynccontextmanager
-    async def _request(self, method: str, path: str, **content: Any) -> AsyncIterator[aiohttp.ClientResponse]:  # noqa: ANN401
-        """Yield a response whose status is fine. Whatever goes wrong, now or while it is read, is a ChatError."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
-        try:
-            async with (
-                aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session,
-                session.request(method, self._base + path, **content) as response,
-            ):
-                if response.status != 200:
-                    raise protocol.refusal(response.status, response.reason, await _read_body(response))
-                yield response
-        except aiohttp.ClientConnectorError as error:
-            raise ChatError(f"cannot connect to {self._base}: {error.os_error.strerror or error.os_error}") from error
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise ChatError(f"the connection to {self._base} failed: {error or type(error).__name__}") from error
+    def _request(self, method: str, path: str, body: str | None = None) -> Generator[bytes, None, None]:
+        """Yield the pieces of a stream, or another body as one. EngineError for whatever goes wrong on the way."""
+        parts = urlsplit(self._base)
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        with closing(kind(parts.hostname or "", parts.port, timeout=_CONNECT_S)) as connection:
+            try:
+                connection.connect()
+            except OSError as error:
+                raise ChatError(f"cannot connect to {self._base}: {error.strerror or error}") from error
+            connection.sock.settimeout(_SILENCE_S)
+            headers = self._headers | {"Content-Type": "application/json"}
+            try:
+                connection.request(method, quote(parts.path + path, safe=_IN_PATHS), body, headers)
+                response = connection.getresponse()
+                if response.status != HTTPStatus.OK:
+                    raise _refusal(response)
+                if method == "GET":
+                    yield response.read(_MAX_BODY_BYTES)
+                elif (kind_of_answer := response.headers.get_content_type()) != "text/event-stream":
+                    raise ChatError(f"{self._base} sent {kind_of_answer} instead of a stream of events")
+                while piece := response.read1():
+                    yield piece
+            except (OSError, HTTPException) as error:
+                said = " ".join(str(error).split()) or type(error).__name__
+                raise ChatError(f"the connection to {self._base} failed: {said}") from error
 
 
 def base_url(url: str) -> str:
@@ -103,23 +106,25 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1") + "/v1"
 
 
-def _checked_key(api_key: str) -> str:
-    """Return a key that can stand in a header."""
-    if not (api_key.isascii() and api_key.isprintable()):
-        raise ChatError("--api-key must be printable ASCII")
-    return api_key
+def _update(event: bytes) -> Update:
+    """Return what one event of the stream adds to the answer; raise the error that it carries, if it does."""
+    frame = openai_stream.read_frame(event)
+    if (error := openai_stream.error_of(frame)) is not None:
+        raise _as_error(error, "the server ended the answer with an error: ")
+    choice, usage = frame.choices[0] if frame.choices else openai_stream.Choice(), frame.usage or openai_stream.Usage()
+    text = choice.delta.content if choice.delta else None
+    return Update(text or "", usage.prompt_tokens, usage.completion_tokens, choice.finish_reason)
 
 
-async def _read_body(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body, cut at the limit."""
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            break
-    return bytes(body[:MAX_BODY_BYTES])
+def _refusal(response: HTTPResponse) -> EngineError:
+    """Return the error of a status that is not 200, with the message of the body where it has one."""
+    error = openai_stream.read_error(response.read(_MAX_BODY_BYTES))
+    if error is not None:
+        return _as_error(error, f"the server answered {response.status}: ")
+    known = HTTPStatus(response.status).phrase if response.status in list(HTTPStatus) else ""
+    return ChatError(f"the server answered {response.status} {response.reason or known}")
 
 
-def _run(task: Coroutine[Any, Any, T]) -> T:
-    """Run to the end. Ctrl-C cancels the task, which closes its connection, and raises KeyboardInterrupt."""
-    return asyncio.run(task)
+def _as_error(error: openai_stream.ErrorBody, prefix: str) -> EngineError:
+    text = prefix + (" ".join(error.message.split())[:_MAX_MESSAGE_CHARS] or f"code {error.code}")
+    return ContextLengthError(text) if error.code == "context_length_exceeded" else ChatError(text)

@@ -2,9 +2,8 @@
 
 import io
 import sys
-from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import ClassVar, Literal
+from typing import Literal
 
 from rich.console import Console
 
@@ -14,10 +13,23 @@ _STYLES: dict[Tone, str | None] = {"plain": None, "faint": "dim", "error": "red"
 _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
-class Screen(ABC):
-    """Takes messages in and shows answers. Looks at `sys.stdin` and `sys.stdout` when they are needed."""
+class Screen:
+    """Takes messages in and shows answers. Looks at `sys.stdin` and `sys.stdout` when they are needed.
 
-    is_interactive: ClassVar[bool]  # a person sees what went wrong and goes on; a pipe ends with the error
+    `is_interactive`: a person sits at both ends, sees what went wrong and goes on, and can edit lines and call them
+    back where Python has readline; a pipe ends with the error. Neither fails at a character that it cannot hold.
+    """
+
+    def __init__(self) -> None:
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        if self.is_interactive:
+            with suppress(ImportError):
+                import readline  # noqa: PLC0415 (optional, and only for a terminal, to which loading it may write)
+
+                readline.parse_and_bind("set enable-bracketed-paste on")  # several lines come as one message
 
     def read(self) -> str:
         """Return the next message; a line that ends with a backslash goes on in the next one. EOFError at the end."""
@@ -30,68 +42,27 @@ class Screen(ABC):
 
     def write(self, text: str) -> None:
         """Show the printable part of a piece of an answer at once."""
-        sys.stdout.write(printable(text))
+        sys.stdout.write(_printable(text))
         sys.stdout.flush()
 
-    @abstractmethod
     def show(self, text: str, tone: Tone = "plain") -> None:
-        """Show a line that is no answer."""
+        """Show a line that is no answer, in a style that tells; in a pipe what a command was asked for, as an error."""
+        if self.is_interactive:
+            console = Console(highlight=False)
+            console.print(_printable(text), style=_STYLES[tone], markup=False, emoji=False, soft_wrap=True)
+        elif tone == "plain":
+            sys.stderr.write(_printable(text) + "\n")
 
-    @abstractmethod
     def _read_line(self, prompt: str) -> str:
         """Return a line without its end. EOFError when there is none."""
-
-
-class Terminal(Screen):
-    """A person who types. Lines can be edited and called back where Python has readline."""
-
-    is_interactive = True
-
-    def __init__(self) -> None:
-        self._console = Console(highlight=False)
-        _load_line_editing()
-
-    def show(self, text: str, tone: Tone = "plain") -> None:
-        """Write in a style that tells it from an answer."""
-        self._console.print(printable(text), style=_STYLES[tone], markup=False, emoji=False, soft_wrap=True)
-
-    def _read_line(self, prompt: str) -> str:
-        return input(prompt)
-
-
-class Pipe(Screen):
-    """Messages line by line from standard input, answers to standard output and nothing else there."""
-
-    is_interactive = False
-
-    def show(self, text: str, tone: Tone = "plain") -> None:
-        """Write to standard error what a command was asked for; the rest is for people."""
-        if tone == "plain":
-            sys.stderr.write(printable(text) + "\n")
-
-    def _read_line(self, prompt: str) -> str:
+        if self.is_interactive:
+            return input(prompt)
         line = sys.stdin.readline()
         if not line:
             raise EOFError
         return line.removesuffix("\n")
 
 
-def printable(text: str) -> str:
+def _printable(text: str) -> str:
     """Return the text without control characters but newline and tab: others could drive the terminal."""
     return text.translate(_CONTROLS)
-
-
-def open_screen() -> Screen:
-    """Return the terminal if a person sits at both ends, else the pipe. Neither fails at a character it cannot hold."""
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    return Terminal() if sys.stdin.isatty() and sys.stdout.isatty() else Pipe()
-
-
-def _load_line_editing() -> None:
-    """Let `input` edit lines, remember them, and take a paste of several lines as one message."""
-    with suppress(ImportError):
-        import readline  # noqa: PLC0415 (optional, and only for a terminal, to which loading it may write)
-
-        readline.parse_and_bind("set enable-bracketed-paste on")

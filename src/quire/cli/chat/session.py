@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.cli.chat.answer import Answer
-from quire.cli.chat.back_end import BackEnd, ChatError, Update
-from quire.cli.chat.conversation import Conversation, Exchange
+from quire.cli.chat.conversation import Answer, BackEnd, ChatError, Conversation, Exchange, Update
 from quire.cli.chat.screen import Screen
 from quire.core.errors import ContextLengthError, EngineError
 
@@ -33,7 +31,6 @@ class ChatSession:
         self._back_end = back_end
         self._screen = screen
         self._last_answer: Answer | None = None
-        self._is_over = False
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self._screen.show(HELP),
             "/reset": self._reset,
@@ -49,7 +46,7 @@ class ChatSession:
         self._screen.show(self._back_end.greeting, "faint")
         self._screen.show("/help lists commands, Ctrl-D leaves.", "faint")
         was_interrupted = False
-        while not self._is_over:
+        while True:
             try:
                 self._take(self._screen.read())
                 was_interrupted = False
@@ -92,7 +89,7 @@ class ChatSession:
             self._screen.write(update.text)
 
         try:
-            self._back_end.answer(self.conversation.with_question(question, instead_of_last=instead_of_last), take)
+            self._back_end.answer(self.conversation.messages(question, instead_of_last=instead_of_last), take)
             answer.is_whole = True
         except ContextLengthError as error:
             raise ChatError(
@@ -104,7 +101,10 @@ class ChatSession:
                 raise
         finally:
             self._keep(question, answer, instead_of_last)
-        self._tell_how_it_ended(answer)
+        if not answer.is_whole:
+            self._screen.show("(stopped)", "faint")
+        elif answer.known("finish_reason") == "length":
+            self._screen.show("(cut off: no more tokens were allowed, or no more fit)", "faint")
 
     def _keep(self, question: str, answer: Answer, instead_of_last: bool) -> None:
         """Add what there is of an answer to the conversation; without any, let the question wait for /retry."""
@@ -113,12 +113,6 @@ class ChatSession:
             self.conversation.keep(Exchange(question, answer.text), instead_of_last=instead_of_last)
         elif not instead_of_last:
             self.conversation.unanswered = question
-
-    def _tell_how_it_ended(self, answer: Answer) -> None:
-        if not answer.is_whole:
-            self._screen.show("(stopped)", "faint")
-        elif answer.finish_reason == "length":
-            self._screen.show("(cut off: no more tokens were allowed, or no more fit)", "faint")
 
     # --- commands -------------------------------------------------------------------------------------------------
 
@@ -150,4 +144,4 @@ class ChatSession:
         self._screen.show(self._last_answer.summary())
 
     def _leave(self, _: str) -> None:
-        self._is_over = True
+        raise EOFError

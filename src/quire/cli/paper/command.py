@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from quire.cli.flag_groups import flag, with_flag_groups
+from quire.cli.flag_groups import flag_field, with_flag_groups
 from quire.paper.datasets import DATA_FOLDER
 from quire.paper.figures import FIGURES, Result, Settings, as_json, chosen
 
@@ -19,12 +19,12 @@ from quire.paper.figures import FIGURES, Result, Settings, as_json, chosen
 class PaperFlags:
     """How much is run, and where it goes."""
 
-    full: Annotated[bool, flag("everything that the paper has, with its traces of an hour", "--full")] = False
-    trace_s: Annotated[float, flag("seconds of each trace without --full", min=1.0)] = 120.0
-    data: Annotated[Path, flag("of lengths; fits serve where it has none", metavar="FOLDER")] = DATA_FOLDER
-    seed: Annotated[int, flag("of lengths and arrivals")] = 0
-    output: Annotated[Path, flag("for JSON, PNG and SVG; with all, report.html", metavar="FOLDER")] = Path("paper")
-    plots: Annotated[bool, flag("needs matplotlib")] = True
+    full: bool = flag_field(False, "everything that the paper has, with its traces of an hour", "--full")
+    trace_s: float = flag_field(120.0, "seconds of each trace without --full", min=1.0)
+    data: Path = flag_field(DATA_FOLDER, "of lengths; fits serve where it has none", metavar="FOLDER")
+    seed: int = flag_field(0, "of lengths and arrivals")
+    output: Path = flag_field(Path("paper"), "for JSON, PNG and SVG; with all, report.html", metavar="FOLDER")
+    plots: bool = flag_field(True, "needs matplotlib")
 
 
 @with_flag_groups
@@ -35,7 +35,7 @@ def paper(
     """Make figures of the PagedAttention paper (Kwon et al. 2023) on Quire's scheduler and cache."""
     from quire.cli.paper import kernel, measured  # noqa: F401, PLC0415 (they register figures; --help loads no torch)
     from quire.paper import pictures, serving  # noqa: F401, PLC0415
-    from quire.paper.plots import rendered  # noqa: PLC0415
+    from quire.paper.plots import drawn, rendered  # noqa: PLC0415
     from quire.paper.report import html  # noqa: PLC0415
 
     settings = Settings(flags.full, flags.trace_s, flags.seed, flags.data)
@@ -48,10 +48,10 @@ def paper(
         record = json.dumps(as_json(name, result), indent=2)
         (flags.output / f"{name}.json").write_text(record + "\n", encoding="utf-8")
         if flags.plots:
-            drawn = result.draw()
-            plots[name] = rendered(drawn, "svg")
+            plot = drawn(result.panels)
+            plots[name] = rendered(plot, "svg")
             (flags.output / f"{name}.svg").write_bytes(plots[name])
-            (flags.output / f"{name}.png").write_bytes(rendered(drawn, "png"))
+            (flags.output / f"{name}.png").write_bytes(rendered(plot, "png"))
     if "all" in names:
         how = "quire " + " ".join(sys.argv[1:])
         (flags.output / "report.html").write_text(html(results, plots, how), encoding="utf-8")

@@ -1,19 +1,17 @@
 """The paper's comparison measured on this machine: a small model for real, a KV pool so small that memory binds."""
 
-import statistics
 import time
-from collections import defaultdict
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import NamedTuple
 
-from quire import LLM, SamplingParams
+from quire import LLM
+from quire.cli.bench.passes import greedy_requests
 from quire.paper.datasets import workload
 from quire.paper.figures import Comparison, Result, Row, Settings, figure
-from quire.paper.plots import bars, new_figure
+from quire.paper.plots import Bars
 from quire.paper.runs import ORACLE, PAGED, POW2, SYSTEMS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from quire.paper.workloads import WorkItem
 
 MAX_MODEL_LEN, NUM_SEQUENCES_RESERVED = 512, 4  # the pool holds so many sequences of that length
 NOTE = (
@@ -23,58 +21,69 @@ NOTE = (
 NUM_PASSES, NUM_PASSES_FULL, NUM_REQUESTS_FULL = 3, 5, 400
 
 
+class Pass(NamedTuple):
+    """One system's time over the requests of one round."""
+
+    tokens_per_cpu_s: float
+    tokens_per_s: float
+    batched_requests: float
+
+
 @figure("measured", "13, measured", "Tokens per second and batched requests on this machine, the demo model")
 def measured(settings: Settings) -> Result:
     """All systems take turns on the same requests, Alpaca's lengths, all asked at once."""
+    found = _take_turns(settings)
+    batched = {name: median(each.batched_requests for each in passes) for name, passes in found.items()}
+    rates = {name: [each.tokens_per_cpu_s for each in passes] for name, passes in found.items()}
+    rows: list[Row] = [
+        {"system": name, "batched requests": batched[name], "tokens/CPU s": median(rates[name]),
+         "lowest": min(rates[name]), "highest": max(rates[name]),
+         "tokens/s": median(each.tokens_per_s for each in passes)}
+        for name, passes in found.items()
+    ]  # fmt: skip
+    ratios = {  # pass by pass: the machine's speed changes in between
+        other: [median(ours[i] / theirs[i] for ours, theirs in zip(found[PAGED], passes, strict=True)) for i in (0, 2)]
+        for other, passes in found.items()
+    }
+    comparisons = [
+        Comparison(f"batched requests, {PAGED} over {other}", ratios[other][1], told, told)
+        for other, told in ((POW2, 132.44 / 43.24), (ORACLE, 132.44 / 72.75))
+    ]
+    faster = ", ".join(f"{other} {ratio:.2f}" for other, (ratio, _) in ratios.items() if other != PAGED)
+    notes = [f"Tokens per CPU second, {PAGED} over others, pass by pass: {faster}.", NOTE]
+    plots = [
+        Bars("", list(SYSTEMS), "output tokens per CPU second", {"": [median(each) for each in rates.values()]}),
+        Bars("", list(SYSTEMS), "batched requests", {"": list(batched.values())}),
+    ]
+    return Result(rows, plots, comparisons, notes)
+
+
+def _take_turns(settings: Settings) -> dict[str, list[Pass]]:
+    """Return the passes of every system, over other requests in every round. The first round only warms up."""
     num_passes = NUM_PASSES_FULL if settings.full else NUM_PASSES
     count = NUM_REQUESTS_FULL if settings.full else max(2, round(settings.trace_s / 3))
-    rates, wall_rates, batched = (defaultdict[str, list[float]](list) for _ in range(3))
+    found: dict[str, list[Pass]] = {name: [] for name in SYSTEMS}
     with ExitStack() as stack:
         engines = {name: stack.enter_context(_engine(name)) for name in SYSTEMS}
         vocab_size = engines[PAGED].vocab_size
-        for number in range(num_passes + 1):
+        for seed in range(settings.seed, settings.seed + num_passes + 1):
             items = workload(
-                "alpaca", count, seed=settings.seed + number, data=settings.data, vocab_size=vocab_size,
-                max_total_len=MAX_MODEL_LEN,
-            )  # fmt: skip
-            params = [
-                SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=item.output_len, detokenize=False)
-                for item in items
-            ]
+                "alpaca", count, seed=seed, data=settings.data, vocab_size=vocab_size, max_total_len=MAX_MODEL_LEN
+            )
             for name, llm in engines.items():
-                begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
-                outputs = llm.generate([item.prompt_token_ids for item in items], params, use_tqdm=False)
-                wall_s, cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
-                if number:  # the first pass warms up
-                    spans = (each.metrics for each in outputs)
-                    running_s = sum((m.finished_s or 0.0) - (m.first_scheduled_s or 0.0) for m in spans if m)
-                    num_tokens = sum(item.output_len for item in items)
-                    rates[name].append(num_tokens / cpu_s)
-                    wall_rates[name].append(num_tokens / wall_s)
-                    batched[name].append(running_s / wall_s)
-    rows: list[Row] = [
-        {"system": name, "batched requests": statistics.median(batched[name]),
-         "tokens/CPU s": statistics.median(rates[name]), "lowest": min(rates[name]), "highest": max(rates[name]),
-         "tokens/s": statistics.median(wall_rates[name])}
-        for name in SYSTEMS
-    ]  # fmt: skip
-    paper = {POW2: 132.44 / 43.24, ORACLE: 132.44 / 72.75}
-    comparisons = [
-        Comparison(f"batched requests, {PAGED} over {other}", _ratio(batched, other), told, told)
-        for other, told in paper.items()
-    ]
-    faster = ", ".join(f"{other} {_ratio(rates, other):.2f}" for other in SYSTEMS if other != PAGED)
-    notes = [f"Tokens per CPU second, {PAGED} over others, pass by pass: {faster}.", NOTE]
+                found[name].append(_serve(llm, items))
+    return {name: passes[1:] for name, passes in found.items()}
 
-    def draw() -> "Figure":
-        plot, panels = new_figure(2, height=3.6)
-        units = ("output tokens per CPU second", "batched requests")
-        for axes, found, unit in zip(panels, (rates, batched), units, strict=True):
-            names = [name.replace(" ", "\n").replace("Transformer", "-\nTrans-\nformer") for name in SYSTEMS]
-            bars(axes, names, {"": [statistics.median(found[name]) for name in SYSTEMS]}, "", unit)
-        return plot
 
-    return Result(rows, draw, comparisons, notes)
+def _serve(llm: LLM, items: list[WorkItem]) -> Pass:
+    prompts, params = greedy_requests(items)
+    begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    wall_s, cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
+    spans = (output.metrics for output in outputs)
+    running_s = sum((span.finished_s or 0.0) - (span.first_scheduled_s or 0.0) for span in spans if span)
+    num_tokens = sum(item.output_len for item in items)
+    return Pass(num_tokens / cpu_s, num_tokens / wall_s, running_s / wall_s)
 
 
 def _engine(name: str) -> LLM:
@@ -89,8 +98,3 @@ def _engine(name: str) -> LLM:
         memory_policy=system.memory_policy,
         batching=system.batching,
     )
-
-
-def _ratio(found: dict[str, list[float]], other: str) -> float:
-    """Return the median over passes of what paged has over another system."""
-    return statistics.median(ours / theirs for ours, theirs in zip(found[PAGED], found[other], strict=True))

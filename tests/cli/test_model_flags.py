@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from quire.cli.engine_flags import EngineFlags
+from quire.cli.model_flags import EngineFlags
 from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions
 
 # Settings of parts that have not landed: absent from --help, refused in Python.

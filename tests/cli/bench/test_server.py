@@ -7,7 +7,7 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from quire.cli.bench.http_load import open_session
-from quire.cli.bench.scrape import (
+from quire.cli.bench.server import (
     KV_USAGE,
     PREEMPTIONS,
     PREFIX_HITS,
@@ -18,9 +18,10 @@ from quire.cli.bench.scrape import (
     TAIL_WASTE,
     WAITING,
     Sample,
-    Scraper,
     parse_metrics,
+    scraped,
     server_use,
+    wait_until_idle,
 )
 from support.completions_server import CompletionsServer
 
@@ -95,9 +96,9 @@ def samples_of(metrics_page: Callable[[], str] | None) -> list[Sample]:
     async def scrape() -> list[Sample]:
         app = CompletionsServer(metrics_page=metrics_page).app
         async with TestServer(app) as server, open_session(None) as session:
-            async with Scraper(session, url_of(server)) as scraper:
+            async with scraped(session, url_of(server)) as samples:
                 pass
-            return scraper.samples
+            return samples
 
     return asyncio.run(scrape())
 
@@ -121,7 +122,7 @@ def test_drained_server_is_one_with_nothing_running_and_nothing_waiting() -> Non
 
     async def wait() -> None:
         async with TestServer(CompletionsServer(metrics_page=page).app) as server, open_session(None) as session:
-            await Scraper(session, url_of(server)).wait_until_idle(60.0)
+            await wait_until_idle(session, url_of(server), 60.0)
 
     asyncio.run(wait())
     assert list(states) == []

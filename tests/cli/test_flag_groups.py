@@ -6,9 +6,8 @@ from typing import Annotated
 import pytest
 import typer
 
-from quire.cli.config_file import load_config
-from quire.cli.engine_flags import EngineFlags
-from quire.cli.flag_groups import COMMAND_SETTINGS, flag, with_flag_groups
+from quire.cli.flag_groups import COMMAND_SETTINGS, flag, load_config, with_flag_groups
+from quire.cli.model_flags import EngineFlags
 
 
 def parse(arguments: list[str]) -> EngineFlags:
