@@ -11,7 +11,6 @@ alone. Beams are the engine's own beam search. Which of them survive depends on 
 themselves or not (`--spread`), or those of a model (`--model demo`, or a folder).
 """
 
-import csv
 import json
 import sys
 import time
@@ -27,13 +26,14 @@ from quire import LLM
 from quire.cli.bench.machine import client_facts
 from quire.core.config import CacheConfig
 from quire.core.plan import StepPlan, StepResult
-from quire.core.sequence import NO_ROW, Request
+from quire.core.sequence import Request
 from quire.engine.engine import Engine
-from quire.paper.workloads import length_workload, open_text
-from sharing_plot import Group, svg
+from quire.paper.datasets import DATA_FOLDER, DATASETS
+from quire.paper.plots import Lines, drawn, rendered
+from quire.paper.runs import Meter
+from quire.paper.workloads import fitting
 from without_model import InOrder, always_the_same, engine_without_model, request_of, run_all
 
-DATA = Path(__file__).parents[1] / "../shared/data"
 BLOCK_SIZE = 16
 MAX_TOTAL_LEN = 2048
 MODEL_TOTAL_LEN = 1024
@@ -45,26 +45,6 @@ PAPER = {  # n = 2 and 6: what the paper's text gives
     ("ShareGPT", "parallel"): (0.162, 0.305),
     ("ShareGPT", "beam"): (0.443, 0.663),
 }
-
-
-@dataclass(slots=True)
-class Meter:
-    """Sums blocks over steps."""
-
-    with_sharing: int = 0
-    without: int = 0
-
-    @property
-    def saved(self) -> float:
-        """Return the share of blocks that sharing makes unnecessary."""
-        return 1 - self.with_sharing / self.without
-
-    def count(self, engine: Engine) -> None:
-        """Count the running sequences between two steps."""
-        cache = engine.scheduler.cache
-        running = [sequence for request in engine.scheduler.running for sequence in request.live]
-        self.with_sharing += cache.num_blocks - cache.num_free_blocks
-        self.without += sum(cache.blocks_for(each.num_computed_tokens) for each in running if each.row != NO_ROW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +61,7 @@ class Figure:
 def saving(engine: Engine, requests: Iterable[Request]) -> float:
     """Serve requests and return what sharing saves."""
     meter = Meter()
-    run_all(engine, InOrder(iter(requests)), MAX_OPEN, lambda: meter.count(engine))
+    run_all(engine, InOrder(iter(requests)), MAX_OPEN, lambda: meter.count(engine.scheduler))
     return meter.saved
 
 
@@ -104,20 +84,12 @@ def random_beam_saving(requests: Sequence[Lengths], width: int, spread: float, s
     return saving(without_model(requests, width, random_scores(width, spread, seed)), asked)
 
 
-# --- lengths --------------------------------------------------------------------------------------------------------
-
-
-def alpaca(data: Path) -> list[Lengths]:
-    """Return the lengths of Alpaca as the paper counted them: without the template, and with OPT's BOS."""
-    with open_text(data / "alpaca_lengths.csv.gz") as lines:
-        rows = [(int(row["prompt_plain_tokens"]) + 1, int(row["output_tokens"])) for row in csv.DictReader(lines)]
-    return [Lengths(*row) for row in rows if row[1] > 0]
-
-
-def sharegpt(data: Path) -> list[Lengths]:
-    """Return the lengths of ShareGPT's first turns."""
-    items = length_workload(data / "sharegpt_sample_turns.csv.gz", None, MAX_TOTAL_LEN, vocab_size=2, seed=0)
-    return [Lengths(len(item.prompt_token_ids) + 1, item.output_len) for item in items]
+def lengths_of(workload: str, data: Path) -> list[Lengths]:
+    """Return all lengths of a data set that fit into the model, as the paper counted them: with OPT's BOS."""
+    dataset = DATASETS[workload.lower()]
+    num_more = 1 if workload == "ShareGPT" else 0  # Alpaca's have it already
+    read = fitting(dataset.read(data / dataset.file), dataset.file, MAX_TOTAL_LEN)
+    return [Lengths(prompt + num_more, output) for prompt, output in read]
 
 
 def evenly(requests: list[Lengths], count: int) -> list[Lengths]:
@@ -143,15 +115,17 @@ def markdown(figures: Sequence[Figure], sizes: Sequence[int]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(figures: Sequence[Figure]) -> str:
-    """Return the plot as SVG: a group of bars for each row of the table, the paper's range behind it."""
-    groups = []
-    for row in dict.fromkeys(map(row_of, figures)):
-        workload, decoding, pattern = row
-        words = decoding if pattern == "-" else f"{decoding}, {pattern}"
-        bars = [(figure.n, figure.saved) for figure in figures if row_of(figure) == row]
-        groups.append(Group(workload, words, bars, PAPER[workload, decoding]))
-    return svg("KV blocks saved by sharing", groups)
+def plot(figures: Sequence[Figure]) -> bytes:
+    """Return the table as SVG: a panel for each workload, with what the paper gives for 2 and 6 answers."""
+    series: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for (workload, decoding), saved in PAPER.items():
+        told = [(n, 100 * share) for n, share in zip((2, 6), saved, strict=True)]
+        series.setdefault(workload, {})[f"the paper, {decoding}"] = told
+    for figure in figures:
+        name = figure.decoding if figure.pattern == "-" else f"{figure.decoding}, {figure.pattern}"
+        series[figure.workload].setdefault(name, []).append((figure.n, 100 * figure.saved))
+    axes = ("samples or beams", "KV blocks saved by sharing, %")
+    return rendered(drawn([Lines(workload, *axes, curves) for workload, curves in series.items()]), "svg")
 
 
 def row_of(figure: Figure) -> tuple[str, str, str]:
@@ -160,7 +134,7 @@ def row_of(figure: Figure) -> tuple[str, str, str]:
 
 
 def main(
-    data: Annotated[Path, typer.Option(help="folder with the lengths")] = DATA,
+    data: Annotated[Path, typer.Option(help="folder with the lengths")] = DATA_FOLDER,
     n: Annotated[list[int] | None, typer.Option(min=2, help="samples and beams: 2, 4, 6")] = None,
     num_requests: Annotated[int, typer.Option(min=1, help="of each workload, for parallel samples")] = 10_000,
     num_beam_requests: Annotated[int, typer.Option(min=1, help="of each workload, for random beams")] = 200,
@@ -171,12 +145,13 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Markdown; JSON and SVG beside it")] = None,
 ) -> None:
     """Measure, print the table, and write it with its plot."""
-    names = ("alpaca_lengths.csv.gz", "sharegpt_sample_turns.csv.gz")
-    if missing := [name for name in names if not (data / name).exists()]:
+    names = ("Alpaca", "ShareGPT")
+    if missing := [file for name in names if not (data / (file := DATASETS[name.lower()].file)).exists()]:
         sys.exit(f"{data} has no {', '.join(missing)}: nothing to measure (--data FOLDER)")
     sizes, spreads = n or [2, 4, 6], spread or [1.0, 2.0, 4.0, 8.0]
     figures: list[Figure] = []
-    for workload, requests in (("Alpaca", alpaca(data)), ("ShareGPT", sharegpt(data))):
+    for workload in names:
+        requests = lengths_of(workload, data)
         chosen = evenly(requests, num_requests)
         figures += [Figure(workload, "parallel", size, "-", parallel_saving(chosen, size)) for size in sizes]
         chosen = evenly(requests, num_beam_requests)
@@ -197,7 +172,7 @@ def main(
     if output is not None:
         note = ", ".join(f"{key} {value}" for key, value in facts.items())
         output.write_text(f"{markdown(figures, sizes)}\n{note}\n", encoding="utf-8")
-        output.with_suffix(".svg").write_text(plot(figures), encoding="utf-8")
+        output.with_suffix(".svg").write_bytes(plot(figures))
         record = {"facts": facts, "figures": [asdict(figure) for figure in figures]}
         output.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 

@@ -23,7 +23,7 @@ from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.plan import StepPlan, StepResult
 from quire.engine.sizing import free_memory_bytes
 from quire.execution.executor import Executor
-from quire.paper.calibration import StepSize, StepSizes, fit_hardware
+from quire.paper.calibration import StepSize, fit_hardware, step_sizes
 from quire.paper.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel
 from quire.paper.datasets import DATA_FOLDER, due_times, workload
 from quire.paper.models import read_model
@@ -31,7 +31,7 @@ from quire.paper.simulation import SimulatedRun, Simulation, paged_scheduler
 from quire.paper.statistics import latencies
 from quire.paper.workloads import WorkItem, renewed
 
-NUM_BLOCKS, MAX_SEQS, BUDGET, MAX_LEN = 2048, 64, 1024, 2048
+NUM_BLOCKS, MAX_SEQS, MAX_LEN = 2048, 64, 2048
 Figures = dict[str, float]
 
 
@@ -78,6 +78,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="of calibrating and serving, after one that warms up")] = 5,
     cpu_time: Annotated[bool, typer.Option("--cpu-time", help="count CPU seconds of this process")] = False,
     num_prompts: Annotated[int, typer.Option(min=2, help="of each load")] = 32,
+    budget: Annotated[int, typer.Option(min=256, help="most tokens of a step")] = 1024,
     load: Annotated[
         str, typer.Option(help="data sets, or data set@share of the rate at which it was served at once")
     ] = "alpaca,alpaca@0.7,sharegpt",
@@ -85,17 +86,17 @@ def main(
 ) -> None:
     """Print each load's figures, measured and simulated, and the error."""
     clock = time.process_time if cpu_time else time.perf_counter
-    found, sizes = read_model(model), StepSizes.up_to(BUDGET)
+    found, sizes = read_model(model), step_sizes(budget)
     cache = CacheConfig(NUM_BLOCKS, 16)
-    config = SchedulerConfig(MAX_SEQS, BUDGET, MAX_LEN)
+    config = SchedulerConfig(MAX_SEQS, budget, MAX_LEN)
     loads: dict[str, tuple[list[WorkItem], list[float]]] = {}
-    times: dict[StepSize, list[float]] = {size: [] for size in sizes()}
+    times: dict[StepSize, list[float]] = {size: [] for size in sizes}
     measured: dict[str, list[Figures]] = {name: [] for name in load.split(",")}
     with LLM(
         model=model,
         num_kv_blocks=NUM_BLOCKS,
         max_num_seqs=MAX_SEQS,
-        max_num_batched_tokens=BUDGET,
+        max_num_batched_tokens=budget,
         max_model_len=MAX_LEN,
     ) as llm:
         executor = llm._engine.engine._executor
@@ -110,7 +111,7 @@ def main(
                 figures.append(figures_of(run.run(renewed(items, len(items), number), due_s)))
             print(f"round {number} of {rounds}", flush=True)
     medians = {size: float(np.median(seconds)) for size, seconds in times.items()}
-    machine = fit_hardware("this machine", found.spec, found.dtype, sizes, medians, free_memory_bytes())
+    machine = fit_hardware("this machine", found.spec, found.dtype, medians, free_memory_bytes())
     cost = CostModel(found.spec, machine, 16, 1, found.dtype, CONTIGUOUS_ATTENTION_FACTOR)
     for name, (items, due_s) in loads.items():
         simulated = figures_of(Simulation(paged_scheduler(cache, config), cost).run(items, due_s))

@@ -5,7 +5,7 @@ import pytest
 from quire.core.errors import ConfigError
 from quire.core.plan import StepPlan
 from quire.model.spec import DecoderSpec
-from quire.paper.calibration import StepSize, StepSizes, fit_hardware
+from quire.paper.calibration import StepSize, fit_hardware, step_sizes
 from quire.paper.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel
 from quire.paper.hardware import CurvePoint, Hardware
 from quire.paper.models import read_model
@@ -30,9 +30,9 @@ def cost_on(hardware: Hardware, spec: DecoderSpec = SPEC) -> CostModel:
 
 @pytest.fixture(scope="module")
 def fitted() -> Hardware:
-    sizes, known = StepSizes.up_to(2047), cost_on(KNOWN)
-    times = {size: known.step_s(plan_of(size)) for size in sizes()}
-    return fit_hardware("fitted", SPEC, "bfloat16", sizes, times, int(1e12))
+    sizes, known = step_sizes(2047), cost_on(KNOWN)
+    times = {size: known.step_s(plan_of(size)) for size in sizes}
+    return fit_hardware("fitted", SPEC, "bfloat16", times, int(1e12))
 
 
 def test_parts_of_a_step_are_told_apart(fitted: Hardware) -> None:
@@ -51,20 +51,20 @@ def test_other_steps_are_predicted(fitted: Hardware, num_seqs: int, num_tokens: 
 
 
 def test_noise_that_hides_a_part_leaves_a_machine() -> None:
-    sizes = StepSizes.up_to(512)
-    hardware = fit_hardware("noisy", SPEC, "bfloat16", sizes, dict.fromkeys(sizes(), 0.1), int(1e12))
+    sizes = step_sizes(512)
+    hardware = fit_hardware("noisy", SPEC, "bfloat16", dict.fromkeys(sizes, 0.1), int(1e12))
     assert hardware.sequence_s >= 0
     assert cost_on(hardware).step_s(plan_of(StepSize(8, 100, True))) == pytest.approx(0.1, rel=0.05)
 
 
 def test_cache_is_kept_in_the_kernels_dtype() -> None:
     """A CPU keeps the keys and values of a float16 model as float32: twice the bytes in the same time."""
-    sizes, known = StepSizes.up_to(512), cost_on(KNOWN)
-    times = {size: known.step_s(plan_of(size)) for size in sizes()}
-    half, brain = (fit_hardware("cpu", SPEC, dtype, sizes, times, int(1e12)) for dtype in ("float16", "bfloat16"))
+    sizes, known = step_sizes(512), cost_on(KNOWN)
+    times = {size: known.step_s(plan_of(size)) for size in sizes}
+    half, brain = (fit_hardware("cpu", SPEC, dtype, times, int(1e12)) for dtype in ("float16", "bfloat16"))
     assert half.bytes_per_s == pytest.approx(2 * brain.bytes_per_s)
 
 
 def test_steps_must_be_long_enough() -> None:
     with pytest.raises(ConfigError, match="steps of 256 tokens are needed, model and max_num_batched_tokens give 200"):
-        StepSizes.up_to(200)
+        step_sizes(200)

@@ -1,12 +1,16 @@
 """Figures: what they compare, and where a system's rate is read off its curve."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from quire.core.errors import ConfigError
+from quire.core.plan import StepPlan
 from quire.paper import pictures, serving
 from quire.paper.figures import FIGURES, Comparison, Result, Settings, chosen
+from quire.paper.models import set_up
+from quire.paper.runs import Outcome, Point
 from quire.paper.serving import sustained_rate
 
 SETTINGS = Settings(trace_s=2.0, data=Path("no such folder"))
@@ -27,7 +31,7 @@ def test_an_unknown_figure_is_refused_with_the_list() -> None:
 
 
 def test_rows_with_the_same_columns_are_one_table() -> None:
-    result = Result([{"a": 1.0}, {"a": 2.0}, {"b": "x", "c": 3.0}], draw=pytest.fail)
+    result = Result([{"a": 1.0}, {"a": 2.0}, {"b": "x", "c": 3.0}], [])
     assert [(columns, len(rows)) for columns, rows in result.tables] == [(("a",), 2), (("b", "c"), 1)]
 
 
@@ -63,3 +67,25 @@ def test_swapping_many_small_blocks_takes_longer_and_recomputing_does_not(monkey
     assert swapped == sorted(swapped, key=float, reverse=True)
     assert float(swapped[0]) > 3 * float(swapped[-1])
     assert len(set(again)) == 1
+
+
+def test_recomputing_costs_what_it_adds_to_a_step_that_runs_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "SIZES", (16,))
+    [told] = [row for row in serving.swap(SETTINGS).rows if row["way"] == "recompute" and "ms for 512 tokens" in row]
+    cost = set_up("OPT-13B").cost_model()
+    alone = StepPlan(rows=[0], starts=[40], counts=[1])
+    both = StepPlan(rows=[0, 1], starts=[40, 0], counts=[1, 512], sample_rows=[1])
+    assert told["ms for 512 tokens"] == pytest.approx(1e3 * (cost.step_s(both) - cost.step_s(alone)), rel=0.01)
+
+
+def test_sharing_is_measured_on_as_many_requests_of_both_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Point]()
+
+    def note(points: Sequence[Point], *, watches: bool) -> list[Outcome]:
+        asked.extend(points)
+        return [Outcome() for _ in points]
+
+    monkeypatch.setattr(serving, "run_all", note)
+    serving.sharing(Settings())
+    assert {point.workload for point in asked} == {"alpaca", "sharegpt"}
+    assert {round(point.rate * point.trace_s) for point in asked} == {360}

@@ -30,6 +30,11 @@ def test_bad_file_is_named(tmp_path: Path, content: str) -> None:
         read_hardware(str(tmp_path / "bad.json"))
 
 
+def test_time_must_not_run_backwards() -> None:
+    with pytest.raises(ConfigError, match="hardware x: step_s must be at least 0 seconds"):
+        Hardware("x", 1, 1, 1, step_s=-0.01)
+
+
 def test_curve_must_ascend() -> None:
     with pytest.raises(ConfigError, match="the curve must ascend"):
         Hardware("x", 1, 1, 1, curve=(CurvePoint(8, 1e-9), CurvePoint(1, 1e-9)))

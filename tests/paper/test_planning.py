@@ -36,7 +36,7 @@ def test_plan_is_what_the_engine_reports(
     limits = loaded.engine.scheduler.limits
     assert plan.num_parameters == loaded.model.num_parameters == stored_parameters(tmp_path)
     assert plan.weight_bytes == loaded.model.weight_bytes
-    assert plan.kv_bytes_per_token == loaded.kv_bytes_per_token
+    assert plan.kv_bytes_per_token == loaded.ready.kv_bytes_per_token
     assert plan.cache.num_blocks == pytest.approx(limits.num_blocks, rel=0.03)
     assert plan.scheduler.max_model_len == limits.max_model_len
     assert (plan.dtype, plan.cache.block_size) == (dtype, limits.block_size)

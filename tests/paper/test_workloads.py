@@ -87,8 +87,8 @@ def test_sample_of_a_csv_is_seeded_and_in_the_files_order(tmp_path: Path) -> Non
     [
         ("", "has none"),
         ("a,b\n1,2\n", "has a,b"),
-        ("prompt_tokens,output_tokens\n1,x\n", "no integer"),
-        ("prompt_tokens,output_tokens\n1\n", "no integer"),
+        ("prompt_tokens,output_tokens\n1,x\n", "line 2: output_tokens must be an integer, got 'x'"),
+        ("prompt_tokens,output_tokens\n1\n", "line 2: output_tokens must be an integer, got None"),
         ("prompt_tokens,output_tokens\n", "no row"),
         ("prompt_tokens,output_tokens\n100,100\n", "at most 50 tokens"),
     ],
@@ -101,7 +101,7 @@ def test_bad_csv_is_refused(tmp_path: Path, content: str, message: str) -> None:
 def test_file_that_is_not_gzip_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv.gz"
     path.write_text("prompt_tokens,output_tokens\n1,2\n")
-    with pytest.raises(ConfigError, match="no CSV file"):
+    with pytest.raises(ConfigError, match="no gzip file"):
         length_workload(path, None, max_total_len=50, vocab_size=10, seed=0)
 
 
@@ -124,9 +124,11 @@ def test_json_of_named_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
-        ("{", None, "not valid JSON"),
+        ("{", None, "w.json must hold requests .*: Input data was truncated"),
         ("[]", None, "not empty"),
-        ("5", None, "not empty"),
+        ('{"a": []}', "a", "not empty"),
+        ("{}", None, "holds the workloads none"),
+        ("5", None, "Expected `object | array`"),
         ("[1]", None, "n_out"),
         ('[{"prompt": [1]}]', None, "n_out"),
         ('[{"prompt": [], "n_out": 1}]', None, "n_out"),

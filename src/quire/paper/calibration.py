@@ -35,47 +35,35 @@ class StepSize(NamedTuple):
         return f"{'decode behind' if self.is_decode else 'prefill of'} {self.num_seqs} x {self.num_tokens} tokens"
 
 
-class StepSizes(NamedTuple):
-    """The steps to be timed, where steps and sequences have at most `longest` tokens."""
+def step_sizes(longest: int) -> list[StepSize]:
+    """Return the steps to be timed, where steps and sequences have at most `longest` tokens.
 
-    decodes: list[StepSize]
-    prefills: list[StepSize]
-    long_decode: StepSize
-    in_parts: StepSize       # as many tokens as the longest prefill
-
-    @classmethod
-    def up_to(cls, longest: int) -> "StepSizes":
-        """Return the sizes that fit. Raises ConfigError if too few do."""
-        prefills = [StepSize(1, num, is_decode=False) for num in PREFILLS if num <= longest]
-        if len(prefills) < 3:
-            needed = PREFILLS[2]
-            raise ConfigError(f"steps of {needed} tokens are needed, model and max_num_batched_tokens give {longest}")
-        longest = prefills[-1].num_tokens
-        return cls(
-            [StepSize(num, SHORT_CONTEXT, is_decode=True) for num in DECODES],
-            prefills,
-            StepSize(NUM_PARTS, longest // 2, is_decode=True),
-            StepSize(NUM_PARTS, longest // NUM_PARTS, is_decode=False),
-        )
-
-    def __call__(self) -> list[StepSize]:
-        """Return all of them."""
-        return [*self.decodes, *self.prefills, self.long_decode, self.in_parts]
+    Last of all a decode behind long contexts, and as many tokens as the longest prefill has, in several prompts.
+    Raises ConfigError if too few fit.
+    """
+    prefills = [StepSize(1, num, is_decode=False) for num in PREFILLS if num <= longest]
+    if len(prefills) < 3:
+        raise ConfigError(f"steps of {PREFILLS[2]} tokens are needed, model and max_num_batched_tokens give {longest}")
+    longest = prefills[-1].num_tokens
+    decodes = [StepSize(num, SHORT_CONTEXT, is_decode=True) for num in DECODES]
+    long_decode = StepSize(NUM_PARTS, longest // 2, is_decode=True)
+    return [*decodes, *prefills, long_decode, StepSize(NUM_PARTS, longest // NUM_PARTS, is_decode=False)]
 
 
 def fit_hardware(
-    name: str, spec: DecoderSpec, dtype: str, sizes: StepSizes, step_s: Mapping[StepSize, float], memory_bytes: int
+    name: str, spec: DecoderSpec, dtype: str, step_s: Mapping[StepSize, float], memory_bytes: int
 ) -> Hardware:
-    """Return the machine on which steps of these sizes take these times, with this model in `dtype`."""
+    """Return the machine on which the `step_sizes` take these times, with this model in `dtype`."""
     num_layers, num_head = num_layer_weights(spec), spec.vocab_size * spec.embedding_size
     num_weights = num_layers + num_head
     kv_bytes = kv_bytes_per_token(spec, DTYPE_BYTES[CPU_PACKING.kernel_dtype(dtype)])
-    in_parts, long_decode = sizes.in_parts, sizes.long_decode
-    decodes = {size.num_seqs: step_s[size] for size in sizes.decodes}
+    *_, long_decode, in_parts = step_s
+    decodes = {size.num_seqs: seconds for size, seconds in step_s.items() if size.num_tokens == SHORT_CONTEXT}
     read_s = max(step_s[long_decode] - decodes[NUM_PARTS], LEAST * decodes[NUM_PARTS])
     read_s /= NUM_PARTS * (long_decode.num_tokens - SHORT_CONTEXT)  # for each token of a context
     decodes = {num: seconds - num * (SHORT_CONTEXT + 1) * read_s for num, seconds in decodes.items()}
-    prefills = {size.num_tokens: step_s[size] for size in sizes.prefills}
+    alone = {size: seconds for size, seconds in step_s.items() if size.num_seqs == 1}
+    prefills = {size.num_tokens: seconds for size, seconds in alone.items() if not size.is_decode}
     many, long = max(decodes), max(prefills)
 
     as_one = (num_layers * decodes[many] + num_head * decodes[1]) / num_weights  # a prefill of as many tokens, and more

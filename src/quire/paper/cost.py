@@ -70,12 +70,8 @@ class CostModel:
     def rates(self) -> MeasuredRates:
         """What a worker of this speed would have measured: what recovery chooses by."""
         swapped_per_s = 1 / self.swap_s(1)
-        return MeasuredRates(self.prefill_tokens_per_s, swapped_per_s, swapped_per_s)
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """The rate of a long prefill, without its attention."""
-        return 2048 / (self.hardware.step_s + self._linear_s(2048, 1))
+        prefilled_per_s = 2048 / (self.hardware.step_s + self._linear_s(2048, 1))  # a long one, without its attention
+        return MeasuredRates(prefilled_per_s, swapped_per_s, swapped_per_s)
 
     def _linear_time_s(self, num_tokens: int, num_samples: int) -> float:
         """Return the seconds of all linear layers for the step's tokens, and of the head for its samples."""

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from quire.core.errors import ConfigError
 from quire.paper.arrivals import poisson_arrivals, trace_arrivals
 from quire.paper.traces import TraceSlice, is_trace, trace_workload
-from quire.paper.workloads import Lengths, WorkItem, read_columns, read_lengths, token_id_workload, with_random_prompts
+from quire.paper.workloads import (
+    NO_LIMIT,
+    Lengths,
+    WorkItem,
+    fitting,
+    read_columns,
+    read_lengths,
+    token_id_workload,
+    with_random_prompts,
+)
 
 DATA_FOLDER = Path("../shared/data")  # beside the checkout; a fresh clone has none
 VOCAB_SIZE = 32_000
@@ -45,7 +54,7 @@ class Dataset:
     prompt: Fit
     output: Fit
     read: Callable[[Path], list[Lengths]] = read_lengths
-    max_total_len: int | None = None      # longer ones are left out
+    max_total_len: int = NO_LIMIT         # longer ones are left out
     prefix_len: int = 0                   # tokens that all prompts begin with, besides their own
     cut: Lengths | None = None            # longest prompt and output; what is longer is cut
     rate: float | None = None             # a trace's own, requests per second
@@ -53,13 +62,13 @@ class Dataset:
 
 def _alpaca(path: Path) -> list[Lengths]:
     """Instruction and input, with the token that OPT puts before every text."""
-    return [(prompt + 1, output) for prompt, output in read_columns(path, "prompt_plain_tokens", "output_tokens")]
+    return [(prompt + 1, output) for prompt, output in read_columns(path, prompt_plain_tokens=int, output_tokens=int)]
 
 
 def _chat_rounds(path: Path) -> list[Lengths]:
     """Every answer of a conversation, asked for with all that was said before."""
     rounds = []
-    turns = read_columns(path, "conversation", "tokens", text="role")
+    turns = read_columns(path, conversation=int, tokens=int, role=str)
     for _, turns_of_one in groupby(turns, key=lambda turn: turn[0]):
         num_said = 0
         for _, num_tokens, role in turns_of_one:
@@ -70,7 +79,7 @@ def _chat_rounds(path: Path) -> list[Lengths]:
 
 
 def _translations(path: Path) -> list[Lengths]:
-    return read_columns(path, "source_tokens", "target_tokens")
+    return read_columns(path, source_tokens=int, target_tokens=int)
 
 
 _CHAT = Dataset(
@@ -100,7 +109,7 @@ def workload(
     seed: int = 0,
     data: Path = DATA_FOLDER,
     vocab_size: int = VOCAB_SIZE,
-    max_total_len: int | None = None,
+    max_total_len: int = NO_LIMIT,
 ) -> list[WorkItem]:
     """Return `count` requests of a data set, a mix of several, or a file; those of a trace with their own times.
 
@@ -138,8 +147,7 @@ def _shares(name: str) -> dict[str, float]:
     return shares
 
 
-def _of_file(path: Path, count: int, seed: int, vocab_size: int, max_total_len: int | None) -> list[WorkItem]:
-    limit = max_total_len or 2**31
+def _of_file(path: Path, count: int, seed: int, vocab_size: int, limit: int) -> list[WorkItem]:
     if is_trace(path):
         return trace_workload(path, TraceSlice(count, limit), vocab_size, seed)
     if path.suffix == ".json":
@@ -148,9 +156,9 @@ def _of_file(path: Path, count: int, seed: int, vocab_size: int, max_total_len: 
 
 
 def _of_dataset(
-    dataset: Dataset, count: int, seed: int, data: Path, vocab_size: int, max_total_len: int | None
+    dataset: Dataset, count: int, seed: int, data: Path, vocab_size: int, limit: int
 ) -> list[WorkItem]:
-    path, limit = data / dataset.file, min(max_total_len or 2**31, dataset.max_total_len or 2**31)
+    path, limit = data / dataset.file, min(limit, dataset.max_total_len)
     if dataset.rate is not None and path.is_file():
         return trace_workload(path, TraceSlice(count, limit), vocab_size, seed)
     lengths = dataset.read(path) if path.is_file() else _fitted(dataset, count, limit, seed)
@@ -173,13 +181,11 @@ def _fitted(dataset: Dataset, count: int, limit: int, seed: int) -> list[Lengths
 
 def _sample(lengths: Iterable[Lengths], count: int, limit: int, name: str, seed: int) -> list[Lengths]:
     """Return `count` of those that fit, each as likely as any other, none twice before all were taken."""
-    fitting = [pair for pair in lengths if min(pair) >= 1 and sum(pair) <= limit]
-    if not fitting:
-        raise ConfigError(f"{name} has no row with both lengths at least 1 and at most {limit} tokens in all")
+    lengths = fitting(lengths, name, limit)
     generator, order = np.random.default_rng(seed), list[int]()
     while len(order) < count:
-        order.extend(generator.permutation(len(fitting)).tolist())
-    return [fitting[i] for i in order[:count]]
+        order.extend(generator.permutation(len(lengths)).tolist())
+    return [lengths[i] for i in order[:count]]
 
 
 def due_times(items: list[WorkItem], rate: float | None, seed: int) -> list[float]:

@@ -1,17 +1,15 @@
-"""What a figure is: a table, the paper's numbers beside ours, sentences on the differences, and a plot."""
+"""What a figure is: a table, the paper's numbers beside ours, sentences on the differences, and panels of a plot."""
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from quire.core.errors import ConfigError
 from quire.paper.datasets import DATA_FOLDER
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from quire.paper.plots import Panel
 
 Row = dict[str, str | float]
 Make = Callable[["Settings"], "Result"]
@@ -51,7 +49,7 @@ class Result:
     """A figure that has been made."""
 
     rows: list[Row]
-    draw: "Callable[[], Figure]"
+    panels: Sequence[Panel]
     comparisons: list[Comparison] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -49,6 +49,9 @@ class Hardware:
         for name in (*names, "host_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"hardware {self.name}: {name} must be above 0, got {getattr(self, name)}")
+        for name in ("copy_s", "collective_s", "step_s", "sequence_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"hardware {self.name}: {name} must be at least 0 seconds, got {getattr(self, name)}")
         sizes = [point.num_tokens for point in self.curve]
         if sizes != sorted(set(sizes)) or any(point.s_per_weight <= 0 for point in self.curve):
             raise ConfigError(f"hardware {self.name}: the curve must ascend in num_tokens, with times above 0")

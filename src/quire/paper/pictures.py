@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.contiguous import make_manager
@@ -12,16 +11,13 @@ from quire.model.footprint import kv_bytes_per_token
 from quire.paper.datasets import workload
 from quire.paper.figures import Comparison, Result, Row, Settings, figure
 from quire.paper.models import read_model, set_up
-from quire.paper.plots import CYCLE, bars, lines, new_figure
+from quire.paper.plots import Bars, Blocks, Grid, Histogram, Lines, Panel
 from quire.paper.runs import MAX, MAX_MODEL_LEN, ORACLE, PAGED, POW2, SYSTEMS
 from quire.scheduling.reservation import num_reserved_tokens
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 GB = 1e9
 NUM_LENGTHS = 5000
+TABLES_NOTE = "Orange blocks have several owners. A2 is column 2 of A's block table."
 
 
 @figure("layout", "1", "Memory of an A100-40GB with OPT-13B, and how the KV cache fills")
@@ -35,13 +31,11 @@ def layout(settings: Settings) -> Result:
     rows: list[Row] = [{"part": part, "GB": size} for part, size in parts.items()]
     rows += [{"system": system, "requests that fit": curve[-1][0]} for system, curve in growth.items()]
 
-    def draw() -> "Figure":
-        plot, (left, right) = new_figure(2)
-        bars(left, ["A100-40GB"], {part: [size] for part, size in parts.items()}, "", "GB", is_stacked=True)
-        lines(right, growth, "", "requests, half answered", "KV memory taken, GB")
-        return plot
-
-    return Result(rows, draw, [Comparison("KV cache, GB", kv_gb, 12.0, 12.0)], [])
+    panels: list[Panel] = [
+        Bars("", ["A100-40GB"], "GB", {part: [size] for part, size in parts.items()}, is_stacked=True),
+        Lines("", "requests, half answered", "KV memory taken, GB", growth),
+    ]
+    return Result(rows, panels, [Comparison("KV cache, GB", kv_gb, 12.0, 12.0)], [])
 
 
 def _growth(system: str, num_blocks: int, token_bytes: int, settings: Settings) -> list[tuple[float, float]]:
@@ -60,7 +54,6 @@ def _growth(system: str, num_blocks: int, token_bytes: int, settings: Settings) 
     return curve
 
 
-Grid = dict[int, tuple[int, int, str]]  # of blocks in use: slots filled, references, whose column each is
 Step = tuple[str, list[tuple[str, int, int]]]
 BEGIN = [("create", 0, 0)]
 WALKS: dict[str, list[Step]] = {  # calls of the manager, with a second number where the call takes one
@@ -97,18 +90,13 @@ def tables(_settings: Settings) -> Result:
         for block, (filled, references, who) in grid.items()
     ]
 
-    def draw() -> "Figure":
-        plot, axes = new_figure(3, len(WALKS), height=1.9)
-        for each, (title, grid) in zip(axes, scenes.items(), strict=True):
-            _draw_blocks(each, title, grid)
-        return plot
-
     first, beams = next(iter(scenes.values())), list(scenes.values())[-3:]
     comparisons = [
         Comparison("one request: blocks of a prompt of 7", len(first), 2, 2),
         Comparison("four beams: blocks in use", len(beams[0]), 9, 9),
     ]
-    return Result(rows, draw, comparisons)
+    panels = [Blocks(title, grid) for title, grid in scenes.items()]
+    return Result(rows, panels, comparisons, [TABLES_NOTE])
 
 
 def _walk(steps: list[Step]) -> Iterator[tuple[str, Grid]]:
@@ -128,21 +116,6 @@ def _walk(steps: list[Step]) -> Iterator[tuple[str, Grid]]:
         }
 
 
-def _draw_blocks(axes: "Axes", title: str, grid: Grid) -> None:
-    """Draw the pool: a box for each of 16 blocks, its slots filled from the left, and the columns that hold it."""
-    xs, ys, colors = list[float](), list[float](), list[str]()
-    for block in range(16):
-        filled, references, who = grid.get(block, (0, 0, ""))
-        x, y = block % 4 * 5.0, -(block // 4) * 2.2
-        xs += [x + slot for slot in range(4)]
-        ys += [y] * 4
-        colors += [CYCLE[references > 1]] * filled + ["white"] * (4 - filled)
-        axes.text(x - 0.4, y - 0.7, f"{block}: {who}" if who else str(block), fontsize=6.5, va="top")
-    axes.scatter(xs, ys, s=62, marker="s", c=colors, edgecolors="#9a9a9a", linewidths=0.6)
-    axes.set(title=title, xlim=(-1, 19.5), ylim=(-8.6, 1))
-    axes.axis("off")
-
-
 @figure("lengths", "11", "Lengths of requests")
 def lengths(settings: Settings) -> Result:
     """Tokens of prompts and answers."""
@@ -160,14 +133,8 @@ def lengths(settings: Settings) -> Result:
         for side, ours, told in zip(("prompt", "output"), means[name], paper[name], strict=True)
     ]
 
-    def draw() -> "Figure":
-        plot, panels = new_figure(2)
-        for axes, (name, pairs) in zip(panels, found.items(), strict=True):
-            for label, side, color in zip(("prompt", "output"), zip(*pairs, strict=True), CYCLE, strict=False):
-                longest = 2048 if name == "sharegpt" else 300
-                axes.hist(side, bins=40, range=(0, longest), alpha=0.6, label=label, color=color)
-            axes.set(title=name, xlabel="tokens", ylabel="requests")
-            axes.legend()
-        return plot
-
-    return Result(rows, draw, comparisons)
+    panels = [
+        Histogram(name, dict(zip(("prompt", "output"), zip(*pairs, strict=True), strict=True)), longest)
+        for (name, pairs), longest in zip(found.items(), (2048, 300), strict=True)
+    ]
+    return Result(rows, panels, comparisons)

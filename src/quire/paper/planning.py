@@ -57,7 +57,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    model: Model, hardware: Hardware, options: EngineOptions, *, kv_dtype: str = "auto", num_devices: int = 1
+    model: Model, hardware: Hardware, options: EngineOptions, kv_dtype: str = "auto", num_devices: int = 1
 ) -> MemoryPlan:
     """Return what fits. Raises ConfigError, with the numbers, for a model that does not fit or sizes that cannot be."""
     spec, packing = model.spec, CPU_PACKING if hardware.device == "cpu" else PLAIN_PACKING

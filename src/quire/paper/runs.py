@@ -4,7 +4,7 @@ Every system is the same engine with another memory policy or way of batching. I
 prefix tree, and a step may compute as many tokens as the pool holds, so that no prompt is computed in chunks.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from quire.cache.contiguous import make_manager
-from quire.cache.manager import KVCacheManager
 from quire.core.config import Batching, CacheConfig, MemoryPolicy, Recovery, SchedulerConfig
 from quire.core.plan import StepPlan
-from quire.core.sequence import NO_ROW
+from quire.core.sequence import NO_ROW, Request, Sequence
 from quire.paper.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR
 from quire.paper.datasets import DATA_FOLDER, due_times, workload
 from quire.paper.models import set_up
@@ -79,7 +78,6 @@ class Outcome:
     latency_s: float = 0.0                 # normalized: end to end over output length, mean over requests
     batched_requests: float = 0.0
     num_preemptions: int = 0
-    num_sequence_steps: int = 0
     shares: list[float] = field(default_factory=lambda: [0.0] * 4)  # token states, reserved, internal, external
     saved: float = 0.0                     # blocks that sharing spares, over those without it
 
@@ -94,25 +92,22 @@ def run(point: Point, *, watches: bool = False) -> Outcome:
     simulation = Simulation(
         scheduler, place.cost_model(point.block_size, factor), *([watch.observe] if watches else [])
     )
-    done = simulation.run(
-        items, due_times(items, point.rate, point.seed), n=point.n, beam_width=point.beam_width
-    )
+    done = simulation.run(items, due_times(items, point.rate, point.seed), n=point.n, beam_width=point.beam_width)
     return Outcome(
         latency_s=done.normalized_latency_s,
         batched_requests=done.mean_batched_requests,
         num_preemptions=done.num_preemptions,
-        num_sequence_steps=done.num_sequence_steps,
         shares=watch.shares,
         saved=watch.meter.saved,
     )
 
 
-def run_all(points: Sequence[Point], *, watches: bool = False) -> list[Outcome]:
+def run_all(points: list[Point], *, watches: bool = False) -> list[Outcome]:
     """Simulate points side by side, on all processors."""
     return map_processes(partial(run, watches=watches), points)
 
 
-def latency_curve(points: Sequence[Point], limit_s: float) -> list[tuple[float, float]]:
+def latency_curve(points: list[Point], limit_s: float) -> list[tuple[float, float]]:
     """Return (rate, normalized latency) of points with ascending rates, up to the first above `limit_s`."""
     curve = list[tuple[float, float]]()
     for point in points:
@@ -122,7 +117,7 @@ def latency_curve(points: Sequence[Point], limit_s: float) -> list[tuple[float, 
     return curve
 
 
-def map_processes(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+def map_processes(function: Callable[[Item], Result], items: list[Item]) -> list[Result]:
     """Return the function of every item, computed in processes of their own; in this one, if there is only one item."""
     if len(items) < 2:
         return [function(item) for item in items]
@@ -162,10 +157,16 @@ class Meter:
         """Return the share of blocks that sharing makes unnecessary."""
         return 1 - self.with_sharing / self.without if self.without else 0.0
 
-    def count(self, cache: KVCacheManager, seq_ids: Iterable[int]) -> None:
-        """Count the state at one moment."""
+    def count(self, scheduler: Scheduler) -> None:
+        """Count what those who run hold at one moment."""
+        cache = scheduler.cache
         self.with_sharing += cache.num_blocks - cache.num_free_blocks
-        self.without += sum(cache.blocks_for(cache.num_tokens(seq_id)) for seq_id in seq_ids)
+        self.without += sum(cache.blocks_for(cache.num_tokens(each.seq_id)) for _, each in _running(scheduler))
+
+
+def _running(scheduler: Scheduler) -> Iterator[tuple[Request, Sequence]]:
+    """Yield the sequences that have a row."""
+    return ((request, each) for request in scheduler.running for each in request.live if each.row != NO_ROW)
 
 
 class _Watch:
@@ -178,8 +179,10 @@ class _Watch:
 
     @property
     def shares(self) -> list[float]:
-        """Token states, reserved for tokens to come, reserved for none, and all that nobody could be given."""
-        shares = [each / self._seconds if self._seconds else 0.0 for each in self._sums]
+        """Token states, reserved for tokens to come, for none, and what nobody could be given; 0 if nobody waited."""
+        if not self._seconds:
+            return [0.0] * 4
+        shares = [each / self._seconds for each in self._sums]
         return [*shares, 1 - sum(shares)]
 
     def observe(self, _plan: StepPlan, seconds: float) -> None:
@@ -188,13 +191,12 @@ class _Watch:
         if self._num_steps % _WATCH_EVERY:
             return
         scheduler = self._scheduler
-        running = [(request, seq) for request in scheduler.running for seq in request.live if seq.row != NO_ROW]
-        self.meter.count(scheduler.cache, (sequence.seq_id for _, sequence in running))
+        self.meter.count(scheduler)
         if not len(scheduler.waiting):
             return
         self._seconds += seconds
         cache, slots = scheduler.cache, scheduler.cache.num_blocks * scheduler.cache.block_size
-        for request, sequence in running:
+        for request, sequence in _running(scheduler):
             num_tokens, longest = cache.num_tokens(sequence.seq_id), sequence.num_prompt_tokens + request.max_tokens
             reserved = scheduler.entrance.num_reserved(request) or cache.blocks_for(num_tokens) * cache.block_size
             parts = num_tokens, max(0, min(reserved, longest) - num_tokens), max(0, reserved - max(longest, num_tokens))

@@ -3,11 +3,12 @@
 What is simulated is time and tokens; every decision is the engine's own.
 """
 
-from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Protocol
+from itertools import accumulate, count, pairwise
+from operator import itemgetter
+from typing import NamedTuple, Protocol
 
 from quire.cache.manager import KVCacheManager
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
@@ -45,20 +46,25 @@ class Answer:
         return (self.finished_s - self.arrival_s) / self.item.output_len
 
 
+class Step(NamedTuple):
+    """One step, as it was between schedule and update: what it computes has its blocks."""
+
+    seconds: float
+    num_sequences: int
+    num_running: int      # requests
+    kv_usage: float       # share of the KV blocks in use
+    has_prefill: bool
+
+
 @dataclass(slots=True)
 class SimulatedRun:
     """What came of it. Means are over time: a step counts by its seconds."""
 
     answers: list[Answer] = field(default_factory=list)    # of accepted requests, in order of arrival
     num_refused: int = 0                                   # could never run
+    steps: list[Step] = field(default_factory=list)
     step_ends_s: list[float] = field(default_factory=list)
-    num_prefill_steps: list[int] = field(default_factory=list)  # up to each step, itself included
-    busy_s: float = 0.0
-    num_sequence_steps: int = 0
     num_preemptions: int = 0
-    peak_kv_usage: float = 0.0
-    kv_usage_s: float = 0.0                                # integrals over time, as the next one
-    batched_requests_s: float = 0.0
 
     @property
     def duration_s(self) -> float:
@@ -76,14 +82,24 @@ class SimulatedRun:
         return sum(answer.item.output_len for answer in self.finished) / self.duration_s
 
     @property
+    def num_sequence_steps(self) -> int:
+        """Sequences, summed over steps."""
+        return sum(step.num_sequences for step in self.steps)
+
+    @property
     def mean_kv_usage(self) -> float:
         """Share of the KV blocks in use while anything ran."""
-        return self.kv_usage_s / self.busy_s if self.busy_s else 0.0
+        return self._mean([step.kv_usage for step in self.steps])
+
+    @property
+    def peak_kv_usage(self) -> float:
+        """The largest share of the KV blocks that was in use."""
+        return max((step.kv_usage for step in self.steps), default=0.0)
 
     @property
     def mean_batched_requests(self) -> float:
         """Requests that share a step, while anything ran (figure 13)."""
-        return self.batched_requests_s / self.busy_s if self.busy_s else 0.0
+        return self._mean([step.num_running for step in self.steps])
 
     @property
     def normalized_latency_s(self) -> float:
@@ -102,13 +118,18 @@ class SimulatedRun:
 
     def itl_s(self, *, beside_prefill: bool) -> list[float]:
         """Return all gaps between tokens during which some prompt was computed, or all others."""
-        ends_s, num_prefills = self.step_ends_s, self.num_prefill_steps
+        ends_s, num_prefills = self.step_ends_s, list(accumulate(step.has_prefill for step in self.steps))
         return [
             ends_s[later] - ends_s[earlier]
             for answer in self.finished
             for earlier, later in pairwise(answer.steps)
             if (num_prefills[later] > num_prefills[earlier]) == beside_prefill
         ]
+
+    def _mean(self, values: Sequence[float]) -> float:
+        """Return the mean over time of a value that every step has."""
+        times_s = [step.seconds for step in self.steps]
+        return sum(value * seconds for value, seconds in zip(values, times_s, strict=True)) / (sum(times_s) or 1.0)
 
 
 class ClockedExecutor(Executor, Protocol):
@@ -128,11 +149,11 @@ class Simulation:
         self,
         scheduler: Scheduler,
         cost: CostModel | ClockedExecutor,
-        on_step: Callable[[StepPlan, float], None] = lambda plan, seconds: None,
+        on_step: Callable[[StepPlan, float], None] | None = None,
     ) -> None:
         self._scheduler, self._on_step = scheduler, on_step
         if isinstance(cost, CostModel):
-            cost = SimulatedExecutor(cost.step_s, swap_s=cost.swap_s, rates=cost.rates)
+            cost = SimulatedExecutor(cost.step_s, cost.swap_s, cost.rates)
         self._executor: ClockedExecutor = cost
         self._executor.on_step = self._observe
         self._engine = Engine(scheduler, self._executor)
@@ -140,50 +161,40 @@ class Simulation:
         self._answers: dict[int, Answer] = {}
 
     def run(
-        self,
-        items: Iterable[WorkItem],
-        due_s: Sequence[float],
-        *,
-        n: int = 1,
-        beam_width: int | None = None,
-        limit_s: float = float("inf"),
+        self, items: Iterable[WorkItem], due_s: Sequence[float], n: int = 1, beam_width: int | None = None
     ) -> SimulatedRun:
-        """Ask every item when it is due, and go on until all are answered, or until `limit_s`.
+        """Ask every item when it is due, and go on until all are answered: `n` branches each, or a beam search.
 
-        `n` branches each, or a beam search. What could never run is refused and counted.
+        What could never run is refused and counted.
         """
-        requests = [as_request(number, item, n, beam_width) for number, item in enumerate(items)]
-        arrivals = sorted(zip(due_s, requests, strict=True), key=lambda arrival: arrival[0])
-        times_s, position = [due for due, _ in arrivals], 0
-        run, executor = self._run, self._executor
-        while executor.now_s < limit_s and (position < len(arrivals) or self._scheduler.has_requests):
-            if not self._scheduler.has_requests:
-                executor.now_s = max(executor.now_s, times_s[position])
-            come = bisect_right(times_s, executor.now_s, lo=position)
-            for due, request in arrivals[position:come]:
-                self._add(request, due)
-            position = come
-            if self._scheduler.has_requests:
+        scheduler, executor = self._scheduler, self._executor
+        arrivals = deque(sorted(zip(due_s, count(), items), key=itemgetter(0)))
+        while arrivals or scheduler.has_requests:
+            if not scheduler.has_requests:
+                executor.now_s = max(executor.now_s, arrivals[0][0])
+            while arrivals and arrivals[0][0] <= executor.now_s:
+                due, number, item = arrivals.popleft()
+                self._add(as_request(number, item, n, beam_width), item, due)
+            if scheduler.has_requests:
                 self._step()
-        run.num_preemptions = sum(self._scheduler.recovery.num_preemptions.values())
-        return run
+        self._run.num_preemptions = sum(scheduler.recovery.num_preemptions.values())
+        return self._run
 
-    def _add(self, request: Request, due_s: float) -> None:
+    def _add(self, request: Request, item: WorkItem, due_s: float) -> None:
         try:
             self._engine.add(request)
         except InvalidRequestError:
             self._run.num_refused += 1
             return
-        item = WorkItem(request.prompt_token_ids, request.max_tokens, due_s)
-        answer = Answer(item, due_s, num_open=request.params.n)
-        self._answers[request.request_id] = answer
+        self._answers[request.request_id] = answer = Answer(item, due_s, num_open=request.params.n)
         self._run.answers.append(answer)
 
     def _step(self) -> None:
-        run, answers, number = self._run, self._answers, len(self._run.step_ends_s)
-        started_s = self._executor.now_s
+        answers, step_ends_s = self._answers, self._run.step_ends_s
+        number, started_s = len(step_ends_s), self._executor.now_s
         deltas = self._engine.step()
         now_s = self._executor.now_s
+        step_ends_s.append(now_s)
         for delta in deltas:
             answer = answers[delta.request_id]
             if delta.index == 0:
@@ -192,7 +203,6 @@ class Simulation:
                 answer.num_open -= 1
                 if not answer.num_open:
                     answer.finished_s = now_s
-        run.step_ends_s.append(now_s)
         for admission in self._engine.admissions:
             answer = answers[admission.request_id]
             answer.num_preemptions = admission.num_preemptions
@@ -201,17 +211,12 @@ class Simulation:
                 answer.admitted_s = started_s
 
     def _observe(self, plan: StepPlan, seconds: float) -> None:
-        run, cache = self._run, self._scheduler.cache
-        num_seqs = len(plan.rows)
-        usage = 1 - cache.num_free_blocks / cache.num_blocks
-        run.busy_s += seconds
-        run.num_sequence_steps += num_seqs
-        run.kv_usage_s += usage * seconds
-        run.peak_kv_usage = max(run.peak_kv_usage, usage)
-        run.batched_requests_s += len(self._scheduler.running) * seconds
-        earlier = run.num_prefill_steps[-1] if run.num_prefill_steps else 0
-        run.num_prefill_steps.append(earlier + (sum(plan.counts) > num_seqs))
-        self._on_step(plan, seconds)
+        cache, num_sequences = self._scheduler.cache, len(plan.rows)
+        kv_usage = 1 - cache.num_free_blocks / cache.num_blocks
+        has_prefill = max(plan.counts) > 1
+        self._run.steps.append(Step(seconds, num_sequences, len(self._scheduler.running), kv_usage, has_prefill))
+        if self._on_step is not None:
+            self._on_step(plan, seconds)
 
 
 def as_request(number: int, item: WorkItem, n: int = 1, beam_width: int | None = None) -> Request:

@@ -5,42 +5,41 @@ CSV: columns `arrival_s,prompt_tokens,output_tokens`. JSON lines: `timestamp` (m
 """
 
 import csv
-import gzip
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from quire.core.errors import ConfigError
-from quire.paper.workloads import WorkItem, open_text
+from quire.paper.workloads import WorkItem, converted, read_header, read_records
 
-_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
+_COLUMNS: dict[str, Callable[[str], Any]] = {"arrival_s": float, "prompt_tokens": int, "output_tokens": int}
 HASH_SPAN = 512  # tokens that one of Mooncake's hash ids stands for
 
 
-class _JsonRow(msgspec.Struct):
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
+class TraceRow(msgspec.Struct):
+    """One request of a trace. Raises ValueError for a time that is none, or hash ids short of the prompt's end."""
+
+    arrival_s: float = msgspec.field(name="timestamp")
+    input_len: int = msgspec.field(name="input_length")
+    output_len: int = msgspec.field(name="output_length")
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]] = []  # empty: nothing is known of the prompt
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.arrival_s):
+            raise ValueError(f"arrival_s must be a time, got {self.arrival_s}")
+        if self.hash_ids and len(self.hash_ids) * HASH_SPAN < self.input_len:
+            raise ValueError(
+                f"{len(self.hash_ids)} hash ids of {HASH_SPAN} tokens do not cover {self.input_len} tokens"
+            )
 
 
-class TraceRow(NamedTuple):
-    """One request of a trace."""
-
-    arrival_s: float
-    input_len: int
-    output_len: int
-    hash_ids: list[int]  # empty: nothing is known of the prompt
-
-
-_json_row = msgspec.json.Decoder(_JsonRow)
+_decode = msgspec.json.Decoder(TraceRow).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +54,16 @@ class TraceSlice:
 
 def is_trace(path: Path) -> bool:
     """Whether the file holds arrival times, by its name, and for CSV by its first line."""
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return True
-    if not path.name.endswith((".csv", ".csv.gz")):
-        return False
+    if not _is_csv(path):
+        return path.name.endswith((".jsonl", ".jsonl.gz"))
     try:
-        with open_text(path) as lines:
-            return set(next(csv.reader(lines), ())) >= set(_COLUMNS)
-    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError):
+        return read_header(path) >= set(_COLUMNS)
+    except ConfigError:
         return False  # whoever reads it as lengths will tell
+
+
+def _is_csv(path: Path) -> bool:
+    return path.name.endswith((".csv", ".csv.gz"))
 
 
 def trace_workload(path: Path, part: TraceSlice, vocab_size: int, seed: int) -> list[WorkItem]:
@@ -71,25 +71,21 @@ def trace_workload(path: Path, part: TraceSlice, vocab_size: int, seed: int) -> 
 
     Rows with a length of 0 or above `max_total_len` in all are left out. Raises ConfigError for a file of another form.
     """
-    fitting = (
+    rows = [
         row
         for row in read_trace(path)
         if row.arrival_s >= part.start_s
         and min(row.input_len, row.output_len) >= 1
         and row.input_len + row.output_len <= part.max_total_len
-    )
-    rows = list(islice(fitting, part.num_prompts))
+    ][: part.num_prompts]
     if not rows:
         raise ConfigError(
             f"{path} has no row from {part.start_s} s on with both lengths at least 1 and at most "
             f"{part.max_total_len} tokens in all"
         )
+    begin_s = rows[0].arrival_s
     return [
-        WorkItem(
-            _prompt(row, number, vocab_size, seed),
-            row.output_len,
-            (row.arrival_s - rows[0].arrival_s) / part.speed_up,
-        )
+        WorkItem(_prompt(row, number, vocab_size, seed), row.output_len, (row.arrival_s - begin_s) / part.speed_up)
         for number, row in enumerate(rows)
     ]
 
@@ -108,34 +104,14 @@ def _random_tokens(seed: tuple[int, int], count: int, vocab_size: int) -> list[i
 
 def read_trace(path: Path) -> list[TraceRow]:
     """Return the rows in the order of their times. Raises ConfigError that names the line of the first bad row."""
-    rows: list[TraceRow] = []
-    numbers = count(1)
-    try:
-        with open_text(path) as file:
-            lines = (line for line, _ in zip(file, numbers, strict=False))
-            rows.extend(_checked(row) for row in _rows_of(path, lines))
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{path} is no gzip file: {error}") from error
-    except (LookupError, TypeError, ValueError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path}, line {next(numbers) - 1}: {type(error).__name__}: {error}") from error
+    if _is_csv(path):
+        rows = read_records(path, csv.DictReader, lambda record: TraceRow(*converted(record, _COLUMNS)))
+    else:
+        rows = read_records(path, lambda lines: filter(str.strip, lines), _of_json)
     return sorted(rows, key=attrgetter("arrival_s"))
 
 
-def _rows_of(path: Path, lines: Iterable[str]) -> Iterator[TraceRow]:
-    if path.name.endswith((".csv", ".csv.gz")):
-        for record in csv.DictReader(lines):
-            arrival_s, input_len, output_len = (record[column] for column in _COLUMNS)
-            yield TraceRow(float(arrival_s), int(input_len), int(output_len), [])
-    for line in lines:
-        if line.strip():
-            row = _json_row.decode(line)
-            yield TraceRow(row.timestamp / 1000, row.input_length, row.output_length, row.hash_ids)
-
-
-def _checked(row: TraceRow) -> TraceRow:
-    """Return the row. Raises ValueError for a time that is none, or hash ids that do not reach the prompt's end."""
-    if not math.isfinite(row.arrival_s):
-        raise ValueError(f"arrival_s must be a time, got {row.arrival_s}")
-    if row.hash_ids and len(row.hash_ids) * HASH_SPAN < row.input_len:
-        raise ValueError(f"{len(row.hash_ids)} hash ids of {HASH_SPAN} tokens do not cover {row.input_len} tokens")
+def _of_json(line: str) -> TraceRow:
+    row = _decode(line)
+    row.arrival_s /= 1000  # timestamps are in milliseconds
     return row

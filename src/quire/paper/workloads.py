@@ -6,14 +6,13 @@ run does the same work. Where a file gives only lengths, the prompts are random 
 
 import csv
 import gzip
-import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import count, cycle, islice
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Annotated, Any, TextIO, TypeVar, cast
 
+import msgspec
 import numpy as np
 
 from quire.core.errors import ConfigError
@@ -21,7 +20,10 @@ from quire.core.errors import ConfigError
 _LENGTH_COLUMNS = {"prompt_tokens", "output_tokens"}
 _TURN_COLUMNS = {"conversation", "turn", "role", "tokens"}
 
+NO_LIMIT = 2**31  # tokens
 Lengths = tuple[int, int]
+Record = TypeVar("Record")
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,13 @@ class WorkItem:
     prompt_token_ids: list[int]
     output_len: int
     arrival_s: float | None = None
+
+
+class _TokenIds(msgspec.Struct):
+    """One request of a JSON file."""
+
+    prompt: Annotated[list[int], msgspec.Meta(min_length=1)]
+    n_out: int
 
 
 def random_workload(num_prompts: int, input_len: int, output_len: int, vocab_size: int, seed: int) -> list[WorkItem]:
@@ -43,16 +52,20 @@ def token_id_workload(path: Path, name: str | None, num_prompts: int | None) -> 
 
     Raises ConfigError when the file or `name` does not fit.
     """
-    content = _load_json(path)
-    if isinstance(content, dict):
-        if name not in content:
-            raise ConfigError(f"{path} holds the workloads {', '.join(content)}; choose one with --name, got {name!r}")
-        content = content[name]
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=list[_TokenIds] | dict[str, list[_TokenIds]])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f'{path} must hold requests {{"prompt": [token ids], "n_out": int}}: {error}') from error
+    if isinstance(found, dict):
+        if name not in found:
+            names = ", ".join(found) or "none"
+            raise ConfigError(f"{path} holds the workloads {names}; choose one with --name, got {name!r}")
+        found = found[name]
     elif name is not None:
         raise ConfigError(f"{path} holds one workload without a name, got --name {name!r}")
-    if not isinstance(content, list) or not content:
+    if not found:
         raise ConfigError(f"{path} must hold a list of requests that is not empty")
-    return [_work_item(path, record) for record in content[:num_prompts]]
+    return [WorkItem(request.prompt, request.n_out) for request in found[:num_prompts]]
 
 
 def length_workload(
@@ -63,13 +76,19 @@ def length_workload(
     Columns `prompt_tokens,output_tokens`, or `conversation,turn,role,tokens`: of each conversation that begins with a
     human turn and its answer, these two. Rows with a length of 0 or above `max_total_len` in all are left out.
     """
-    lengths = [pair for pair in read_lengths(path) if min(pair) >= 1 and sum(pair) <= max_total_len]
-    if not lengths:
-        raise ConfigError(f"{path} has no row with both lengths at least 1 and at most {max_total_len} tokens in all")
+    lengths = fitting(read_lengths(path), path.name, max_total_len)
     if num_prompts is not None and num_prompts < len(lengths):
         chosen = np.random.default_rng(seed).choice(len(lengths), size=num_prompts, replace=False)
         lengths = [lengths[i] for i in sorted(chosen)]
     return with_random_prompts(lengths, vocab_size, seed)
+
+
+def fitting(rows: Iterable[Lengths], name: str, max_total_len: int) -> list[Lengths]:
+    """Return the lengths without those of 0 or above the limit in all. Raises ConfigError if none is left."""
+    lengths = [pair for pair in rows if min(pair) >= 1 and sum(pair) <= max_total_len]
+    if not lengths:
+        raise ConfigError(f"{name} has no row with both lengths at least 1 and at most {max_total_len} tokens in all")
+    return lengths
 
 
 def renewed(items: list[WorkItem], count: int, first_round: int) -> list[WorkItem]:
@@ -102,68 +121,61 @@ def with_random_prompts(lengths: list[Lengths], vocab_size: int, seed: int) -> l
     ]
 
 
-def _load_json(path: Path) -> object:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-
-
-def _work_item(path: Path, record: Any) -> WorkItem:  # noqa: ANN401 (JSON)
-    """Return one request of a JSON workload. Raises ConfigError when a field is missing or of another type."""
-    try:
-        prompt, output_len = record["prompt"], record["n_out"]
-        is_sound = bool(prompt) and all(type(token) is int for token in prompt) and type(output_len) is int
-    except (KeyError, TypeError):
-        is_sound = False
-    if not is_sound:
-        raise ConfigError(f'{path} must hold requests of the form {{"prompt": [token ids], "n_out": int}}')
-    return WorkItem(list(prompt), output_len)
-
-
 def read_lengths(path: Path) -> list[Lengths]:
     """Return all (prompt, output) lengths of a CSV file, by the columns that it has; of conversations their beginnings.
 
     Raises ConfigError for other columns, and with the line for what is no number.
     """
-    columns = _columns(path)
+    columns = read_header(path)
     if columns >= _LENGTH_COLUMNS:
-        return read_columns(path, "prompt_tokens", "output_tokens")
+        return read_columns(path, prompt_tokens=int, output_tokens=int)
     if columns >= _TURN_COLUMNS:
-        return list(_first_turns(read_columns(path, "conversation", "turn", "tokens", text="role")))
+        return list(_first_turns(read_columns(path, conversation=int, turn=int, tokens=int, role=str)))
     raise ConfigError(
         f"{path} needs the columns prompt_tokens,output_tokens or conversation,turn,role,tokens, "
         f"has {','.join(sorted(columns)) or 'none'}"
     )
 
 
-def read_columns(path: Path, *names: str, text: str | None = None) -> list[Any]:
-    """Return the integers in some columns of a CSV file, one tuple for each row, behind them one column of `text`.
+def read_header(path: Path) -> set[str]:
+    """Return the columns of a CSV file by its first line. Raises ConfigError for a file that is no text."""
+    rows = read_records(path, lambda lines: islice(csv.reader(lines), 1), set[str])
+    return rows[0] if rows else set()
 
-    Raises ConfigError that names the file, the line and what is wrong there.
+
+def read_columns(path: Path, **columns: Callable[[str], Any]) -> list[Any]:
+    """Return some columns of a CSV file, one tuple for each row, each value converted.
+
+    Raises ConfigError that names the file, the line and the column where that cannot be.
     """
-    found = []
-    with _reading(path), open_text(path) as lines:
-        rows = csv.DictReader(lines)
-        for row in rows:
-            try:
-                found.append((*(int(row[name]) for name in names), *(() if text is None else (row[text],))))
-            except (LookupError, TypeError, ValueError) as error:
-                raise ConfigError(f"{path}, line {rows.line_num}: a length that is no integer: {error}") from error
-    return found
+    return read_records(path, csv.DictReader, lambda record: tuple(converted(record, columns)))
 
 
-def _columns(path: Path) -> set[str]:
-    with _reading(path), open_text(path) as lines:
-        return set(next(csv.reader(lines), ()))
+def converted(record: dict[str, str], columns: Mapping[str, Callable[[str], Any]]) -> Iterator[Any]:
+    """Yield some columns of a row, each converted. Raises ValueError for what is not there or cannot be."""
+    for name, convert in columns.items():
+        try:
+            yield convert(record[name])
+        except (KeyError, TypeError, ValueError):
+            kind = "an integer" if convert is int else "a number" if convert is float else "there"
+            raise ValueError(f"{name} must be {kind}, got {record.get(name)!r}") from None
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def read_records(
+    path: Path, split: Callable[[Iterator[str]], Iterable[Record]], convert: Callable[[Record], Row]
+) -> list[Row]:
+    """Return what `convert` makes of the records of a text file, plain or .gz, into which `split` cuts its lines.
+
+    Raises ConfigError that names the line of the first record that cannot be.
+    """
+    numbers = count(1)
     try:
-        yield
+        with open_text(path) as file:
+            return [convert(record) for record in split(line for line, _ in zip(file, numbers, strict=False))]
     except (EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no CSV file: {error}") from error
+        raise ConfigError(f"{path} is no text, or no gzip file: {error}") from error
+    except (csv.Error, ValueError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path}, line {next(numbers) - 1}: {error}") from error
 
 
 def _first_turns(turns: Iterable[tuple[int, int, int, str]]) -> Iterator[Lengths]:
