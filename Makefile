@@ -10,6 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 MODEL   ?=
 ARGS    ?=
 MINUTES ?= 10
+JOBS    ?= 2
 PROMPT  ?= def fibonacci(n):
 
 # `quire` reads QUIRE_PROMPT: through the environment a prompt arrives as it was typed, quotes, spaces and dollars too.
@@ -36,8 +37,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt --no-deps litellm  # it asks for an older huggingface-hub, and does not use it here
 	@touch $@
 
-test: $(STAMP) ## run the tests (under 15 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not fuzz and not matrix" $(ARGS)
+test: $(STAMP) ## run the tests in JOBS=2 processes (under 15 minutes on 2 cores)
+	$(BIN)/python -m pytest -m "not fuzz and not matrix" -n $(JOBS) --dist loadfile $(ARGS)
 
 fuzz: $(STAMP) ## run the long random tests
 	$(BIN)/python -m pytest -m fuzz --timeout 0 $(ARGS)
