@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,14 @@ def post(server: OpenAIServer, path: str, **body: object) -> socket.socket:
     connection.sendall(b"POST %s HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(content)))
     connection.sendall(content)
     return connection
+
+
+@contextmanager
+def occupied(server: OpenAIServer) -> Iterator[None]:
+    """Let one request take all places of a batch, so that a pin has to wait for its turn."""
+    with post(server, COMPLETIONS, **OCCUPYING):
+        server.wait_until(lambda: server.service.client.state.num_running == 1)
+        yield
 
 
 def test_pin_is_made_listed_found_and_deleted(server: OpenAIServer) -> None:
@@ -166,8 +175,7 @@ def test_pin_that_would_break_a_promise_is_refused_with_the_numbers(server: Open
     assert "448 of them pinned" in error["message"]
     for prefix in listed(server):
         delete(server, prefix["id"])
-    with post(server, COMPLETIONS, **OCCUPYING):
-        server.wait_until(lambda: server.service.client.state.num_running == 1)
+    with occupied(server):
         status, error = server.refusal(PREFIXES, prompt=[7] * 1023)
         assert status == 400
         assert "a request that was let in needs 456" in error["message"]
@@ -197,8 +205,7 @@ def test_pins_are_those_of_a_key(demo_model: Path) -> None:
 
 
 def test_client_that_goes_leaves_nothing_pinned(server: OpenAIServer) -> None:
-    with post(server, COMPLETIONS, **OCCUPYING):
-        server.wait_until(lambda: server.service.client.state.num_running == 1)
+    with occupied(server):
         connection = post(server, PREFIXES, prompt=PREFIX)
         server.wait_until(lambda: num_pinned(server) == 3)
         connection.close()
@@ -227,7 +234,7 @@ def test_client_that_goes_at_any_moment_leaves_what_is_listed(server: OpenAIServ
 
 
 def test_end_of_the_server_unpins_what_is_under_way(server: OpenAIServer) -> None:
-    with post(server, COMPLETIONS, **OCCUPYING), post(server, PREFIXES, prompt=PREFIX) as connection:
+    with occupied(server), post(server, PREFIXES, prompt=PREFIX) as connection:
         server.wait_until(lambda: num_pinned(server) == 3)
         server.on_loop(lambda: server.service.answers.end_all(shutting_down()))
         assert connection.recv(65536).startswith(b"HTTP/1.1 503 ")
@@ -289,8 +296,7 @@ def test_routes_ask_for_a_key_and_for_little(method: str, path: str) -> None:
 def test_death_of_the_engine_ends_who_waits(demo_model: Path) -> None:
     with openai_server(options(demo_model), max_n=8) as server:
         pinned = server.ask(PREFIXES, prompt=PREFIX)
-        occupying, pinning = post(server, COMPLETIONS, **OCCUPYING), post(server, PREFIXES, prompt=PREFIX)
-        with occupying, pinning:
+        with occupied(server), post(server, PREFIXES, prompt=PREFIX) as pinning:
             server.wait_until(lambda: num_pinned(server) == 3 + 3)
             pid = server.child.process.pid
             os.kill(pid, signal.SIGSTOP)

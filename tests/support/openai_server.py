@@ -129,8 +129,8 @@ def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServe
     serving.add_done_callback(lambda done: done.exception() and loop.call_soon_threadsafe(is_ready.cancel))
     try:
         server = asyncio.run_coroutine_threadsafe(ready(), loop).result(LIMIT_S)
-        yield server
-        server.http.close()
+        with server.http:
+            yield server
     finally:
         loop.call_soon_threadsafe(ended.set)
         serving.result(LIMIT_S)
