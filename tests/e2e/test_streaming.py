@@ -4,6 +4,7 @@ The model says one round of characters, a token for each byte; a high temperatur
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ from quire.text.tokenizer import Tokenizer
 from support import small_tokenizers
 from support.cycle_model import write_cycle_model
 from support.openai_server import Json, OpenAIServer, openai_server
+from support.stopping import stopped
 from support.text_tokenizers import SMALL
 
 ROUND = "日é😀ж stop"
@@ -177,9 +179,16 @@ def test_stop_strings_never_leak(server: OpenAIServer, kind: str, path: str, inc
     assert num_stopped >= 10 or kind == "metaspace"
 
 
-def test_streams_of_many_prompts_are_merged_as_they_come(server: OpenAIServer) -> None:
+def test_streams_of_many_prompts_are_merged_as_they_come(
+    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body = {"prompt": [f"{ROUND} {i}ж" for i in range(8)], "n": 2, **WILD, "ignore_eos": True, "seed": 3}
-    chunks = server.stream(COMPLETIONS, **body)
+    server.hand_on_each_output(monkeypatch)
+    with ThreadPoolExecutor(1) as asking:
+        with stopped(server.child.process.pid):  # until it can begin all of them at once
+            streaming = asking.submit(server.stream, COMPLETIONS, **body)
+            server.wait_until(lambda: len(server.service.client._streams) == 8)
+        chunks = streaming.result()
     order = [chunk["choices"][0]["index"] for chunk in chunks]
     last_of_first, first_of_last = max(i for i, index in enumerate(order) if index == 0), order.index(15)
     assert first_of_last < last_of_first, "one after the other"

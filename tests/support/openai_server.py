@@ -11,9 +11,11 @@ import httpx
 import pytest
 import uvloop
 
+from quire.engine import client as client_module
 from quire.engine.child import EngineChild
 from quire.engine.client import EngineClient
 from quire.engine.options import EngineOptions
+from quire.engine.wire import Report
 from quire.server.app import create_app
 from quire.server.http_server import HttpServer
 from quire.server.listener import bind, url_of
@@ -75,6 +77,17 @@ class OpenAIServer:
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
         return events_of(response.text)
+
+    def hand_on_each_output(self, patch: pytest.MonkeyPatch) -> None:
+        """Let readers take each output before the next report is looked at: however slow we are, none are joined."""
+        client, receive = self.service.client, client_module._receive
+
+        async def receive_after_readers(reader: asyncio.StreamReader) -> Report:
+            while any(stream._has_output for stream in client._streams.values()):
+                await asyncio.sleep(0)
+            return await receive(reader)
+
+        patch.setattr(client_module, "_receive", receive_after_readers)
 
     def is_idle(self) -> bool:
         """Tell whether nothing runs, nothing waits, and no block is in use."""

@@ -1,0 +1,29 @@
+"""Processes that are held still, so that a test can look at what would otherwise be over at any moment."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from support.server import wait_until
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process with all of its threads; it goes on afterwards, if it still lives."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: _thread_states(pid) <= {"T", "Z"})  # a thread may go on until the others have been told
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def _thread_states(pid: int) -> set[str]:
+    states = set()
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            states.add((thread / "stat").read_text().rpartition(")")[2].split()[0])
+    return states
