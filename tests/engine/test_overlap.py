@@ -6,8 +6,9 @@ import pytest
 
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.plan import StepPlan, StepResult
+from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
-from support.fake_executor import FakeExecutor
+from support.fake_executor import FakeExecutor, expected_tokens
 from support.scheduling import Harness
 
 
@@ -16,17 +17,17 @@ class Overlapping:
 
     def __init__(self, inner: FakeExecutor, rng: random.Random | None = None) -> None:
         self._inner, self._rng = inner, rng
-        self._num_in_flight = self.most_in_flight = self.num_failures = 0
+        self.num_in_flight = self.most_in_flight = self.num_failures = 0
         self.plans: list[StepPlan] = []
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
-        self._num_in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         self._inner.submit(plan)
 
     def collect(self) -> StepResult:
-        self._num_in_flight -= 1
+        self.num_in_flight -= 1
         kind = self._rng.choice(["well"] * 6 + ["before", "after"]) if self._rng else "well"
         if kind == "before":
             self._inner.fail(self._inner.drop())
@@ -55,7 +56,7 @@ def step(engine: Engine, harness: Harness) -> None:
 
 def add_some(harness: Harness, rng: random.Random) -> None:
     """Queue a request of any kind; some have to see every token before the next is drawn."""
-    prompt = [0, 1, 2, 3, 4, 5, 6, 7, 8][: rng.randint(0, 9)] + [9] * rng.randint(1, 5)
+    prompt = list(range(40))[: rng.choice([0, 5, 9, 40])] + [9] * rng.randint(1, 5)
     kind = rng.choice(["plain", "plain", "plain", "branches", "penalized", "beams"])
     max_tokens = rng.randint(1, 14)
     if kind == "beams":
@@ -66,7 +67,7 @@ def add_some(harness: Harness, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["well", "failing"])
-@pytest.mark.parametrize("num_blocks", [20, 60], ids=["short of blocks", "room for all"])
+@pytest.mark.parametrize("num_blocks", [28, 90], ids=["short of blocks", "room for all"])
 @pytest.mark.parametrize("seed", range(8))
 def test_overlap_changes_no_tokens_and_loses_no_blocks(seed: int, num_blocks: int, fails: bool) -> None:
     rng = random.Random(seed)
@@ -102,6 +103,55 @@ def test_steady_decodes_are_always_one_step_ahead() -> None:
         step(engine, harness)
         assert len(executor.plans) == num_plans + 1  # while the one before it is not collected
         assert executor.plans[-1].starts == [request.live[0].num_tokens - 1 for request in requests]
+
+
+def test_chunks_of_a_prompt_are_one_step_ahead_like_decodes() -> None:
+    harness = Harness(num_blocks=60)
+    executor = Overlapping(harness.executor)
+    engine = Engine(harness.scheduler, executor, overlaps=True)
+    requests = [harness.add(3, max_tokens=9, ignore_eos=True), harness.add(50, max_tokens=3, ignore_eos=True)]
+    while harness.scheduler.has_requests:
+        step(engine, harness)
+        assert executor.num_in_flight == harness.scheduler.has_requests
+    counts = [plan.counts for plan in executor.plans]
+    assert counts == [[3, 13], [1, 15], [1, 15], [1, 7], [1, 1], [1, 1], *[[1]] * 3]
+    for request in requests:
+        harness.assert_right(request)
+
+
+def test_branches_fork_when_nothing_is_in_flight() -> None:
+    harness = Harness(num_blocks=60)
+    executor = Overlapping(harness.executor)
+    engine = Engine(harness.scheduler, executor, overlaps=True)
+    request, in_flight = harness.add(40, n=2, max_tokens=4, ignore_eos=True), list[int]()
+    while harness.scheduler.has_requests:
+        step(engine, harness)
+        in_flight.append(executor.num_in_flight)
+    assert [plan.counts for plan in executor.plans] == [[16], [16], [8], [1, 1], [1, 1], [1, 1]]
+    assert in_flight == [1, 0, 1, 1, 1, 0]
+    harness.assert_right(request)
+
+
+def test_step_that_fails_for_nobody_takes_no_answer_along() -> None:
+    """A request ends by a token while the step after it runs, and that one fails."""
+
+    class Failing(Overlapping):
+        def collect(self) -> StepResult:
+            result = super().collect()
+            if not harness.scheduler.running:
+                raise RuntimeError("no device")
+            return result
+
+    harness = Harness(num_blocks=60)
+    engine = Engine(harness.scheduler, Failing(harness.executor), overlaps=True)
+    prompt = [1, 2, 3]
+    (tokens,) = expected_tokens(prompt, SamplingParams(max_tokens=9), 0, 9, frozenset())
+    last = next(token for index, token in enumerate(tokens) if index > 2 and token not in tokens[:index])
+    request = harness.add(prompt, eos=[last], max_tokens=20)
+    while harness.scheduler.has_requests:
+        step(engine, harness)
+    harness.assert_right(request)
+    harness.assert_empty()
 
 
 def test_who_has_to_see_its_token_sits_out_every_other_step() -> None:

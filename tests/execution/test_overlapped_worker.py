@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
+from quire.core.plan import StepPlan
 from quire.execution.overlapped_worker import OverlappedWorker
 from support.random_model import write_random_model
 
@@ -24,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(model: Path, **settings: object) -> list[object]:
-    with LLM(model, max_num_batched_tokens=32, **settings) as llm:  # type: ignore[arg-type]
+    with LLM(model, **{"max_num_batched_tokens": 32} | settings) as llm:  # type: ignore[arg-type]
         outputs = llm.generate([list(prompt) for prompt in PROMPTS], PARAMS, use_tqdm=False)
         beams = llm.beam_search([list(prompt) for prompt in PROMPTS[:2]], BeamSearchParams(beam_width=3, max_tokens=8))
         assert llm.kv_stats().used_blocks == 0
@@ -33,26 +34,35 @@ def answers(model: Path, **settings: object) -> list[object]:
         ]
 
 
-@pytest.mark.parametrize("settings", [{"num_kv_blocks": 80}, {"num_kv_blocks": 12, "num_swap_blocks": 9}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_kv_blocks": 80},
+        {"num_kv_blocks": 12, "num_swap_blocks": 9},
+        {"num_kv_blocks": 80, "max_num_batched_tokens": 8, "max_num_seqs": 3},  # prompts in chunks
+    ],
+    ids=str,
+)
 def test_answers_are_the_same_to_the_bit(
     settings: dict[str, int], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(model, **settings)
     workers: list[OverlappedWorker] = []
     submit: Callable[..., None] = OverlappedWorker.submit
-    most = 0
+    ahead = list[StepPlan]()
 
-    def counting(self: OverlappedWorker, plan: object) -> None:
-        nonlocal most
+    def noting(self: OverlappedWorker, plan: StepPlan) -> None:
         submit(self, plan)
-        most = max(most, len(self._steps))
+        if len(self._steps) == 2:
+            ahead.append(plan)
 
     def make(*parts: object) -> OverlappedWorker:
         workers.append(OverlappedWorker(*parts))  # type: ignore[arg-type]
         return workers[-1]
 
     monkeypatch.setattr("quire.engine.assembly._executor", make)
-    monkeypatch.setattr(OverlappedWorker, "submit", counting)
+    monkeypatch.setattr(OverlappedWorker, "submit", noting)
     assert answers(model, **settings) == expected
-    assert most == 2
+    assert ahead != []
+    assert any(max(plan.counts) > 1 for plan in ahead) >= ("max_num_seqs" in settings)
     assert not workers[0]._steps, "a step was left uncollected"

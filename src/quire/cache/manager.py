@@ -99,8 +99,11 @@ class KVCacheManager:
         table.path = Path(token_ids, scope, len(match.blocks), keeps_all)
         return None if match.source == NONE else self._copy_inside(table, match.source, match.num_inside)
 
-    def append(self, seq_id: int, count: int) -> TableUpdate | None:
+    def append(self, seq_id: int, count: int, *, can_be_awaited: bool = True) -> TableUpdate | None:
         """Give slots to `count` more tokens; return what changed in the sequence's table, None if nothing did.
+
+        `can_be_awaited`: whoever begins with the blocks that this fills may be told to wait for the end of the step.
+        False for a step that is planned before another is over: that one's end is not this one's.
 
         Blocks that have left the sliding window are given up first; columns that become NULL_BLOCK that way are no
         part of the update. Raises OutOfBlocksError without giving a slot when the pool lacks blocks.
@@ -111,7 +114,7 @@ class KVCacheManager:
         update = table.append(count)
         if update is not None:
             self._num_copied += update.copy is not None
-            if count > 1:
+            if can_be_awaited and count > 1:
                 self._prefixes.publish(table, table.num_tokens, is_pending=True)    # which a prefill is to fill
         return update
 

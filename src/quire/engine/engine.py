@@ -56,7 +56,8 @@ class Engine:
             self._concerned = self.scheduler.undo()
             raise
         if self._in_flight and not self.scheduler.has_requests:
-            deltas += self.step()                       # of those that have just ended: nothing comes of it
+            self._discard()                             # of those that have just ended: nothing comes of it
+            self.scheduler.undo()
         self.num_computed_tokens = sum(plan.counts)
         return deltas
 

@@ -1,40 +1,61 @@
 """Plan a step while the one before it still runs, for devices that work while the host thinks.
 
 What the running step samples is not known yet, but where it will stand is: the next plan computes it as the row's next
-token, and whoever runs the plan takes it from there. This is done only where nothing else can depend on it: everybody
-who runs has just drawn a token, nobody who waits could be let in, and there is a free block for each. In all other
-cases the next step is planned when the tokens are known. A sequence that ends by a token of the running step is
-computed once more, for nothing. Who needs to see the tokens before the next draw sits out one step: beams, penalties,
-bad words, logprobs.
+token, and whoever runs the plan takes it from there. Prompts go on with their next chunks. This is done only where
+nothing else can depend on the tokens: nobody who waits could be let in, nobody forks, and there are free blocks for all
+that is computed. In all other cases the next step is planned when the tokens are known. A sequence that ends by a token
+of the running step is computed once more, for nothing. Who needs to see the tokens before the next draw sits out one
+step: beams, penalties, bad words, logprobs.
 """
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 from quire.cache.manager import KVCacheManager
-from quire.core.sequence import Request, Sequence, SequenceStatus
+from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
 from quire.scheduling.plan_builder import PlanBuilder
 
 
-def plan_ahead(current: PlanBuilder, num_seats: int, budget: int, cache: KVCacheManager) -> PlanBuilder | None:
+class Chunk(NamedTuple):
+    """Known tokens that a sequence computes in the next step. Behind the last one a token is drawn."""
+
+    request: Request
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    is_last: bool
+
+
+def plan_ahead(
+    current: PlanBuilder, running: Iterable[Request], num_seats: int, budget: int, cache: KVCacheManager
+) -> PlanBuilder | None:
     """Return the step after `current`, which has not been recorded; None where it has to wait for that.
 
-    `num_seats`: unfinished sequences of running requests, all of which must have been at their last token.
+    `num_seats`: unfinished sequences of `running`. Decodes come first, then prompts: whoever has the least left.
     """
     drawn = [each for each in current.sampled if each[1].status is SequenceStatus.RUNNING]
-    rested = [each for each in current.resting if each[1].status is SequenceStatus.RUNNING]
-    num_candidates = len(drawn) + len(rested)
-    is_steady = not current.forked and len(current.sampled) == len(current.planned) and num_candidates == num_seats
-    if not is_steady or num_seats > min(budget, cache.num_free_blocks):
+    rested = [each for each in current.resting if each[1].status is SequenceStatus.RUNNING if _num_missing(each[1]) < 2]
+    ahead, chunks, num_met = PlanBuilder(), list[Chunk](), len(drawn) + len(rested)
+    if num_met < num_seats:
+        seen = {sequence.seq_id for _, sequence in (*drawn, *rested)}
+        found = _chunks(current, running, ahead, seen, budget - num_met)
+        if found is None:
+            return None
+        chunks = found
+    if num_met > budget or num_met + _num_blocks(chunks, cache) > cache.num_free_blocks:
         return None
-    ahead = PlanBuilder()
     for request, sequence in drawn:
         if must_see_tokens(request):
             ahead.resting.append((request, sequence))
         elif sequence.num_output_tokens + 1 < request.max_tokens:
-            _advance(ahead, request, sequence, len(sequence.token_ids), cache)
+            _advance(ahead, cache, request, sequence, len(sequence.token_ids))
     for request, sequence in rested:
         if sequence.is_computed:
             ahead.resting.append((request, sequence))  # a beam that waits for the others
         else:
-            _advance(ahead, request, sequence, sequence.num_computed_tokens, cache)
+            _advance(ahead, cache, request, sequence, sequence.num_computed_tokens)
+    for chunk in chunks:
+        _advance(ahead, cache, *chunk)
     return None if ahead.plan.is_empty else ahead
 
 
@@ -49,8 +70,54 @@ def must_see_tokens(request: Request) -> bool:
     )
 
 
+def _chunks(
+    current: PlanBuilder, running: Iterable[Request], ahead: PlanBuilder, seen: set[int], budget: int
+) -> list[Chunk] | None:
+    """Share what decodes leave of the budget among the sequences that have not been `seen`: prompts, most of them.
+
+    None where somebody's branches fork next, or wait for the end of a batch. Beams that have just forked rest.
+    """
+    counts = {each.seq_id: count for each, count in zip(current.planned, current.plan.counts, strict=True)}
+    forked = {sequence.seq_id for sequence in current.forked}
+    counts |= {sequence.seq_id: sequence.num_prompt_tokens for sequence in current.forked}
+    left = list[tuple[int, Request, Sequence, int]]()
+    for request in running:
+        waits_to_fork = request.live[-1].row == NO_ROW
+        for sequence in request.live[:1] if waits_to_fork else request.live:
+            if sequence.status is not SequenceStatus.RUNNING:
+                return None
+            if sequence.seq_id in forked and request.beam is not None:
+                ahead.resting.append((request, sequence))
+            elif sequence.seq_id not in seen:
+                start = sequence.num_computed_tokens + counts.get(sequence.seq_id, 0)
+                num_known = sequence.num_prompt_tokens if waits_to_fork else len(sequence.token_ids)
+                left.append((num_known - start, request, sequence, start))
+    chunks = list[Chunk]()
+    for num_missing, request, sequence, start in sorted(left, key=lambda each: each[0]):
+        if (count := min(num_missing, budget)) <= 0:
+            break
+        is_last = count == num_missing
+        if is_last and request.live[-1].row == NO_ROW:
+            return None
+        chunks.append(Chunk(request, sequence, start, count, is_last))
+        budget -= count
+    return chunks
+
+
+def _num_blocks(chunks: Iterable[Chunk], cache: KVCacheManager) -> int:
+    """Return the most blocks that chunks take: those that they fill, and a copy of the first if that is shared."""
+    size = cache.block_size
+    return sum((chunk.start + chunk.num_tokens) // size - chunk.start // size + 1 for chunk in chunks)
+
+
+def _num_missing(sequence: Sequence) -> int:
+    return len(sequence.token_ids) - sequence.num_computed_tokens
+
+
 def _advance(
-    ahead: PlanBuilder, request: Request, sequence: Sequence, start: int, cache: KVCacheManager
-) -> None:
-    ahead.advance(sequence, 1, cache.append(sequence.seq_id, 1), start)
-    ahead.sample(request, sequence)
+    ahead: PlanBuilder, cache: KVCacheManager, request: Request, sequence: Sequence, start: int, count: int = 1,
+    is_last: bool = True,
+) -> None:  # fmt: skip
+    ahead.advance(sequence, count, cache.append(sequence.seq_id, count, can_be_awaited=False), start)
+    if is_last:
+        ahead.sample(request, sequence)

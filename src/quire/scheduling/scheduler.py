@@ -158,8 +158,9 @@ class Scheduler:
         """Return the step after the one under way, to be recorded after it; None where it cannot be planned yet."""
         if self.cache.has_window or self.entrance.may_admit():
             return None
-        budget = self.config.max_num_batched_tokens
-        self._ahead = plan_ahead(self.planner.step, self.roster.num_seats, budget, self.cache)
+        self._ahead = plan_ahead(
+            self.planner.step, self.running, self.roster.num_seats, self.config.max_num_batched_tokens, self.cache
+        )
         return None if self._ahead is None else self._open(self._ahead)
 
     def _open(self, step: PlanBuilder) -> StepPlan:
@@ -266,11 +267,11 @@ class Scheduler:
         self.cache.check()
         self.roster.check()
         assert self.roster.num_seats <= self.config.max_num_seqs
+        ahead = {} if self._ahead is None else dict(zip(self._ahead.plan.rows, self._ahead.plan.counts, strict=True))
         for request in self.running:
             for sequence in request.live:
                 if sequence.row != NO_ROW:
-                    num_ahead = self._ahead is not None and sequence in self._ahead.planned
-                    num_tokens = self.cache.num_tokens(sequence.seq_id) - num_ahead
+                    num_tokens = self.cache.num_tokens(sequence.seq_id) - ahead.get(sequence.row, 0)
                     assert num_tokens == sequence.num_computed_tokens <= sequence.num_tokens
             waits = [sequence.is_computed for sequence in request.live]
             assert not any(waits) or (request.beam is not None and not all(waits)), "nothing left to compute"
