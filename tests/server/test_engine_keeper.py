@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -18,7 +19,8 @@ from quire.server.engine_keeper import keep_engine
 from quire.server.metrics import Metrics
 from quire.server.options import ServerOptions
 from support.metrics_page import read_metrics
-from support.server import ServerProcess, is_running, running_server, wait_until
+from support.server import ANSWER_LIMIT_S, ServerProcess, is_running, running_server, wait_until
+from support.stopping import stopped
 
 SMALL = ("--num-kv-blocks", "512")
 BODY = {"prompt": "def area(", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -30,39 +32,48 @@ def counters(url: str) -> dict[str, float]:
 
 
 def text_of(server: ServerProcess) -> str:
-    answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
+    answer = server.post("/v1/completions", BODY)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
 
 
 def health(server: ServerProcess) -> int:
-    return httpx.get(f"{server.url}/health").status_code
+    return server.get("/health").status_code
+
+
+def engine_pids(server: ServerProcess) -> list[int]:
+    """Return none while there is no engine."""
+    with suppress(ValueError):
+        return [server.engine_pid()]
+    return []
 
 
 def kill_engine_under_a_stream(server: ServerProcess) -> list[str]:
     """Return what the stream said."""
-    body = BODY | {"max_tokens": 1900, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+    body, pid = BODY | {"max_tokens": 1900, "stream": True}, server.engine_pid()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=ANSWER_LIMIT_S) as response:
         events = (line.removeprefix("data: ") for line in response.iter_lines() if line)
         said = [next(events)]
-        os.kill(server.engine_pid(), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         return said + list(events)
 
 
 def test_new_engine_takes_the_place_of_a_dead_one_as_often_as_granted() -> None:
     with running_server(*SMALL, "--restart-engine", "1") as server:
         expected = text_of(server)
-        pinned = httpx.post(f"{server.url}/v1/prefixes", json={"prompt": [5] * 40}, timeout=60).json()
+        pinned = server.post("/v1/prefixes", {"prompt": [5] * 40}).json()
         before, first_pid = counters(server.url), server.engine_pid()
 
         *_, error, done = kill_engine_under_a_stream(server)
         assert (json.loads(error)["error"]["code"], done) == ("engine_unhealthy", "[DONE]")
-        assert health(server) == 503
-        refused = httpx.post(f"{server.url}/v1/completions", json=BODY)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unhealthy")
-        amid = counters(server.url)
+        wait_until(lambda: bool(engine_pids(server)))
+        with stopped(server.engine_pid()):  # until we have looked, it does not come any further
+            assert health(server) == 503
+            refused = server.post("/v1/completions", BODY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unhealthy")
+            amid = counters(server.url)
 
-        wait_until(lambda: health(server) == 200, 60)
+        wait_until(lambda: health(server) == 200)
         assert server.engine_pid() != first_pid
         assert text_of(server) == expected
         after = counters(server.url)
@@ -72,15 +83,15 @@ def test_new_engine_takes_the_place_of_a_dead_one_as_often_as_granted() -> None:
         assert (before[failures], amid[failures]) == (0, 2)
         name = "vllm:prefix_cache_queries_total"
         assert before[name] < after[name]
-        assert httpx.get(f"{server.url}/v1/prefixes").json()["data"] == []
-        gone = httpx.delete(f"{server.url}/v1/prefixes/{pinned['id']}")
+        assert server.get("/v1/prefixes").json()["data"] == []
+        gone = httpx.delete(f"{server.url}/v1/prefixes/{pinned['id']}", timeout=ANSWER_LIMIT_S)
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "prefix_not_found")
         assert "what was cached or pinned is gone" in server.log
 
         pids = server.child_pids()
         kill_engine_under_a_stream(server)
         assert server.wait() == 1
-        wait_until(lambda: not any(map(is_running, pids)), 5)
+        wait_until(lambda: not any(map(is_running, pids)))
 
 
 def test_server_that_waits_for_an_engine_can_be_stopped() -> None:
@@ -90,7 +101,7 @@ def test_server_that_waits_for_an_engine_can_be_stopped() -> None:
         wait_until(lambda: any(pid not in pids for pid in server.child_pids()))
         pids |= set(server.child_pids())
         assert server.stop() == 1
-        wait_until(lambda: not any(map(is_running, pids)), 5)
+        wait_until(lambda: not any(map(is_running, pids)))
 
 
 class Dead:

@@ -12,11 +12,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.server import ServerProcess, is_running, running_server, wait_until
+from support.engine_process import open_files
+from support.server import ANSWER_LIMIT_S, ENTRY, ServerProcess, is_running, running_server, wait_until
+from support.stopping import stopped
 
 pytestmark = pytest.mark.usefixtures("demo_model")
 
 SMALL = ("--num-kv-blocks", "512")
+PATIENT = ("--stall-limit", "600", "--shutdown-timeout", "600")
+STAYS_UNHEALTHY = f"from quire.server import lifecycle; lifecycle.UNHEALTHY_S = 600; {ENTRY}"
 LONG = {"prompt": "def ", "max_tokens": 1900, "ignore_eos": True}
 SHORT = {"prompt": "def ", "max_tokens": 3}
 
@@ -25,7 +29,7 @@ SHORT = {"prompt": "def ", "max_tokens": 3}
 def open_stream(server: ServerProcess, **fields: object) -> Iterator[Iterator[str]]:
     """Ask for a stream; yield its events once the first has come."""
     body = LONG | {"stream": True} | fields
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=ANSWER_LIMIT_S) as response:
         assert response.status_code == 200, response.read()
         events = (line.removeprefix("data: ") for line in response.iter_lines() if line)
         assert "choices" in json.loads(next(events))
@@ -47,9 +51,9 @@ def test_server_says_what_it_has_and_ends_when_told() -> None:
         assert {"weights", "KV", "swap", "longest"} <= {row.split()[0] for row in table}
         assert any("512 blocks of 16: 8,192 tokens" in row for row in table)
         for name in ("one", "two"):
-            assert httpx.post(f"{server.url}/v1/completions", json=SHORT | {"model": name}).json()["model"] == name
+            assert server.post("/v1/completions", SHORT | {"model": name}).json()["model"] == name
         pids = [server.pid, *server.child_pids()]
-        with httpx.Client() as idle, socket.create_connection(("127.0.0.1", server.port)) as half:
+        with httpx.Client(timeout=ANSWER_LIMIT_S) as idle, socket.create_connection(("127.0.0.1", server.port)) as half:
             assert idle.get(f"{server.url}/health").status_code == 200
             half.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Le")
             assert server.stop() == 0
@@ -60,14 +64,16 @@ def test_server_says_what_it_has_and_ends_when_told() -> None:
 
 
 def test_open_requests_end_before_a_server_that_drains() -> None:
-    with running_server(*SMALL) as server:
-        with open_stream(server), open_stream(server, max_tokens=100) as events:  # the first keeps the server
-            server.signal(signal.SIGTERM)
-            wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
-            refused = httpx.post(f"{server.url}/v1/completions", json=SHORT)
-            assert code_of(refused) == (503, "shutting_down")
-            assert int(refused.headers["Retry-After"]) >= 1
-            assert httpx.get(f"{server.url}/health").status_code == 200
+    with running_server(*SMALL, *PATIENT) as server:
+        engine = server.engine_pid()
+        with open_stream(server) as events:
+            with stopped(engine):  # else all might be over before we have looked
+                server.signal(signal.SIGTERM)
+                wait_until(lambda: server.get("/ready").status_code == 503)
+                refused = server.post("/v1/completions", SHORT)
+                assert code_of(refused) == (503, "shutting_down")
+                assert int(refused.headers["Retry-After"]) >= 1
+                assert server.get("/health").status_code == 200
             *_, finish, done = events
         assert json.loads(finish)["choices"][0]["finish_reason"] == "length"
         assert done == "[DONE]"
@@ -76,8 +82,8 @@ def test_open_requests_end_before_a_server_that_drains() -> None:
 
 def test_requests_that_outlast_the_drain_are_told() -> None:
     with running_server(*SMALL, "--shutdown-timeout", "0.1") as server:
-        pids = server.child_pids()
-        with open_stream(server) as events:
+        pids, engine = server.child_pids(), server.engine_pid()
+        with open_stream(server) as events, stopped(engine):
             server.signal(signal.SIGTERM)
             *_, last, done = events
         assert json.loads(last)["error"]["code"] == "shutting_down"
@@ -87,26 +93,29 @@ def test_requests_that_outlast_the_drain_are_told() -> None:
 
 
 def test_second_signal_ends_everything_at_once() -> None:
-    with running_server(*SMALL) as server:
-        pids = server.child_pids()
-        with open_stream(server):
+    with running_server(*SMALL, *PATIENT) as server:
+        pids, engine = server.child_pids(), server.engine_pid()
+        with open_stream(server), stopped(engine):
             server.signal(signal.SIGINT)
-            wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+            wait_until(lambda: server.get("/ready").status_code == 503)
             server.signal(signal.SIGTERM)
             assert server.wait() == 128 + signal.SIGTERM
         assert_gone(pids)
 
 
-def test_server_ends_with_its_engine() -> None:
-    with running_server(*SMALL) as server:
-        pids = server.child_pids()
+@pytest.mark.parametrize("entry", [ENTRY, STAYS_UNHEALTHY], ids=["by itself", "when told"])
+def test_server_ends_with_its_engine(entry: str) -> None:
+    with running_server(*SMALL, entry=entry) as server:
+        pids, engine = server.child_pids(), server.engine_pid()
         with open_stream(server) as events:
-            os.kill(server.engine_pid(), signal.SIGKILL)
+            os.kill(engine, signal.SIGKILL)
             *_, last, done = events
         assert json.loads(last)["error"]["code"] == "engine_unhealthy"
         assert done == "[DONE]"
-        assert code_of(httpx.get(f"{server.url}/health")) == (503, "engine_unhealthy")
-        assert code_of(httpx.post(f"{server.url}/v1/completions", json=SHORT)) == (503, "engine_unhealthy")
+        if entry == STAYS_UNHEALTHY:
+            assert code_of(server.get("/health")) == (503, "engine_unhealthy")
+            assert code_of(server.post("/v1/completions", SHORT)) == (503, "engine_unhealthy")
+            server.signal(signal.SIGTERM)
         assert server.wait() == 1
         assert "killed by signal 9" in server.log
         assert_gone(pids)
@@ -138,7 +147,7 @@ def test_server_that_loads_can_be_stopped(number: signal.Signals) -> None:
 def test_closed_standard_streams_do_not_disturb() -> None:
     with running_server(*SMALL, command=("sh", "-c", 'exec "$@" <&- 2>&-', "sh")) as server:
         for _ in range(3):
-            response = httpx.post(f"{server.url}/v1/completions", json=SHORT)
+            response = server.post("/v1/completions", SHORT)
             assert response.json()["usage"]["completion_tokens"] == 3
         assert server.stop() == 0
 
@@ -179,11 +188,9 @@ def test_taken_port_is_told_before_anything_is_loaded() -> None:
 
 def test_nothing_but_the_port_listens() -> None:
     with running_server(*SMALL) as server:
-        inodes = set()
+        inodes = set[str]()
         for pid in [server.pid, *server.child_pids()]:
-            for number in Path(f"/proc/{pid}/fd").iterdir():
-                target = os.readlink(number)
-                inodes |= {target[8:-1]} if target.startswith("socket:[") else set()
+            inodes |= {target[8:-1] for target in open_files(pid) if target.startswith("socket:[")}
         listening = [
             fields[1]
             for table in ("tcp", "tcp6")

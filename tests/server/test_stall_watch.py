@@ -1,43 +1,36 @@
 """Health means progress: an engine that stands still with work pending is unwell until it goes on."""
 
-import os
-import signal
 import threading
 from typing import Any
 
 import httpx
 
 from support.server import ServerProcess, running_server, wait_until
+from support.stopping import stopped
 
-LIMIT_S = 30.0
 BODY = {"prompt": "def f(", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
 
 def wait_for_health(server: ServerProcess, status: int) -> dict[str, Any]:
-    url = f"{server.url}/health"
-    wait_until(lambda: httpx.get(url).status_code == status, LIMIT_S)
-    return httpx.get(url).json()  # type: ignore[no-any-return]
+    wait_until(lambda: server.get("/health").status_code == status)
+    return server.get("/health").json()  # type: ignore[no-any-return]
 
 
 def test_engine_that_is_stopped_is_unwell_until_it_goes_on() -> None:
     answers: list[httpx.Response] = []
     with running_server("--stall-limit", "1") as server:
-        ask = lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=LIMIT_S))  # noqa: E731
+        ask = lambda: answers.append(server.post("/v1/completions", BODY))  # noqa: E731
         ask()
-        pid = server.engine_pid()
         asking = threading.Thread(target=ask)
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with stopped(server.engine_pid()):
             wait_for_health(server, 200)  # nothing was asked of it
             asking.start()
             error = wait_for_health(server, 503)["error"]
             assert (error["type"], error["code"]) == ("server_error", "engine_unhealthy")
             assert "stall_limit" in error["message"]
             wait_until(lambda: "made no progress for 1 seconds" in server.log)
-        finally:
-            os.kill(pid, signal.SIGCONT)
         wait_for_health(server, 200)
-        asking.join(LIMIT_S)
+        asking.join()
         first, second = (answer.json()["choices"][0]["text"] for answer in answers)
         assert first == second
         wait_until(lambda: "the engine goes on" in server.log)

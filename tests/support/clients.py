@@ -2,4 +2,4 @@
 
 MODEL = "reciter"     # the name under which the model is served
 KEY = "sesame"        # that clients need
-LIMIT_S = 60.0        # after which a client gives up
+LIMIT_S = 120.0       # after which a client gives up

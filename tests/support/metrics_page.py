@@ -5,14 +5,14 @@ from collections.abc import Mapping
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.clients import KEY
+from support.clients import KEY, LIMIT_S
 from support.server import wait_until
 
 
 def read_metrics(url: str) -> Mapping[str, float]:
     """Return the samples of the page by name and labels, as in `quire:kv_blocks{state="used"}`; model_name left out."""
     samples = {}
-    page = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+    page = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=LIMIT_S).text
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items() if key != "model_name")
@@ -27,6 +27,6 @@ def is_idle(url: str) -> bool:
     return all(samples[name] == 0 for name in names)
 
 
-def wait_until_idle(url: str, timeout_s: float = 10.0) -> None:
+def wait_until_idle(url: str) -> None:
     """Wait until all requests are gone."""
-    wait_until(lambda: is_idle(url), timeout_s)
+    wait_until(lambda: is_idle(url))

@@ -1,7 +1,7 @@
 """A real server in a process of its own, as `quire serve` starts it, on a port of the system's choice.
 
     with running_server("--max-num-seqs", "4") as server:
-        httpx.get(server.url + "/health")
+        server.get("/health")
 """
 
 import os
@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import httpx
 
 SOURCES = Path(__file__).parents[2] / "src"
 ENTRY = "from quire.cli.main import main; main()"
-START_LIMIT_S = 120.0
+START_LIMIT_S = ANSWER_LIMIT_S = 120.0  # against hangs: no machine is that slow
 END_LIMIT_S = 60.0
 READY_LINE = re.compile(r"^Quire is serving (?P<name>.+) on (?P<url>http://\S+)$", re.MULTILINE)
 
@@ -56,6 +58,14 @@ class ServerProcess:
         """Everything on stderr so far."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
+
+    def get(self, path: str) -> httpx.Response:
+        """Ask, with patience."""
+        return httpx.get(self.url + path, timeout=ANSWER_LIMIT_S)
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """Ask with a body, and with patience."""
+        return httpx.post(self.url + path, json=body, timeout=ANSWER_LIMIT_S)
 
     def child_pids(self) -> list[int]:
         """The processes that the server has started and that are alive."""
@@ -132,7 +142,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Wait for a condition; fail when it does not come."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
