@@ -5,6 +5,7 @@ import random
 import pytest
 
 from quire.core.beam_search_params import BeamSearchParams
+from quire.core.config import PreemptionMode
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
@@ -115,6 +116,24 @@ def test_chunks_of_a_prompt_are_one_step_ahead_like_decodes() -> None:
         assert executor.num_in_flight == harness.scheduler.has_requests
     counts = [plan.counts for plan in executor.plans]
     assert counts == [[3, 13], [1, 15], [1, 15], [1, 7], [1, 1], [1, 1], *[[1]] * 3]
+    for request in requests:
+        harness.assert_right(request)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_who_waits_for_blocks_holds_up_nobody(mode: PreemptionMode) -> None:
+    """Blocks are free, but too few for who is next, be he new or preempted: those that run are one step ahead."""
+    harness = Harness(num_blocks=14, num_swap_blocks=14, mode=mode)
+    executor = Overlapping(harness.executor)
+    engine = Engine(harness.scheduler, executor, overlaps=True)
+    requests = [harness.add(15, max_tokens=24, ignore_eos=True) for _ in range(3)]
+    in_flight = list[int]()
+    while harness.scheduler.has_requests:
+        step(engine, harness)
+        if harness.scheduler.swapped or harness.scheduler.waiting:
+            in_flight.append(executor.num_in_flight)
+    assert any(request.num_preemptions for request in requests)
+    assert sum(in_flight) > 0.7 * len(in_flight), "more than to come in and to give way"
     for request in requests:
         harness.assert_right(request)
 

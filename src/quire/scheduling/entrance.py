@@ -45,6 +45,19 @@ class Entrance:
         request = self._roster.next_to_enter()
         return request is not None and self.shortage(request) is None
 
+    def has_room_for_next(self) -> bool:
+        """Whether who is to be let in next has room by a close look, promises apart: they may have been kept by now.
+
+        Also while the prefix that he begins with is being computed.
+        """
+        request = self._roster.next_to_enter()
+        if request is None or self.shortage(request) is not None:
+            return False
+        if request in self._roster.swapped:
+            return self.num_spare_blocks_on_return(request) + self._num_promised >= 0
+        match = self.match(request)
+        return match.is_pending or self.num_spare_blocks(request, match) + self._num_promised >= 0
+
     def shortage(self, request: Request) -> WaitReason | None:
         """Return what there is too little of at a quick look: rows for its branches, or a block for each sequence."""
         num_seats = self._roster.num_seats + self._num_kept + len(request.live)

@@ -2,7 +2,7 @@
 
 What the running step samples is not known yet, but where it will stand is: the next plan computes it as the row's next
 token, and whoever runs the plan takes it from there. Prompts go on with their next chunks. This is done only where
-nothing else can depend on the tokens: nobody who waits could be let in, nobody forks, and there are free blocks for all
+nothing else can depend on the tokens: nobody who waits has room, nobody forks, and there are free blocks for all
 that is computed. In all other cases the next step is planned when the tokens are known. A sequence that ends by a token
 of the running step is computed once more, for nothing. Who needs to see the tokens before the next draw sits out one
 step: beams, penalties, bad words, logprobs.

@@ -156,7 +156,7 @@ class Scheduler:
 
     def plan_ahead(self) -> StepPlan | None:
         """Return the step after the one under way, to be recorded after it; None where it cannot be planned yet."""
-        if self.cache.has_window or self.entrance.may_admit():
+        if self.cache.has_window or self.entrance.has_room_for_next():
             return None
         self._ahead = plan_ahead(
             self.planner.step, self.running, self.roster.num_seats, self.config.max_num_batched_tokens, self.cache
