@@ -1,11 +1,19 @@
 """The step loop over the real scheduler, when the executor fails."""
 
 import random
+import traceback
+from contextlib import suppress
+from itertools import count
 
 import pytest
 
+from quire.cache.buddy_pool import BuddyPool
+from quire.cache.manager import KVCacheManager
+from quire.core.beam_search_params import BeamSearchParams
+from quire.core.config import MemoryPolicy
 from quire.core.plan import StepResult
 from quire.engine.engine import Engine
+from quire.scheduling import scheduler
 from support.fake_executor import FakeExecutor
 from support.scheduling import Harness
 
@@ -52,6 +60,88 @@ def test_failed_steps_change_no_tokens_and_lose_no_blocks(seed: int, caching: bo
     assert harness.cache.num_free_blocks == harness.num_blocks
     for request in harness.requests.values():
         harness.assert_right(request)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(("owner", "name"), [(scheduler, "outcome"), (KVCacheManager, "free")])
+@pytest.mark.parametrize("seed", range(4))
+def test_step_that_fails_while_it_is_recorded_loses_no_token(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, kind: type[BaseException], seed: int
+) -> None:
+    rng = random.Random(seed)
+    inner, failures = getattr(owner, name), list[None]()
+
+    def fail_at_times(*arguments: object, **options: object) -> object:
+        if rng.random() < 0.3 and "update" in {frame.name for frame in traceback.extract_stack()}:
+            failures.append(None)
+            raise kind("here")
+        return inner(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, fail_at_times)
+    harness = Harness(num_blocks=40, block_size=4, budget=16)
+    engine = Engine(harness.scheduler, harness.executor)
+    for num_tokens in range(1, 9):
+        harness.add(num_tokens, n=1 + num_tokens % 2, max_tokens=num_tokens, ignore_eos=True)
+    while harness.scheduler.has_requests:
+        deltas = []
+        with suppress(kind):
+            deltas = engine.step()
+        harness.scheduler.check()
+        for delta in deltas:
+            harness.take(delta)
+    assert failures
+    assert harness.cache.num_free_blocks == harness.num_blocks
+    for request in harness.requests.values():
+        harness.assert_right(request)
+
+
+@pytest.mark.parametrize("policy", ["paged", "contiguous-oracle"])
+@pytest.mark.parametrize("point", ["free", "fork", "block_ids"])
+@pytest.mark.parametrize("nth", range(1, 9, 2))
+def test_search_that_cannot_go_on_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, policy: MemoryPolicy, point: str, nth: int
+) -> None:
+    assert_one_fails_alone(monkeypatch, policy, (KVCacheManager, point), within="advance", nth=nth)
+
+
+@pytest.mark.parametrize("nth", range(1, 9))
+def test_sequence_that_gets_no_chunk_fails_alone(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+    """Neither one that begins nor one that forks is left with a row and no blocks."""
+    assert_one_fails_alone(monkeypatch, "contiguous-oracle", (BuddyPool, "allocate"), within="schedule", nth=nth)
+
+
+def assert_one_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, policy: MemoryPolicy, point: tuple[type, str], within: str, nth: int
+) -> None:
+    """Let the nth call of a method within another one fail: just one request may, the others are answered."""
+    hits, inner = count(1), getattr(*point)
+
+    def fail(*arguments: object) -> object:
+        if within in {frame.name for frame in traceback.extract_stack()} and next(hits) == nth:
+            raise RuntimeError("here")
+        return inner(*arguments)
+
+    harness = Harness(num_blocks=60, block_size=4, budget=16, policy=policy)
+    engine = Engine(harness.scheduler, harness.executor)
+    for prompt in ([1, 2, 3], [4, 5, 6]):
+        harness.add_beams(prompt, BeamSearchParams(beam_width=3, max_tokens=8))
+        harness.add(prompt, n=2, max_tokens=9, ignore_eos=True)
+    monkeypatch.setattr(*point, fail)
+    failed = list[int]()
+    while harness.scheduler.has_requests:
+        try:
+            deltas = engine.step()
+        except RuntimeError:
+            deltas = engine.fail_step("a fault")
+            failed += [delta.request_id for delta in deltas if delta.error]
+        for delta in deltas:
+            if delta.error is None:
+                harness.take(delta)
+    assert len(failed) == 1
+    assert within == "schedule" or harness.requests[failed[0]].beam is not None
+    assert harness.cache.num_free_blocks == harness.num_blocks
+    for request in harness.requests.values():
+        harness.assert_right(request, whole=request.request_id not in failed)
 
 
 def test_admission_tells_what_was_found_at_first() -> None:

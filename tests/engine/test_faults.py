@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.cache.block_pool import BlockPool
+from quire.cache.manager import KVCacheManager
 from quire.core.errors import EngineError, RequestFailedError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import SequenceDelta
@@ -34,6 +35,7 @@ from quire.kernels.sampling import SamplingOps
 from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.scheduling import scheduler
 from support.answers import Answer, answers_of
 from support.random_model import write_random_model
 
@@ -206,6 +208,9 @@ def always(*_: object) -> bool:
 
 POINTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "allocate": (BlockPool, "allocate", always),
+    "end of a step": (KVCacheManager, "end_step", always),
+    "record": (scheduler, "outcome", always),
+    "free": (KVCacheManager, "free", always),
     "forward": (Decoder, "forward", always),
     "swap out": (Swapper, "_move", moves("out")),
     "swap in": (Swapper, "_move", moves("in")),
@@ -216,8 +221,8 @@ POINTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
 
 # Who fails with a hit, of those that ran: at least one, exactly one, or nobody, because samples are drawn once more.
 MAY_FAIL: dict[str, Callable[[KeysView[int]], bool]] = {
-    **dict.fromkeys(("forward", "swap out", "swap in"), lambda failed: len(failed) > 0),
-    **dict.fromkeys(("allocate", "detokenize"), lambda failed: len(failed) == 1),
+    **dict.fromkeys(("forward", "swap out", "swap in", "end of a step"), lambda failed: len(failed) > 0),
+    **dict.fromkeys(("allocate", "detokenize", "record", "free"), lambda failed: len(failed) == 1),
     "logits": lambda failed: failed <= {1},             # whose prompt is scored with logits of its own
     "sample": lambda failed: not failed,
 }

@@ -6,6 +6,7 @@ one side, so the engine is declared dead: every open request is told, nothing ha
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -101,11 +102,36 @@ def test_request_that_the_server_cannot_send_fails_alone(monkeypatch: pytest.Mon
             outcomes = await ask(client)
             assert str(outcomes[victim]) == FAULT
             assert outcomes[other] == EXPECTED[other]
-        stream = await add(client, PROMPTS[0], PARAMS)
-        monkeypatch.setattr(client_module, "frame", failing(frame, 1))
-        with pytest.raises(RuntimeError, match=FAULT):
-            stream.abort()  # it runs to its end, for nobody
+        monkeypatch.setattr(client_module, "frame", frame)
         assert await ask(client) == EXPECTED
+        await client.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("lost", ["abort", "unpin", "question"])
+def test_command_that_the_server_cannot_send_is_the_engines_end(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    """Else a request would run on for nobody, or a prefix be kept for ever."""
+
+    async def run() -> None:
+        child = spawn_scripted()
+        client = await EngineClient.connect(child, EngineOptions(), Recorder())
+        victim, other = [await add(client, prompt, replace(PARAMS, max_tokens=10**5)) for prompt in PROMPTS]
+        monkeypatch.setattr(client_module, "frame", failing(client_module.frame, 1))
+        if lost == "abort":
+            victim.abort()
+        elif lost == "unpin":
+            client.unpin(-1)
+        else:
+            with pytest.raises(EngineDeadError, match=FAULT):
+                await client.block_map(0, 1, TIMEOUT_S)
+        with pytest.raises(EngineDeadError, match=FAULT):
+            await read(other)
+        victim.abort()
+        async with asyncio.timeout(TIMEOUT_S):
+            await client.death()
+        await until(lambda: child.process.returncode is not None)
+        assert holds_nothing(client)
         await client.close()
 
     asyncio.run(run())

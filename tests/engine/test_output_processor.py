@@ -495,6 +495,22 @@ def test_module_loads_no_torch() -> None:
     subprocess.run([sys.executable, "-c", check], check=True, env={"PYTHONPATH": str(source)}, timeout=60)
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_request_fails_whichever_of_its_branches_has_ended(tokenizer: Tokenizer, index: int) -> None:
+    processor = start(tokenizer, n=2)
+    processor.process([SequenceDelta(7, index, [5], finish_reason="length"), SequenceDelta(7, 1 - index, [5])], 1.0)
+    step = processor.process([SequenceDelta(7, 0, [], error="no device")], 2.0)
+    assert [(request_id, str(error)) for request_id, error in step.failed] == [(7, "no device")]
+    assert len(processor) == 0
+
+
+def test_request_that_has_ended_cannot_fail(tokenizer: Tokenizer) -> None:
+    processor = start(tokenizer)
+    ended, error = SequenceDelta(7, 0, [5], finish_reason="length"), SequenceDelta(7, 0, [], error="no device")
+    step = processor.process([ended, error], 1.0)
+    assert (step.ready, list(step.failed)) == ([7], [])
+
+
 def test_fault_in_one_request_takes_nothing_from_the_others(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,11 +48,7 @@ def step(engine: Engine, harness: Harness) -> None:
         deltas = []
     harness.check()
     for delta in deltas:
-        harness.outputs.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
-        if delta.finish_reason is not None:
-            harness.reasons[delta.request_id, delta.index] = delta.finish_reason
-        if delta.cumulative_logprob is not None:
-            harness.logprobs[delta.request_id, delta.index] = delta.cumulative_logprob
+        harness.take(delta)
 
 
 def add_some(harness: Harness, rng: random.Random) -> None:
@@ -197,3 +193,18 @@ def test_newcomers_are_let_in_as_soon_as_what_is_in_flight_is_over() -> None:
     step(engine, harness)
     step(engine, harness)
     assert [each.request_id for each in engine.admissions] == [late.request_id]
+
+
+def test_step_in_flight_for_who_has_ended_hides_nothing_of_the_one_before_it() -> None:
+    """Above all not that somebody was let in."""
+    harness = Harness(num_blocks=60)
+    executor = Overlapping(harness.executor)
+    engine = Engine(harness.scheduler, executor, overlaps=True)
+    request = harness.add(5, max_tokens=20)
+    first, *_ = harness.expected(request)[0]
+    request.stop_token_ids = frozenset({first})
+    deltas = engine.step()
+    assert executor.most_in_flight == 2
+    assert [delta.token_ids for delta in deltas] == [[first]]
+    assert [each.request_id for each in engine.admissions] == [0]
+    assert not harness.scheduler.has_requests

@@ -172,7 +172,7 @@ def test_beams_are_not_forked_before_all_is_computed() -> None:
     for sequence in request.live:
         answer = candidates(harness.executor.next_logprobs(sequence.token_ids), 2)
         harness.scheduler._beams.answer(request, sequence, answer)
-    assert harness.scheduler._beams.advance() == []
+    assert harness.scheduler._beams.advance(request) == []
     assert [sequence.token_ids for sequence in request.live] == known
     harness.run()
     harness.assert_right(request)

@@ -148,14 +148,18 @@ class Harness:
         self.num_steps += 1
         self.check()
         for delta in deltas:
-            key = delta.request_id, delta.index
-            assert key not in self.reasons, "a delta after the last"
-            self.outputs.setdefault(key, []).extend(delta.token_ids)
-            if delta.finish_reason is not None:
-                self.reasons[key] = delta.finish_reason
-            if delta.cumulative_logprob is not None:
-                self.logprobs[key] = delta.cumulative_logprob
+            self.take(delta)
         return deltas
+
+    def take(self, delta: SequenceDelta) -> None:
+        """Take down what a step has given."""
+        key = delta.request_id, delta.index
+        assert key not in self.reasons, "a delta after the last"
+        self.outputs.setdefault(key, []).extend(delta.token_ids)
+        if delta.finish_reason is not None:
+            self.reasons[key] = delta.finish_reason
+        if delta.cumulative_logprob is not None:
+            self.logprobs[key] = delta.cumulative_logprob
 
     def fail(self, plan: StepPlan) -> list[int]:
         """Let a step that has been planned end in garbage. Return whom it concerned."""

@@ -70,6 +70,10 @@ class KVCacheManager:
 
     # --- sequences ------------------------------------------------------------------------------------------------
 
+    def __contains__(self, seq_id: int) -> bool:
+        """Whether a sequence has a block table, in the cache or in the swap space."""
+        return seq_id in self._tables or (self._swap is not None and seq_id in self._swap)
+
     def match(self, token_ids: Sequence[int], stop: int, scope: Scope = None) -> PrefixMatch:
         """Return what is cached of token_ids[:stop] in a scope. Take it before the next call that changes anything."""
         return self._prefixes.match(token_ids, stop, scope)
@@ -383,7 +387,7 @@ class KVCacheManager:
         return BlockCopy(source, update.blocks[0])
 
     def _refuse_taken(self, seq_id: int) -> None:
-        if seq_id in self._tables or (self._swap is not None and seq_id in self._swap):
+        if seq_id in self:
             raise ValueError(f"sequence {seq_id} already has a block table")
 
     def _holders(self) -> Mapping[int, BlockTable]:

@@ -135,7 +135,7 @@ class EngineClient:
         if self._has_rest:
             self._last_progress_s = time.monotonic()
         self._queued.add(request_id)
-        self._send(message)
+        self._write(message)
         try:
             await self._writer.drain()
         except ConnectionError:
@@ -153,7 +153,7 @@ class EngineClient:
 
     def unpin(self, request_id: int) -> None:
         """Let go of what a request has pinned, or end it."""
-        self._send(frame(wire.Abort(request_id)))
+        self._send(wire.Abort(request_id))
 
     async def unpin_prefix(self, prefix_id: str, key_number: int = 0) -> None:
         """Let a key's pinned prefix go; its blocks are given up on return. UnknownPrefixError if it has no such one."""
@@ -183,7 +183,7 @@ class EngineClient:
         self._forget(request_id)
         if ended is None:
             return
-        self._send(frame(wire.Abort(request_id)))
+        self._send(wire.Abort(request_id))
         self._observer.aborted(ended)
 
     def _forget(self, request_id: int) -> None:
@@ -208,7 +208,7 @@ class EngineClient:
         """Send a command, and wait until `_tell` is called for it."""
         told = self._asked[command] = asyncio.get_running_loop().create_future()
         try:
-            self._send(frame(command))
+            self._send(command)
             return await told
         finally:
             del self._asked[command]
@@ -252,7 +252,16 @@ class EngineClient:
         if self._death.done():
             raise EngineDeadError(self._death.result())
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, command: Command) -> None:
+        """Send a command about what the engine knows. One that is lost is its end: somebody would run for nobody."""
+        try:
+            self._write(frame(command))
+        except Exception as error:
+            log.exception("a command could not be sent")
+            self._die(f"a command could not be sent: {error}")
+            self._writer.transport.abort()                # the listener ends the rest
+
+    def _write(self, message: bytes) -> None:
         if not self._writer.is_closing():
             self._writer.write(message)
 
@@ -297,10 +306,10 @@ class EngineClient:
         self._outputs.note_scheduled(step.preempted, step.admissions, step.started_s)
         processed = self._outputs.process(step.deltas, time.monotonic())
         for request_id, index in processed.finish:
-            self._send(frame(wire.Finish(request_id, index)))
+            self._send(wire.Finish(request_id, index))
         for request_id, error in processed.failed:
             log.error("request %d has failed", request_id, exc_info=error)
-            self._send(frame(wire.Abort(request_id)))
+            self._send(wire.Abort(request_id))
             told = RequestFailedError(f"the request's output could not be made: {error}")
             self._fail(request_id, error if isinstance(error, EngineError) else told)
         for request_id in processed.ready:

@@ -39,13 +39,14 @@ class Engine:
     def step(self) -> list[SequenceDelta]:
         """Run one iteration: choose tokens, compute them, record them.
 
-        A step that fails, or is interrupted, leaves every request as it was before, to be computed again.
+        A step that fails, or is interrupted, leaves every request to be computed again from the tokens that it has;
+        what had been recorded comes with the next step.
         """
         self.num_computed_tokens = 0
         try:
             plan = self.scheduler.schedule()
             if plan.is_empty:
-                return []
+                return self.scheduler.take_deltas()
             if not self._in_flight:
                 self._submit(plan)
             if self._overlaps and (ahead := self.scheduler.plan_ahead()) is not None:
@@ -70,19 +71,20 @@ class Engine:
         return self._executor.collect()
 
     def _discard(self) -> None:
-        """Let go of what has been submitted behind a step that has failed."""
+        """Let go of what has been submitted, and nobody wants any more."""
         while self._in_flight:
             with suppress(Exception):
                 self._collect()
 
     def fail_step(self, reason: str) -> list[SequenceDelta]:
-        """End the requests that answer for the step that has just failed; the others go on.
+        """End the requests that answer for the step that has just failed; the others go on, and get what was recorded.
 
         AssertionError if the failure has left anything behind.
         """
         failed = [request_id for request_id in self._concerned if self.abort(request_id)]
         self.scheduler.check()
-        return [SequenceDelta(request_id, 0, [], error=reason) for request_id in failed]
+        errors = [SequenceDelta(request_id, 0, [], error=reason) for request_id in failed]
+        return self.scheduler.take_deltas() + errors
 
     @property
     def admissions(self) -> list[Admission]:

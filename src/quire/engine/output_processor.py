@@ -122,8 +122,10 @@ class OutputProcessor:
         num_output_tokens, failed = 0, list[tuple[int, Exception]]()
         for delta in deltas:
             request = self._requests.get(delta.request_id)
-            if request is None or request.branches[delta.index].finish_reason is not None:
+            if request is None or not request.num_unfinished:
                 continue
+            if delta.error is None and request.branches[delta.index].finish_reason is not None:
+                continue                            # but an error is one of the whole request
             try:
                 num_output_tokens += _extend(request, delta, now_s, step)
             except Exception as error:

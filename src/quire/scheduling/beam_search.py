@@ -150,22 +150,25 @@ class BeamSearches:
         self._searches[request.request_id].answer(sequence.index, candidates)
         self._answered[request.request_id] = request
 
-    def advance(self) -> list[tuple[Request, list[SequenceDelta]]]:
-        """Let every search go on whose beams have all answered; return those that are over, with their answers.
-
-        One that was preempted when some had answered waits until all is computed again.
-        """
+    def take_answered(self) -> list[Request]:
+        """Return, once, whose sequences have answered in this step."""
         answered, self._answered = self._answered, {}
-        over = []
-        for request in answered.values():
-            search = self._searches[request.request_id]
-            if search.has_all_answers and all(branch.is_computed for branch in request.live):
-                survivors = search.advance(request.live)
-                if survivors:
-                    self._fork(request, search.place(survivors))
-                else:
-                    over.append((request, _deltas(request, search)))
-        return over
+        return list(answered.values())
+
+    def advance(self, request: Request) -> list[SequenceDelta]:
+        """Let a search go on if its beams have all answered; return its answers if it is over.
+
+        One that was preempted when some had answered waits until all is computed again. One that fails in here is over
+        without an answer.
+        """
+        search = self._searches[request.request_id]
+        if not search.has_all_answers or not all(branch.is_computed for branch in request.live):
+            return []
+        survivors = search.advance(request.live)
+        if not survivors:
+            return _deltas(request, search)
+        self._fork(request, search.place(survivors))
+        return []
 
     def _fork(self, request: Request, placed: list[tuple[int, Continuation]]) -> None:
         """Give the survivors their tokens and tables. Losers leave first; who grows, grows in a later step."""

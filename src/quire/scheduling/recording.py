@@ -1,18 +1,17 @@
-"""What becomes of a sampled token: it is appended, and told, and may be the last. Stop strings are text and end at the
+"""What becomes of a sampled token: it is told, and may be the last. Stop strings are text and end at the
 output processor instead."""
 
 from quire.core.outputs import SequenceDelta, TokenLogprobs
 from quire.core.sequence import Request, Sequence
 
 
-def record(request: Request, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> SequenceDelta:
-    """Append a token to a sequence and return what there is to tell; `finish_reason` is set if that was its last.
+def outcome(request: Request, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> SequenceDelta:
+    """Return what there is to tell of a sequence's next token; `finish_reason` is set if it is the last.
 
     An end-of-sequence token of the model ends it with no stop_reason, one of the request's own stop tokens with its id;
     neither counts before params.min_tokens. The token itself stays in the output.
     """
-    sequence.token_ids.append(token)
-    num_output_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
+    num_output_tokens = len(sequence.token_ids) + 1 - sequence.num_prompt_tokens
     delta = SequenceDelta(request.request_id, sequence.index, [token])
     if logprobs is not None:
         delta.logprobs = [logprobs]

@@ -108,8 +108,8 @@ class Roster:
             self.num_seats -= len(request.live)
 
     def _take_back(self, sequence: Sequence) -> None:
-        """Free the row and the blocks of a sequence, if it has any."""
-        if sequence.row != NO_ROW or sequence.status is SequenceStatus.SWAPPED:
+        """Free the row and the blocks of a sequence; where a step has failed, it may have the one without the other."""
+        if sequence.seq_id in self._cache:
             self._cache.free(sequence.seq_id, sequence.num_computed_tokens)
         if sequence.row != NO_ROW:
             self._free_row(sequence)

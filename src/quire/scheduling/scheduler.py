@@ -28,7 +28,7 @@ from quire.scheduling.pinning import check_pinnable, check_pinned, num_pinned_bl
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.planner import Planner
 from quire.scheduling.policies import ByPriority
-from quire.scheduling.recording import record
+from quire.scheduling.recording import outcome
 from quire.scheduling.recovery import RecoveryPolicy
 from quire.scheduling.reservation import ReservingEntrance
 from quire.scheduling.roster import Roster
@@ -56,13 +56,14 @@ class Scheduler:
         self._ahead: PlanBuilder | None = None      # the step after the one under way, if it has been planned already
         self._beams = BeamSearches(cache)
         self._seq_ids = count()
+        self._deltas: list[SequenceDelta] = []      # recorded, and not told: an update that fails has told nothing
 
     # --- requests come and go -----------------------------------------------------------------------------------
 
     @property
     def has_requests(self) -> bool:
-        """Whether anything waits, runs or is swapped out."""
-        return bool(self.roster.requests)
+        """Whether anything waits, runs or is swapped out, or is still to be told."""
+        return bool(self.roster.requests or self._deltas)
 
     @property
     def admitted(self) -> list[Request]:
@@ -151,7 +152,7 @@ class Scheduler:
         plan = self._open(step)
         self._admit(self.planner.plan_running(self.config.max_num_batched_tokens))
         step.at = None
-        assert not plan.is_empty or not self.has_requests, "requests are here, but none of them can run"
+        assert not plan.is_empty or not self.roster.requests, "requests are here, but none of them can run"
         return plan
 
     def plan_ahead(self) -> StepPlan | None:
@@ -177,51 +178,69 @@ class Scheduler:
     # --- the result -----------------------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
-        """Record a step: append its tokens, end what has reached its end, free what that held."""
+        """Record a step: append its tokens, end what has reached its end, free what that held.
+
+        If that fails, `take_deltas` has what had been recorded before, and so has the next update.
+        """
         step = self.planner.step
         assert plan is step.plan, "a result for another plan"
+        if result.failures:
+            self._fail(result.failures)
         for sequence, num_tokens in zip(step.planned, plan.counts, strict=True):
             sequence.num_computed_tokens += num_tokens
         for sequence in step.forked:
             sequence.num_computed_tokens = sequence.num_prompt_tokens
-        deltas = self._fail(result.failures) if result.failures else []
         self.cache.end_step()
         self.recovery.note_step(result)
         for chunk in result.prompt_logprobs:
             self._take_prompt_logprobs(chunk)
-        logprobs = result.logprobs or repeat(None, len(result.token_ids))
-        for (request, sequence), token, candidates in zip(step.sampled, result.token_ids, logprobs, strict=True):
-            if sequence.status is not SequenceStatus.RUNNING:
-                continue                                                # has failed, was aborted meanwhile, or padding
-            if request.beam is not None:
-                self._beams.answer(request, sequence, candidates)
-                continue
-            delta = record(request, sequence, token, candidates)
-            if delta.finish_reason is not None:
-                if request.is_pin:
-                    self.cache.pin(request.request_id, sequence.seq_id)  # without the token, which nobody wants
-                self._complete(request, sequence)
-            deltas.append(delta)
-        for request, answers in self._beams.advance():
-            self._end_all(request)
-            deltas += answers
+        self._record(step, result)
+        return self.take_deltas()
+
+    def take_deltas(self) -> list[SequenceDelta]:
+        """Return, once, what has been recorded."""
+        deltas, self._deltas = self._deltas, []
         return deltas
+
+    def _record(self, step: PlanBuilder, result: StepResult) -> None:
+        """Give each sequence its token, each search its answers. For a failure whoever's turn it is answers alone."""
+        logprobs = result.logprobs or repeat(None, len(result.token_ids))
+        request: Request | None = None
+        try:
+            for (request, sequence), token, candidates in zip(step.sampled, result.token_ids, logprobs, strict=True):
+                if sequence.status is not SequenceStatus.RUNNING:
+                    continue                                            # has failed, was aborted meanwhile, or padding
+                if request.beam is not None:
+                    self._beams.answer(request, sequence, candidates)
+                    continue
+                delta = outcome(request, sequence, token, candidates)
+                if delta.finish_reason is not None:
+                    if request.is_pin:
+                        self.cache.pin(request.request_id, sequence.seq_id)  # without the token, which nobody wants
+                    self._complete(request, sequence)
+                sequence.token_ids.append(token)
+                self._deltas.append(delta)
+            for request in self._beams.take_answered():
+                if answers := self._beams.advance(request):
+                    self._end_all(request)
+                    self._deltas += answers
+        except BaseException:
+            step.at = request
+            raise
 
     def _complete(self, request: Request, sequence: Sequence) -> None:
         """Let go of a sequence that has reached its end by itself."""
         self._end(request, sequence)
 
-    def _fail(self, failures: Mapping[int, str]) -> list[SequenceDelta]:
+    def _fail(self, failures: Mapping[int, str]) -> None:
         """End the requests that own these rows, for the reasons given. Nobody shall find what they have computed."""
-        deltas = []
         for request in [r for r in self.running if any(sequence.row in failures for sequence in r.live)]:
             index, why = next((s.index, failures[s.row]) for s in request.live if s.row in failures)
             for sequence in list(request.live):
                 self.cache.distrust(sequence.seq_id)
                 sequence.num_computed_tokens = 0
                 self._end(request, sequence)
-            deltas.append(SequenceDelta(request.request_id, index, [], error=why))
-        return deltas
+            self._deltas.append(SequenceDelta(request.request_id, index, [], error=why))
 
     def _take_prompt_logprobs(self, chunk: PromptLogprobsChunk) -> None:
         """Keep the logprobs of prompt positions that were not known yet: a recomputed prompt brings them again."""
@@ -236,8 +255,8 @@ class Scheduler:
 
         Nobody knows how far the step came, so nothing that it wrote is trusted, in the swap space either. What was
         swapped out before, and did not come back in this step, is as it was; who had no part in the step runs on.
-        Returns the ids of those who answer for it: all whom it concerned, or, where the plan could not even be made,
-        the one whose turn it was.
+        Returns the ids of those who answer for it: all whom it concerned, or, where it failed while the plan was made
+        or tokens were recorded, the one whose turn it was.
         """
         steps = [self.planner.step] if self._ahead is None else [self.planner.step, self._ahead]
         at, self._ahead = self.planner.step.at, None

@@ -39,8 +39,8 @@ class StaticScheduler(Scheduler):
         padded = [(*each, token) for each, token in sampled if each[1].status is SequenceStatus.PADDING]
         deltas = super().update(plan, result)
         for request, sequence, token in padded:
-            sequence.token_ids.append(token)
             self._complete(request, sequence)
+            sequence.token_ids.append(token)
         if all(each.status is SequenceStatus.PADDING for request in self.running for each in request.live):
             for request in self.running.copy():
                 super().abort(request.request_id)
@@ -63,9 +63,9 @@ class StaticScheduler(Scheduler):
             super()._admit(budget)
 
     def _complete(self, request: Request, sequence: Sequence) -> None:
-        """Make a sequence padding, or end it where the model can compute no more."""
+        """Make a sequence padding, or end it where it is given the last token of the model."""
         sequence.status = SequenceStatus.PADDING
-        if sequence.num_tokens >= self.config.max_model_len:
+        if sequence.num_tokens + 1 >= self.config.max_model_len:
             self._end(request, sequence)
 
 
