@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.triton_compiler import compiled_launches
+from support.triton_compiler import compiled_launches, specialized_launches
 
 pytest.importorskip("triton", reason="Triton is not installed")
 NONE_COLLECTED = 5  # of the exit codes of pytest
@@ -87,3 +87,39 @@ def test_other_kernels_compile_without_spilling(capability: int) -> None:
     assert len(kernels) == 5
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
     assert all(kernel.reads_widely for kernel in kernels), kernels
+
+
+def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> None:
+    """Launch what a step of so many sequences needs, with so many tokens of each."""
+    import numpy as np
+
+    from quire.kernels.back_end import cuda_back_end
+    from quire.kernels.paged_attention import prepare
+    from quire.kernels.token_choice import Draws
+
+    ops, num_tokens, dtype = cuda_back_end(), num_seqs * num_queries, torch.bfloat16
+    x, positions = torch.empty(num_tokens, 512, dtype=dtype), torch.zeros(num_tokens, dtype=torch.int64)
+    query, key, value = torch.empty(num_tokens, 8, 64, dtype=dtype).split([4, 2, 2], dim=1)
+    caches = [torch.empty(2 * num_seqs, 16, 2, 64, dtype=dtype) for _ in range(2)]
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32) * num_queries
+    tables, lens = torch.zeros(num_seqs, num_table_blocks, dtype=torch.int32), starts[1:].clone()
+    ops.norm(x[0], None, 1e-5, False)(x, None)
+    ops.norm(x[0], None, 1e-5, False)(x, x.clone())
+    ops.norm(x[0, :64], None, 1e-5, False)(query)
+    ops.write_kv(query, key, value, positions, torch.empty(9, 64), *caches, positions)
+    ops.paged_attention(query, *caches, prepare(tables, starts, lens, 16), 0.1)
+    ops.linear(torch.empty(64, 512, dtype=dtype), activation="silu_and_mul")(x)
+    ops.copy_blocks(caches, caches, torch.arange(num_seqs), torch.arange(num_seqs) + num_seqs)
+    ones = np.ones(num_seqs, np.float32)
+    ops.sampling.choose_tokens(torch.empty(num_seqs, 301), Draws(ones, ones, ones.astype(np.int32), ones, ones))
+
+
+def test_steps_of_any_size_run_on_the_same_kernels() -> None:
+    """One that is compiled while others wait for their tokens takes seconds."""
+    with specialized_launches() as kernels:
+        launch_a_step(3, 2, 40)
+        first = kernels.copy()
+        for sizes in [(1, 1, 1), (1, 2, 16), (2, 1, 17), (16, 1, 64), (16, 16, 33), (17, 3, 160), (256, 1, 16)]:
+            launch_a_step(*sizes)
+    assert len({name for name, _ in first}) == 8
+    assert kernels == first

@@ -3,14 +3,13 @@
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 WIDE_READ = r"ld\.global[.\w]*\.(v4\.b32|v2\.b64)|cp\.async\.cg\.shared\.global .*, 0x10"
 
@@ -30,63 +29,82 @@ class Compiled:
     reads_widely: bool
 
 
+class NoCard:
+    """Stands in for Triton's driver: the current device is a card of a compute capability that is not here."""
+
+    def __init__(self, capability: int, number: int) -> None:
+        self._capability, self._number = capability, number
+
+    def get_current_device(self) -> int:
+        """Return a number under which Triton keeps this card's kernels."""
+        return self._number
+
+    def get_current_stream(self, device: int) -> int:
+        """Return the default one."""
+        return 0
+
+    def get_current_target(self) -> object:
+        """Return what to compile for."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+
 @contextmanager
 def compiled_launches(capability: int) -> Iterator[list[Compiled]]:
     """Compile every launch of the block for a card of this compute capability, and list the kernels."""
-    from triton.runtime.jit import JITFunction
-
     kernels: list[Compiled] = []
-
-    def run(self: object, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
-        kernels.append(_compile(self, args, kwargs, capability))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JITFunction, "run", run)
-        patch.setattr("quire.kernels.triton.attention.capability", lambda device: capability)
+    with _launching_nothing(capability, capability, lambda kernel: kernels.append(_compiled(kernel, capability))):
         yield kernels
 
 
-def _compile(
-    kernel: Any,  # noqa: ANN401 (Triton's own class, which is not public)
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    capability: int,
-) -> Compiled:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+@contextmanager
+def specialized_launches(capability: int = 90) -> Iterator[set[tuple[str, str]]]:
+    """Compile nothing; collect what would be: names of kernels, each with what Triton makes it anew for."""
+    from triton.runtime.jit import JITFunction
 
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
-    values = dict(zip((param.name for param in kernel.params), args, strict=False)) | kwargs
-    signature, constants, attributes = {}, {}, {}
-    for index, param in enumerate(kernel.params):
-        value = values[param.name]
-        if param.is_constexpr or value is None or (type(value) is int and value == 1):
-            signature[param.name], constants[(index,)] = "constexpr", value
-            continue
-        signature[param.name] = _type(value)
-        if isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx = compiled.asm["ptx"]
+    keys = set[tuple[str, str]]()
+
+    def note(self: Any, key: str, *_: object) -> object:  # noqa: ANN401 (Triton's own class, which is not public)
+        keys.add((self.__name__, key))
+        return self
+
+    with pytest.MonkeyPatch.context() as patch, _launching_nothing(capability, -capability, lambda kernel: None):
+        patch.setattr(JITFunction, "_do_compile", note)
+        yield keys
+
+
+@contextmanager
+def _launching_nothing(capability: int, number: int, use: Callable[[Any], None]) -> Iterator[None]:
+    """Let Triton do for the launches of the block all that it does on a card, up to the launch."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def prepare(self: object, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
+        use(run(self, *args, grid=grid, warmup=True, **kwargs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", NoCard(capability, number))
+        patch.setattr(JITFunction, "run", prepare)
+        patch.setattr("quire.kernels.triton.attention.capability", lambda device: capability)
+        yield
+
+
+def _compiled(kernel: Any, capability: int) -> Compiled:  # noqa: ANN401
+    ptx, metadata = kernel.asm["ptx"], kernel.metadata
     reads_widely = re.search(WIDE_READ, ptx) is not None
-    return Compiled(kernel.__name__, capability, *_resources(ptx), compiled.metadata.shared, reads_widely)
-
-
-def _type(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-        return "*" + (names | {torch.int32: "i32", torch.int64: "i64"})[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
+    return Compiled(metadata.name, capability, *_resources(ptx), metadata.shared, reads_widely)
 
 
 def _resources(ptx: str) -> tuple[int, int]:
     """Return registers per thread, and bytes that are written away because they do not fit into them."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     target = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)[0]
+    name = "ptxas-blackwell" if target.startswith("sm_1") else "ptxas"
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
