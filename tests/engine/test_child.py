@@ -15,7 +15,19 @@ from quire.core.errors import ConfigError
 from quire.engine.child import OUR_SIGNALS, EngineChild
 from quire.engine.client import EngineClient
 from quire.engine.options import EngineOptions
-from support.engine_process import TIMEOUT_S, Recorder, add, connect, is_running, open_files, read, wait_until
+from support.engine_process import (
+    TIMEOUT_S,
+    Recorder,
+    add,
+    connect,
+    is_at_rest,
+    is_running,
+    open_files,
+    read,
+    until,
+    wait_until,
+)
+from support.stopping import stopped
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -102,6 +114,7 @@ def test_engine_holds_one_socket_and_no_file(demo_model: Path) -> None:
         with open(os.devnull, encoding="ascii") as ours:
             os.set_inheritable(ours.fileno(), True)
             client = await connect(EngineOptions(str(demo_model)))
+        await until(lambda: is_at_rest(client))  # nothing is opened any more
         held = open_files(client._child.process.pid)
         await client.close()
         return held
@@ -162,7 +175,7 @@ def test_process_that_cannot_be_started_leaves_no_socket(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(FileNotFoundError):
         EngineChild.spawn(EngineOptions())
-    assert open_files(os.getpid()) == before
+    assert set(open_files(os.getpid())) <= set(before), "what others of this process close meanwhile is theirs"
 
 
 @pytest.mark.parametrize("setting", [{"seed": 2**64}, {"kv_cache_memory": 2**70}, {"model": "caf\udce9"}], ids=str)
@@ -191,5 +204,5 @@ def test_ending_twice_is_fine() -> None:
 def test_engine_that_does_not_end_by_itself_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.child.END_TIMEOUT_S", 0.01)
     child = EngineChild.spawn(EngineOptions())
-    os.kill(child.process.pid, signal.SIGSTOP)
-    assert child.end() == -signal.SIGKILL
+    with stopped(child.process.pid):
+        assert child.end() == -signal.SIGKILL

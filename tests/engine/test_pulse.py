@@ -8,7 +8,7 @@ import pytest
 from quire.engine import pulse
 from quire.engine.pulse import Pulse
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)

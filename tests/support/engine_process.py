@@ -16,7 +16,7 @@ from quire.engine.options import EngineOptions
 from quire.engine.output_processor import EndedRequest, OutputKind, ProcessedStep
 from quire.engine.wire import EngineState, Stepped
 
-TIMEOUT_S = 60.0  # nothing here takes long, but the machine may be busy
+TIMEOUT_S = 120.0 # nothing here takes long, but the machine may be busy
 QUIET_S = 0.3
 
 

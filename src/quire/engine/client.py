@@ -87,13 +87,15 @@ class EngineClient:
 
         ConfigError or ModelError: it cannot run so. EngineDeadError: it died. In each case nothing is left behind.
         """
-        reader, writer = await asyncio.open_unix_connection(sock=child.connection)
+        writer: asyncio.StreamWriter | None = None
         try:
+            reader, writer = await asyncio.open_unix_connection(sock=child.connection)
             located = await _expect(reader, wire.Located)
             tokenizer = await asyncio.to_thread(Tokenizer.from_folder_if_any, Path(located.folder))
             ready = await _expect(reader, wire.Ready)
         except BaseException as error:
-            writer.transport.abort()
+            if writer is not None:
+                writer.transport.abort()
             status = await asyncio.to_thread(child.end)
             if isinstance(error, (EOFError, ConnectionError)):
                 raise EngineDeadError(f"the engine process ended while it loaded ({_told(status)})") from error
