@@ -75,6 +75,18 @@ class Twin:
             return
         self._write(seq_id, self.cache.append(seq_id, num_new), num_new)
 
+    def append_one_to_each(self) -> None:
+        """Append to all where no table changes, at once, then to the others."""
+        seq_ids = sorted(self.sequences)
+        full = self.cache.append_where_room(seq_ids)
+        for seq_id in seq_ids:
+            self._drop_pages(seq_id)
+        for place, seq_id in enumerate(seq_ids):
+            if place in full:
+                self.append(seq_id, 1)
+            else:
+                self._write(seq_id, None, 1)
+
     def refuse_mistakes(self, seq_id: int) -> None:
         unknown = next(self.new_ids)
         for mistake in (
@@ -208,8 +220,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(has_sequences)
     @rule()
     def append_one_to_each(self) -> None:
-        for seq_id in sorted(self.twin.sequences):
-            self.twin.append(seq_id, 1)
+        self.twin.append_one_to_each()
 
     @precondition(lambda self: self.has_sequences() and self.has_room())
     @rule(index=st.integers(0, MAX_SEQUENCES - 1))
@@ -272,9 +283,11 @@ def random_step(twin: Twin, rng: random.Random) -> None:
         twin.create()
         return
     seq_id = rng.choice(list(twin.sequences))
-    verb = rng.choices(("one", "chunk", "fork", "free", "mistakes"), (60, 12, 14, 12, 2))[0]
+    verb = rng.choices(("one", "each", "chunk", "fork", "free", "mistakes"), (40, 20, 12, 14, 12, 2))[0]
     if verb == "one":
         twin.append(seq_id, 1)
+    elif verb == "each":
+        twin.append_one_to_each()
     elif verb == "chunk":
         twin.append(seq_id, rng.randint(0, 20))
     elif verb == "fork" and num_sequences < MAX_SEQUENCES:

@@ -59,6 +59,7 @@ class TestLife:
         begin(manager, 1, 3)
         for verb in (
             lambda: manager.append(5, 1),
+            lambda: manager.append_where_room([1, 5]),
             lambda: manager.free(5),
             lambda: manager.fork(5, 6),
             lambda: manager.block_ids(5),
@@ -89,6 +90,15 @@ class TestLife:
         assert manager.block_ids(2) == manager.block_ids(1) == [0, 1]
         assert manager.append(2, 1) == TableUpdate(1, [2], BlockCopy(1, 2))
         assert manager.append(1, 1) is None
+        manager.check()
+
+    def test_one_token_each_where_no_table_changes(self) -> None:
+        manager = make()
+        for seq_id, num_tokens in enumerate((3, 4, 1, 0)):
+            begin(manager, seq_id, num_tokens)
+        manager.fork(2, 4)
+        assert manager.append_where_room([0, 1, 4, 3]) == [1, 2, 3], "full, shared, empty"
+        assert [manager.num_tokens(seq_id) for seq_id in range(5)] == [4, 4, 1, 0, 1]
         manager.check()
 
     def test_out_of_blocks_changes_nothing(self) -> None:

@@ -143,6 +143,23 @@ def test_recompute_is_one_prefill_of_all_known_tokens() -> None:
     harness.assert_right(victim)
 
 
+def test_decodes_that_give_way_in_the_middle_of_their_step_leave_nothing_in_its_plan() -> None:
+    harness = Harness(num_blocks=8, block_size=4)
+    requests = [harness.add(length, max_tokens=12, ignore_eos=True) for length in (4, 1, 2, 2)]
+    plan = harness.schedule()
+    while not harness.scheduler.preempted:
+        harness.execute(plan)
+        plan = harness.schedule()
+    planned = [sequence for request in harness.scheduler.running for sequence in request.live]
+    assert plan.rows == plan.sample_rows == [sequence.row for sequence in planned]
+    assert plan.starts == [sequence.num_computed_tokens for sequence in planned]
+    assert plan.sample_entries == list(range(len(planned)))
+    harness.execute(plan)
+    harness.run()
+    for request in requests:
+        harness.assert_right(request)
+
+
 def test_first_in_order_is_never_preempted() -> None:
     for seed in range(40):
         rng = random.Random(seed)
@@ -284,7 +301,7 @@ def test_whom_a_failed_step_did_not_reach_runs_on(is_run: bool) -> None:
 
 
 def test_who_was_being_planned_answers_for_a_plan_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = Harness(num_blocks=40, block_size=4)
+    harness = Harness(num_blocks=40, block_size=3)
     requests = [harness.add(3, max_tokens=12, ignore_eos=True) for _ in range(3)]
     harness.step()
     append, victim = harness.cache.append, requests[1].live[0].seq_id
@@ -300,7 +317,7 @@ def test_who_was_being_planned_answers_for_a_plan_that_cannot_be_made(monkeypatc
             harness.schedule()
     assert harness.scheduler.undo() == [1]
     harness.check()
-    assert harness.scheduler.running == requests[2:], "the first had been planned, the last not yet"
+    assert (harness.scheduler.running, harness.scheduler.waiting) == ([], requests), "decodes are planned all at once"
     assert harness.scheduler.abort(1)
     harness.run()
     for request in requests:

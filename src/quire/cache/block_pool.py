@@ -80,9 +80,10 @@ class BlockPool:
         if count > self.num_free_blocks:
             raise OutOfBlocksError(f"need {count} blocks, {self.num_free_blocks} of {self.num_blocks} are free")
         blocks = [self._freed.pop() for _ in range(min(count, len(self._freed)))]
-        first_unused = self._next_unused
-        self._next_unused = min(first_unused + count - len(blocks), self.num_blocks)
-        blocks.extend(range(first_unused, self._next_unused))
+        if len(blocks) < count:
+            first_unused = self._next_unused
+            self._next_unused = min(first_unused + count - len(blocks), self.num_blocks)
+            blocks.extend(range(first_unused, self._next_unused))
         while len(blocks) < count:
             blocks.append(self._freed.pop() if self._freed else self._evict())  # one eviction may free several
         for block in blocks:

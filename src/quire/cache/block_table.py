@@ -8,7 +8,7 @@ A table may begin with full blocks that others have computed. If those hold all 
 token is computed once more, because its logits are wanted, and not written again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
@@ -78,14 +78,27 @@ class BlockTable:
     def append(self, count: int) -> TableUpdate | None:
         """Give slots to `count` more tokens; return what changed in the table, None if no column did.
 
-        Raises OutOfBlocksError, and changes nothing, when the pool lacks blocks. Called once per sequence and step:
-        the common case, a decode into a block of one's own, ends at the first comparison.
+        Raises OutOfBlocksError, and changes nothing, when the pool lacks blocks.
         """
         end = self.num_tokens + count
         if end <= self._writable_end and count > 0:
             self.num_tokens = end
             return None
         return self._grow(count)
+
+    @staticmethod
+    def append_where_room(tables: Iterable["BlockTable"]) -> list[int]:
+        """Give a slot to one more token of each table where no column changes; return the places of the others.
+
+        What `append(1)` does for almost all sequences in almost all steps, without a call for each.
+        """
+        full = []
+        for place, table in enumerate(tables):
+            if table.num_tokens < table._writable_end:
+                table.num_tokens += 1
+            else:
+                full.append(place)
+        return full
 
     def begin(self, blocks: Sequence[int], num_tokens: int) -> None:
         """Begin an empty table with full blocks that are in use or cached.
@@ -216,14 +229,14 @@ class BlockTable:
         fresh = self._pool.allocate(self.num_blocks_to_append(count))
         if count == 0:
             return None
-        first_column, copy = len(self.blocks), None
-        if self._must_copy_last():
+        first_column, copy, end = len(self.blocks), None, self.num_tokens + count
+        if len(fresh) > blocks_for(end, self._block_size) - first_column:   # one of them is for the last block
             first_column -= 1
             copy = BlockCopy(self.blocks.pop(), fresh[0])
             self._copied = self.num_tokens, copy.src
             self._pool.release(copy.src)
         self.blocks += fresh
-        self.num_tokens += count
+        self.num_tokens = end
         self._writable_end = len(self.blocks) * self._block_size
         return self._update(first_column, copy) if fresh or self._first_replaced is not None else None
 

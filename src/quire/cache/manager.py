@@ -122,6 +122,17 @@ class KVCacheManager:
                 self._prefixes.publish(table, table.num_tokens, is_pending=True)    # which a prefill is to fill
         return update
 
+    def append_where_room(self, seq_ids: Iterable[int]) -> list[int]:
+        """Append one token to each of these whose table does not change; return the places of the others in `seq_ids`.
+
+        Those still have to be given to `append`.
+        """
+        tables = list(map(self._tables.__getitem__, seq_ids))
+        if self._window is not None:
+            for table in tables:
+                self._drop_unseen(table, self._window)
+        return BlockTable.append_where_room(tables)
+
     def fork(self, parent_id: int, child_id: int, token_ids: list[int] | None = None) -> None:
         """Begin a sequence with the tokens of another: all blocks shared, none taken. ValueError if the id is taken.
 

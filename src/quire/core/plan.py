@@ -5,8 +5,10 @@ its sampling parameters. A plan fills rows, sets block table entries, and says w
 tokens. Both are plain data: integers, lists and small records, ready to be sent over a wire.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.outputs import TokenLogprobs
@@ -51,8 +53,7 @@ class RowFork(NamedTuple):
     block_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(Struct, frozen=True):
     """One step: who runs, how many tokens each, on which blocks.
 
     Order of effects: `row_forks`, `new_rows`, table entries, `swap_outs`, `swap_ins`, `copies`, then one forward pass
@@ -106,8 +107,7 @@ class MeasuredRates(NamedTuple):
 UNMEASURED = MeasuredRates()
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(Struct, frozen=True):
     """What a step gave: one token per sample of the plan, in the plan's order.
 
     `failures`: rows whose tokens or logprobs could not be had, and why; what stands for them elsewhere means nothing.

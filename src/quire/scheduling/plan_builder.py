@@ -17,7 +17,7 @@ class PlanBuilder:
     """
 
     def __init__(self) -> None:
-        plan = self.plan = StepPlan()
+        self.plan = StepPlan()
         self.planned: list[Sequence] = []
         self.sampled: list[tuple[Request, Sequence]] = []
         self.forked: list[Sequence] = []
@@ -26,11 +26,6 @@ class PlanBuilder:
         self.admitted: list[Request] = []
         self.preempted: list[int] = []
         self.swapped_out: list[Request] = []
-        self._growing: tuple[list[Any], ...] = (    # what a request adds to
-            plan.new_rows, plan.table_rows, plan.table_columns, plan.table_blocks, plan.copies, plan.rows, plan.starts,
-            plan.counts, plan.sample_rows, plan.sample_entries, plan.stored_entries, self.planned, self.sampled,
-            self.forked,
-        )  # fmt: skip
 
     def begin_row(
         self, request: Request, sequence: Sequence, block_ids: list[int], copy: BlockCopy | None = None
@@ -59,26 +54,47 @@ class PlanBuilder:
 
         They begin behind what is computed, or at `start`, where a step under way will have come.
         """
-        plan, row = self.plan, sequence.row
-        plan.rows.append(row)
+        plan = self.plan
+        plan.rows.append(sequence.row)
         plan.starts.append(sequence.num_computed_tokens if start is None else start)
         plan.counts.append(count)
         self.planned.append(sequence)
         if update is not None:
-            if update.copy is not None:
-                plan.copies.append(update.copy)
-            if update.is_stored:
-                plan.stored_entries.append(len(self.planned) - 1)
-            for column, block in enumerate(update.blocks, start=update.first_column):
-                plan.table_rows.append(row)
-                plan.table_columns.append(column)
-                plan.table_blocks.append(block)
+            self.change_table(len(self.planned) - 1, update)
 
     def sample(self, request: Request, sequence: Sequence) -> None:
         """Draw the sequence's next token from the logits of the entry planned last."""
         self.plan.sample_rows.append(sequence.row)
         self.plan.sample_entries.append(len(self.planned) - 1)
         self.sampled.append((request, sequence))
+
+    def decode(self, requests: list[Request], sequences: list[Sequence]) -> int:
+        """Compute the last known token of each sequence, and draw the next. Return the entry of the first.
+
+        `advance` and `sample` for many at once: lists are made as wholes, for this is most of what plans have.
+        """
+        plan, first_entry = self.plan, len(self.planned)
+        rows = [sequence.row for sequence in sequences]
+        plan.rows.extend(rows)
+        plan.starts.extend([sequence.num_computed_tokens for sequence in sequences])
+        plan.counts.extend([1] * len(rows))
+        plan.sample_rows.extend(rows)
+        plan.sample_entries.extend(range(first_entry, first_entry + len(rows)))
+        self.planned += sequences
+        self.sampled += zip(requests, sequences, strict=True)
+        return first_entry
+
+    def change_table(self, entry: int, update: TableUpdate) -> None:
+        """Take over what an entry's tokens have changed in its block table."""
+        plan, row = self.plan, self.plan.rows[entry]
+        if update.copy is not None:
+            plan.copies.append(update.copy)
+        if update.is_stored:
+            plan.stored_entries.append(entry)
+        for column, block in enumerate(update.blocks, start=update.first_column):
+            plan.table_rows.append(row)
+            plan.table_columns.append(column)
+            plan.table_blocks.append(block)
 
     def rows(self) -> set[int]:
         """Return all rows that the worker may have touched when the step has failed."""
@@ -87,9 +103,27 @@ class PlanBuilder:
 
     def mark(self) -> list[int]:
         """Remember how long the plan is now."""
-        return [len(each) for each in self._growing]
+        return [len(each) for each in self._growing()]
 
     def cut(self, mark: list[int]) -> None:
         """Forget what a request was to compute since `mark`: it has been preempted within the same step."""
-        for each, length in zip(self._growing, mark, strict=True):
+        for each, length in zip(self._growing(), mark, strict=True):
             del each[length:]
+
+    def cut_decodes(self, num_entries: int) -> None:
+        """Keep the first entries only: what is behind them are decodes of requests that have been preempted."""
+        plan, num_cut = self.plan, len(self.planned) - num_entries
+        decodes: tuple[list[Any], ...] = (
+            plan.rows, plan.starts, plan.counts, plan.sample_rows, plan.sample_entries, self.planned, self.sampled,
+        )  # fmt: skip
+        for each in decodes:
+            del each[len(each) - num_cut :]
+
+    def _growing(self) -> tuple[list[Any], ...]:
+        """Return the lists that a request adds to."""
+        plan = self.plan
+        return (
+            plan.new_rows, plan.table_rows, plan.table_columns, plan.table_blocks, plan.copies, plan.rows, plan.starts,
+            plan.counts, plan.sample_rows, plan.sample_entries, plan.stored_entries, self.planned, self.sampled,
+            self.forked,
+        )  # fmt: skip

@@ -7,8 +7,10 @@ finds that block.
 """
 
 from collections.abc import Iterator
+from itertools import islice
 
 from quire.cache.block_pool import OutOfBlocksError
+from quire.cache.block_table import TableUpdate
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
 from quire.core.outputs import WaitReason
@@ -63,21 +65,48 @@ class Planner:
         running, index = self._roster.running, 0
         try:
             while budget > 0 and index < len(running):
-                request = running[index]
-                first = request.live[0]
-                num_missing = len(first.token_ids) - first.num_computed_tokens
-                if num_missing == 1 and len(request.live) == 1 and first.row != NO_ROW:
-                    self._advance(request, first, 1)                    # what most requests of most steps are
-                    budget -= 1
+                self.step.at = running[index]
+                if decodes := self._decodes(index, budget):
+                    num_planned = self._plan_decodes(index, decodes)
+                    budget -= num_planned
+                    index += num_planned
                 else:
-                    budget -= self._advance_share(request, budget)
-                index += 1
+                    budget -= self._advance_share(running[index], budget)
+                    index += 1
         except GaveWayError:
             pass                                                        # it was the last
-        except BaseException:
-            self.step.at = request
-            raise
         return budget
+
+    def _decodes(self, index: int, budget: int) -> list[Sequence]:
+        """Return the sequences of the running requests from `index` on that have one token to compute, up to one that
+        has more, or is a gang: what most requests of most steps are."""
+        sequences = []
+        for request in islice(self._roster.running, index, index + budget):
+            live = request.live
+            first = live[0]
+            if len(first.token_ids) - first.num_computed_tokens != 1 or len(live) > 1 or first.row == NO_ROW:
+                break
+            sequences.append(first)
+        return sequences
+
+    def _plan_decodes(self, index: int, sequences: list[Sequence]) -> int:
+        """Plan one token of each of these, all at once. Return of how many: the last ones may have to give way."""
+        running, step, num_planned = self._roster.running, self.step, len(sequences)
+        entry = step.decode(running[index : index + num_planned], sequences)
+        try:
+            for place in self._cache.append_where_room([sequence.seq_id for sequence in sequences]):
+                if index + place >= len(running):
+                    break                                               # has given way meanwhile
+                step.at = running[index + place]
+                update = self._append(step.at, sequences[place], 1)
+                if update is not None:
+                    step.change_table(entry + place, update)
+        except GaveWayError:
+            pass                                                        # it was the last
+        finally:
+            num_planned = min(num_planned, len(running) - index)
+            step.cut_decodes(entry + num_planned)
+        return num_planned
 
     def _advance_share(self, request: Request, budget: int) -> int:
         """Plan a prompt, which may be long, or a gang. What a prompt does not get in this step is promised to it."""
@@ -122,10 +151,15 @@ class Planner:
 
     def _advance(self, request: Request, sequence: Sequence, num_tokens: int) -> None:
         """Plan the next tokens of a sequence. GaveWayError if its own request had to be preempted for blocks."""
+        self.step.advance(sequence, num_tokens, self._append(request, sequence, num_tokens))
+        if sequence.num_computed_tokens + num_tokens == len(sequence.token_ids):
+            self.step.sample(request, sequence)
+
+    def _append(self, request: Request, sequence: Sequence, num_tokens: int) -> TableUpdate | None:
+        """Give slots to a sequence's next tokens; while there are no blocks for them, preempt the last in order."""
         while True:
             try:
-                update = self._cache.append(sequence.seq_id, num_tokens)
-                break
+                return self._cache.append(sequence.seq_id, num_tokens)
             except OutOfBlocksError:
                 running = self._roster.running
                 assert len(running) > 1, "the first in order is never preempted"
@@ -133,9 +167,6 @@ class Planner:
                 self.preempt(victim)
                 if victim is request:
                     raise GaveWayError from None
-        self.step.advance(sequence, num_tokens, update)
-        if sequence.num_computed_tokens + num_tokens == len(sequence.token_ids):
-            self.step.sample(request, sequence)
 
     def preempt(self, request: Request) -> None:
         """Take everything from a running request, to come back in one way or the other.

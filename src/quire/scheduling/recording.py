@@ -19,9 +19,7 @@ def outcome(request: Request, sequence: Sequence, token: int, logprobs: TokenLog
         delta.prompt_logprobs = request.prompt_logprobs
     if num_output_tokens >= request.max_tokens:
         delta.finish_reason = "length"
-    if num_output_tokens >= request.params.min_tokens:
-        if token in request.eos_token_ids:
-            delta.finish_reason = "stop"
-        elif token in request.stop_token_ids:
-            delta.finish_reason, delta.stop_reason = "stop", token
+    is_eos = token in request.eos_token_ids
+    if (is_eos or token in request.stop_token_ids) and num_output_tokens >= request.params.min_tokens:
+        delta.finish_reason, delta.stop_reason = "stop", None if is_eos else token
     return delta

@@ -204,11 +204,11 @@ class Scheduler:
 
     def _record(self, step: PlanBuilder, result: StepResult) -> None:
         """Give each sequence its token, each search its answers. For a failure whoever's turn it is answers alone."""
-        logprobs = result.logprobs or repeat(None, len(result.token_ids))
+        logprobs, is_running = result.logprobs or repeat(None, len(result.token_ids)), SequenceStatus.RUNNING
         request: Request | None = None
         try:
             for (request, sequence), token, candidates in zip(step.sampled, result.token_ids, logprobs, strict=True):
-                if sequence.status is not SequenceStatus.RUNNING:
+                if sequence.status is not is_running:
                     continue                                            # has failed, was aborted meanwhile, or padding
                 if request.beam is not None:
                     self._beams.answer(request, sequence, candidates)
