@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import uvicorn
@@ -14,6 +14,47 @@ from quire.server.options import DEFAULT_LIMITS, Limits
 from quire.server.protocol import Protocol
 
 CLOSE_LIMIT_S = 1       # for what was written to reach slow clients
+PAUSE_S = 0.5           # in which nobody is let in, when the system has no more descriptors
+
+
+class Door:
+    """Lets connections in. While the system has no descriptors it is shut: uvloop's own listener would try for ever."""
+
+    def __init__(self, listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        self._listener, self._make_protocol = listener, make_protocol
+        self._loop = asyncio.get_running_loop()
+        self._entering = set[asyncio.Task[None]]()
+        self._opening = self._loop.call_soon(self._open)
+        listener.setblocking(False)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._opening.cancel()
+        self._loop.remove_reader(self._listener)
+
+    async def wait_closed(self) -> None:
+        """Wait for nothing: it has been shut at once."""
+
+    def _open(self) -> None:
+        self._loop.add_reader(self._listener, self._let_in)
+
+    def _let_in(self) -> None:
+        """Take all who have come."""
+        try:
+            while True:
+                connection, _ = self._listener.accept()
+                entering = self._loop.create_task(self._enter(connection))
+                self._entering.add(entering)
+                entering.add_done_callback(self._entering.discard)
+        except (BlockingIOError, ConnectionAbortedError):
+            pass
+        except OSError:
+            self.close()
+            self._opening = self._loop.call_later(PAUSE_S, self._open)
+
+    async def _enter(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it is gone already
+            await self._loop.connect_accepted_socket(self._make_protocol, connection)
 
 
 class HttpServer(uvicorn.Server):
@@ -23,7 +64,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=partial(Protocol, limits),  # type: ignore[arg-type]
+                http=Protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -36,6 +77,7 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=CLOSE_LIMIT_S,
             )
         )
+        self._limits = limits
         self._is_listening = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
 
@@ -75,6 +117,8 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Tell that it is done."""
-        await super().startup(sockets)
+        """Open a door of our own to each socket, and tell that it is done."""
+        make_protocol = partial(Protocol, self._limits, self.config, self.server_state, {})
+        self.servers = [Door(each, make_protocol) for each in sockets or ()]  # type: ignore[misc]
+        self.started = True
         self._is_listening.set()
