@@ -360,6 +360,17 @@ def test_long_step_that_gets_on_is_progress_and_one_that_does_not_is_a_stall(mon
     asyncio.run(run())
 
 
+def test_sign_of_life_behind_the_end_of_all_work_is_no_work() -> None:
+    async def run() -> None:
+        client = await EngineClient.connect(stand_in_engine(b""), EngineOptions(), Recorder())
+        client._take(Idle(EngineState(0, 0, 0)))
+        client._take(Alive())
+        assert client.stalled_s == 0
+        await client.close()
+
+    asyncio.run(run())
+
+
 def test_engine_ends_with_any_of_its_threads() -> None:
     code = (
         "import threading, time; from quire.engine import process; "

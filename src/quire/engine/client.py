@@ -284,7 +284,9 @@ class EngineClient:
             await self._end_child()
 
     def _take(self, report: Report) -> None:
-        self._is_idle, self._last_progress_s = isinstance(report, wire.Idle), time.monotonic()
+        self._last_progress_s = time.monotonic()
+        if not isinstance(report, wire.Alive):  # from a thread of its own: may come behind the word that all is done
+            self._is_idle = isinstance(report, wire.Idle)
         match report:
             case wire.Alive():
                 pass
