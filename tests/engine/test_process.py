@@ -371,6 +371,18 @@ def test_sign_of_life_behind_the_end_of_all_work_is_no_work() -> None:
     asyncio.run(run())
 
 
+def test_request_that_has_failed_keeps_its_reason_when_the_engine_dies() -> None:
+    async def run() -> None:
+        client = await EngineClient.connect(stand_in_engine(b"", "s.recv(1 << 20)"), EngineOptions(), Recorder())
+        stream = await add(client, [1], GREEDY)
+        stream.fail(RequestFailedError("its own fault"))
+        await client.close()
+        with pytest.raises(RequestFailedError, match="its own fault"):
+            await read(stream)
+
+    asyncio.run(run())
+
+
 def test_engine_ends_with_any_of_its_threads() -> None:
     code = (
         "import threading, time; from quire.engine import process; "

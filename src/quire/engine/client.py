@@ -382,8 +382,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._changed.set()
 
     def fail(self, error: EngineError) -> None:
-        """Tell the reader that nothing more comes, behind the output that is there."""
-        self._error = error
+        """Tell the reader that nothing more comes, behind the output that is there. The first reason stands."""
+        self._error = self._error or error
         self._has_output &= self._request_id in self._client._outputs
         self._changed.set()
 
