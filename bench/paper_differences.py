@@ -16,10 +16,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from quire.cache.prefix_cache import PrefixMatch
-from quire.core.outputs import WaitReason
 from quire.core.plan import StepPlan
-from quire.core.sequence import Request
 from quire.paper import runs
 from quire.paper.cost import CostModel
 from quire.paper.datasets import DATASETS, due_times, workload
@@ -29,7 +26,7 @@ from quire.paper.runs import FASTER_TRANSFORMER, MAX, ORACLE, PAGED, QUIRE, SYST
 from quire.paper.serving import SUSTAINED_S
 from quire.paper.simulation import Answer, SimulatedRun, Simulation
 from quire.paper.workloads import Lengths, WorkItem, with_random_prompts
-from quire.scheduling.entrance import Entrance
+from quire.scheduling import entrance
 
 CLOSE = 1.05  # two rates, one over the other
 Make = Callable[[int], list[WorkItem]]
@@ -193,35 +190,17 @@ def varied_lengths(count: int, shape: float | None) -> list[Lengths]:
     return [pair for pair in zip(prompts, outputs, strict=True) if sum(pair) <= 2048][:count]
 
 
-class FewKeptBack(Entrance):
-    """Lets a request in where 1 % of the blocks stay free, instead of one block for each running sequence."""
-
-    def shortage(self, request: Request) -> WaitReason | None:
-        is_room = self._cache.num_free_blocks - self._num_promised >= self._num_kept_back
-        return None if is_room else "kv_blocks"
-
-    def num_spare_blocks(self, request: Request, match: PrefixMatch) -> int:
-        free = self._cache.num_free_blocks - self._num_promised
-        return free - self._known_blocks(request) - self._num_kept_back
-
-    @property
-    def _num_kept_back(self) -> int:
-        return max(1, self._cache.num_blocks // 100)
-
-
 def blocks() -> None:
-    """Figure 18b: large blocks, and the one that is kept back for each running sequence when others are let in."""
-    for name, rate, sizes in (("sharegpt", 2.0, (16, 32, 64, 128)), ("alpaca", 20.0, (16, 64, 128))):
-        for size in sizes:
-            point, found = Point(PAGED, "OPT-13B", name, rate, 120.0, block_size=size), []
-            for entrance in (Entrance, FewKeptBack):
-                place = set_up(point.model)
-                scheduler = runs._scheduler(point, place.num_kv_slots)
-                scheduler.entrance.__class__ = entrance
-                items = workload(name, round(rate * point.trace_s))
-                run = Simulation(scheduler, place.cost_model(size)).run(items, due_times(items, rate, 0))
-                found.append(f"{run.normalized_latency_s:.3f} s/token, {run.num_preemptions} preemptions")
-            print(f"  {name}, blocks of {size}: {found[0]}; with 1 % kept back {found[1]}", flush=True)
+    """Figure 18b: for how many tokens of each who runs blocks stay free when others are let in (decision 0013)."""
+    loads = (("sharegpt", 1.7, 240.0), ("sharegpt", 2.2, 240.0), ("alpaca", 20.0, 120.0), ("alpaca", 27.0, 120.0))
+    for name, rate, trace_s in loads:
+        for size in (8, 16, 32, 64, 128):
+            found = []
+            for entrance.HEAD_ROOM in (4, 8, 16, 32, size):
+                run = simulate(Point(PAGED, "OPT-13B", name, rate, trace_s, block_size=size), Variant())
+                tokens = f"{entrance.HEAD_ROOM} tokens"
+                found.append(f"{tokens} {run.normalized_latency_s:.3f} s/token, {run.num_preemptions} preemptions")
+            print(f"  {name} at {rate}/s, blocks of {size}: {'; '.join(found)}", flush=True)
 
 
 def main(names: Annotated[list[str], typer.Argument(help="beams, prefix, chat, static, memory, blocks")]) -> None:

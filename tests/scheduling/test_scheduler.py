@@ -8,6 +8,7 @@ from quire.cache.block_table import TableUpdate
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.outputs import TokenLogprobs
 from quire.core.plan import PromptLogprobsChunk, StepResult
+from quire.scheduling import entrance
 from support.scheduling import Harness, random_run
 
 
@@ -183,6 +184,17 @@ def test_head_room_keeps_admissions_from_thrashing() -> None:
     for request in requests:
         harness.assert_right(request)
         assert request.num_preemptions <= 4
+
+
+@pytest.mark.parametrize(("block_size", "num_let_in"), [(8, 3), (16, 3), (32, 4), (128, 5)])
+def test_large_blocks_are_not_kept_free_for_each_running_sequence(block_size: int, num_let_in: int) -> None:
+    """Of 6 blocks, each who comes takes one; 16 tokens for each must be left, and of small blocks one."""
+    harness = Harness(num_blocks=6, block_size=block_size, max_num_seqs=6)
+    for _ in range(6):
+        harness.add(1, max_tokens=9, ignore_eos=True)
+        harness.step()
+    assert len(harness.scheduler.running) == num_let_in
+    harness.run()
 
 
 def test_nobody_is_let_in_on_blocks_promised_to_a_returning_gang() -> None:
@@ -388,6 +400,13 @@ def test_stop_tokens_and_lengths_end_a_sequence() -> None:
 def test_random_runs_are_safe_live_and_right(first_seed: int, crowded: bool) -> None:
     runs = [random_run(seed, crowded=crowded) for seed in range(first_seed, first_seed + 50)]
     assert crowded or sum(harness.num_pinned for harness in runs) > 0
+    assert sum(sum(harness.scheduler.recovery.num_preemptions.values()) for harness in runs) > 0
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_random_runs_are_right_with_hardly_any_head_room(crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entrance, "HEAD_ROOM", 1)
+    runs = [random_run(seed, crowded=crowded) for seed in range(300, 400)]
     assert sum(sum(harness.scheduler.recovery.num_preemptions.values()) for harness in runs) > 0
 
 

@@ -50,7 +50,7 @@ CHAT_NOTE = (
     "Of these prompts 40 % fill the 1,024 tokens, in the paper most. Where all do, the Orcas are alike, and paged has "
     "1.47 times their rate: memory holds 12 of its sequences and 7 of theirs."
 )
-BLOCKS_NOTE = "Blocks of 128 run short because one stays free for each running sequence when others are let in."
+BLOCKS_NOTE = "Each sequence leaves half of its last block empty: with blocks of 128, that is 64 slots of memory."
 SWAP_NOTE = "Both come on top of a step that runs anyway. With 20 GB/s to the host instead of 25 the ratio is 1.11."
 BLOCK_SIZE = "block size, tokens"
 SIZES = (1, 4, 8, 16, 32, 64, 128, 256)

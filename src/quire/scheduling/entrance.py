@@ -1,7 +1,8 @@
 """Whether a request that waits, or is swapped out, may run now: rows and blocks for it, and what it finds in the cache.
 
-Room means blocks for all known tokens, and one for each running sequence besides, so that what is let in is not thrown
-out again at once. A gang that has only begun its prompt takes more blocks later than it holds: these are promised.
+Room means blocks for all known tokens, and for HEAD_ROOM more of each running sequence, so that what is let in is not
+thrown out again at once (docs/decisions/0013). A gang that has only begun its prompt takes more blocks later than it
+holds: these are promised.
 """
 
 from quire.cache.manager import KVCacheManager
@@ -9,6 +10,8 @@ from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
 from quire.core.outputs import WaitReason
 from quire.core.sequence import Request, Sequence, SequenceStatus
 from quire.scheduling.roster import Roster
+
+HEAD_ROOM = 16  # tokens, but one block at most
 
 
 class Entrance:
@@ -59,12 +62,12 @@ class Entrance:
         return match.is_pending or self.num_spare_blocks(request, match) + self._num_promised >= 0
 
     def shortage(self, request: Request) -> WaitReason | None:
-        """Return what there is too little of at a quick look: rows for its branches, or a block for each sequence."""
+        """Return what there is too little of at a quick look: rows for its branches, or blocks for those that run."""
         num_seats = self._roster.num_seats + self._num_kept + len(request.live)
         if num_seats > self._max_num_seqs:
             return "max_num_seqs"
-        has_blocks = self._roster.num_seats == 0 or self._cache.num_free_blocks - self._num_promised >= num_seats
-        return None if has_blocks else "kv_blocks"
+        num_spare = self._cache.num_free_blocks - self._num_promised - self._head_room(num_seats)
+        return None if self._roster.num_seats == 0 or num_spare >= 0 else "kv_blocks"
 
     def num_spare_blocks(self, request: Request, match: PrefixMatch) -> int:
         """Return how many blocks stay free when a waiting request has all that it needs; below 0 it has no room.
@@ -72,15 +75,19 @@ class Entrance:
         A request that was preempted in this very step has no room: somebody else took one of its blocks.
         """
         num_seats = self._roster.num_seats + len(request.live)
-        num_needed = self._known_blocks(request) - match.num_in_use + num_seats
+        num_needed = self._known_blocks(request) - match.num_in_use + self._head_room(num_seats)
         return self._cache.num_free_blocks - self._num_promised - num_needed
 
     def num_spare_blocks_on_return(self, request: Request) -> int:
         """Return how many blocks stay free when a swapped request has all that it had, and its known tokens' blocks."""
         swapped = [sequence.seq_id for sequence in request.live if sequence.status is SequenceStatus.SWAPPED]
         num_seats = self._roster.num_seats + len(request.live)
-        num_needed = self._cache.num_blocks_to_swap_in(swapped) + self._blocks_to_come(request) + num_seats
-        return self._cache.num_free_blocks - self._num_promised - num_needed
+        num_needed = self._cache.num_blocks_to_swap_in(swapped) + self._blocks_to_come(request)
+        return self._cache.num_free_blocks - self._num_promised - num_needed - self._head_room(num_seats)
+
+    def _head_room(self, num_seats: int) -> int:
+        """Return how many blocks so many sequences are likely to take soon: with large blocks, fewer than one each."""
+        return self._cache.blocks_for(num_seats * min(HEAD_ROOM, self._cache.block_size))
 
     def _known_blocks(self, request: Request) -> int:
         """Return the blocks that all known tokens of a waiting request will take, its prompt shared by all branches."""
