@@ -34,3 +34,14 @@ def test_cuda_without_a_gpu_is_an_error_that_says_what_is_missing(monkeypatch: p
         with pytest.raises(ConfigError, match=rf"device cuda: .*{what}; use cpu or auto"):
             resolve_device("cuda")
         assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
+
+
+def test_cuda_without_a_c_compiler_is_an_error_before_a_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert resolve_device("cuda") == torch.device("cuda", 0)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match=r"device cuda: there is no C compiler.*; install gcc; use cpu or auto"):
+        resolve_device("cuda")

@@ -87,6 +87,12 @@ def test_swap_space_is_as_asked_for(asked: dict[str, Any], num_blocks: int) -> N
     assert scheduler.preemption_mode == "recompute"
 
 
+def test_swap_space_nobody_asked_for_is_no_larger_than_all_sequences_can_use() -> None:
+    sizes = [EngineOptions(max_num_seqs=2, max_model_len=100), EngineOptions()]
+    caches = [size_engine(each, LLAMA_8B, 10 * GIB, default_swap_bytes=GIB)[0] for each in sizes]
+    assert [cache.num_swap_blocks for cache in caches] == [2 * 7, 512]
+
+
 def test_swap_space_for_less_than_a_block_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"swap_space of 1048576 bytes holds no KV block; one block of 16 .* 2097152"):
         size_engine(EngineOptions(swap_space="1MiB"), LLAMA_8B, free_bytes=GIB)

@@ -1,5 +1,6 @@
 """What is left for the KV cache: what the largest steps were seen to leave."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,18 @@ def test_share_of_the_card_less_the_peak_is_left(model: Decoder, monkeypatch: py
     monkeypatch.setattr(Decoder, "forward", counting)
     assert bytes_left(model, 4, 90, 640, 0.9, FakeMeter()) == 9 * GIB // 2
     assert steps == [(90, torch.Size([4, 80])), (4, torch.Size([4, 80]))], "scratch memory goes by the widest table"
+
+
+def test_what_draws_is_compiled_before_anybody_waits_for_it(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    choose = model.back_end.sampling.choose_tokens
+    sampling = replace(
+        model.back_end.sampling,
+        choose_tokens=lambda logits, draws: drawn.append(len(draws.uniforms)) or choose(logits, draws),
+    )
+    monkeypatch.setattr(model, "back_end", replace(model.back_end, sampling=sampling))
+    bytes_left(model, 4, 90, 640, 0.9, FakeMeter())
+    assert drawn == [4]
 
 
 def test_what_others_hold_is_not_given_away(model: Decoder) -> None:

@@ -2,6 +2,8 @@
 
 import gc
 import importlib.util
+import os
+import shutil
 from dataclasses import dataclass
 
 import torch
@@ -145,6 +147,8 @@ def _what_cuda_lacks() -> str | None:
         return "torch sees no GPU"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install quire[gpu])"
+    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))):
+        return "there is no C compiler, of which Triton makes its launcher; install gcc"
     return None
 
 

@@ -51,7 +51,8 @@ def size_engine(
         )
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     longest = options.max_model_len or limits.max_position_embeddings
-    num_blocks = _num_blocks(options, limits, int(free_bytes * share), max_num_seqs, longest)
+    most_blocks = max_num_seqs * -(-longest // options.block_size)  # that all sequences can use
+    num_blocks = _num_blocks(options, limits, int(free_bytes * share), most_blocks)
     block_bytes = options.block_size * limits.kv_bytes_per_token
     if num_blocks * block_bytes > free_bytes:
         raise ConfigError(
@@ -79,22 +80,20 @@ def size_engine(
         options.block_size,
         limits.sliding_window,
         enable_prefix_caching=options.enable_prefix_caching,
-        num_swap_blocks=_num_swap_blocks(options, block_bytes, default_swap_bytes),
+        num_swap_blocks=_num_swap_blocks(options, block_bytes, min(default_swap_bytes, most_blocks * block_bytes)),
         memory_policy=cast(MemoryPolicy, options.memory_policy),
     )
     return cache, scheduler
 
 
-def _num_blocks(
-    options: EngineOptions, limits: ModelLimits, memory_bytes: int, max_num_seqs: int, longest: int
-) -> int:
-    """Return num_kv_blocks if it is set, else what the memory holds, but no more than all sequences can use."""
+def _num_blocks(options: EngineOptions, limits: ModelLimits, memory_bytes: int, most_blocks: int) -> int:
+    """Return num_kv_blocks if it is set, else what the memory holds, but no more than `most_blocks`."""
     if options.num_kv_blocks is not None:
         return options.num_kv_blocks
     if options.kv_cache_memory is not None:
         memory_bytes = parse_bytes(options.kv_cache_memory, "kv_cache_memory")
     block_bytes = limits.kv_bytes_per_token * options.block_size
-    num_blocks = min(memory_bytes // block_bytes, max_num_seqs * -(-longest // options.block_size))
+    num_blocks = min(memory_bytes // block_bytes, most_blocks)
     if num_blocks < 1:
         raise ConfigError(
             f"kv_cache_memory of {memory_bytes} bytes holds no KV block; one block of {options.block_size} tokens "

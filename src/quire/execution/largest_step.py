@@ -4,11 +4,13 @@ What counts is the memory that this engine has taken at its peak, never what the
 this process or in another, may come and go meanwhile.
 """
 
+import numpy as np
 import torch
 
 from quire.core.errors import ConfigError
 from quire.execution.decode_graphs import SIZES, idle_batch
 from quire.execution.device_memory import memory_of
+from quire.kernels.token_choice import Draws
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 
@@ -51,7 +53,9 @@ def bytes_left(
     meter.forget()
     largest = idle_batch(num_seqs, num_tokens, max_blocks, model.device)
     logits = model.logits(model.forward(largest, cache)[:num_seqs])
-    model.back_end.sampling.choose_tokens(logits.clone())  # edits need a second copy
+    ones, singles = np.ones(len(logits)), np.ones(len(logits), np.float32)
+    draws = Draws(singles, singles, ones.astype(np.int32), ones, ones)  # drawn: it is compiled then
+    model.back_end.sampling.choose_tokens(logits.clone(), draws)  # edits need a second copy
     del largest, logits
     peak_bytes = meter.peak_bytes()
     held_bytes = meter.forget()
