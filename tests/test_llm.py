@@ -424,9 +424,12 @@ def test_closed_llm_refuses_every_call(demo_model: Path) -> None:
     beam = BeamSearchParams(beam_width=2, max_tokens=4)
     for call in (
         lambda: llm.generate("x"),
+        lambda: llm.generate(None),  # type: ignore[arg-type]
         lambda: llm.chat([]),
+        lambda: llm.chat("x"),  # type: ignore[arg-type]
         lambda: llm.stream("x"),
         lambda: llm.beam_search("x", beam),
+        lambda: llm.beam_search([], None),  # type: ignore[arg-type]
         llm.kv_stats,
         lambda: llm.pin_prefix("x"),
         lambda: llm.unpin_prefix("x"),

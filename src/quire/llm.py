@@ -130,8 +130,9 @@ class LLM:
 
         With `continue_final_message`, instead of `add_generation_prompt`, the last message is what the answer goes on.
         """
+        inputs = self._engine.inputs
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        tokenized = [self._engine.inputs.tokenize_chat(each, **how) for each in _conversations(messages)]
+        tokenized = [inputs.tokenize_chat(each, **how) for each in _conversations(messages)]
         return self._finish_all(self._prepare(tokenized, sampling_params, priority), use_tqdm)
 
     def beam_search(
@@ -179,7 +180,8 @@ class LLM:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def _tokenize(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenizedPrompt]:
-        return [self._engine.inputs.tokenize(prompt) for prompt in _as_list(prompts)]
+        tokenize = self._engine.inputs.tokenize  # a closed LLM says so, whatever is asked
+        return [tokenize(prompt) for prompt in _as_list(prompts)]
 
     def _prepare(
         self,

@@ -166,6 +166,7 @@ def test_request_holds_everything_resolved(inputs: InputProcessor, tokenizer: To
     params = SamplingParams(seed=3, max_tokens=7, stop_token_ids=[9, 9, 8], bad_words=["stop", " the"])
     request = inputs.prepare(5, inputs.tokenize(TEXT), params).request
     assert (request.request_id, request.seed, request.max_tokens) == (5, 3, 7)
+    assert inputs.prepare(6, inputs.tokenize(TEXT), SamplingParams(seed=-3)).request.seed == 2**64 - 3
     assert request.prompt_token_ids == tokenizer.encode(TEXT)
     assert request.params is params
     assert request.eos_token_ids == {EOS_ID}

@@ -4,7 +4,8 @@ A draw is made by a counter-based generator from (branch seed, index of the outp
 not depend on what else runs, on how often it was preempted, or on which step drew them.
 """
 
-_MASK_64 = (1 << 64) - 1
+NUM_SEEDS = 1 << 64  # draws are made with seeds modulo this
+_MASK_64 = NUM_SEEDS - 1
 
 
 def _mix64(value: int) -> int:
@@ -15,15 +16,15 @@ def _mix64(value: int) -> int:
 
 
 def branch_seed(seed: int, branch: int) -> int:
-    """Return the seed of branch `branch` of a request with seed `seed`, an integer of 64 bits.
+    """Return the seed of branch `branch` of a request with seed `seed`: for branches above 0 below NUM_SEEDS.
 
     Branch 0 keeps the request's own seed, so `n=1` and the first of `n` branches are the same request, and branch i
-    equals an independent request with seed `branch_seed(seed, i)`. Negative seeds count modulo 2**64.
+    equals an independent request with seed `branch_seed(seed, i)`. Negative seeds count modulo NUM_SEEDS.
     """
     if branch < 0:
         raise ValueError(f"branch must be at least 0, got {branch}")
     if branch == 0:
-        return seed & _MASK_64
+        return seed
     return _mix64((seed + branch * 0x9E3779B97F4A7C15) & _MASK_64)
 
 

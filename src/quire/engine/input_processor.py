@@ -8,7 +8,7 @@ from quire.core.checks import check_int, check_text, shown
 from quire.core.errors import InvalidRequestError
 from quire.core.owner_labels import OwnerLabels
 from quire.core.sampling_params import SamplingParams
-from quire.core.seeds import arrival_seed
+from quire.core.seeds import NUM_SEEDS, arrival_seed
 from quire.core.sequence import Request
 from quire.engine.options import EngineOptions
 from quire.engine.wire import Ready
@@ -176,7 +176,7 @@ class InputProcessor:
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
             params=params,
-            seed=arrival_seed(self._engine_seed, request_id) if params.seed is None else params.seed,
+            seed=arrival_seed(self._engine_seed, request_id) if params.seed is None else params.seed % NUM_SEEDS,
             max_tokens=self._resolve_max_tokens(len(prompt.token_ids), params),
             eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
