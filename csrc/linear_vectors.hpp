@@ -1,86 +1,126 @@
-// Linear layers by vectors: rows x strips of accumulators, a strip's sixteen outputs in the lanes of one, weights widened
-// to float in registers. Weights are read once from memory, by all rows from the second-level cache.
+// Linear layers by vectors: a strip's sixteen outputs in the lanes of sums.
+//
+// A thread takes some rows and some strips. Few rows are bound by reading: their weights pass by once, front to back. More
+// are bound by multiplying: they take some inputs at a time, whose weights stay in the cache while the rows pass by. Sums
+// are put down in between and taken up again, the same numbers.
 #pragma once
 
 #include "gang.hpp"
 #include "linear_output.hpp"
+#include "products.hpp"
 
 namespace quire::ISA {
 
-// Sums that fill the registers: sixteen of AVX-512's 32; elsewhere a sum is four registers, and four sums were the fastest.
-#ifdef __AVX512F__
-constexpr int ROWS = 4, STRIPS = 4;
+// Sums that are in registers at once, so that weights and a factor find room beside them.
+#if defined(__AVX512F__)
+constexpr int SUM_REGISTERS = 24, MAX_ROWS = 6;
+#elif defined(__FMA__)
+constexpr int SUM_REGISTERS = 12, MAX_ROWS = 5;
 #else
-constexpr int ROWS = 2, STRIPS = 2;
+constexpr int SUM_REGISTERS = 8, MAX_ROWS = 2;
 #endif
+constexpr long FEW_STRIPS = 4, FEW_ROWS = 96;  // of a block: its sums stay in the first-level cache
+constexpr long WORDS_AT_ONCE = 512;            // of inputs; 256 are slower
 
-inline long padded_inputs(const Linear<float>& op) { return op.in_features; }
-inline long padded_inputs(const Linear<bf16>& op) { return num_tiles(op.in_features) * TILE_INPUTS; }
-
-template <int rows, int strips>
-void add_products(const float* w, const float* x, long inputs, Floats (&sums)[rows][strips]) {
-    for (long i = 0; i < inputs; i++)
-        for (int s = 0; s < strips; s++) {
-            const Floats weights = load(w + (s * inputs + i) * STRIP);
-            for (int r = 0; r < rows; r++) sums[r][s] = multiply_add(weights, splat(x[r * inputs + i]), sums[r][s]);
-        }
+// How many strips are multiplied at once with so many rows.
+constexpr int strips_beside(long rows) {
+    const long most = SUM_REGISTERS / PARTS / rows;
+    return most >= 4 ? 4 : most >= 2 ? 2 : 1;
 }
 
-template <int rows, int strips>
-void add_products(const bf16* w, const float* x, long inputs, Floats (&sums)[rows][strips]) {
-    for (long i = 0; i < inputs; i += 2)
-        for (int s = 0; s < strips; s++) {
-            Words pairs;
-            std::memcpy(&pairs, w + (s * inputs + i) * STRIP, sizeof pairs);
-            const Floats even = as_floats(pairs << 16), odd = as_floats(pairs & 0xffff0000u);
-            for (int r = 0; r < rows; r++) {
-                sums[r][s] = multiply_add(even, splat(x[r * inputs + i]), sums[r][s]);
-                sums[r][s] = multiply_add(odd, splat(x[r * inputs + i + 1]), sums[r][s]);
-            }
-        }
-}
-
-template <typename T, int rows, int strips>
-void block(const Linear<T>& op, const float* x, long inputs, long row, long strip) {
-    Floats sums[rows][strips] = {};
-    add_products(op.packed + strip * STRIP * inputs, x + row * inputs, inputs, sums);
-    for (int r = 0; r < rows; r++) {
-        if constexpr (strips == 1) finish(op, row + r, strip, sums[r][0]);
-        for (int s = 0; s + 1 < strips; s += 2) finish_pair(op, row + r, strip + s, sums[r][s], sums[r][s + 1]);
-    }
-}
-
-template <int strips, typename T>
-void all_rows(const Linear<T>& op, const float* x, long inputs, long strip) {
-    long row = 0;
-    for (; row + ROWS <= op.num_rows; row += ROWS) block<T, ROWS, strips>(op, x, inputs, row, strip);
-    for (; row < op.num_rows; row++) block<T, 1, strips>(op, x, inputs, row, strip);
-}
-
-// Rows as floats, end to end, padded with zeros as the weights are.
+// Some rows x up to four strips.
 template <typename T>
-void widen_rows(const Linear<T>& op, long inputs, float* x) {
+struct VectorBlock {
+    const Linear<T>& op;
+    const Factor<T>* x;
+    long x_stride, row, num_rows, strip, num_strips;
+    float* sums;  // [row][strip][16]
+
+    void compute() const {
+        const long groups = (num_rows + MAX_ROWS - 1) / MAX_ROWS, height = (num_rows + groups - 1) / groups;
+        const long width = strips_beside(height), words = (op.in_features + PAIR<T> - 1) / PAIR<T>;
+        const long at_once = groups == 1 ? words : WORDS_AT_ONCE;
+        for (long first = 0; first < num_strips; first += width)
+            for (long word = 0; word < words; word += at_once)
+                for (long i = 0; i < groups; i++) {
+                    const long top = num_rows * i / groups, rows = num_rows * (i + 1) / groups - top;
+                    with_constant<MAX_ROWS>(rows, [&](auto rows) {
+                        add<rows>(top, first, std::min(first + width, num_strips), word, std::min(at_once, words - word));
+                    });
+                }
+        for (long r = 0; r < num_rows; r++)
+            for (long s = 0; s < num_strips; s += 2) finish_strips(r, s);
+    }
+
+private:
+    static constexpr long SUMS_STRIDE = FEW_STRIPS * STRIP;
+
+    template <int rows>
+    void add(long top, long first, long end, long word, long count) const {
+        constexpr int most = strips_beside(rows);
+        while (first < end) {
+            if (most == 4 && first + 4 <= end) first += add<rows, std::min(most, 4)>(top, first, word, count);
+            else if (most >= 2 && first + 2 <= end) first += add<rows, std::min(most, 2)>(top, first, word, count);
+            else first += add<rows, 1>(top, first, word, count);
+        }
+    }
+
+    template <int rows, int strips>
+    long add(long top, long first, long word, long count) const {
+        const long strip_elements = packed_size<T>(STRIP, op.in_features);
+        const T* weights[strips];
+        for (int s = 0; s < strips; s++) weights[s] = op.packed + (strip + first + s) * strip_elements + word * STRIP * PAIR<T>;
+        float* to = sums + top * SUMS_STRIDE + first * STRIP;
+        Sums<rows, strips> block;
+        if (word > 0) block.load(to, SUMS_STRIDE);
+        block.template add<T, strips == 1 ? 2048 : 0>(weights, STRIP * PAIR<T>, x + (row + top) * x_stride + word * PAIR<T>, x_stride, count);
+        block.store(to, SUMS_STRIDE);
+        return strips;
+    }
+
+    void finish_strips(long r, long s) const {
+        const float* left = sums + r * SUMS_STRIDE + s * STRIP;
+        if (s + 1 < num_strips)
+            finish_pair(op, row + r, strip + s, load(left), load(left + STRIP));
+        else
+            finish(op, row + r, strip + s, load(left));
+    }
+};
+
+// Rows as factors, a whole number of words each: as they are, or copied, with a zero behind an odd end.
+template <typename T>
+const Factor<T>* factors_of(const Linear<T>& op, long& stride) {
+    if constexpr (std::is_same_v<T, Factor<T>>)
+        if (op.in_features % PAIR<T> == 0) return op.x;
+    stride = rounded_up(op.in_features, LANES);
+    static thread_local Aligned<Factor<T>> scratch;
+    Factor<T>* x = scratch.at_least(op.num_rows * stride);
     constexpr long rows_at_once = 16;
     share_range(op.num_rows, rows_at_once, [&](long begin, long end) {
         for (long row = begin; row < end; row++)
-            for (long i = 0; i < inputs; i += LANES) {
-                const long count = std::min<long>(LANES, inputs - i), there = std::min<long>(count, op.in_features - i);
-                store_some(x + row * inputs + i, load_some(op.x + row * op.x_stride + i, std::max(there, 0L)), count);
-            }
+            for (long i = 0; i < op.in_features; i += LANES)
+                store(x + row * stride + i, load_some(op.x + row * op.x_stride + i, op.in_features - i));
     });
+    return x;
 }
 
 template <typename T>
 void linear_by_vectors(const Linear<T>& op) {
-    const long inputs = padded_inputs(op), strips = layer_strips(op);
-    static thread_local Aligned<float> scratch;
-    float* x = scratch.at_least(op.num_rows * inputs);
-    widen_rows(op, inputs, x);
-    const long piece = rounded_up(strips_at_once(strips, inputs * STRIP * sizeof(T)), STRIPS);
-    share_range(strips, piece, [&](long strip, long end) {
-        for (; strip + STRIPS <= end; strip += STRIPS) all_rows<STRIPS>(op, x, inputs, strip);
-        for (; strip + 2 <= end; strip += 2) all_rows<2>(op, x, inputs, strip);
-        if (strip < end) all_rows<1>(op, x, inputs, strip);
+    long stride = op.x_stride;
+    const Factor<T>* x = factors_of(op, stride);
+    const long strips = layer_strips(op), strip_bytes = packed_size<T>(STRIP, op.in_features) * sizeof(T);
+    const long width = rounded_up(strips_at_once(strips, strip_bytes), FEW_STRIPS);
+    const long row_blocks = (op.num_rows + FEW_ROWS - 1) / FEW_ROWS;
+    share(row_blocks * ((strips + width - 1) / width), [&](Chunks& chunks) {
+        static thread_local Aligned<float> scratch;
+        float* sums = scratch.at_least(FEW_ROWS * FEW_STRIPS * STRIP);
+        for (long i; (i = chunks.take()) < chunks.count();) {
+            const long block = i % row_blocks, row = op.num_rows * block / row_blocks;
+            const long first = i / row_blocks * width, end = std::min(first + width, strips);
+            for (long strip = first; strip < end; strip += FEW_STRIPS)
+                VectorBlock<T>{op, x, stride, row, op.num_rows * (block + 1) / row_blocks - row,
+                               strip, std::min(FEW_STRIPS, end - strip), sums}.compute();
+        }
     });
 }
 

@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#ifdef __AVX512F__
+#ifdef __FMA__
 #include <immintrin.h>
 #endif
 
@@ -28,22 +28,36 @@ inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 
 inline Floats splat(float x) { return x - Floats{}; }
 
+// What one register holds. Loops that keep sums in registers are written on these: gcc keeps wider vectors in memory.
+#if defined(__AVX512F__)
+constexpr int REGISTER_LANES = 16;
+#elif defined(__FMA__)
+constexpr int REGISTER_LANES = 8;
+#else
+constexpr int REGISTER_LANES = 4;
+#endif
+constexpr int PARTS = LANES / REGISTER_LANES;  // registers of sixteen floats
+
+typedef float Register __attribute__((vector_size(4 * REGISTER_LANES)));
+typedef std::uint32_t RegisterWords __attribute__((vector_size(4 * REGISTER_LANES)));
+
 // a * b + c, rounded once where the CPU can, twice where it cannot; always the same on one instruction set.
-inline Floats multiply_add(Floats a, Floats b, Floats c) {
-#ifdef __AVX512F__
-    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+inline Register multiply_add(Register a, Register b, Register c) {
+#if defined(__AVX512F__)
+    return (Register)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Register)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
 #endif
 }
 
-inline Floats maximum(Floats a, Floats b) {
 #ifdef __AVX512F__
-    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+inline Floats maximum(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
 #else
-    return a > b ? a : b;
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }
+inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 #endif
-}
 
 inline Floats as_floats(Words bits) { return (Floats)bits; }
 

@@ -10,7 +10,7 @@ from quire.core.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-CpuIsa = Literal["auto", "amx", "avx512", "portable"]
+CpuIsa = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"]
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 GPU_MEMORY_UTILIZATION = 0.9  # of a GPU for weights, activations and KV cache; the contract's default

@@ -1,9 +1,9 @@
 """The one place that decides which implementation of each op runs: chosen once, when a worker starts.
 
 `cuda` is the GPU's: Triton, compiled for the card when a kernel first runs (docs/decisions/0012). `cpp` is the CPU's:
-C++ kernels for AMX, AVX-512 and anything else (csrc/). `torch` stands in where they were not built: batched PyTorch,
-exact to the bit too (docs/decisions/0002). `reference` is what tests hold them against: the plainest form of each op. A
-further back end is one more `BackEnd` here.
+C++ kernels for AMX, AVX-512, AVX2 and anything else (csrc/). `torch` stands in where they were not built: batched
+PyTorch, exact to the bit too (docs/decisions/0002). `reference` is what tests hold them against: the plainest form of
+each op. A further back end is one more `BackEnd` here.
 """
 
 import importlib.util

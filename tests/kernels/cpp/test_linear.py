@@ -9,8 +9,8 @@ from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.linear import Activation
 
-# Odd sizes, exact tiles, and shapes of real layers; inputs that fill neither a pair nor a tile.
-SHAPES = [(1, 1), (7, 13), (16, 32), (17, 33), (172, 64), (64, 172), (300, 257), (512, 64), (1152, 896)]
+# Odd sizes, exact tiles, and shapes of real layers; inputs that fill neither a pair nor a tile, or are taken in parts.
+SHAPES = [(1, 1), (7, 13), (16, 32), (17, 33), (172, 64), (64, 172), (300, 257), (512, 64), (40, 2100), (1152, 896)]
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
 NUM_ROWS = (1, 2, 3, 8, 15, 16, 17, 31, 33, 48, 64, 65, 80, 97, 150)  # one tile, up to four, and the blocked loop
 
@@ -46,7 +46,7 @@ def test_layer_matches_a_plain_product(
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES[-5:], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[-6:], ids=str)
 def test_rows_have_the_same_bits_among_any_others(shape: tuple[int, int], dtype: torch.dtype, num_threads: int) -> None:
     rows, weight = revealing(max(NUM_ROWS), *shape, dtype)
     layer = CppLinear(weight, dtype=torch.float32)

@@ -55,7 +55,7 @@ class Mutant:
     caught_by: str          # a test, as file::name
     right_by: str
     chosen: str             # of their parameters, as for pytest -k
-    isas: tuple[str, ...] = ("portable", "avx512", "amx")
+    isas: tuple[str, ...] = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 
 
 MUTANTS = {
@@ -75,9 +75,9 @@ MUTANTS = {
     "rows that fill no block are summed from the last input to the first": Mutant(
         (
             (
-                "linear_vectors.hpp",
-                r"for \(long i = 0; i < inputs; i\+\+\)(\s+for \(int s)",
-                r"for (long n = 0; n < inputs; n++) if (const long i = rows == 1 ? inputs - 1 - n : n; true)\1",
+                "products.hpp",
+                r"for \(long i = 0; i < steps; i\+\+\)",
+                r"for (long n = 0; n < steps; n++) if (const long i = rows == 1 ? steps - 1 - n : n; true)",
             ),
         ),
         caught_by="test_linear.py::test_rows_have_the_same_bits_among_any_others",

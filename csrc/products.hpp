@@ -1,0 +1,91 @@
+// The loop that multiplies, of linear layers and of both products of attention: rows of factors times columns of sixteen
+// packed values, with sums in registers. Each sum is one lane and adds in ascending order, whatever the number of rows
+// and columns beside it.
+#pragma once
+
+#include <utility>
+
+#include "cache_layout.hpp"
+#include "vec.hpp"
+
+namespace quire::ISA {
+
+// How sixteen words of packed values, a word one float or a pair of bfloat16, are multiplied: in `TURNS`, by factors X.
+template <typename T>
+struct Multiplier {
+    using X = float;
+    static constexpr int TURNS = PAIR<T>;
+
+    static Register values(const T* words, int turn) {
+        RegisterWords bits;
+        std::memcpy(&bits, words, sizeof bits);
+        if constexpr (TURNS == 1) return (Register)bits;
+        return (Register)(turn == 0 ? bits << 16 : bits & 0xffff0000u);
+    }
+    static Register factor(const X* x, int turn) { return x[turn] - Register{}; }
+    static Register add(Register values, Register factor, Register sums) { return multiply_add(values, factor, sums); }
+};
+
+#ifdef __AVX512BF16__
+// Both products of a pair at once, at twice the rate. Subnormal numbers count as zeros.
+template <>
+struct Multiplier<bf16> {
+    using X = bf16;
+    static constexpr int TURNS = 1;
+
+    static Register values(const bf16* words, int) { return (Register)_mm512_loadu_si512(words); }
+    static Register factor(const X* x, int) {
+        std::int32_t pair;
+        std::memcpy(&pair, x, sizeof pair);
+        return (Register)_mm512_set1_epi32(pair);
+    }
+    static Register add(Register values, Register factor, Register sums) {
+        return (Register)_mm512_dpbf16_ps((__m512)sums, (__m512bh)values, (__m512bh)factor);
+    }
+};
+#endif
+
+template <typename T>
+using Factor = typename Multiplier<T>::X;
+
+// rows x columns x sixteen sums.
+template <int rows, int columns>
+struct Sums {
+    Register parts[rows][columns * PARTS] = {};
+
+    // Sums stand sixteen to a column, rows `stride` apart.
+    void load(const float* from, long stride) {
+        for (int r = 0; r < rows; r++) std::memcpy(parts[r], from + r * stride, sizeof parts[r]);
+    }
+    void store(float* to, long stride) const {
+        for (int r = 0; r < rows; r++) std::memcpy(to + r * stride, parts[r], sizeof parts[r]);
+    }
+
+    // Add `steps` words of each column, `step` elements apart, times as many words of each row's factors, end to end.
+    template <typename T, long ahead = 0>
+    void add(const T* const (&values)[columns], long step, const Factor<T>* factors, long stride, long steps) {
+        using Each = Multiplier<T>;
+        for (long i = 0; i < steps; i++) {
+            if constexpr (ahead > 0) __builtin_prefetch(values[0] + i * step + ahead / sizeof(T));
+            for (int turn = 0; turn < Each::TURNS; turn++) {
+                Register lanes[columns * PARTS];
+                for (int c = 0; c < columns * PARTS; c++)
+                    lanes[c] = Each::values(values[c / PARTS] + i * step + c % PARTS * REGISTER_LANES * PAIR<T>, turn);
+                for (int r = 0; r < rows; r++) {
+                    const Register factor = Each::factor(factors + r * stride + i * PAIR<T>, turn);
+                    for (int c = 0; c < columns * PARTS; c++) parts[r][c] = Each::add(lanes[c], factor, parts[r][c]);
+                }
+            }
+        }
+    }
+};
+
+// Call work with a number from 1 to `most` as a constant.
+template <int most, typename Work>
+inline void with_constant(long number, Work&& work) {
+    if constexpr (most > 1)
+        if (number < most) return with_constant<most - 1>(number, std::forward<Work>(work));
+    work(std::integral_constant<int, most>());
+}
+
+}  // namespace quire::ISA
