@@ -43,6 +43,7 @@ BOUNDED = {
     "Metaspace": with_metaspace(small_tokenizers.byte_fallback()),
     "words": with_words(small_tokenizers.byte_fallback()),
     "added": with_normalized_token(small_tokenizers.byte_fallback()),
+    "Unigram": small_tokenizers.metaspace(),
 }
 
 
@@ -93,6 +94,10 @@ def test_tokenizer_that_may_lose_some_of_a_text_has_no_bound() -> None:
     matching = small_tokenizers.byte_fallback()
     matching.normalizer = normalizers.Replace(Regex("x+"), "x")
     byteless = Backend.from_str(small_tokenizers.byte_fallback().to_str().replace("<0x41>", "<unused>"))
-    others = small_tokenizers.word_level(), small_tokenizers.metaspace()
+    fallback = '"byte_fallback":true', '"byte_fallback":false'
+    unknown = Backend.from_str(small_tokenizers.metaspace().to_str().replace(*fallback))
+    cleaned = small_tokenizers.metaspace()
+    cleaned.normalizer = normalizers.Replace(Regex(" {2,}"), "▁")
+    others = small_tokenizers.word_level(), unknown, cleaned
     for backend in (lossy, greedy, cutting, shrinking, composing, matching, byteless, *others):
         assert longest_token(backend) is None

@@ -1,9 +1,10 @@
 """How much of a text one token can stand for at most: so a hopelessly long prompt is refused before it is tokenized.
 
 True only where all of a text lands in tokens. Two kinds of tokenizer lose nothing by themselves: byte-level BPE with a
-token for every byte, and SentencePiece's BPE with byte fallback, whose tokens are characters or single bytes of one.
-What comes before must not shrink a text either: a normalizer that cuts or composes, a way to split that drops what it
-finds, an added token that takes spaces in. (Unigram models come with normalizers of that kind, and are left out.)
+token for every byte, and SentencePiece's, BPE or Unigram, with byte fallback, whose tokens are characters or single
+bytes of one. What comes before must not shrink a text either: a normalizer that cuts or composes (as those of T5 and
+XLM-R, which make one of any number of spaces), a way to split that drops what it finds, an added token that takes
+spaces in.
 """
 
 import json
@@ -16,6 +17,8 @@ from tokenizers import decoders, normalizers
 from quire.text.token_bytes import has_every_byte
 
 MOST_COMPOSED = 3  # bytes of a text that become one by NFC: three Korean letters of three bytes each, one syllable
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+_RARE = "\U0010fffd"  # for private use: no piece of any vocabulary
 _SPLITS_THAT_KEEP_ALL = {
     b"ByteLevel", b"Metaspace", b"Sequence", b"Split", b"Digits",
     b"Isolated", b"Contiguous", b"MergedWithPrevious", b"MergedWithNext",
@@ -41,7 +44,8 @@ def longest_token(backend: Backend) -> LongestToken | None:
         keeps_all = normalizer is None or isinstance(normalizer, normalizers.NFC)
         longest = max(len(token.encode()) for token in vocabulary)
         return LongestToken(longest * MOST_COMPOSED, in_bytes=True) if keeps_all else None
-    if getattr(backend.model, "byte_fallback", False) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+    pieces = [token.value for token in backend.model.tokenize(_RARE)]
+    if pieces == [_BYTES[byte] for byte in _RARE.encode()] and vocabulary.keys() >= set(_BYTES):
         keeps_all = normalizer is None or _keeps_length(json.loads(normalizer.__getstate__()))
         spelled = [token.content if normalizer is None else normalizer.normalize_str(token.content) for token in added]
         return LongestToken(max(map(len, [*vocabulary, *spelled])), in_bytes=False) if keeps_all else None
