@@ -458,6 +458,22 @@ def test_preemptions_are_counted_and_the_first_admission_stays(tokenizer: Tokeni
     assert (metrics.first_scheduled_s, metrics.num_preemptions) == (100.2, 2)
 
 
+def test_preemption_costs_the_time_to_the_next_token_or_to_the_next_preemption(tokenizer: Tokenizer) -> None:
+    processor = start(tokenizer)
+    processor.note_scheduled([], [Admission(7, 0)], 100.0)
+    processor.process([SequenceDelta(7, 0, [9])], 101.0)
+    processor.note_scheduled([7], [], 102.0)
+    processor.note_scheduled([], [Admission(7, 1)], 103.0)
+    told = processor.output(7).metrics
+    assert told is not None
+    assert [(each.returned_s, each.cost_s) for each in told.preemptions] == [(103.0, None)], "it computes them again"
+    processor.note_scheduled([7], [], 104.0)
+    processor.note_scheduled([], [Admission(7, 2)], 105.0)
+    for now_s in (106.5, 107.0):
+        processor.process([SequenceDelta(7, 0, [9])], now_s)
+    assert [each.cost_s for each in told.preemptions] == [2.0, 2.5]
+
+
 def test_tokens_found_in_the_cache_are_told(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer)
     processor.note_scheduled([], [Admission(7, 0, 3)], 100.2)

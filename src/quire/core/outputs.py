@@ -85,9 +85,15 @@ class Preemption:
 
     preempted_s: float
     returned_s: float | None = None
+    recovered_s: float | None = None  # when its next token came, or it had to give way once more
     waited_steps: dict[str, int] = field(default_factory=dict)
     num_recomputed_tokens: int = 0
     num_swapped_blocks: int = 0    # out and in
+
+    @property
+    def cost_s(self) -> float | None:
+        """Seconds that it cost: away, moving blocks or computing tokens again, to the next token. None: still does."""
+        return None if self.recovered_s is None else self.recovered_s - self.preempted_s
 
 
 @dataclass(slots=True)

@@ -107,7 +107,9 @@ class OutputProcessor:
         """Take down who had to give way, and who began to run, or ran again: each return is an admission, too."""
         for request_id in preempted:
             if request_id in self._requests:
-                self._requests[request_id].metrics.preemptions.append(Preemption(now_s))
+                preemptions = self._requests[request_id].metrics.preemptions
+                _note_recovery(preemptions, now_s)
+                preemptions.append(Preemption(now_s))
         for admission in admissions:
             if admission.request_id in self._requests:
                 _note_admission(self._requests[admission.request_id].metrics, admission, now_s)
@@ -198,6 +200,12 @@ def _note_admission(metrics: RequestMetrics, admission: Admission, now_s: float)
         last.num_swapped_blocks = admission.num_swapped_blocks
 
 
+def _note_recovery(preemptions: list[Preemption], now_s: float) -> None:
+    """Take down that the last preemption, if any, costs no more."""
+    if preemptions and preemptions[-1].recovered_s is None:
+        preemptions[-1].recovered_s = now_s
+
+
 def _extend(opened: _OpenRequest, delta: SequenceDelta, now_s: float, step: ProcessedStep) -> int:
     """Add a delta to its branch, and what rides on the first one to the request. Return how many tokens were taken.
 
@@ -214,6 +222,7 @@ def _extend(opened: _OpenRequest, delta: SequenceDelta, now_s: float, step: Proc
     elif delta.index == 0 and request.params.prompt_logprobs is not None:
         positions = delta.prompt_logprobs or []     # of all but the first token: nothing stands before that
         opened.prompt_logprobs = [None, *(logprob_dict(position, opened.tokenizer) for position in positions)]
+    _note_recovery(opened.metrics.preemptions, now_s)
     branch.last_token_s = now_s
     num_before = branch.num_tokens
     branch.extend(delta)

@@ -63,6 +63,7 @@ def _told(preemption: Preemption, arrival_s: float) -> dict[str, Any]:
     return {
         "at_s": preemption.preempted_s - arrival_s,
         "away_s": None if returned_s is None else returned_s - preemption.preempted_s,
+        "cost_s": preemption.cost_s,
         "waited_steps": preemption.waited_steps,
         "num_recomputed_tokens": preemption.num_recomputed_tokens,
         "num_swapped_blocks": preemption.num_swapped_blocks,
