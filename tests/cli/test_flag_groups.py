@@ -1,12 +1,14 @@
 """Where a flag's value comes from: command line before environment before file before default."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 import typer
 
-from quire.cli.flag_groups import COMMAND_SETTINGS, flag, load_config, with_flag_groups
+from quire.cli.flag_groups import COMMAND_SETTINGS, check_output, flag, load_config, with_flag_groups
 from quire.cli.model_flags import EngineFlags
 
 
@@ -122,3 +124,44 @@ def test_repeatable_flag_takes_a_list_from_the_file(tmp_path: Path) -> None:
     path.write_text("stop: [one, 2]")
     app(["--config", str(path)], standalone_mode=False)
     assert seen == [["one", "2"]]
+
+
+MODEL = ("simulate", "--hardware", "A100-40GB", "OPT-13B")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (*MODEL, "--num-prompts", "100000000", "--json"),
+        ("plan", "no/such/model", "--json"),
+        ("bench", "throughput", "--repeats", "100000", "--json"),
+        ("bench", "serve", "--url", "http://127.0.0.1:9", "--json"),
+        ("bench", "calibrate", "--json"),
+        ("bench", "control-plane", "--json"),
+        ("generate", "--prompt", "a", "no/such/model", "--output"),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_output_that_cannot_be_written_is_told_before_anything_is_run(
+    run: Callable[..., Any], tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    ran = run(*command, tmp_path / "missing" / "out.json")
+    assert ran.code == 2
+    assert "cannot be written" in " ".join(ran.err.replace("│", " ").split())
+
+
+def test_trying_an_output_leaves_nothing_and_takes_nothing_away(tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.write_text("kept")
+    for path in (new, old, Path("-"), Path(os.devnull), None):
+        assert check_output(path) == path
+    assert old.read_text() == "kept"
+    assert not new.exists()
+    for path in (tmp_path, old / "below"):
+        with pytest.raises(typer.BadParameter, match="cannot be written"):
+            check_output(path)
+
+
+def test_pipe_is_not_opened_before_there_is_something_to_say(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    assert check_output(pipe) == pipe, "it would wait for a reader"

@@ -22,6 +22,7 @@ import yaml
 # Names may be written with `_` or `-`; a flag's name in the environment is QUIRE_ and its long name.
 GROUP_SETTINGS: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
 COMMAND_SETTINGS = GROUP_SETTINGS | {"auto_envvar_prefix": "QUIRE"}
+STANDARD_STREAM = Path("-")
 _NOT_FROM_FILE = frozenset({"config", "help"})
 
 
@@ -36,6 +37,28 @@ def flag_field(default: object, help_text: str, *names: str, **settings: Any) ->
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def check_output(path: Path | None) -> Path | None:
+    """Return the path of a file that is written at the end, if it can be (typer callback). BadParameter if not.
+
+    Pipes and devices are not tried: who reads one would take that for all there is.
+    """
+    if path is None or path == STANDARD_STREAM:
+        return path
+    is_there = path.exists()
+    if is_there and not (path.is_file() or path.is_dir()):
+        return path
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from error
+    if not is_there:
+        path.unlink()
+    return path
+
+
+JSON = flag("write everything there as well", metavar="FILE", callback=check_output)
 
 
 def with_flag_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from quire.cli.flag_groups import flag, with_flag_groups
+from quire.cli.flag_groups import STANDARD_STREAM, check_output, flag, with_flag_groups
 from quire.cli.jobs import Format, Job, read_jobs, write_answer
 from quire.cli.model_flags import BeamFlags, EngineFlags, SamplingFlags
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
@@ -22,7 +22,6 @@ from quire.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from quire.llm import LLM
 
-_STANDARD_STREAM = Path("-")
 
 
 @with_flag_groups
@@ -34,7 +33,9 @@ def generate(
     input: Annotated[  # noqa: A002 (the flag's name)
         Path | None, flag("JSONL: prompt, prompt_token_ids or messages, and sampling", metavar="FILE|-")
     ] = None,
-    output: Annotated[Path, flag("where answers go; - is standard output", metavar="FILE|-")] = Path("-"),
+    output: Annotated[
+        Path, flag("where answers go; - is standard output", metavar="FILE|-", callback=check_output)
+    ] = STANDARD_STREAM,
     format: Annotated[  # noqa: A002 (the flag's name)
         Format | None, flag("of the answers", show_default="jsonl with --input, else text")
     ] = None,
@@ -58,7 +59,7 @@ def generate(
 
 def _read_input(prompt: str | None, path: Path | None, params: SamplingParams) -> list[Job]:
     """Return the jobs: of a JSONL file, of `--prompt`, or of standard input. A terminal is not waited for."""
-    if path == _STANDARD_STREAM:
+    if path == STANDARD_STREAM:
         return read_jobs(sys.stdin, params, "standard input")
     if path is not None:
         with path.open(encoding="utf-8") as lines:
@@ -69,7 +70,7 @@ def _read_input(prompt: str | None, path: Path | None, params: SamplingParams) -
 
 
 def _open_output(path: Path) -> AbstractContextManager[TextIO]:
-    if path != _STANDARD_STREAM:
+    if path != STANDARD_STREAM:
         return path.open("w", encoding="utf-8")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may have characters that the terminal has not

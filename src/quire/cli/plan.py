@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from quire.cli.bench import report
-from quire.cli.flag_groups import flag, flag_field, with_flag_groups
+from quire.cli.flag_groups import JSON, flag_field, with_flag_groups
 from quire.cli.model_flags import EngineFlags
 from quire.engine.options import parse_bytes
 from quire.engine.sizing import free_memory_bytes
@@ -51,7 +51,7 @@ class DeviceFlags:
 def plan(
     engine: EngineFlags,
     device: DeviceFlags,
-    json: Annotated[Path | None, flag("write everything there as well", metavar="FILE")] = None,
+    json: Annotated[Path | None, JSON] = None,
 ) -> None:
     """Say what fits before anything is loaded: weights, KV blocks, requests by length, and what binds."""
     model = read_model(engine.model, engine.dtype)

@@ -23,7 +23,7 @@ from quire.cli.bench.flags import (
 )
 from quire.cli.bench.machine import machine_facts
 from quire.cli.bench.passes import latency_pass, throughput_pass, watched_pass
-from quire.cli.flag_groups import COMMAND_SETTINGS, flag, flag_field, with_flag_groups
+from quire.cli.flag_groups import COMMAND_SETTINGS, JSON, flag, flag_field, with_flag_groups
 from quire.cli.model_flags import EngineFlags
 from quire.engine.sizing import free_memory_bytes
 from quire.paper.calibration import fit_hardware, step_sizes
@@ -95,7 +95,7 @@ def serve(
     arrivals: ArrivalFlags,
     limits: LimitFlags,
     search: SearchFlags,
-    json: Annotated[Path | None, flag("write everything there as well", metavar="FILE")] = None,
+    json: Annotated[Path | None, JSON] = None,
 ) -> None:
     """Measure any OpenAI-compatible server as its clients see it, or search the rate that it can take."""
     from quire.cli.bench.serve import ServeCommand  # noqa: PLC0415 (--help loads no HTTP client)

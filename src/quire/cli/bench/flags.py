@@ -1,11 +1,11 @@
 """The flags of `quire bench`, and what they come to: requests, a schedule, limits. Loads no HTTP client."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from quire.cli.bench.diagnosis import Limits
-from quire.cli.flag_groups import flag_field
+from quire.cli.flag_groups import JSON, flag_field
 from quire.core.config import Batching, MemoryPolicy
 from quire.core.errors import ConfigError
 from quire.paper.arrivals import ArrivalKind, Schedule, poisson_arrivals, trace_arrivals
@@ -87,7 +87,7 @@ class RunFlags:
     """How often, and where the figures go."""
 
     repeats: int = flag_field(3, "timed passes, after one that warms up and watches the cache", min=1)
-    json: Path | None = flag_field(None, "write everything there as well", metavar="FILE")
+    json: Path | None = field(default=None, metadata={"flag": JSON})
 
 
 @dataclass(frozen=True, slots=True)

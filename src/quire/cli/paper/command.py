@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from quire.cli.flag_groups import flag_field, with_flag_groups
+from quire.cli.flag_groups import check_output, flag_field, with_flag_groups
 from quire.paper.datasets import DATA_FOLDER
 from quire.paper.figures import FIGURES, Result, Settings, as_json, chosen
 
@@ -41,6 +41,7 @@ def paper(
     settings = Settings(flags.full, flags.trace_s, flags.seed, flags.data)
     wanted = chosen(names)
     flags.output.mkdir(parents=True, exist_ok=True)
+    check_output(flags.output / "report.html")
     results, plots = dict[str, Result](), dict[str, bytes]()
     for name in wanted:
         result = results[name] = FIGURES[name].make(settings)
