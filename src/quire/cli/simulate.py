@@ -4,14 +4,12 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
-
-import numpy as np
+from typing import Annotated
 
 from quire.cli.bench import report
-from quire.cli.bench.diagnosis import ITL_LIMIT_S, TTFT_LIMIT_S, Limits, Observation, diagnose
+from quire.cli.bench.diagnosis import Limits, diagnose, observe
 from quire.cli.bench.flags import LimitFlags
-from quire.cli.flag_groups import flag, flag_field, with_flag_groups
+from quire.cli.flag_groups import JSON, flag_field, with_flag_groups
 from quire.cli.model_flags import EngineFlags
 from quire.cli.plan import DeviceFlags
 from quire.core.errors import ConfigError
@@ -21,7 +19,7 @@ from quire.paper.hardware import Hardware
 from quire.paper.models import read_model
 from quire.paper.planning import KV_DTYPE_BYTES, MemoryPlan
 from quire.paper.simulation import SimulatedRun, Simulation, paged_scheduler
-from quire.paper.statistics import distribution, latencies
+from quire.paper.statistics import Timeline, distribution, latencies
 
 _load = partial(flag_field, panel="Load")
 
@@ -47,7 +45,7 @@ def simulate(
     device: DeviceFlags,
     load: LoadFlags,
     limits: LimitFlags,
-    json: Annotated[Path | None, flag("write everything there as well", metavar="FILE")] = None,
+    json: Annotated[Path | None, JSON] = None,
 ) -> None:
     """Serve on a virtual clock: throughput, latencies, goodput, KV use, cost, and what would bind."""
     if device.hardware is None:
@@ -105,7 +103,7 @@ def _record(run: SimulatedRun, found: MemoryPlan, limits: Limits) -> report.Reco
             "num_preemptions": run.num_preemptions,
             "prefix_hit_rate": _hit_rate(run),
         },
-        "verdict": _verdict(run, found, limits, figures),
+        "verdict": _verdict(run, found, limits, timelines),
     }
 
 
@@ -123,25 +121,16 @@ def _cost(run: SimulatedRun, found: MemoryPlan, hardware: Hardware, price: float
     return {"cost": {"per_million_output_tokens": per_token * 1e6, "price_per_hour": price * found.num_devices}}
 
 
-def _verdict(run: SimulatedRun, found: MemoryPlan, limits: Limits, figures: dict[str, Any]) -> str:
-    """Return where to look first: what memory says before what latencies say."""
+def _verdict(run: SimulatedRun, found: MemoryPlan, limits: Limits, timelines: list[Timeline]) -> str:
+    """Return where to look first, by the latencies, and what the memory says to it."""
     share = found.weight_bytes / found.memory_bytes
     memory = f" Weights take {share:.0%} of the memory: the model is large for this device." if share > 0.75 else ""
     if run.num_refused:
         memory += f" {run.num_refused} requests were refused, as longer than {found.scheduler.max_model_len} tokens."
     if run.num_preemptions > len(run.finished) / 10 and found.cache.block_size > 32:
         memory += f" Blocks of {found.cache.block_size} tokens waste much of the KV cache on short requests."
-    late = [answer for answer in run.finished if run.timeline(answer).ttft_s > (limits.ttft_s or TTFT_LIMIT_S)]
-    prompts = [len(answer.item.prompt_token_ids) for answer in late or run.finished]
-    seen = Observation(
-        num_prompt_tokens=float(np.median(prompts)),
-        ttft_s=figures["ttft_s"].p95,
-        itl_s=figures["itl_s"].p95 if "itl_s" in figures else 0.0,
-        ttft_limit_s=limits.ttft_s or TTFT_LIMIT_S,
-        itl_limit_s=limits.itl_s or limits.tpot_s or ITL_LIMIT_S,
-        queue_s=run.mean_queue_s,
-        num_preemptions=run.num_preemptions,
-        peak_kv_usage=run.peak_kv_usage,
-        is_too_long=limits.e2e_s is not None and figures["e2e_s"].p95 > limits.e2e_s,
-    )
-    return diagnose(seen) + memory
+    prompt_lens = [len(answer.item.prompt_token_ids) for answer in run.finished]
+    told = {
+        "queue_s": run.mean_queue_s, "num_preemptions": run.num_preemptions, "peak_kv_usage": run.peak_kv_usage
+    }
+    return diagnose(observe(timelines, prompt_lens, limits, **told)) + memory

@@ -14,8 +14,11 @@ run by plain rules; in order, the first that fits speaks:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
-from quire.paper.statistics import Timeline
+import numpy as np
+
+from quire.paper.statistics import Timeline, distribution
 
 TTFT_LIMIT_S = 0.5   # where a run has no limits of its own: what a reader takes for an immediate answer,
 ITL_LIMIT_S = 0.05   # and for a fluent one
@@ -72,6 +75,38 @@ class Observation:
     peak_kv_usage: float | None = None
     num_failed: int = 0
     is_too_long: bool = False  # over a limit on the whole request
+
+
+def observe(
+    timelines: Sequence[Timeline], prompt_lens: Sequence[int], limits: Limits, **told: Any  # noqa: ANN401 (fields)
+) -> Observation:
+    """Return what finished requests show: 95th percentiles of what the limits are on, and the prompts of late requests.
+
+    `told`: fields of the observation that the server, or the simulator, knows.
+    """
+    ttft_limit_s = limits.ttft_s or TTFT_LIMIT_S
+    late = [num for num, timeline in zip(prompt_lens, timelines, strict=True) if timeline.ttft_s > ttft_limit_s]
+    return Observation(
+        num_prompt_tokens=float(np.median(late or prompt_lens)),
+        ttft_s=distribution([timeline.ttft_s for timeline in timelines]).p95,
+        itl_s=_limited_gap_s(timelines, limits),
+        ttft_limit_s=ttft_limit_s,
+        itl_limit_s=limits.itl_s or limits.tpot_s or ITL_LIMIT_S,
+        is_too_long=limits.e2e_s is not None
+        and distribution([timeline.e2e_s for timeline in timelines]).p95 > limits.e2e_s,
+        **told,
+    )
+
+
+def _limited_gap_s(timelines: Sequence[Timeline], limits: Limits) -> float:
+    """Return the 95th percentile of the gaps as the limits count them; without limits, of all gaps."""
+    if limits.itl_s is not None:
+        sample = [max(timeline.itl_s, default=0.0) for timeline in timelines]
+    elif limits.tpot_s is not None:
+        sample = [timeline.tpot_s or 0.0 for timeline in timelines]
+    else:
+        sample = [gap for timeline in timelines for gap in timeline.itl_s]
+    return distribution(sample).p95 if sample else 0.0
 
 
 def diagnose(seen: Observation) -> str:

@@ -3,12 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
-
-from quire.cli.bench.diagnosis import ITL_LIMIT_S, TTFT_LIMIT_S, Limits, Observation, diagnose
+from quire.cli.bench.diagnosis import Limits, diagnose, observe
 from quire.cli.bench.http_load import LoadRun, SentRequest
 from quire.cli.bench.report import Record
-from quire.paper.statistics import distribution, latencies
+from quire.paper.statistics import latencies
 
 _KV_NAMES = (
     *("mean_kv_usage", "peak_kv_usage", "mean_tail_waste", "peak_tail_waste"),
@@ -33,38 +31,13 @@ def serve_record(run: LoadRun, use: Record, limits: Limits) -> Record:
 
 
 def sentence(run: LoadRun, use: Record, limits: Limits) -> str:
-    """Return the diagnosis, on 95th percentiles of what the limits are on, and on the prompts of late requests."""
+    """Return the diagnosis of what the client saw and the server told."""
     if not run.finished:
         return f"Nothing was answered; {len(run.failures)} requests failed."
-    found = latencies(run.timelines)
-    ttft_limit_s = limits.ttft_s or TTFT_LIMIT_S
-    late = [request for request in run.finished if request.timeline.ttft_s > ttft_limit_s] or run.finished
-    return diagnose(
-        Observation(
-            num_prompt_tokens=float(np.median([len(request.item.prompt_token_ids) for request in late])),
-            ttft_s=found["ttft_s"].p95,
-            itl_s=_limited_gap_s(run, limits),
-            ttft_limit_s=ttft_limit_s,
-            itl_limit_s=limits.itl_s or limits.tpot_s or ITL_LIMIT_S,
-            queue_s=use.get("mean_queue_s"),
-            mean_waiting=use.get("mean_waiting"),
-            num_preemptions=use.get("num_preemptions", 0),
-            peak_kv_usage=use.get("peak_kv_usage"),
-            num_failed=len(run.failures),
-            is_too_long=limits.e2e_s is not None and found["e2e_s"].p95 > limits.e2e_s,
-        )
-    )
-
-
-def _limited_gap_s(run: LoadRun, limits: Limits) -> float:
-    """Return the 95th percentile of the gaps as the limits count them; without limits, of all gaps."""
-    if limits.itl_s is not None:
-        sample = [max(timeline.itl_s, default=0.0) for timeline in run.timelines]
-    elif limits.tpot_s is not None:
-        sample = [timeline.tpot_s or 0.0 for timeline in run.timelines]
-    else:
-        sample = [gap for timeline in run.timelines for gap in timeline.itl_s]
-    return distribution(sample).p95 if sample else 0.0
+    prompt_lens = [len(request.item.prompt_token_ids) for request in run.finished]
+    told = {name: use[name] for name in ("mean_waiting", "num_preemptions", "peak_kv_usage") if name in use}
+    queue_s, num_failed = use.get("mean_queue_s"), len(run.failures)
+    return diagnose(observe(run.timelines, prompt_lens, limits, queue_s=queue_s, num_failed=num_failed, **told))
 
 
 def request_records(requests: Sequence[SentRequest]) -> list[Record]:
