@@ -92,13 +92,14 @@ def chunk_options(dims: int, dtype: torch.dtype, capability: int) -> dict[str, i
     """Return a chunk's tiles, and how they are compiled: the largest that spill no register on sm_80 and sm_90.
 
     Five stages make two buffers of keys and two of values: the read of the block table before them takes the others.
+    For the largest heads that is more than the 99 KiB of a program on other cards.
     """
     if dtype.itemsize == 4:
         rows, keys, num_warps, num_stages = (32, 32, 4, 2) if dims <= 128 else (16, 16, 8, 2)
     elif dims <= 128:
         rows, keys, num_warps, num_stages = 128, 64 if dims <= 64 or capability >= 90 else 32, 8, 5
     else:
-        rows, keys, num_warps, num_stages = 64, 32, 8, 5
+        rows, keys, num_warps, num_stages = 64, 32, 8, 5 if capability in (80, 90, 100) else 4
     return {"ROWS": rows, "KEYS": keys, "num_warps": num_warps, "num_stages": num_stages}
 
 
