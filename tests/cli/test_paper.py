@@ -4,12 +4,15 @@ import gzip
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire.cli.paper import kernel, measured
+from quire.kernels.back_end import choose_back_end
 from quire.paper import runs, serving
 from quire.paper.figures import FIGURES
 
@@ -43,6 +46,18 @@ def test_a_figure_is_a_table_a_record_and_two_plots(run: Run, tmp_path: Path) ->
     assert (record["number"], record["paper"][1]["ours"]) == ("6 to 9", 9)
     assert (tmp_path / "tables.png").read_bytes().startswith(b"\x89PNG")
     assert b"<svg" in (tmp_path / "tables.svg").read_bytes()
+
+
+def test_no_way_of_figure_18a_finds_what_another_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    back_end, seen = choose_back_end(torch.device("cpu"), head_dim=kernel.HEAD_DIM), set[int]()
+
+    def attend(query: torch.Tensor, keys: torch.Tensor, *rest: object) -> torch.Tensor:
+        seen.add(keys.data_ptr())
+        return back_end.paged_attention(query, keys, *rest)
+
+    monkeypatch.setattr(kernel, "choose_back_end", lambda *_, **__: replace(back_end, paged_attention=attend))
+    kernel._measure(128, rounds=2, seed=0)
+    assert len(seen) == 2
 
 
 def test_all_figures_make_one_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

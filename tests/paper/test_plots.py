@@ -43,6 +43,11 @@ def test_no_text_lies_on_another(panel: Panel) -> None:
     assert not meeting
 
 
+def test_thousands_are_told_as_people_write_them() -> None:
+    texts = [text.get_text() for text in drawn([PANELS["systems"]]).findobj(Text) if isinstance(text, Text)]
+    assert {"1,234", "0.0365", "9.81", "132"} <= set(texts)
+
+
 def test_panels_stand_in_rows_of_three_and_leave_no_empty_axes() -> None:
     assert len(drawn([PANELS["curves"]] * 4).axes) == 4
     assert len(drawn([PANELS["blocks"]] * 6).axes) == 6

@@ -74,7 +74,7 @@ class Bars(NamedTuple):
             shift = 0.0 if stacked else (number - (num_series - 1) / 2) * width
             drawn = axes.bar([place + shift for place in range(len(values))], values, width, below if stacked else 0.0,
                              label=label, color=_color(label, number))  # fmt: skip
-            axes.bar_label(drawn, [f"{value:.3g}" if not stacked or value > top / 25 else "" for value in values],
+            axes.bar_label(drawn, [_told(value) if not stacked or value > top / 25 else "" for value in values],
                            label_type="center" if stacked else "edge", fontsize=7,
                            color="white" if stacked else "black", padding=0 if stacked else 1)  # fmt: skip
             if stacked:
@@ -155,6 +155,11 @@ def rendered(plot: "Figure", kind: str) -> bytes:
     plot.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None)
     plot.set_layout_engine("none")  # what has been laid out stays as it is, in the next file too
     return buffer.getvalue()
+
+
+def _told(value: float) -> str:
+    """Return three digits of a number, or all before the point."""
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _color(label: str, number: int) -> str:
