@@ -16,7 +16,6 @@ from quire.text.tokenizer import Tokenizer
 from support import small_tokenizers
 from support.cycle_model import write_cycle_model
 from support.openai_server import Json, OpenAIServer, openai_server
-from support.stopping import stopped
 from support.text_tokenizers import SMALL
 
 ROUND = "日é😀ж stop"
@@ -185,7 +184,7 @@ def test_streams_of_many_prompts_are_merged_as_they_come(
     body = {"prompt": [f"{ROUND} {i}ж" for i in range(8)], "n": 2, **WILD, "ignore_eos": True, "seed": 3}
     server.hand_on_each_output(monkeypatch)
     with ThreadPoolExecutor(1) as asking:
-        with stopped(server.child.process.pid):  # until it can begin all of them at once
+        with server.held():  # until it can begin all of them at once
             streaming = asking.submit(server.stream, COMPLETIONS, **body)
             server.wait_until(lambda: len(server.service.client._streams) == 8)
         chunks = streaming.result()

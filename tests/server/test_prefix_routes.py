@@ -2,8 +2,6 @@
 
 import json
 import logging
-import os
-import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -208,7 +206,9 @@ def test_client_that_goes_leaves_nothing_pinned(server: OpenAIServer) -> None:
     with occupied(server):
         connection = post(server, PREFIXES, prompt=PREFIX)
         server.wait_until(lambda: num_pinned(server) == 3)
-        connection.close()
+        with server.held():
+            connection.close()
+            server.wait_until(lambda: len(server.service.answers) == 1)
         server.wait_until(lambda: num_pinned(server) == 0)
     assert listed(server) == []
 
@@ -236,8 +236,9 @@ def test_client_that_goes_at_any_moment_leaves_what_is_listed(server: OpenAIServ
 def test_end_of_the_server_unpins_what_is_under_way(server: OpenAIServer) -> None:
     with occupied(server), post(server, PREFIXES, prompt=PREFIX) as connection:
         server.wait_until(lambda: num_pinned(server) == 3)
-        server.on_loop(lambda: server.service.answers.end_all(shutting_down()))
-        assert connection.recv(65536).startswith(b"HTTP/1.1 503 ")
+        with server.held():
+            server.on_loop(lambda: server.service.answers.end_all(shutting_down()))
+            assert connection.recv(65536).startswith(b"HTTP/1.1 503 ")
         server.wait_until(lambda: num_pinned(server) == 0)
 
 
@@ -298,13 +299,12 @@ def test_death_of_the_engine_ends_who_waits(demo_model: Path) -> None:
         pinned = server.ask(PREFIXES, prompt=PREFIX)
         with occupied(server), post(server, PREFIXES, prompt=PREFIX) as pinning:
             server.wait_until(lambda: num_pinned(server) == 3 + 3)
-            pid = server.child.process.pid
-            os.kill(pid, signal.SIGSTOP)
-            with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0)) as deleting:
+            address = "127.0.0.1", httpx.URL(server.url).port or 0
+            with server.held(), socket.create_connection(address, timeout=LIMIT_S) as deleting:
                 path = f"{PREFIXES}/{pinned['id']}".encode()
                 deleting.sendall(b"DELETE %s HTTP/1.1\r\nHost: test\r\n\r\n" % path)
                 server.wait_until(lambda: len(server.service.answers) == 3)
-                os.kill(pid, signal.SIGKILL)
+                server.child.process.kill()
                 for connection in (pinning, deleting):
                     answer = connection.recv(65536)
                     assert answer.startswith(b"HTTP/1.1 503 ")

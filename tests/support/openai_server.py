@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import httpx
@@ -23,9 +23,10 @@ from quire.server.metrics import Metrics
 from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.server.templates import TemplateRenderer
+from support.stopping import stopped
 
 HOST, NAME = "127.0.0.1", "tiny"
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 DONE = "[DONE]"
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -46,6 +47,10 @@ class OpenAIServer:
             return work()
 
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result(LIMIT_S)
+
+    def held(self) -> AbstractContextManager[None]:
+        """Hold the engine still: requests come and go, and none of them gets any further."""
+        return stopped(self.child.process.pid)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait for a state of the server."""

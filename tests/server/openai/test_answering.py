@@ -47,36 +47,33 @@ def test_client_that_goes_aborts_all_of_its_branches(server: OpenAIServer, strea
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_client_that_goes_while_nothing_is_sent_is_noticed(server: OpenAIServer, stream: bool) -> None:
     """A request that waits for others has nothing to send."""
-    with connect(server, COMPLETIONS, prompt="a", n=8, stream=True, **LONG):
-        server.wait_until(lambda: server.service.client.state.num_running > 0)
+    with connect(server, COMPLETIONS, prompt="a", n=8, stream=True, **LONG), server.held():
         waiting = connect(server, CHAT, messages=[{"role": "user", "content": "hi"}], stream=stream, **LONG)
-        server.wait_until(lambda: server.service.client.num_queued == 1)
+        server.wait_until(lambda: has_open(server, 2))
         waiting.close()
-        server.wait_until(lambda: server.service.client.num_queued == 0 and has_open(server, 1))
+        server.wait_until(lambda: has_open(server, 1))
     server.wait_until(server.is_idle)
 
 
 def test_headers_of_a_stream_do_not_wait_for_tokens(server: OpenAIServer) -> None:
-    with connect(server, COMPLETIONS, prompt="a", n=8, stream=True, **LONG):
-        server.wait_until(lambda: server.service.client.state.num_running > 0)
-        with connect(server, COMPLETIONS, prompt="b", stream=True, **LONG) as waiting:
-            head = waiting.recv(65536)
-            assert head.startswith(b"HTTP/1.1 200 ")
-            assert b"text/event-stream" in head
-            assert server.service.client.num_queued == 1
+    with server.held(), connect(server, COMPLETIONS, prompt="b", stream=True, **LONG) as waiting:
+        head = waiting.recv(65536)
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"text/event-stream" in head
 
 
 def test_end_of_the_server_is_the_last_event_of_a_stream(server: OpenAIServer) -> None:
     with server.http.stream("POST", COMPLETIONS, json={"prompt": ["a", "b"], "stream": True, **LONG}) as response:
         text = next(pieces := response.iter_text())
-        server.on_loop(lambda: server.service.answers.end_all(shutting_down()))
-        events = events_of(text + "".join(pieces))
+        with server.held():
+            server.on_loop(lambda: server.service.answers.end_all(shutting_down()))
+            events = events_of(text + "".join(pieces))
     assert events.pop()["error"]["code"] == "shutting_down"
     assert not any("error" in event for event in events)
 
 
 def test_end_of_the_server_is_a_status_where_nothing_was_sent(server: OpenAIServer) -> None:
-    with connect(server, COMPLETIONS, prompt="a", **LONG) as connection:
+    with server.held(), connect(server, COMPLETIONS, prompt="a", **LONG) as connection:
         server.wait_until(lambda: len(server.service.answers) == 1)
         server.on_loop(lambda: server.service.answers.end_all(shutting_down()))
         assert connection.recv(65536).startswith(b"HTTP/1.1 503 ")
@@ -134,15 +131,14 @@ def mortal_server(demo_model: Path) -> Iterator[OpenAIServer]:
 def test_death_of_the_engine_is_told_to_all(demo_model: Path) -> None:
     """Streams end with an event, whole answers and new requests with a status."""
     with mortal_server(demo_model) as server:
-        with (
-            connect(server, COMPLETIONS, prompt="a", **LONG) as whole,
-            server.http.stream("POST", COMPLETIONS, json={"prompt": ["a", "b"], "stream": True, **LONG}) as response,
-        ):
+        asked = {"prompt": ["a", "b"], "stream": True, **LONG}
+        with server.http.stream("POST", COMPLETIONS, json=asked) as response:
             text = next(pieces := response.iter_text())
-            server.wait_until(lambda: has_open(server, 3))
-            server.child.process.kill()
-            error = events_of(text + "".join(pieces)).pop()["error"]
-            assert whole.recv(65536).startswith(b"HTTP/1.1 503 ")
+            with server.held(), connect(server, COMPLETIONS, prompt="a", **LONG) as whole:
+                server.wait_until(lambda: has_open(server, 3))
+                server.child.process.kill()
+                error = events_of(text + "".join(pieces)).pop()["error"]
+                assert whole.recv(65536).startswith(b"HTTP/1.1 503 ")
         assert (error["type"], error["code"]) == ("server_error", "engine_unhealthy")
         for stream in (False, True):
             status, error = server.refusal(COMPLETIONS, prompt="a", stream=stream)
