@@ -1,7 +1,8 @@
 """Why a request took its time, over HTTP: while it waits, while it runs, and afterwards; to its owner alone."""
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import httpx
 import pytest
 
 from quire.engine.options import EngineOptions
+from quire.engine.output_processor import ProcessedStep
+from quire.engine.wire import Stepped
+from quire.server import explain_routes
 from support.openai_server import LIMIT_S, OpenAIServer, openai_server
 
 COMPLETIONS = "/v1/completions"
@@ -77,25 +81,24 @@ def test_only_the_owner_is_told(server: OpenAIServer) -> None:
     assert told["first_miss"]["reason"] == "never_seen", "what the other key has asked is not told"
 
 
-def test_victims_and_those_who_wait_are_told_why(server: OpenAIServer) -> None:
+def test_victims_and_those_who_wait_are_told_why(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
     long: dict[str, Any] = {**GREEDY, "max_tokens": 330}
-    answers: list[dict[str, Any]] = []
-
-    def ask(token: int) -> None:
-        body = {"prompt": [token] * 40, **long}
-        answers.append(httpx.post(server.url + COMPLETIONS, json=body, headers=FIRST, timeout=LIMIT_S).json())
-
-    threads = [threading.Thread(target=ask, args=(500 + index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    history = server.service.history
+    service, stepped = server.service, server.service.metrics.stepped
     seen: set[tuple[str, bool]] = set()
-    while any(thread.is_alive() for thread in threads):
-        for call_id in server.on_loop(lambda: [name for name in history._calls if history.find(name, 1)]):
-            for told in explained(server, call_id):
-                seen.add((told["state"], told["waits_for"] is not None))
-    for thread in threads:
-        thread.join()
+
+    def look(step: Stepped, processed: ProcessedStep) -> None:
+        """See what could be told after a step; who asks over HTTP may miss it."""
+        stepped(step, processed)
+        for past in chain(*service.history._calls.values()):
+            told = explain_routes._explained(service, past)
+            seen.add((told["state"], told["waits_for"] is not None))
+
+    monkeypatch.setattr(service.metrics, "stepped", look)
+    with ThreadPoolExecutor(3) as clients:
+        with server.held():  # so that all three run together
+            asking = [clients.submit(server.ask, COMPLETIONS, prompt=[500 + i] * 40, **long) for i in range(3)]
+            server.wait_until(lambda: len(service.client._streams) == 3)
+        answers = [each.result() for each in asking]
     told = [one for answer in answers for one in explained(server, answer["id"])]
     preemptions = [preemption for one in told for preemption in one["preemptions"]]
     assert preemptions
