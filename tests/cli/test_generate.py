@@ -14,6 +14,7 @@ import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
 
+LIMIT_S = 120
 QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 SMALL = ("--num-kv-blocks", "64", "--max-num-seqs", "8", "--max-model-len", "256")
 
@@ -248,13 +249,18 @@ def test_help_shows_what_is_there_and_nothing_else(run: Run) -> None:
     assert not any(name in flags for name in ("tensor-parallel", "--host"))
 
 
+def generating() -> subprocess.Popen[bytes]:
+    """Start a process that says more than its pipe holds: it does not come to its end before it has been read."""
+    command = [*QUIRE, "generate", "--prompt", "def ", "--ignore-eos", "--max-tokens", "2000", "--num-kv-blocks", "128"]
+    return subprocess.Popen(command, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pipesize=4096)
+
+
 def test_real_process_streams_and_survives_a_reader_that_leaves(demo_model: Path) -> None:
-    command = [*QUIRE, "generate", "--prompt", "def ", "--max-tokens", "200", "--ignore-eos", *SMALL]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with generating() as process:
         assert process.stdout.read(1)
         process.stdout.close()
         complaint = process.stderr.read().decode()
-        assert process.wait(timeout=60) == 1
+        assert process.wait(LIMIT_S) == 1
     assert complaint == ""
 
 
@@ -268,10 +274,9 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 def test_real_process_ends_on_interrupt_without_a_traceback(demo_model: Path) -> None:
-    command = [*QUIRE, "generate", "--prompt", "def ", "--ignore-eos", "--max-tokens", "2000", "--num-kv-blocks", "128"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with generating() as process:
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        _, complaint = process.communicate(timeout=60)
+        _, complaint = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
     assert b"Traceback" not in complaint

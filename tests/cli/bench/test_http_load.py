@@ -1,10 +1,12 @@
 """A load on a real server: who is asked what and when, and what becomes of every request."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
-from aiohttp.test_utils import TestServer, unused_port
+from aiohttp.test_utils import TestServer
 
 from quire.cli.bench.http_load import (
     HttpLoad,
@@ -39,6 +41,14 @@ def run_load(
             return await HttpLoad(session, target, ITEMS, schedule, is_enough).run(*stops, limit_s=limit_s)
 
     return asyncio.run(run())
+
+
+@contextmanager
+def deaf_port() -> Iterator[int]:
+    """Yield a port on which nobody listens, and which nobody else can take."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
 
 
 async def endless(_: Body) -> AsyncIterator[bytes]:
@@ -145,11 +155,13 @@ def test_refused_request_is_a_failure_and_the_others_go_on() -> None:
 
 
 def test_server_that_is_not_there_is_a_failure_of_every_request() -> None:
-    async def run() -> LoadRun:
+    async def run(url: str) -> LoadRun:
         async with open_session(None) as session:
-            return await HttpLoad(session, Target(f"http://127.0.0.1:{unused_port()}", "m", 9.0), ITEMS, BURST).run()
+            return await HttpLoad(session, Target(url, "m", 60.0), ITEMS, BURST).run()
 
-    assert {failure.label for failure in asyncio.run(run()).failures} == {"ClientConnectorError"}
+    with deaf_port() as port:
+        failures = asyncio.run(run(f"http://127.0.0.1:{port}")).failures
+    assert {failure.label for failure in failures} == {"ClientConnectorError"}
 
 
 def test_request_that_takes_too_long_is_a_failure() -> None:
@@ -204,9 +216,9 @@ def test_first_model_is_the_default() -> None:
 def test_url_without_a_server_is_refused(url: str) -> None:
     async def run() -> None:
         async with open_session(None) as session:
-            await first_model(session, url.format(unused=unused_port()))
+            await first_model(session, url.format(unused=port))
 
-    with pytest.raises(ServerUnusableError, match="no server answers"):
+    with deaf_port() as port, pytest.raises(ServerUnusableError, match="no server answers"):
         asyncio.run(run())
 
 
