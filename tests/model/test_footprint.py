@@ -39,9 +39,9 @@ def test_ranks_hold_a_part_each_and_norms_whole() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "ranks", "expected"),
-    [(8, 8, 2, 4), (8, 2, 2, 1), (8, 2, 4, 1), (8, 1, 8, 1), (24, 6, 4, 2), (12, 4, 3, 2), (40, 40, 1, 40)],
+    [(8, 8, 2, 4), (8, 2, 2, 1), (8, 2, 4, 1), (8, 1, 8, 1), (24, 6, 4, 6), (12, 4, 3, 4), (40, 40, 1, 40)],
 )
-def test_ranks_hold_the_kv_heads_that_their_queries_see(heads: int, kv_heads: int, ranks: int, expected: int) -> None:
+def test_ranks_share_kv_heads_or_have_them_all(heads: int, kv_heads: int, ranks: int, expected: int) -> None:
     spec = spec_of("Llama", num_attention_heads=heads, num_key_value_heads=kv_heads)
     assert kv_heads_per_rank(spec, ranks) == expected
     assert kv_bytes_per_token(spec, 2, ranks) == 2 * 2 * expected * 24 * 2

@@ -68,7 +68,7 @@ def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1) -> 
 
 
 def kv_heads_per_rank(spec: DecoderSpec, num_ranks: int) -> int:
-    """Return the most KV heads that a rank holds: those that its query heads look at, replicated where they must be.
+    """Return the KV heads that a rank holds: its part, or one, or where neither number divides the other, all of them.
 
     Raises ConfigError if the query heads do not divide.
     """
@@ -76,9 +76,9 @@ def kv_heads_per_rank(spec: DecoderSpec, num_ranks: int) -> int:
         raise ConfigError(
             f"tensor_parallel_size {num_ranks} does not divide the model's {spec.num_heads} attention heads"
         )
-    per_rank, group = spec.num_heads // num_ranks, spec.num_heads // spec.num_kv_heads
-    firsts = range(0, spec.num_heads, per_rank)
-    return max((first + per_rank - 1) // group - first // group + 1 for first in firsts)
+    if num_ranks % spec.num_kv_heads == 0:
+        return 1
+    return spec.num_kv_heads // (1 if spec.num_kv_heads % num_ranks else num_ranks)
 
 
 def _layer_of_rank(spec: DecoderSpec, num_ranks: int) -> LayerShapes:
