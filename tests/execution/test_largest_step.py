@@ -1,17 +1,21 @@
 """What is left for the KV cache: what the largest steps were seen to leave."""
 
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from quire.core.errors import ConfigError
+from quire.execution.decode_graphs import idle_batch
 from quire.execution.largest_step import CudaMeter, bytes_left
-from quire.kernels.back_end import REFERENCE
+from quire.kernels.back_end import REFERENCE, cuda_back_end
+from quire.kernels.token_choice import Draws
 from quire.model.decoder import Decoder
+from quire.model.kv_cache import KVCache
 from quire.model.loader import load_model
 from support.random_model import write_random_model
+from support.triton_compiler import specialized_launches
 
 GIB = 1 << 30
 
@@ -47,26 +51,34 @@ def test_share_of_the_card_less_the_peak_is_left(model: Decoder, monkeypatch: py
         return forward(self, batch, cache)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Decoder, "forward", counting)
-    assert bytes_left(model, 4, 90, 640, 0.9, FakeMeter()) == 9 * GIB // 2
-    assert steps == [(90, torch.Size([4, 80])), (4, torch.Size([4, 80]))], "scratch memory goes by the widest table"
+    assert bytes_left(model, 4, 90, 640, 16, 0.9, FakeMeter()) == 9 * GIB // 2
+    assert steps == [(90, torch.Size([4, 40])), (4, torch.Size([4, 40]))], "scratch memory goes by the widest table"
 
 
-def test_what_draws_is_compiled_before_anybody_waits_for_it(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[int] = []
-    choose = model.back_end.sampling.choose_tokens
-    sampling = replace(
-        model.back_end.sampling,
-        choose_tokens=lambda logits, draws: drawn.append(len(draws.uniforms)) or choose(logits, draws),
-    )
-    monkeypatch.setattr(model, "back_end", replace(model.back_end, sampling=sampling))
-    bytes_left(model, 4, 90, 640, 0.9, FakeMeter())
-    assert drawn == [4]
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_no_request_waits_for_a_kernel_to_be_compiled(tmp_path: Path, block_size: int) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with specialized_launches() as kernels:
+        model = load_model(write_random_model(tmp_path), back_end=cuda_back_end())
+        bytes_left(model, 4, 90, 640, block_size, 0.9, FakeMeter())
+        tried = kernels.copy()
+        cache = KVCache.allocate(model.spec, 40, block_size, model.dtype, model.back_end)
+        for num_seqs, num_tokens in ((1, 1), (3, 3), (2, 50)):
+            hidden = model.forward(idle_batch(num_seqs, num_tokens, 5, model.device), cache)
+            logits = model.logits(hidden[:num_seqs])
+            narrow, wide = np.ones(num_seqs, np.float32), np.ones(num_seqs)
+            draws = Draws(narrow, narrow, narrow.astype(np.int32), wide, wide)
+            model.back_end.sampling.choose_tokens(logits, draws)
+        blocks = torch.arange(16)
+        for caches in (cache.keys + cache.values, cache.values + cache.keys):  # a copy, and a swap
+            model.back_end.copy_blocks(cache.keys + cache.values, caches, blocks, blocks + 16)
+    assert kernels == tried
 
 
 def test_what_others_hold_is_not_given_away(model: Decoder) -> None:
-    assert bytes_left(model, 2, 8, 64, 0.9, FakeMeter(free_bytes=GIB)) == GIB
+    assert bytes_left(model, 2, 8, 64, 16, 0.9, FakeMeter(free_bytes=GIB)) == GIB
 
 
 def test_card_too_small_for_the_largest_step_is_refused(model: Decoder) -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization of 0.3 is 3221225472 bytes, but .* take 4831838208"):
-        bytes_left(model, 2, 8, 64, 0.3, FakeMeter())
+        bytes_left(model, 2, 8, 64, 16, 0.3, FakeMeter())

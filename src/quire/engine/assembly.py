@@ -102,6 +102,7 @@ def _sizes(
         options.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
         options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
         options.max_model_len or limits.max_position_embeddings,
+        options.block_size,
         options.gpu_memory_utilization,
         meter,
     )

@@ -41,20 +41,28 @@ class CudaMeter:
 
 @torch.inference_mode()
 def bytes_left(
-    model: Decoder, num_seqs: int, num_tokens: int, max_model_len: int, utilization: float, meter: CudaMeter
+    model: Decoder,
+    num_seqs: int,
+    num_tokens: int,
+    max_model_len: int,
+    block_size: int,
+    utilization: float,
+    meter: CudaMeter,
 ) -> int:
     """Return what `utilization` of the device leaves beside weights and the largest step. ConfigError if nothing.
 
     That is one of `num_tokens` tokens of `num_seqs` sequences whose contexts may have `max_model_len`. The graphs of
-    decodes keep what the largest of them needs.
+    decodes keep what the largest of them needs. Every kernel is compiled then that a request could wait for.
     """
-    cache = KVCache.allocate(model.spec, 1, 8, model.dtype, model.back_end, memory_of(model.device))
-    max_blocks, num_seqs = -(-max_model_len // cache.block_size), min(num_seqs, num_tokens)
+    cache = KVCache.allocate(model.spec, 2, block_size, model.dtype, model.back_end, memory_of(model.device))
+    max_blocks, num_seqs = -(-max_model_len // block_size), min(num_seqs, num_tokens)
+    tensors = [*cache.keys, *cache.values]
+    model.back_end.copy_blocks(tensors, tensors, torch.tensor([0]), torch.tensor([1]))
     meter.forget()
     largest = idle_batch(num_seqs, num_tokens, max_blocks, model.device)
     logits = model.logits(model.forward(largest, cache)[:num_seqs])
     ones, singles = np.ones(len(logits)), np.ones(len(logits), np.float32)
-    draws = Draws(singles, singles, ones.astype(np.int32), ones, ones)  # drawn: it is compiled then
+    draws = Draws(singles, singles, ones.astype(np.int32), ones, ones)
     model.back_end.sampling.choose_tokens(logits.clone(), draws)  # edits need a second copy
     del largest, logits
     peak_bytes = meter.peak_bytes()
