@@ -1,5 +1,7 @@
 """A machine fitted to the times of a known one predicts what that one takes."""
 
+import random
+
 import pytest
 
 from quire.core.errors import ConfigError
@@ -55,6 +57,17 @@ def test_noise_that_hides_a_part_leaves_a_machine() -> None:
     hardware = fit_hardware("noisy", SPEC, "bfloat16", dict.fromkeys(sizes, 0.1), int(1e12))
     assert hardware.sequence_s >= 0
     assert cost_on(hardware).step_s(plan_of(StepSize(8, 100, True))) == pytest.approx(0.1, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_noise_beyond_all_measure_leaves_a_machine(seed: int) -> None:
+    """A step that others held up takes any time; a decode, as the difference of two that they did, less than none."""
+    sizes, known, rng = step_sizes(512), cost_on(KNOWN), random.Random(seed)
+    times = {size: known.step_s(plan_of(size)) * rng.lognormvariate(0, 2) for size in sizes}
+    for size in rng.sample([size for size in sizes if size.is_decode], seed % 4):
+        times[size] *= -1
+    hardware = fit_hardware("noisy", SPEC, "bfloat16", times, int(1e12))
+    assert cost_on(hardware).step_s(plan_of(StepSize(8, 100, True))) > 0
 
 
 def test_cache_is_kept_in_the_kernels_dtype() -> None:

@@ -19,7 +19,7 @@ PREFILLS = (64, 128, 256, 512, 1024, 2048)  # tokens of a prompt
 NUM_PARTS = 8                               # prompts that a long one is cut into; sequences behind long contexts
 SHORT_CONTEXT = 16
 NUM_ITERATIONS = 4
-LEAST = 1e-3                                # share of a step that a part of it has at least: noise may hide it
+LEAST = 1e-3                                # share that a part of a step, or a small step, has at least: noise hides it
 
 
 class StepSize(NamedTuple):
@@ -57,6 +57,8 @@ def fit_hardware(
     num_layers, num_head = num_layer_weights(spec), spec.vocab_size * spec.embedding_size
     num_weights = num_layers + num_head
     kv_bytes = kv_bytes_per_token(spec, DTYPE_BYTES[CPU_PACKING.kernel_dtype(dtype)])
+    least_s = LEAST * max(step_s.values())  # a decode is the difference of two times: noise may leave less than none
+    step_s = {size: max(seconds, least_s) for size, seconds in step_s.items()}
     *_, long_decode, in_parts = step_s
     decodes = {size.num_seqs: seconds for size, seconds in step_s.items() if size.num_tokens == SHORT_CONTEXT}
     read_s = max(step_s[long_decode] - decodes[NUM_PARTS], LEAST * decodes[NUM_PARTS])
@@ -83,7 +85,8 @@ def fit_hardware(
         for num, seconds in prefills.items()
         if num > many
     }
-    slowest = accumulate((points[num] for num in sorted(points)), max)  # more tokens never take less
+    ascending = (points[num] for num in sorted(points))
+    _, *slowest = accumulate(ascending, max, initial=LEAST * max(points.values()))  # more tokens never take less
     return Hardware(
         name,
         memory_bytes,
