@@ -14,7 +14,7 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_openai import ChatOpenAI, OpenAI
 
 from support.clients import KEY, LIMIT_S, MODEL
-from support.reciting_model import TEXT, Reciter
+from support.reciting_model import ROUNDS, TEXT, Reciter
 from support.server import ServerProcess
 
 
@@ -54,15 +54,16 @@ def test_chat_invoke(chat: Callable[..., ChatOpenAI], message: HumanMessage, rec
 
 
 def test_chat_stream(chat: Callable[..., ChatOpenAI], message: HumanMessage, reciter: Reciter) -> None:
-    first, *others = chat(stream_usage=True).stream([message])
+    length = ROUNDS * len(reciter.script)
+    first, *others = chat(stream_usage=True, max_completion_tokens=length).stream([message])
     whole = first
     for other in others:
         whole += other
     assert sum(bool(chunk.content) for chunk in (first, *others)) > 1
-    assert whole.content == TEXT
+    assert whole.content == ROUNDS * TEXT
     assert whole.response_metadata["finish_reason"] == "length"
     assert whole.usage_metadata is not None
-    assert whole.usage_metadata["output_tokens"] == len(reciter.script)
+    assert whole.usage_metadata["output_tokens"] == length
 
 
 def test_chat_async(chat: Callable[..., ChatOpenAI], message: HumanMessage) -> None:
@@ -126,10 +127,10 @@ def test_completion_invoke(completions: Callable[..., OpenAI]) -> None:
     assert completions().invoke(TEXT) == TEXT
 
 
-def test_completion_stream(completions: Callable[..., OpenAI]) -> None:
-    pieces = list(completions().stream(TEXT))
+def test_completion_stream(completions: Callable[..., OpenAI], reciter: Reciter) -> None:
+    pieces = list(completions(max_tokens=ROUNDS * len(reciter.script)).stream(TEXT))
     assert len(pieces) > 1
-    assert "".join(pieces) == TEXT
+    assert "".join(pieces) == ROUNDS * TEXT
 
 
 def test_completion_async(completions: Callable[..., OpenAI]) -> None:

@@ -14,7 +14,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch a price li
 import litellm
 
 from support.clients import KEY, LIMIT_S, MODEL
-from support.reciting_model import NUM_POSITIONS, TEXT, Reciter
+from support.reciting_model import NUM_POSITIONS, ROUNDS, TEXT, Reciter
 from support.server import ServerProcess, running_server
 
 # What the package and pydantic have between them.
@@ -68,12 +68,14 @@ def test_completion(chat: Fields, reciter: Reciter) -> None:
 
 
 def test_completion_stream(chat: Fields, reciter: Reciter) -> None:
-    *chunks, last = litellm.completion(**chat, stream=True, stream_options={"include_usage": True})
+    length = ROUNDS * len(reciter.script)
+    asked = chat | {"max_tokens": length, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = litellm.completion(**asked)
     pieces = [chunk.choices[0].delta.content for chunk in chunks]
     assert sum(map(bool, pieces)) > 1
-    assert "".join(piece or "" for piece in pieces) == TEXT
+    assert "".join(piece or "" for piece in pieces) == ROUNDS * TEXT
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
-    assert last.usage.completion_tokens == len(reciter.script)
+    assert last.usage.completion_tokens == length
 
 
 def test_async_completion(chat: Fields) -> None:
@@ -108,10 +110,11 @@ def test_text_completion(text: Fields) -> None:
     assert [(choice.text, choice.finish_reason) for choice in answer.choices] == [(TEXT, "length")]
 
 
-def test_text_completion_stream(text: Fields) -> None:
-    pieces = [chunk.choices[0].text or "" for chunk in litellm.text_completion(**text, stream=True)]
+def test_text_completion_stream(text: Fields, reciter: Reciter) -> None:
+    asked = text | {"max_tokens": ROUNDS * len(reciter.script), "stream": True}
+    pieces = [chunk.choices[0].text or "" for chunk in litellm.text_completion(**asked)]
     assert sum(map(bool, pieces)) > 1
-    assert "".join(pieces) == TEXT
+    assert "".join(pieces) == ROUNDS * TEXT
 
 
 def test_text_branches_stop_and_logprobs(text: Fields) -> None:

@@ -15,7 +15,7 @@ from openai.types.completion import Completion
 
 from support.clients import KEY, LIMIT_S, MODEL
 from support.metrics_page import read_metrics, wait_until_idle
-from support.reciting_model import NUM_POSITIONS, TEXT, Reciter
+from support.reciting_model import NUM_POSITIONS, ROUNDS, TEXT, Reciter
 from support.server import ServerProcess, running_server, wait_until
 from support.small_tokenizers import EOS
 
@@ -82,11 +82,13 @@ def test_list_of_prompts(client: OpenAI, reciter: Reciter) -> None:
 
 def test_stream_comes_in_pieces(client: OpenAI, reciter: Reciter) -> None:
     chunks = list(
-        client.completions.create(**GREEDY, prompt=reciter.prompt(), max_tokens=len(reciter.script), stream=True)
+        client.completions.create(
+            **GREEDY, prompt=reciter.prompt(), max_tokens=ROUNDS * len(reciter.script), stream=True
+        )
     )
     pieces = [chunk.choices[0].text for chunk in chunks]
     assert len(pieces) > 1
-    assert "".join(pieces) == TEXT
+    assert "".join(pieces) == ROUNDS * TEXT
     assert not any("\ufffd" in piece for piece in pieces)
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
@@ -228,18 +230,18 @@ def test_chat_stream(client: OpenAI, reciter: Reciter) -> None:
     *chunks, last = client.chat.completions.create(
         **GREEDY,
         messages=reciter.messages,
-        max_tokens=len(reciter.script),
+        max_tokens=ROUNDS * len(reciter.script),
         stream=True,
         stream_options={"include_usage": True},
     )
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert len(deltas) > 1
     assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
-    assert "".join(delta.content or "" for delta in deltas) == TEXT
+    assert "".join(delta.content or "" for delta in deltas) == ROUNDS * TEXT
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert last.choices == []
     assert last.usage is not None
-    assert last.usage.completion_tokens == len(reciter.script)
+    assert last.usage.completion_tokens == ROUNDS * len(reciter.script)
 
 
 def test_stream_helper_gathers_what_the_whole_answer_says(client: OpenAI, reciter: Reciter) -> None:
