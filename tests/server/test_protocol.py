@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from quire.server import protocol
@@ -49,7 +49,14 @@ def slow_app() -> FastAPI:
 
         return StreamingResponse(parts())
 
-    app.state.num_ended = 0
+    @app.get("/quiet")
+    async def quiet(request: Request) -> None:
+        app.state.num_begun += 1
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        app.state.num_ended += 1
+
+    app.state.num_begun = app.state.num_ended = 0
     return app
 
 
@@ -106,16 +113,29 @@ def test_bad_piece_of_a_body_is_answered_once(port: int) -> None:
     assert_refused(response, 400, None)
 
 
-def test_garbage_behind_a_request_does_not_spoil_its_answer(port: int) -> None:
-    with connect(port) as connection:
+@pytest.mark.parametrize(
+    ("garbage", "status"),
+    [
+        (b"\x00\x00\x00\r\n\r\n", 400),
+        (LAST[:-2] + b"no colon\r\n\r\n", 400),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nzz\r\n", 400),
+        (HEAD + b"Content-Length: 999999\r\n\r\n" + b"x" * 99999, 413),
+    ],
+    ids=["bytes", "header", "body", "long body"],
+)
+def test_garbage_behind_a_request_is_told_after_its_answer(garbage: bytes, status: int) -> None:
+    with serving(slow_app()) as port, connect(port) as connection:
         connection.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
         received = b""
         while b"first" not in received:
             received += connection.recv(65536)
-        connection.sendall(b"\x00\x00\x00\r\n\r\n")
+        connection.sendall(garbage)
+        assert exchange(port, b"GET /go HTTP/1.1\r\nConnection: close\r\n\r\n").startswith(b"HTTP/1.1 200 ")
         received += read_all(connection)
     assert received.startswith(b"HTTP/1.1 200 ")
-    assert b"HTTP/1.1 400" not in received
+    first, error = received.split(b"0\r\n\r\n", 1)
+    assert b"second" in first
+    assert parse(error).status == status
 
 
 # --- too large --------------------------------------------------------------------------------------------------------
@@ -215,7 +235,9 @@ def test_client_that_asks_before_it_sends_may_go_on(port: int) -> None:
 def test_requests_that_wait_on_one_connection_are_few(port: int) -> None:
     one = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
     assert exchange(port, one * MAX_PIPELINED + LAST).count(b"HTTP/1.1 200 ") == MAX_PIPELINED + 1
-    assert exchange(port, one * (MAX_PIPELINED * 2) + LAST).count(b"HTTP/1.1 200 ") <= MAX_PIPELINED
+    received = exchange(port, one * (MAX_PIPELINED * 2) + LAST)
+    assert received.count(b"HTTP/1.1 200 ") == MAX_PIPELINED + 1
+    assert_refused(parse(received[received.index(b"HTTP/1.1 400 ") :]), 400, None)
 
 
 def test_connections_that_are_too_many_are_turned_away() -> None:
@@ -307,6 +329,20 @@ def test_reader_who_takes_nothing_is_dropped_and_his_answer_ends() -> None:
     app = slow_app()
     with serving(app, send_timeout=0.1) as port, connect(port, receive_buffer=4096) as connection:
         connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+        wait_until(lambda: app.state.num_ended == 1)
+
+
+@pytest.mark.parametrize("rest", [b"", LAST, LAST * 3, HEAD + b"Content-Length: 5\r\n\r\n{"])
+@pytest.mark.parametrize("ends", ["closes", "resets"])
+def test_client_that_goes_is_missed_whatever_it_has_sent_ahead(rest: bytes, ends: str) -> None:
+    """uvicorn stops reading where a request waits behind another, and tells the one that came last of the end."""
+    app = slow_app()
+    with serving(app) as port:
+        with connect(port) as connection:
+            connection.sendall(b"GET /quiet HTTP/1.1\r\nHost: x\r\n\r\n" + rest)
+            wait_until(lambda: app.state.num_begun == 1)
+            if ends == "resets":
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         wait_until(lambda: app.state.num_ended == 1)
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from quire.server.errors import ApiError, too_many_connections
 from quire.server.listener import max_connections
@@ -48,6 +49,8 @@ class Protocol(HttpToolsProtocol):
         self._num_headers = self._num_header_bytes = 0
         self._num_held_bytes = 0                      # given to the parser, and not yet handed over by it
         self._is_refused = False
+        self._answering: RequestResponseCycle | None = None  # the request that is being answered; uvicorn has the last
+        self._last_words: ApiError | None = None      # to be said when all before them have been answered
         self._arrival: asyncio.TimerHandle | None = None
         self._departure: asyncio.TimerHandle | None = None  # of what a slow reader has still to take
 
@@ -63,8 +66,11 @@ class Protocol(HttpToolsProtocol):
             self._refuse(too_many_connections(limit))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clocks."""
+        """Stop the clocks, and tell who answers: uvicorn tells the request that has come last."""
         self._cancel_arrival()
+        if self._answering is not None and self._is_answering:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
         super().connection_lost(exc)  # which also resumes writing, in vain
 
     def pause_writing(self) -> None:
@@ -138,12 +144,16 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()  # raises if the URL is none
         if self.parser.get_http_version() == "1.0":  # which knows no chunks: uvicorn closes the connection at the end
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UnknownLength()
+        self.flow.resume_reading()  # if it waits behind others: else nobody sees that the client has gone
         self._is_in_head, self._is_in_body = False, True
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the body."""
         self._num_held_bytes = 0
         super().on_body(body)
+        if self.pipeline and len(self.cycle.body) > HIGH_WATER_LIMIT:
+            message = f"more than {HIGH_WATER_LIMIT} bytes of a body wait on this connection behind other requests"
+            raise ApiError(413, message, code="request_too_large")
 
     def on_message_complete(self) -> None:
         """Take down that the request has arrived."""
@@ -158,12 +168,14 @@ class Protocol(HttpToolsProtocol):
         super().on_response_complete()
         if is_body_uncertain:
             self.transport.close()
+        elif self._last_words is not None and not self._is_answering:
+            self._end_with(self._last_words)
 
     # --- limits ---------------------------------------------------------------------------------------------------
 
     @property
     def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        return self._answering is not None and not self._answering.response_complete
 
     @property
     def _num_unread_bytes(self) -> int:
@@ -172,33 +184,40 @@ class Protocol(HttpToolsProtocol):
         fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
         return held[0] + self.transport.get_write_buffer_size()
 
-    @property
-    def _may_answer(self) -> bool:
-        """Whether an answer that is written now is taken for that to the request which is arriving."""
-        if self._is_in_body:
-            return not self.pipeline and not self.cycle.response_started
-        return not self._is_answering
-
     def _check_header_bytes(self, num_bytes: int) -> None:
         most = self._limits.max_header_bytes
         if num_bytes > most:
             raise _too_large(f"the headers take more than {most} bytes (max_header_bytes)")
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer a request that has not become one, and end the connection."""
+        """Answer a request that has not become one, after those before it, and end the connection."""
         self._is_refused = True
         self._cancel_arrival()
-        if self.transport.is_closing():
-            return
-        if not self._may_answer:
-            self.transport.close()
-            return
-        if self._is_in_body:
+        if self._is_in_body and self.pipeline:
+            self.pipeline.popleft()     # it has not been begun, and will not be
+        elif self._is_in_body:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+            if self.cycle.response_started:
+                self.transport.close()
+            else:
+                self._end_with(error)
+            return
+        if self._is_answering:
+            self._last_words = error
+        else:
+            self._end_with(error)
+
+    def _end_with(self, error: ApiError) -> None:
+        if self.transport.is_closing():
+            return
         self.transport.write(_response(error))
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:  # noqa: ANN401 (ASGI)
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _expect_arrival(self) -> None:
         if self._arrival is None:
