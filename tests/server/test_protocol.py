@@ -408,6 +408,24 @@ def test_upgrade_that_nobody_offers_is_passed_over(port: int) -> None:
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+
+
+@pytest.mark.parametrize("size", [1, 100, 1000])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_body_of_who_would_rather_speak_http_2_is_read(port: int, size: int, chunked: bool) -> None:
+    """As Java's HttpClient and `curl --http2` ask first."""
+    framing = b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n" if chunked else b"Content-Length: 2\r\n\r\n{}"
+    asked = (HEAD + UPGRADE + framing) * 2 + LAST
+    received = exchange(port, *(asked[at : at + size] for at in range(0, len(asked), size)))
+    assert received.count(b"HTTP/1.1 200 ") == 3
+    assert received.count(b"\r\n\r\n{}") == 2
+
+
+def test_tunnel_is_refused(port: int) -> None:
+    assert_refused(asked(port, b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n"), 400, None)
+
+
 def test_head_has_no_body(port: int) -> None:
     received = exchange(port, b"HEAD /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     head, _, body = received.partition(b"\r\n\r\n")

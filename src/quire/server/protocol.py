@@ -100,8 +100,9 @@ class Protocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
             self._check_header_bytes(self._num_held_bytes)
-        except httptools.HttpParserUpgrade:
-            pass  # answered as if nothing else had been asked for
+        except httptools.HttpParserUpgrade as upgrade:
+            head, self.parser = self._plain_head(), httptools.HttpRequestParser(self)
+            self.data_received(head + data[upgrade.args[0] :])
         except ApiError as error:
             self._refuse(error)
         except httptools.HttpParserError as error:
@@ -136,7 +137,12 @@ class Protocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin to answer, or queue the request behind others of the connection."""
+        """Begin to answer, or queue the request behind others of the connection.
+
+        One that asks for another protocol is parsed once more, as if it had not: the parser leaves out its body.
+        """
+        if self._is_upgrade:
+            return
         most = self._limits.max_pipelined_requests
         if len(self.pipeline) >= most:
             message = f"more than {most} requests wait on this connection (max_pipelined_requests)"
@@ -159,6 +165,8 @@ class Protocol(HttpToolsProtocol):
         """Take down that the request has arrived."""
         self._is_in_body = False
         self._num_held_bytes = 0
+        if self._is_upgrade:
+            return
         self._cancel_arrival()
         super().on_message_complete()
 
@@ -170,6 +178,18 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
         elif self._last_words is not None and not self._is_answering:
             self._end_with(self._last_words)
+
+    # --- other protocols, of which we have none ---------------------------------------------------------------------
+
+    @property
+    def _is_upgrade(self) -> bool:
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def _plain_head(self) -> bytes:
+        """Return the head that has just been parsed, without its wish for another protocol."""
+        version = self.parser.get_http_version().encode("ascii")
+        fields = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([self.parser.get_method() + b" " + self.url + b" HTTP/" + version, *fields, b"", b""])
 
     # --- limits ---------------------------------------------------------------------------------------------------
 
