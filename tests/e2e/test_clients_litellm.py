@@ -16,6 +16,7 @@ import litellm
 from support.clients import KEY, LIMIT_S, MODEL
 from support.reciting_model import NUM_POSITIONS, ROUNDS, TEXT, Reciter
 from support.server import ServerProcess, running_server
+from support.stopping import stopped
 
 # What the package and pydantic have between them.
 pytestmark = [
@@ -152,10 +153,12 @@ def test_errors_of_a_server_in_trouble(settings: Fields, reciter: Reciter) -> No
         endless = common | {"stream": True, "max_tokens": None, "extra_body": {"ignore_eos": True}}
         running = litellm.completion(**endless)
         next(running)
-        waiting = litellm.completion(**endless)
-        with pytest.raises(litellm.RateLimitError, match="1 requests wait already"):
-            litellm.completion(**common)
-        os.kill(server.engine_pid(), signal.SIGKILL)
+        engine = server.engine_pid()
+        with stopped(engine):
+            waiting = litellm.completion(**endless)
+            with pytest.raises(litellm.RateLimitError, match="1 requests wait already"):
+                litellm.completion(**common)
+            os.kill(engine, signal.SIGKILL)
         with pytest.raises(litellm.ServiceUnavailableError, match="the engine process ended"):
             list(running)
         with pytest.raises(litellm.ServiceUnavailableError, match="the engine process ended"):
