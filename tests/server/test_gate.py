@@ -136,6 +136,13 @@ def test_other_types_are_refused(kind: str) -> None:
     assert (response.status_code, code_of(response)) == (415, "unsupported_media_type")
 
 
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("br, gzip", 415), ("", 415), ("Identity", 200)])
+def test_compressed_bodies_are_refused(encoding: str, status: int) -> None:
+    response = ask(make_app(), "POST", "/echo", content=b"{}", headers={"Content-Encoding": encoding})
+    assert response.status_code == status
+    assert status == 200 or code_of(response) == "unsupported_media_type"
+
+
 def test_body_that_announces_too_much_is_refused_unread() -> None:
     num_sent = 0
 

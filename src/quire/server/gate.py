@@ -95,6 +95,10 @@ class _BodyReader:
         if content_type.partition(";")[0].strip().lower() != "application/json":
             message = f"the body must be application/json, not {content_type[:100]!r}"
             raise ApiError(415, message, code="unsupported_media_type")
+        encoding = self._headers.get(b"content-encoding", b"identity").decode("latin-1")
+        if encoding.strip().lower() != "identity":
+            message = f"the body must not be compressed, and its content-encoding is {encoding[:100]!r}"
+            raise ApiError(415, message, code="unsupported_media_type")
         length = self._headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_bytes:
             raise self._too_large()
