@@ -45,7 +45,7 @@ class Planner:
         self._entrance.open()
         self._roster.hold_ups.open()
         self._long_prompts.open()
-        if self._needs_prefixes():
+        if self._cache.can_find and self._needs_prefixes():
             self._cache.publish()
 
     def _needs_prefixes(self) -> bool:
@@ -104,8 +104,9 @@ class Planner:
         except GaveWayError:
             pass                                                        # it was the last
         finally:
-            num_planned = min(num_planned, len(running) - index)
-            step.cut_decodes(entry + num_planned)
+            if (num_left := len(running) - index) < num_planned:
+                num_planned = num_left
+                step.cut_decodes(entry + num_left)
         return num_planned
 
     def _advance_share(self, request: Request, budget: int) -> int:

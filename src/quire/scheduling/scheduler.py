@@ -206,6 +206,7 @@ class Scheduler:
         """Give each sequence its token, each search its answers. For a failure whoever's turn it is answers alone."""
         logprobs, is_running = result.logprobs or repeat(None, len(result.token_ids)), SequenceStatus.RUNNING
         request: Request | None = None
+        deltas = self._deltas
         try:
             for (request, sequence), token, candidates in zip(step.sampled, result.token_ids, logprobs, strict=True):
                 if sequence.status is not is_running:
@@ -219,11 +220,11 @@ class Scheduler:
                         self.cache.pin(request.request_id, sequence.seq_id)  # without the token, which nobody wants
                     self._complete(request, sequence)
                 sequence.token_ids.append(token)
-                self._deltas.append(delta)
+                deltas.append(delta)
             for request in self._beams.take_answered():
                 if answers := self._beams.advance(request):
                     self._end_all(request)
-                    self._deltas += answers
+                    deltas += answers
         except BaseException:
             step.at = request
             raise
