@@ -45,19 +45,22 @@ inline float highest_score(const float* scores, Columns computed) {
     return largest_lane(maximum(even, odd));
 }
 
-// Scores become weights, where they stand. Returns the sum of the weights.
-inline float weigh_scores(float* scores, Columns computed, Floats highest, Floats scale) {
+// A row's scores become weights, which may stand where the scores did. Returns the sum of the weights.
+inline float weigh_scores(const float* scores, Columns computed, float highest, float scale, float* weights) {
     Floats sum = {};
     for (long i = computed.first(); i < computed.last(); i += LANES) {
-        const Floats weights = power(load(scores + i) - highest, scale);
-        store(scores + i, weights);
-        sum += weights;
+        const Floats powers = power(load(scores + i) - splat(highest), splat(scale));
+        store(weights + i, powers);
+        sum += powers;
     }
     return sum_of_lanes(sum);
 }
 
 #ifdef __AVX512BF16__
-// 32 scores become weights in bfloat16; they may stand where the scores did. offset: 1/2 + highest * scale.
+// What power_bf16 takes off a score.
+inline float score_offset(float highest, float scale) { return 0.5f + std::max(highest * scale, LOWEST); }
+
+// 32 scores become weights in bfloat16; they may stand where the scores did.
 inline void weigh_scores(const float* scores, float offset, Floats scale, bf16* weights) {
     alignas(64) static constexpr bf16 upper_halves[2 * LANES] = {
         1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
@@ -66,6 +69,17 @@ inline void weigh_scores(const float* scores, float offset, Floats scale, bf16* 
     const Floats high = multiply_add(load(scores + LANES), scale, splat(-offset));
     const __m512i both = _mm512_permutex2var_epi16(power_bf16(low), _mm512_load_si512(upper_halves), power_bf16(high));
     std::memcpy(weights, &both, sizeof both);
+}
+
+// The sum is that of the rounded weights: what the rounding has in common cancels in the mean.
+inline float weigh_scores(const float* scores, Columns computed, float highest, float scale, bf16* weights) {
+    const float offset = score_offset(highest, scale);
+    __m512 sum = {};
+    for (long i = computed.first(); i < computed.last(); i += 2 * LANES) {
+        weigh_scores(scores + i, offset, splat(scale), weights + i);
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(weights + i), (__m512bh)_mm512_set1_epi16(0x3f80));
+    }
+    return sum_of_lanes((Floats)sum);
 }
 #endif
 

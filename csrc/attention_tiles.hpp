@@ -74,7 +74,7 @@ private:
 
         Rows16(float* scores, const float* highest, float scale, long rows, float* out, long width)
             : scores(scores), scale(splat(scale)), rows(rows), out(out), width(width) {
-            for (long i = 0; i < rows; i++) offsets[i] = 0.5f + std::max(highest[i] * scale, LOWEST);
+            for (long i = 0; i < rows; i++) offsets[i] = score_offset(highest[i], scale);
         }
 
         const bf16* weights() const { return reinterpret_cast<const bf16*>(scores); }

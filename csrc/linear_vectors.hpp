@@ -11,14 +11,6 @@
 
 namespace quire::ISA {
 
-// Sums that are in registers at once, so that weights and a factor find room beside them.
-#if defined(__AVX512F__)
-constexpr int SUM_REGISTERS = 24, MAX_ROWS = 6;
-#elif defined(__FMA__)
-constexpr int SUM_REGISTERS = 12, MAX_ROWS = 5;
-#else
-constexpr int SUM_REGISTERS = 8, MAX_ROWS = 2;
-#endif
 constexpr long FEW_STRIPS = 4, FEW_ROWS = 96;  // of a block: its sums stay in the first-level cache
 constexpr long WORDS_AT_ONCE = 512;            // of inputs; 256 are slower
 
@@ -42,12 +34,9 @@ struct VectorBlock {
         const long at_once = groups == 1 ? words : WORDS_AT_ONCE;
         for (long first = 0; first < num_strips; first += width)
             for (long word = 0; word < words; word += at_once)
-                for (long i = 0; i < groups; i++) {
-                    const long top = num_rows * i / groups, rows = num_rows * (i + 1) / groups - top;
-                    with_constant<MAX_ROWS>(rows, [&](auto rows) {
-                        add<rows>(top, first, std::min(first + width, num_strips), word, std::min(at_once, words - word));
-                    });
-                }
+                in_groups<MAX_ROWS>(num_rows, [&](auto rows, long top) {
+                    add<rows>(top, first, std::min(first + width, num_strips), word, std::min(at_once, words - word));
+                });
         for (long r = 0; r < num_rows; r++)
             for (long s = 0; s < num_strips; s += 2) finish_strips(r, s);
     }

@@ -48,6 +48,15 @@ struct Multiplier<bf16> {
 template <typename T>
 using Factor = typename Multiplier<T>::X;
 
+// Sums that are in registers at once, so that weights and a factor find room beside them.
+#if defined(__AVX512F__)
+constexpr int SUM_REGISTERS = 24, MAX_ROWS = 6;
+#elif defined(__FMA__)
+constexpr int SUM_REGISTERS = 10, MAX_ROWS = 5;
+#else
+constexpr int SUM_REGISTERS = 8, MAX_ROWS = 2;
+#endif
+
 // rows x columns x sixteen sums.
 template <int rows, int columns>
 struct Sums {
@@ -80,12 +89,16 @@ struct Sums {
     }
 };
 
-// Call work with a number from 1 to `most` as a constant.
+// Cut rows into groups of up to `most`, as equal as can be; call work(how many, as a constant; the first of them).
 template <int most, typename Work>
-inline void with_constant(long number, Work&& work) {
-    if constexpr (most > 1)
-        if (number < most) return with_constant<most - 1>(number, std::forward<Work>(work));
-    work(std::integral_constant<int, most>());
+inline void in_groups(long rows, Work&& work) {
+    const long groups = (rows + most - 1) / most;
+    for (long i = 0, first = 0, end; i < groups; i++, first = end) {
+        end = rows * (i + 1) / groups;
+        [&]<int... fewer>(std::integer_sequence<int, fewer...>) {
+            ((end - first == fewer + 1 ? work(std::integral_constant<int, fewer + 1>(), first) : void()), ...);
+        }(std::make_integer_sequence<int, most>());
+    }
 }
 
 }  // namespace quire::ISA
