@@ -1,6 +1,6 @@
 """Why some of our numbers differ from the paper's: its experiments again, one cause at a time taken away or put in.
 
-    python bench/paper_differences.py beams prefix chat static memory blocks
+    python bench/paper_differences.py [beams] [prefix] [chat] [static] [memory] [blocks]
 
 `quire paper` makes the figures; this varies what they take for granted. Rates are those at which the normalized latency
 passes 0.2 s per token, between two simulated rates at most 5 % apart. One process; all take about ten minutes.
@@ -203,10 +203,13 @@ def blocks() -> None:
             print(f"  {name} at {rate}/s, blocks of {size}: {'; '.join(found)}", flush=True)
 
 
-def main(names: Annotated[list[str], typer.Argument(help="beams, prefix, chat, static, memory, blocks")]) -> None:
+HELP = "beams, prefix, chat, static, memory, blocks; all if none is named"
+
+
+def main(names: Annotated[list[str] | None, typer.Argument(help=HELP)] = None) -> None:
     """Print what comes of each variant."""
     known = {each.__name__: each for each in (beams, prefix, chat, static, memory, blocks)}
-    for name in names:
+    for name in names or known:
         if name not in known:
             raise typer.BadParameter(f"must be one of {', '.join(known)}, got {name!r}")
         print(f"{name}: {known[name].__doc__}", flush=True)

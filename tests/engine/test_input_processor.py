@@ -152,7 +152,7 @@ def test_without_a_tokenizer_what_needs_text_is_refused(given: dict[str, Any], p
 def test_without_a_tokenizer_only_token_ids_are_prompts() -> None:
     inputs = make_inputs(None)
     assert inputs.tokenize([1, 2]).token_ids == [1, 2]
-    with pytest.raises(InvalidRequestError, match="give prompt_token_ids") as text:
+    with pytest.raises(InvalidRequestError, match="give token ids") as text:
         inputs.tokenize("x")
     with pytest.raises(InvalidRequestError, match="chat needs one") as chat:
         inputs.tokenize_chat([], add_generation_prompt=True, continue_final_message=False)

@@ -87,7 +87,7 @@ class InputProcessor:
             return self._tokenize_dict(prompt)
         if isinstance(prompt, str):
             if self._tokenizer is None:
-                raise InvalidRequestError("the model has no tokenizer: give prompt_token_ids", param="prompt")
+                raise InvalidRequestError("the model has no tokenizer: give token ids", param="prompt")
             return TokenizedPrompt(prompt, self._encode(self._tokenizer, prompt, add_special_tokens=True))
         return TokenizedPrompt(None, self._check_token_ids(prompt))
 
