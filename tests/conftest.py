@@ -17,15 +17,21 @@ STORIES_260K = ROOT / "../shared/data/models/stories260K"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --device."""
-    told = "what engines run on; on cuda, answers are compared by the margin rule, not to the bit (support/margin.py)"
-    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help=told)
+    told = "what engines run on; but for cpu, answers compare by the margin rule, not to the bit (support/margin.py)"
+    parser.addoption("--device", choices=("cpu", "cuda", "imitated"), default="cpu", help=told)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let auto be the device asked for, also in the processes that tests start."""
-    if config.getoption("--device") == "cpu":
+    device = config.getoption("--device")
+    if device != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if device == "cpu":
         return
+    if device == "imitated":
+        from support import imitated_gpu
+
+        imitated_gpu.turn_on()
     import torch
 
     if not torch.cuda.is_available():

@@ -1,15 +1,16 @@
 """The margin rule, by which tests judge a GPU, judged itself: what it lets pass, and what it does not."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from quire import LLM, SamplingParams
+from quire import LLM, BeamSearchParams, SamplingParams
 from quire.model.decoder import Decoder
 from support import margin
-from support.answers import Answer, answers_of
+from support.answers import Answer, answers_of, have_equal_prompt_logprobs
 from support.random_model import write_random_model
 
 PROMPT = [(7 * i * i) % 290 for i in range(40)]
@@ -77,6 +78,26 @@ def test_near_tie_passes_and_a_clear_lead_does_not(model: Path, gap: float, pass
     assert answer.token_ids == (likeliest,)
     assert answer.asked is not None
     assert margin.beyond_margin(answer.asked, 0, [second], 0.001) == ([] if passes else [0])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_beam_is_right_when_its_score_is_that_of_its_tokens(model: Path, temperature: float) -> None:
+    with LLM(model, device="cpu", num_kv_blocks=64) as llm:
+        params = BeamSearchParams(3, 6, ignore_eos=True, temperature=temperature)
+        one, *_, other = answers_of(llm.beam_search([PROMPT], params, use_tqdm=False)[0])
+    assert one == other, "each is right"
+    assert one != replace(other, token_ids=one.token_ids)
+
+
+def test_prompts_are_scored_alike_within_the_margin(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    outputs = []
+    for size in (0.0, 4e-4, 0.5):
+        with monkeypatch.context() as patch, LLM(model, device="cpu", num_kv_blocks=64) as llm:
+            with_noise(patch, size)
+            outputs += llm.generate([PROMPT], params, use_tqdm=False)
+    assert have_equal_prompt_logprobs(*outputs[:2])
+    assert not have_equal_prompt_logprobs(*outputs[1:])
 
 
 def test_small_errors_make_equal_answers_and_large_ones_do_not(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import astuple, dataclass, field
 
 from quire import RequestOutput
-from support.margin import Asked, asked_for, beyond_margin
+from support.margin import Asked, asked_for, beam_score, beyond_margin
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class Answer:
         if self.asked is None or other.asked is None:
             return astuple(self)[:4] == astuple(other)[:4]
         if self.asked.request.beam is not None:
-            return _is_near(self.cumulative_logprob, other.cumulative_logprob, self.asked.margin * len(self.token_ids))
+            return self.has_right_score() and other.has_right_score()
         if self.token_ids == other.token_ids:
             return self.finish_reason == other.finish_reason and _has_near_logprobs(self, other, self.asked.margin)
         return not any(each.tokens_beyond_margin() for each in (self, other))
@@ -34,6 +34,27 @@ class Answer:
         """Return the places of tokens that the margin rule does not allow."""
         assert self.asked is not None
         return beyond_margin(self.asked, self.index, list(self.token_ids), margin)
+
+    def has_right_score(self) -> bool:
+        """Whether a beam's score is that of its tokens."""
+        assert self.asked is not None
+        assert self.cumulative_logprob is not None
+        score = beam_score(self.asked, list(self.token_ids))
+        return _is_near(self.cumulative_logprob, score.hex(), self.asked.margin * len(self.token_ids))
+
+
+def have_equal_prompt_logprobs(one: RequestOutput, other: RequestOutput) -> bool:
+    """Whether the prompts of two finished requests have the same scores, as answers are compared."""
+    _, asked = asked_for.get(id(one), (None, None))
+    if asked is None or one.prompt_logprobs is None or other.prompt_logprobs is None:
+        return one.prompt_logprobs == other.prompt_logprobs
+    places = zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True)
+    pairs = ((ours or {}, theirs or {}) for ours, theirs in places)
+    return all(
+        abs(ours[token].logprob - theirs[token].logprob) <= asked.margin
+        for ours, theirs in pairs
+        for token in ours.keys() & theirs
+    )
 
 
 def answers_of(output: RequestOutput) -> list[Answer]:

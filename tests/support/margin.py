@@ -1,7 +1,8 @@
 """The margin rule, for devices that round differently: a token may differ only where the reference is nearly tied.
 
 An answer is within the margin when each of its tokens, after those before it, is one that logits no further than the
-margin from the reference's could have given: the highest, or one drawn with the number that the seed gives. The
+margin from the reference's could have given: the highest, or one drawn with the number that the seed gives. A beam is
+when its score is that of its tokens: which beams stay may hang on a near-tie, and all that comes of them with it. The
 reference is the model on the CPU in the same dtype, by the plainest ops. `turn_on` lets every `LLM` keep what was asked
 next to what it answers; then `Answer`s are compared by this rule, and to the bit otherwise.
 """
@@ -73,8 +74,7 @@ def beyond_margin(asked: Asked, index: int, tokens: list[int], margin: float | N
     """Return the places in branch `index` of an answer whose tokens the margin does not allow."""
     request, margin = asked.request, asked.margin if margin is None else margin
     prompt, seed = request.prompt_token_ids, branch_seed(request.seed, index)
-    known = np.array([prompt + tokens], np.int32)
-    logits = _logits(_model(asked.folder, asked.dtype), known[0, :-1])[len(prompt) - 1 :]
+    known, logits = np.array([prompt + tokens], np.int32), _logits_of_answer(asked, tokens)
     state = SamplingState(1, logits.shape[1])
     ends, bad_words = request.eos_token_ids, request.bad_words_token_ids
     state.set(NewRow(0, [], len(prompt), [], request.params, seed, ends, bad_words))
@@ -114,6 +114,20 @@ def _cut(scaled: NDArray[np.float64], settings: np.void, margin: float) -> float
         shares = np.cumsum(np.exp(kept)) / np.exp(kept).sum()
         kept = kept[: 1 + np.searchsorted(shares, max(0.0, float(settings["top_p"]) - 2 * margin))]
     return float(kept[-1] if len(kept) else ranked[0])
+
+
+def beam_score(asked: Asked, tokens: list[int]) -> float:
+    """Return the sum of the logprobs of a beam's tokens."""
+    logits, temperature = _logits_of_answer(asked, tokens), asked.request.params.temperature
+    logprobs = (logits / (temperature or 1.0)).double().log_softmax(dim=1)
+    return float(logprobs[range(len(tokens)), tokens].sum())
+
+
+def _logits_of_answer(asked: Asked, tokens: list[int]) -> Tensor:
+    """Return float32 logits [num_tokens, vocab], those that each token of an answer was chosen from."""
+    prompt = asked.request.prompt_token_ids
+    logits = _logits(_model(asked.folder, asked.dtype), np.array(prompt + tokens[:-1], np.int32))
+    return logits[len(prompt) - 1 :]
 
 
 @cache

@@ -1,0 +1,24 @@
+"""What `pytest --device cuda` runs, on a GPU that is imitated: some settings of it, in a process of their own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+SOME = (
+    "test_forks.py::test_prompt_blocks_count_once_and_tails_are_copied[inside a block]",
+    "test_prefix_caching.py::test_prompt_logprobs_of_a_cached_prompt_are_all_there[stories260k-float32]",
+    "test_prefix_caching.py::test_salts_share_nothing_and_change_nothing[stories260k-bfloat16]",
+    "test_exactness.py::test_batched_and_chunked_answers_equal_those_alone[stories260k-float32-16-2048]",
+    "test_sharing_matrix.py::test_any_two_settings_together_change_nothing[model16-16-2048-one block-swap-beams]",
+)
+
+
+def test_answers_keep_to_the_margin_on_an_imitated_gpu(stories260k: Path) -> None:
+    nodes = [str(Path(__file__).parent / name) for name in SOME]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "imitated", *nodes]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "." * len(SOME) in result.stdout, result.stdout

@@ -1,0 +1,187 @@
+"""A GPU that is none: `--device imitated` runs what `--device cuda` runs, on a machine without one.
+
+Its tensors say that they are on `cuda`, refuse what a GPU's refuse (to be NumPy's, to meet the host's in an op), and
+are computed in host memory, by PyTorch ops in place of the Triton kernels. Everything above these is what runs on a
+GPU: the worker with two steps in flight, the swapper on a stream of its own, as late as it may be, the graphs of
+decodes, the measuring of memory. Logits get an error that is another one in every step: answers differ as on a GPU,
+and a test that compares them otherwise than by the margin rule fails here.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from quire.engine import assembly
+from quire.execution import overlapped_worker
+from quire.execution.largest_step import bytes_left
+from quire.kernels import back_end, linear
+from quire.kernels.block_copy import copy_blocks
+from quire.kernels.kv_cache_write import write_kv
+from quire.kernels.norm import TorchNorm
+from quire.kernels.paged_attention import AttentionPlan, paged_attention
+from quire.kernels.token_choice import choose_tokens
+from quire.kernels.triton import linear as triton_linear
+from quire.model.decoder import Decoder
+from support.fake_cuda import FakeCuda, FakeEvent, FakeStream
+
+CARD = torch.device("cuda", 0)
+# The logprobs of two runs, each with its error, stay within 1e-3. In 16 bits, roundings move logits, too.
+ERRORS = {torch.float32: 2e-4, torch.bfloat16: 0.01, torch.float16: 0.01}
+CARD_BYTES, SWAP_BYTES = 256 << 20, 16 << 20
+aten = torch.ops.aten
+MIXING = (aten.copy_, aten.index, aten.index_put_, aten._index_put_impl_, aten._to_copy)  # of host and card
+WITHOUT_ANY = dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats", "_lazy_init"))
+
+
+class CardTensor(Tensor):
+    """A tensor of the card; `inner` has its values, in host memory."""
+
+    inner: Tensor
+    device: ClassVar[Any] = property(lambda self: CARD)
+    is_cuda: ClassVar[Any] = property(lambda self: True)
+
+    @staticmethod
+    def __new__(cls: type["CardTensor"], inner: Tensor) -> "CardTensor":
+        """Return one that has the form of `inner`."""
+        card: CardTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device="meta"
+        )
+        card.inner = inner
+        return card
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, op: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """Compute in host memory."""
+        return _compute(op, args, kwargs or {})
+
+    def numpy(self, *, force: bool = False) -> Any:  # noqa: ANN401
+        """Return the values, if they may be copied."""
+        if not force:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        return self.inner.numpy().copy()
+
+    def tolist(self) -> Any:  # noqa: ANN401
+        """Return the values."""
+        return self.inner.tolist()
+
+
+class Card(TorchDispatchMode):
+    """Makes tensors on the card, and sees to it that no op reads both memories."""
+
+    def __torch_dispatch__(
+        self, op: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """Compute in host memory."""
+        return _compute(op, args, kwargs or {})
+
+
+def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    tensors: list[Tensor] = []
+    tree_map_only(Tensor, tensors.append, (args, kwargs))
+    on_card = [isinstance(x, CardTensor) for x in tensors]
+    is_mixed = any(on_card) and any(x.dim() > 0 for x, is_there in zip(tensors, on_card, strict=True) if not is_there)
+    if is_mixed and op.overloadpacket not in MIXING:
+        raise RuntimeError(f"{op}: found tensors on two devices, cuda:0 and cpu")
+    gives_card = on_card[0] if tensors else False
+    if kwargs.get("device") is not None:
+        gives_card = torch.device(kwargs["device"]).type == "cuda"
+        kwargs["device"] = torch.device("cpu")
+    kwargs.pop("pin_memory", None)
+    args, kwargs = _of_host((args, kwargs))
+    is_widened = op is aten.mm.dtype  # the CPU has none
+    result = args[0].float() @ args[1].float() if is_widened else op(*args, **kwargs)
+    return tree_map_only(Tensor, CardTensor, result) if gives_card else result
+
+
+def _of_host(parts: Any) -> Any:  # noqa: ANN401
+    return tree_map_only(CardTensor, lambda x: x.inner, parts)
+
+
+def _kernel(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an op that takes tensors of the card, runs in host memory, and returns tensors of the card."""
+
+    def run(*args: Any) -> Any:  # noqa: ANN401
+        args = tuple(_plan(x) if isinstance(x, AttentionPlan) else _of_host(x) for x in args)
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            result = op(*args)
+        return tree_map_only(Tensor, CardTensor, torch.from_numpy(result) if isinstance(result, np.ndarray) else result)
+
+    def _plan(plan: AttentionPlan) -> AttentionPlan:
+        assert plan.block_tables.is_cuda
+        tables, starts, lens = _of_host((plan.block_tables, plan.query_starts, plan.context_lens))
+        return AttentionPlan(tables, starts, lens, plan.block_size)
+
+    return run
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, *how: Any) -> Tensor:  # noqa: ANN401
+    """Attend for all but the rows of no sequence, which come last."""
+    count = int((plan.context_lens > 0).sum())
+    num_tokens, out = int(plan.query_starts[count]), torch.zeros_like(query)
+    live = AttentionPlan(
+        plan.block_tables[:count], plan.query_starts[: count + 1], plan.context_lens[:count], plan.block_size
+    )
+    if count:
+        out[:num_tokens] = paged_attention(query[:num_tokens], keys, values, live, *how)
+    return out
+
+
+class Graphs:
+    """Stands in for `CudaGraphs`: what was captured runs again, and leaves its result where it did at first."""
+
+    def __call__(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Return the replay of a call."""
+        result = call()
+        return lambda: result.copy_(call())
+
+
+def turn_on(replace_by: Callable[[object, str, object], None] = setattr) -> None:
+    """Let torch see one GPU from now on, and the engine use it."""
+    cuda, real = FakeCuda(), back_end.cuda_back_end()
+    for name, value in WITHOUT_ANY.items():
+        replace_by(torch.cuda, name, lambda *args, value=value: value)
+    replace_by(torch.cuda, "is_available", lambda: True)
+    replace_by(torch.cuda, "is_initialized", lambda: True)
+    replace_by(torch.accelerator, "empty_host_cache", lambda: None)
+    replace_by(torch.cuda, "current_device", lambda: 0)
+    replace_by(torch.cuda, "max_memory_reserved", lambda device: 0)
+    replace_by(torch.cuda, "mem_get_info", lambda device: (CARD_BYTES, CARD_BYTES))
+    replace_by(torch.version, "cuda", "0")
+    replace_by(torch.cuda, "Stream", lambda device: FakeStream(cuda))
+    replace_by(torch.cuda, "Event", lambda enable_timing=False: FakeEvent(cuda))
+    replace_by(torch.cuda, "current_stream", lambda device=None: cuda.current)
+    replace_by(torch.cuda, "stream", cuda._on)
+    imitated = replace(
+        real,
+        norm=TorchNorm,
+        paged_attention=_kernel(_attend),
+        write_kv=_kernel(write_kv),
+        copy_blocks=lambda *args: cuda.launch(partial(_kernel(copy_blocks), *args)),
+        sampling=replace(real.sampling, choose_tokens=_kernel(choose_tokens)),
+    )
+    replace_by(back_end, "cuda_back_end", lambda head_dim=8: imitated)
+    replace_by(triton_linear, "activate", lambda x, name: _kernel(linear._ACTIVATIONS[name])(x))
+    replace_by(overlapped_worker, "CudaGraphs", Graphs)
+    replace_by(assembly, "CUDA_SWAP_BYTES", SWAP_BYTES)
+    replace_by(assembly, "bytes_left", lambda model, *sizes: bytes_left(model, 2, 4, *sizes[2:]))
+    logits, generator = Decoder.logits, torch.Generator().manual_seed(0)
+
+    def noisy(self: Decoder, hidden: Tensor) -> Tensor:
+        exact = logits(self, hidden)
+        if not exact.is_cuda:
+            return exact
+        noise = 2 * torch.rand(exact.shape, generator=generator) - 1
+        return exact + (noise * ERRORS[self.dtype]).to(exact.device)
+
+    replace_by(Decoder, "logits", noisy)
+    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]  (`torch.tensor` makes its tensors as others do)
+    Card().__enter__()
