@@ -60,7 +60,7 @@ class PlanBuilder:
         plan.counts.append(count)
         self.planned.append(sequence)
         if update is not None:
-            self.change_table(len(self.planned) - 1, update)
+            self._change_table(len(self.planned) - 1, update)
 
     def sample(self, request: Request, sequence: Sequence) -> None:
         """Draw the sequence's next token from the logits of the entry planned last."""
@@ -68,8 +68,10 @@ class PlanBuilder:
         self.plan.sample_entries.append(len(self.planned) - 1)
         self.sampled.append((request, sequence))
 
-    def decode(self, requests: list[Request], sequences: list[Sequence]) -> int:
-        """Compute the last known token of each sequence, and draw the next. Return the entry of the first.
+    def decode(
+        self, requests: list[Request], sequences: list[Sequence], updates: dict[int, TableUpdate | None]
+    ) -> None:
+        """Compute the last known token of each sequence, and draw the next; `updates` by the places of sequences.
 
         `advance` and `sample` for many at once: lists are made as wholes, for this is most of what plans have.
         """
@@ -82,9 +84,11 @@ class PlanBuilder:
         plan.sample_entries.extend(range(first_entry, first_entry + len(rows)))
         self.planned += sequences
         self.sampled += zip(requests, sequences, strict=True)
-        return first_entry
+        for place, update in updates.items():
+            if update is not None:
+                self._change_table(first_entry + place, update)
 
-    def change_table(self, entry: int, update: TableUpdate) -> None:
+    def _change_table(self, entry: int, update: TableUpdate) -> None:
         """Take over what an entry's tokens have changed in its block table."""
         plan, row = self.plan, self.plan.rows[entry]
         if update.copy is not None:
@@ -109,15 +113,6 @@ class PlanBuilder:
         """Forget what a request was to compute since `mark`: it has been preempted within the same step."""
         for each, length in zip(self._growing(), mark, strict=True):
             del each[length:]
-
-    def cut_decodes(self, num_entries: int) -> None:
-        """Keep the first entries only: what is behind them are decodes of requests that have been preempted."""
-        plan, num_cut = self.plan, len(self.planned) - num_entries
-        decodes: tuple[list[Any], ...] = (
-            plan.rows, plan.starts, plan.counts, plan.sample_rows, plan.sample_entries, self.planned, self.sampled,
-        )  # fmt: skip
-        for each in decodes:
-            del each[len(each) - num_cut :]
 
     def _growing(self) -> tuple[list[Any], ...]:
         """Return the lists that a request adds to."""

@@ -91,23 +91,19 @@ class Planner:
 
     def _plan_decodes(self, index: int, sequences: list[Sequence]) -> int:
         """Plan one token of each of these, all at once. Return of how many: the last ones may have to give way."""
-        running, step, num_planned = self._roster.running, self.step, len(sequences)
-        entry = step.decode(running[index : index + num_planned], sequences)
+        running, step, updates = self._roster.running, self.step, dict[int, TableUpdate | None]()
         try:
             for place in self._cache.append_where_room([sequence.seq_id for sequence in sequences]):
                 if index + place >= len(running):
                     break                                               # has given way meanwhile
                 step.at = running[index + place]
-                update = self._append(step.at, sequences[place], 1)
-                if update is not None:
-                    step.change_table(entry + place, update)
+                updates[place] = self._append(step.at, sequences[place], 1)
         except GaveWayError:
             pass                                                        # it was the last
         finally:
-            if (num_left := len(running) - index) < num_planned:
-                num_planned = num_left
-                step.cut_decodes(entry + num_left)
-        return num_planned
+            del sequences[len(running) - index :]
+            step.decode(running[index : index + len(sequences)], sequences, updates)
+        return len(sequences)
 
     def _advance_share(self, request: Request, budget: int) -> int:
         """Plan a prompt, which may be long, or a gang. What a prompt does not get in this step is promised to it."""
