@@ -28,8 +28,8 @@ inline Floats power(Floats x, Floats scale) {
     result = multiply_add(result, f, splat(0x1.ebf9bcp-3f));
     result = multiply_add(result, f, splat(0x1.62e42ap-1f));
     result = multiply_add(result, f, splat(1.0f));
-    const Floats is_low = by_registers(shifted, splat(12582912.0f - 125.0f), [](Register x, Register y) { return x < y; });
-    return as_floats(((Words)result + ((Words)shifted << 23)) & ~(Words)is_low);
+    const Floats lowest = splat(12582912.0f - 125.0f);
+    return as_floats(((Words)result + ((Words)shifted << 23)) & ~(Words)(shifted < lowest));
 #endif
 }
 

@@ -56,23 +56,7 @@ inline Register multiply_add(Register a, Register b, Register c) {
 inline Floats maximum(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
 #else
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }
-
-// Register by register, which comparisons need: of wider vectors gcc takes them apart into lanes.
-template <typename Compute>
-inline Floats by_registers(Floats a, Floats b, Compute compute) {
-    for (int i = 0; i < PARTS; i++) {
-        Register x, y;
-        std::memcpy(&x, reinterpret_cast<char*>(&a) + i * sizeof x, sizeof x);
-        std::memcpy(&y, reinterpret_cast<char*>(&b) + i * sizeof y, sizeof y);
-        x = (Register)compute(x, y);
-        std::memcpy(reinterpret_cast<char*>(&a) + i * sizeof x, &x, sizeof x);
-    }
-    return a;
-}
-
-inline Floats maximum(Floats a, Floats b) {
-    return by_registers(a, b, [](Register x, Register y) { return x > y ? x : y; });
-}
+inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 #endif
 
 inline Floats as_floats(Words bits) { return (Floats)bits; }
