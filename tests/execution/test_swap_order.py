@@ -170,3 +170,12 @@ def test_late_swaps_change_no_answer(
     monkeypatch.setattr("quire.engine.assembly.Swapper", make_swapper)
     monkeypatch.setattr("quire.engine.assembly._executor", OverlappedWorker)
     assert answers() == expected
+
+
+def test_block_that_leaves_and_comes_back_in_one_step_is_the_same(cuda: FakeCuda) -> None:
+    device = Device(cuda, 4, 4)
+    plan = StepPlan(swap_outs=[BlockCopy(0, 2), BlockCopy(1, 3)], swap_ins=[BlockCopy(2, 3)])
+    device.step(plan, {3}, torch.tensor([-1]))
+    assert device.cache.keys[0][:, 0].tolist()[3] == 0
+    device.swapper._stream.synchronize()  # type: ignore[attr-defined]
+    assert device.space.keys[0][:, 0].tolist() == [1000, 1001, 0, 1]

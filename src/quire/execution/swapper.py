@@ -44,8 +44,8 @@ class CudaSwapper(Swapper):
     """The same on a stream of its own, beside what is computed; events keep the two from touching a block at a time.
 
     A step's swaps begin when all that was computed before is there. What the step computes waits for the blocks that
-    come in, and for those on their way out that it writes over; the others leave meanwhile. How long it took is known
-    at one of the next calls.
+    come in, and for those on their way out that it writes over or that come back at once; the others leave meanwhile.
+    How long it took is known at one of the next calls.
     """
 
     def __init__(self, cache: KVCache, space: KVCache, copy_blocks: CopyBlocks) -> None:
@@ -84,11 +84,14 @@ class CudaSwapper(Swapper):
             return
         self._stream.wait_stream(computing)
         with torch.cuda.stream(self._stream):
-            if urgent := [copy for copy in plan.swap_outs if copy.src in written]:
+            returning = {copy.src for copy in plan.swap_ins}  # those that have just left among them
+            urgent, others = list[BlockCopy](), list[BlockCopy]()
+            for copy in plan.swap_outs:
+                (urgent if copy.src in written or copy.dst in returning else others).append(copy)
+            if urgent:
                 computing.wait_event(self._start(self._cache, self._space, urgent, self.out_rate))
             if plan.swap_ins:
                 computing.wait_event(self._start(self._space, self._cache, plan.swap_ins, self.in_rate))
-            others = [copy for copy in plan.swap_outs if copy.src not in written]
             for begin in range(0, len(others), LEAVING_AT_ONCE):
                 some = others[begin : begin + LEAVING_AT_ONCE]
                 is_out = self._start(self._cache, self._space, some, self.out_rate)
