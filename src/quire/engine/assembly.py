@@ -107,7 +107,14 @@ def _sizes(
         meter,
     )
     swap_bytes = CUDA_SWAP_BYTES if options.memory_policy == "paged" else 0
-    return size_engine(options, limits, left, share=1.0, default_swap_bytes=swap_bytes)
+    cache, scheduler = size_engine(options, limits, left, share=1.0, default_swap_bytes=swap_bytes)
+    swap_bytes, free_bytes = cache.num_swap_blocks * cache.block_size * limits.kv_bytes_per_token, free_memory_bytes()
+    if swap_bytes > free_bytes:
+        raise ConfigError(
+            f"the swap space takes {swap_bytes} bytes, but only {free_bytes} are free in the host's memory; lower "
+            "swap_space or num_swap_blocks"
+        )
+    return cache, scheduler
 
 
 def _executor(model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None) -> Executor:
