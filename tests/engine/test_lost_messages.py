@@ -15,8 +15,9 @@ from quire.core.outputs import RequestOutput
 from quire.engine import client as client_module
 from quire.engine import wire
 from quire.engine.child import EngineChild
-from quire.engine.client import EngineClient, RequestStream
+from quire.engine.client import EngineClient
 from quire.engine.options import EngineOptions
+from quire.engine.request_stream import RequestStream
 from quire.engine.wire import EngineDeadError
 from support.engine_process import TIMEOUT_S, Recorder, add, holds_nothing, is_at_rest, read, until
 from support.fake_executor import expected_tokens

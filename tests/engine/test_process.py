@@ -23,11 +23,12 @@ from quire.core.outputs import KVStats
 from quire.engine import client as client_module
 from quire.engine import process
 from quire.engine.child import EngineChild
-from quire.engine.client import EngineClient, RequestStream
+from quire.engine.client import EngineClient
 from quire.engine.engine import Engine
 from quire.engine.options import EngineOptions
 from quire.engine.process import EngineLoop
 from quire.engine.pulse import Pulse
+from quire.engine.request_stream import RequestStream
 from quire.engine.wire import (
     Abort,
     Add,

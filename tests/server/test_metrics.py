@@ -14,9 +14,10 @@ from quire.core.errors import InvalidRequestError, RequestFailedError
 from quire.core.outputs import Admission, FinishReason, KVStats, RequestMetrics, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.engine.child import EngineChild
-from quire.engine.client import EngineClient, RequestStream
+from quire.engine.client import EngineClient
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import EndedRequest, ProcessedStep
+from quire.engine.request_stream import RequestStream
 from quire.engine.wire import EngineDeadError, EngineState, Stepped
 from quire.server.admission_rate import LONGEST_S
 from quire.server.errors import RETRY_AFTER_S, shutting_down

@@ -10,10 +10,11 @@ from pathlib import Path
 from quire.core.outputs import RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.engine.child import EngineChild
-from quire.engine.client import EngineClient, Observer, RequestStream
+from quire.engine.client import EngineClient, Observer
 from quire.engine.input_processor import Prompt
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import EndedRequest, OutputKind, ProcessedStep
+from quire.engine.request_stream import RequestStream
 from quire.engine.wire import EngineState, Stepped
 
 TIMEOUT_S = 120.0 # nothing here takes long, but the machine may be busy

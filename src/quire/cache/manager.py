@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from quire.cache.block_pool import BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate, blocks_for
-from quire.cache.block_view import histogram, view_blocks
+from quire.cache.block_view import check_blocks, count_blocks, histogram, view_blocks
 from quire.cache.prefix_cache import NO_MATCH, PrefixCache, PrefixMatch
 from quire.cache.prefix_tree import NONE, Path, PrefixTree, Scope
 from quire.cache.swap_space import Footprint, SwapSpace
@@ -337,34 +337,15 @@ class KVCacheManager:
 
     def count_blocks(self, seq_ids: Iterable[int]) -> int:
         """Return how many blocks these sequences hold, each counted once. Linear in their columns."""
-        held = bytearray(self.num_blocks + 1)  # ten times as fast as a set; the last place is NULL_BLOCK's
-        for seq_id in seq_ids:
-            for block in self._tables[seq_id].blocks:
-                held[block] = 1
-        return held.count(1, 0, self.num_blocks)
+        return count_blocks((self._tables[seq_id] for seq_id in seq_ids), self.num_blocks)
 
     def check(self) -> None:
-        """Assert every invariant: tables, pool and tree sound, reference counts equal to holders, nothing leaked.
-
-        A block that several tables hold must hold equally many tokens of each: none may write while others share.
-        """
-        self._pool.check()
-        holders = Counter(self._held_besides())
-        filled: dict[int, int] = {}
-        for holder, table in self._holders().items():
-            table.check()
-            for column, block in enumerate(table.blocks):
-                if block == NULL_BLOCK:
-                    continue
-                holders[block] += 1
-                num_filled = min(self.block_size, table.num_filled - column * self.block_size)
-                assert filled.setdefault(block, num_filled) == num_filled, f"holder {holder} wrote into {block}"
+        """Assert every invariant: tables, pool and tree sound, reference counts equal to holders, nothing leaked."""
+        check_blocks(self._pool, self._holders(), self._held_besides(), self.block_size)
         if self._swap is not None:
             self._swap.check()
             both = [seq_id for seq_id in self._tables if seq_id in self._swap]
             assert not both, f"sequences {both} are in the cache and in the swap space"
-        counts = {block: self._pool.ref_count(block) for block in range(self.num_blocks)}
-        assert {block: count for block, count in counts.items() if count} == holders, f"{counts} but held {holders}"
         self._prefixes.check()
         for table in self._tables.values():
             self._prefixes.check_path(table)

@@ -10,7 +10,7 @@ import itertools
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from quire.core.beam_search_params import BeamSearchParams
 from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import EngineError, InvalidRequestError, RequestFailedError
 from quire.core.frames import LENGTH_BYTES, frame
-from quire.core.outputs import RequestMetrics, RequestOutput
+from quire.core.outputs import RequestOutput
 from quire.core.owner_labels import OwnerLabels
 from quire.core.sampling_params import SamplingParams
 from quire.engine import wire
@@ -29,6 +29,7 @@ from quire.engine.input_processor import InputProcessor, PreparedRequest, Tokeni
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import EndedRequest, OutputKind, OutputProcessor, ProcessedStep
 from quire.engine.pinned_prefixes import PinnedPrefixes
+from quire.engine.request_stream import RequestStream
 from quire.engine.wire import Command, EngineDeadError, EngineState, Report
 from quire.text.tokenizer import Tokenizer
 
@@ -127,7 +128,7 @@ class EngineClient:
 
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
-    ) -> "RequestStream":
+    ) -> RequestStream:
         """Queue a request, once. EngineDeadError if there is no engine any more."""
         self._raise_if_dead()
         request_id = prepared.request.request_id
@@ -341,51 +342,6 @@ class EngineClient:
         """End the engine process, if it is still there, and return its exit status."""
         self._writer.transport.abort()
         return await asyncio.get_running_loop().run_in_executor(self._ending, self._child.end)
-
-
-class RequestStream(AsyncIterator[RequestOutput]):
-    """The outputs of one request, as its kind says. Whoever stops before the end calls `abort`."""
-
-    def __init__(self, client: EngineClient, request_id: int, metrics: RequestMetrics) -> None:
-        self.metrics = metrics                            # kept up to date while the request lives
-        self._client, self._request_id = client, request_id
-        self._changed = asyncio.Event()                   # since the reader has looked
-        self._has_output = self._is_over = False
-        self._error: EngineError | None = None            # comes after the output that is there
-
-    async def __anext__(self) -> RequestOutput:
-        """Wait for the next output. EngineDeadError or RequestFailedError if none can come any more."""
-        if not (self._has_output or self._is_over or self._error):
-            self._changed.clear()
-            await self._changed.wait()
-        if self._is_over:
-            raise StopAsyncIteration
-        if self._has_output:
-            self._has_output = False
-            output = self._client._output(self._request_id)
-            self._is_over = output.finished
-            return output
-        assert self._error is not None, "woken for nothing"
-        self._is_over = True
-        self._client._forget(self._request_id)
-        raise self._error
-
-    def abort(self) -> None:
-        """End the request if it runs, and forget it; who waits for it is told that it is over. Twice is fine."""
-        self._is_over = True
-        self._changed.set()
-        self._client._abort(self._request_id)
-
-    def wake(self) -> None:
-        """Tell the reader that there is something new."""
-        self._has_output = True
-        self._changed.set()
-
-    def fail(self, error: EngineError) -> None:
-        """Tell the reader that nothing more comes, behind the output that is there. The first reason stands."""
-        self._error = self._error or error
-        self._has_output &= self._request_id in self._client._outputs
-        self._changed.set()
 
 
 async def _expect(reader: asyncio.StreamReader, kind: type[ReportT]) -> ReportT:

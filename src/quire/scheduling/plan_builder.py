@@ -100,11 +100,6 @@ class PlanBuilder:
             plan.table_columns.append(column)
             plan.table_blocks.append(block)
 
-    def rows(self) -> set[int]:
-        """Return all rows that the worker may have touched when the step has failed."""
-        plan = self.plan
-        return {*plan.rows, *(new.row for new in plan.new_rows), *(fork.row for fork in plan.row_forks)}
-
     def mark(self) -> list[int]:
         """Remember how long the plan is now."""
         return [len(each) for each in self._growing()]

@@ -20,9 +20,10 @@ from quire.core.config import SchedulerConfig
 from quire.core.outputs import SequenceDelta
 from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
 from quire.core.seeds import branch_seed
-from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
+from quire.core.sequence import Request, Sequence, SequenceStatus
 from quire.scheduling.beam_search import BeamSearches
 from quire.scheduling.entrance import Entrance
+from quire.scheduling.failed_steps import check_running, concerned_by, lose
 from quire.scheduling.limits import AdmissionLimits
 from quire.scheduling.pinning import check_pinnable, check_pinned, num_pinned_blocks
 from quire.scheduling.plan_builder import PlanBuilder
@@ -261,24 +262,10 @@ class Scheduler:
         """
         steps = [self.planner.step] if self._ahead is None else [self.planner.step, self._ahead]
         at, self._ahead = self.planner.step.at, None
-        concerned = [request for request in self.running if any(self._concerns(step, request) for step in steps)]
-        for request in reversed(concerned):
-            self.recovery.count("recompute")
-            request.num_preemptions += 1
-            self.roster.lose(request)
-        for request in self.planner.step.swapped_out:
-            if request in self.swapped:                                 # else it was aborted while the step ran
-                self.roster.lose(request)
+        concerned = concerned_by(steps, self.running, self.cache)
+        lose(concerned, self.planner.step.swapped_out, self.roster, self.recovery)
         self.cache.end_step()
         return [request.request_id for request in (concerned if at is None else [at])]
-
-    def _concerns(self, step: PlanBuilder, request: Request) -> bool:
-        """Whether a step has let a running request in, names one of its rows, or copies into one of its blocks."""
-        if request is step.at or request in step.admitted:
-            return True
-        rows, copied = step.rows(), {copy.dst for copy in step.plan.copies}
-        held = [sequence for sequence in request.live if sequence.row != NO_ROW]
-        return any(each.row in rows or not copied.isdisjoint(self.cache.block_ids(each.seq_id)) for each in held)
 
     # --- invariants -----------------------------------------------------------------------------------------------
 
@@ -287,14 +274,7 @@ class Scheduler:
         self.cache.check()
         self.roster.check()
         assert self.roster.num_seats <= self.config.max_num_seqs
-        ahead = {} if self._ahead is None else dict(zip(self._ahead.plan.rows, self._ahead.plan.counts, strict=True))
-        for request in self.running:
-            for sequence in request.live:
-                if sequence.row != NO_ROW:
-                    num_tokens = self.cache.num_tokens(sequence.seq_id) - ahead.get(sequence.row, 0)
-                    assert num_tokens == sequence.num_computed_tokens <= sequence.num_tokens
-            waits = [sequence.is_computed for sequence in request.live]
-            assert not any(waits) or (request.beam is not None and not all(waits)), "nothing left to compute"
+        check_running(self.running, self._ahead, self.cache)
         self._beams.check(self.roster.requests.values())
         check_pinned(self.roster.requests.values(), self.cache, self.limits)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Self
 
 from quire.core.outputs import CompletionOutput, RequestOutput
-from quire.engine.client import RequestStream
 from quire.engine.output_processor import OutputKind
+from quire.engine.request_stream import RequestStream
 from quire.server.history import PastRequest
 from quire.server.openai.answer_format import Call, Json
 from quire.server.service import RequestRecord, Service

@@ -1,0 +1,51 @@
+"""Whom a step that has failed concerned, what becomes of them, and what must hold of all who run after any step."""
+
+from collections.abc import Iterable, Sequence
+
+from quire.cache.manager import KVCacheManager
+from quire.core.sequence import NO_ROW, Request
+from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.recovery import RecoveryPolicy
+from quire.scheduling.roster import Roster
+
+
+def concerned_by(steps: Sequence[PlanBuilder], running: Iterable[Request], cache: KVCacheManager) -> list[Request]:
+    """Return who was let in by one of these steps, or has a row that one names, or a block that one copies into."""
+    at = [request for step in steps for request in (step.at, *step.admitted)]
+    plans = [step.plan for step in steps]
+    rows = {row for plan in plans for row in (*plan.rows, *(new.row for new in plan.new_rows))}
+    rows |= {fork.row for plan in plans for fork in plan.row_forks}
+    copied = {copy.dst for plan in plans for copy in plan.copies}
+
+    def is_concerned(request: Request) -> bool:
+        held = [sequence for sequence in request.live if sequence.row != NO_ROW]
+        return request in at or any(
+            each.row in rows or not copied.isdisjoint(cache.block_ids(each.seq_id)) for each in held
+        )
+
+    return [request for request in running if is_concerned(request)]
+
+
+def lose(
+    concerned: Sequence[Request], swapped_out: Iterable[Request], roster: Roster, recovery: RecoveryPolicy
+) -> None:
+    """Let those who run, and those that the step was to swap out, wait again with nothing that it may have written."""
+    for request in reversed(concerned):
+        recovery.count("recompute")
+        request.num_preemptions += 1
+        roster.lose(request)
+    for request in swapped_out:
+        if request in roster.swapped:                                   # else it was aborted while the step ran
+            roster.lose(request)
+
+
+def check_running(running: Iterable[Request], ahead: PlanBuilder | None, cache: KVCacheManager) -> None:
+    """Assert that who runs has slots for what is computed, and for what is planned ahead, and has more to compute."""
+    planned = {} if ahead is None else dict(zip(ahead.plan.rows, ahead.plan.counts, strict=True))
+    for request in running:
+        for sequence in request.live:
+            if sequence.row != NO_ROW:
+                num_tokens = cache.num_tokens(sequence.seq_id) - planned.get(sequence.row, 0)
+                assert num_tokens == sequence.num_computed_tokens <= sequence.num_tokens
+        waits = [sequence.is_computed for sequence in request.live]
+        assert not any(waits) or (request.beam is not None and not all(waits)), "nothing left to compute"
