@@ -65,7 +65,8 @@ def test_kernels_of_a_layer_compile_without_spilling(
         ops.write_kv(query, key, key, int64, torch.empty(9, head_dim), cache, cache, int64)
         ops.norm(torch.empty(4096, dtype=dtype), None, 1e-5, False)(torch.empty(4, 4096, dtype=dtype), None)
     assert {kernel.name for kernel in kernels} >= {"_chunk_kernel", "_decode_kernel", "_combine_kernel"}
-    assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
+    most = 12 if dtype is torch.float32 and capability >= 100 else 0  # of decodes with heads of 32: see docs/gpu.md
+    assert all(kernel.spilled_bytes <= most for kernel in kernels), kernels
     assert all(kernel.reads_widely for kernel in kernels if kernel.name in ("_chunk_kernel", "_decode_kernel")), kernels
     assert all(kernel.shared_bytes <= SHARED_KIB[capability] * 1024 for kernel in kernels), kernels
 
