@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from starlette.requests import Request
 
+from quire.server.gate import client_id_of
 from support.http_app import ask, make_app
 
 KEYS = ("first-key", "sécond-key")
@@ -194,3 +196,13 @@ def test_body_that_nobody_reads_is_not_looked_at(method: str, url: str, status: 
         make_app(max_body_bytes=1), method, url, content=b"much too long", headers={"Content-Type": "text/plain"}
     )
     assert response.status_code == status
+
+
+# --- clients ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_is_its_key_or_else_its_connection() -> None:
+    scope = {"type": "http", "client": ("127.0.0.1", 40000), "quire.key_number": 0}
+    assert client_id_of(Request(scope)) == "connection:127.0.0.1:40000"
+    assert client_id_of(Request(scope | {"quire.key_number": 2})) == "key:2"
+    assert client_id_of(Request(scope | {"client": None})) == "connection::0"

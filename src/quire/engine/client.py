@@ -121,10 +121,11 @@ class EngineClient:
         return max(0, self.ready.limits.max_num_seqs - state.num_seats)
 
     def prepare(
-        self, prompt: TokenizedPrompt, params: SamplingParams, beam: BeamSearchParams | None = None, priority: int = 0
-    ) -> PreparedRequest:
+        self, prompt: TokenizedPrompt, params: SamplingParams, beam: BeamSearchParams | None = None, priority: int = 0,
+        client_id: str = "",
+    ) -> PreparedRequest:  # fmt: skip
         """Check a request and number it. InvalidRequestError names what is wrong. For any thread; takes its time."""
-        return self.inputs.prepare(next(self.request_ids), prompt, params, beam, priority)
+        return self.inputs.prepare(next(self.request_ids), prompt, params, beam, priority, client_id)
 
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"

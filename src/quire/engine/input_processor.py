@@ -161,6 +161,7 @@ class InputProcessor:
         params: SamplingParams,
         beam: BeamSearchParams | None = None,
         priority: int = 0,
+        client_id: str = "",
     ) -> PreparedRequest:
         """Return a request that the scheduler will take, or raise InvalidRequestError.
 
@@ -185,6 +186,7 @@ class InputProcessor:
             cache_salt=prompt.cache_salt,
             priority=check_priority(priority),
             owner=self.owners.label(prompt.key_number, prompt.cache_salt),
+            client_id=client_id,
         )
         return PreparedRequest(request, prompt)
 

@@ -126,6 +126,14 @@ def key_number_of(request: Request) -> int:
     return number
 
 
+def client_id_of(request: Request) -> str:
+    """Return the client whose share of the server a request takes: its API key, or its connection without one."""
+    if number := key_number_of(request):
+        return f"key:{number}"
+    host, port = request.scope.get("client") or ("", 0)     # none where the connection is a local socket
+    return f"connection:{host}:{port}"
+
+
 def _password(credentials: bytes) -> bytes:
     """Return the password of what a browser sends: base64 of user:password."""
     try:

@@ -131,7 +131,7 @@ async def _prepared(
             limits.check_admissible(len(tokenized[-1].token_ids), params.max_tokens or 1, params.n)
             num_tokens += len(tokenized[-1].token_ids)
             _check_total(num_tokens, params, service.options)
-        return [service.client.prepare(prompt, params, call.beam, body.priority or 0) for prompt in tokenized]
+        return [service.client.prepare(prompt, params, call.beam, body.priority or 0, call.client_id) for prompt in tokenized]
 
     return replace(call, requests=await service.in_thread(sum(map(len, prompts)), prepare))
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from quire.engine.input_processor import check_cache_salt, check_priority
 from quire.server.errors import invalid
-from quire.server.gate import key_number_of
+from quire.server.gate import client_id_of, key_number_of
 from quire.server.openai.answer_format import Call
 from quire.server.openai.answering import answer_to, json_response
 from quire.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, takes
@@ -130,4 +130,5 @@ def _begun(
     check_cache_salt(body.cache_salt, service.options.max_salt_chars)
     beam = beam_search_params(body, params, service)
     check_priority(body.priority or 0)
-    return Call(call_id, model, int(time.time()), body, params, beam, key_number_of(request)), record
+    key_number, client_id = key_number_of(request), client_id_of(request)
+    return Call(call_id, model, int(time.time()), body, params, beam, key_number, client_id), record
