@@ -45,12 +45,11 @@ def test_ready_line_is_the_last(capsys: pytest.CaptureFixture[str]) -> None:
     assert table(capsys, num_blocks=1, max_model_len=16).endswith(" Quire is serving tiny on http://host:1")
 
 
-def test_stdout_that_nobody_reads_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdout_that_nobody_reads_is_no_reason_to_fail() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w", encoding="ascii", closefd=False) as stdout:
-        monkeypatch.setattr("sys.stdout", stdout)
-        announce("tïny", "http://host:1", ready(1, 16))
+        announce("tïny", "http://host:1", ready(1, 16), stdout)
         with suppress(BrokenPipeError):
             stdout.close()
     os.close(writing)
@@ -62,3 +61,10 @@ def test_no_more_fit_than_may_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_name_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert "model a[bold]b/:smile:" in table(capsys, num_blocks=1, max_model_len=16, name="a[bold]b/:smile:")
+
+
+def test_stdout_on_a_full_device_is_no_reason_to_fail() -> None:
+    with suppress(OSError), open("/dev/full", "w", encoding="utf-8") as stdout:
+        announce("tiny", "http://host:1", ready(1, 16), stdout)
+        told = True
+    assert told, "nothing was raised before the stream was closed"

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import sys
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -12,18 +13,21 @@ from quire.engine.wire import Ready
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
-def announce(name: str, url: str, ready: Ready) -> None:
-    """Print the table and the ready line. Who does not want to read them is served all the same."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a name may have characters that the terminal has not
+def announce(name: str, url: str, ready: Ready, stream: TextIO | None = None) -> None:
+    """Print the table and the ready line to `stream`, by default stdout.
+
+    A stream that cannot be written to (closed pipe, full device) is no reason not to serve: the text is dropped.
+    """
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in _rows(name, ready):
         table.add_row(*row)
-    console = Console(highlight=False, markup=False, emoji=False)
-    with console.capture() as printed:
-        console.print(table)
+    printed = io.StringIO()  # a console that captures writes to its stream all the same
+    Console(file=printed, width=Console().width, highlight=False, markup=False, emoji=False).print(table)
+    out = sys.stdout if stream is None else stream
     with contextlib.suppress(OSError):
-        print(f"{printed.get()}Quire is serving {name} on {url}", flush=True)  # noqa: T201
+        if isinstance(out, io.TextIOWrapper):
+            out.reconfigure(errors="replace")  # a name may have characters that the terminal has not
+        print(f"{printed.getvalue()}Quire is serving {name} on {url}", file=out, flush=True)
 
 
 def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
