@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support import stdlib_guard
+
 # A slow machine is no failure: random tests assert what happens, never how long it takes. And what passes here passes
 # everywhere: the examples are the same each time. `make fuzz` draws others.
 settings.register_profile(
@@ -27,7 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let auto be the device asked for, also in the processes that tests start."""
+    """Keep tests off shared names; let auto be the device asked for, also in the processes that tests start."""
+    stdlib_guard.turn_on()
     device = config.getoption("--device")
     if device != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

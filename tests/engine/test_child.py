@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import quire
 from quire import SamplingParams
 from quire.core.errors import ConfigError
-from quire.engine.child import OUR_SIGNALS, EngineChild
+from quire.engine.child import OUR_SIGNALS, EngineChild, start_module
 from quire.engine.client import EngineClient
 from quire.engine.options import EngineOptions
 from support.engine_process import (
@@ -149,32 +150,27 @@ def test_signals_of_a_terminal_and_a_service_manager_are_left_to_the_server(demo
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
-def test_signal_that_comes_while_the_engine_starts_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = subprocess.Popen
-
-    def interrupted(*args: object, **kwargs: object) -> subprocess.Popen[bytes]:
-        process = start(*args, **kwargs)  # type: ignore[call-overload]
-        started.append(process)
+def test_signal_that_comes_while_a_process_starts_is_not_lost() -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:  # noqa: ANN401 (as Popen)
+        process = subprocess.Popen(*args, **kwargs)
         signal.raise_signal(signal.SIGTERM)
         assert came == [], "not in the middle"
         return process
 
-    came, started = list[int](), list[subprocess.Popen[bytes]]()
+    came = list[int]()
     handler = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
-    monkeypatch.setattr(subprocess, "Popen", interrupted)
     try:
-        child = EngineChild.spawn(EngineOptions())
+        child = EngineChild(*start_module("quire.engine.process", start=interrupted))
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert came == [signal.SIGTERM]
     child.end()
 
 
-def test_process_that_cannot_be_started_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_cannot_be_started_leaves_no_socket() -> None:
     before = open_files(os.getpid())
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(FileNotFoundError):
-        EngineChild.spawn(EngineOptions())
+        start_module("quire.engine.process", interpreter="/no/such/python")
     assert set(open_files(os.getpid())) <= set(before), "what others of this process close meanwhile is theirs"
 
 

@@ -67,7 +67,7 @@ def test_unknown_name_is_refused_with_the_known_ones() -> None:
 
 
 def test_cuda_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(back_end, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs Triton; install quire\[gpu\]"):
         choose_back_end(torch.device("cuda"))
 

@@ -8,13 +8,11 @@ from contextlib import suppress
 from typing import Any
 
 import httpx
-import pytest
 
 from quire.core.errors import ConfigError
 from quire.engine.child import EngineChild
 from quire.engine.options import EngineOptions
 from quire.engine.wire import EngineDeadError
-from quire.server import engine_keeper
 from quire.server.engine_keeper import keep_engine
 from quire.server.metrics import Metrics
 from quire.server.options import ServerOptions
@@ -113,21 +111,19 @@ class Dead:
         return EngineDeadError("it was killed")
 
 
-def test_pauses_grow_and_the_last_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_grow_and_the_last_reason_is_told() -> None:
     class Service:
         client, options, metrics = Dead(), ServerOptions(restart_engine=9), Metrics("tiny")
 
     pauses: list[float] = []
 
-    async def sleep(seconds: float) -> None:
+    async def pause(seconds: float) -> None:
         pauses.append(seconds)
 
     def spawn(_: EngineOptions) -> EngineChild:
         raise ConfigError(f"no memory {len(pauses)}")
 
-    monkeypatch.setattr(engine_keeper.asyncio, "sleep", sleep)
-    monkeypatch.setattr(EngineChild, "spawn", spawn)
     service: Any = Service()
-    why = asyncio.run(keep_engine(service, EngineOptions(), service))
+    why = asyncio.run(keep_engine(service, EngineOptions(), service, pause=pause, spawn=spawn))
     assert str(why) == "no memory 9"
     assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import uvloop
 
 from quire.core.errors import InvalidRequestError
+from quire.engine.child import start_module
 from quire.server import templates
 from quire.server.errors import ApiError, as_api_error
 from quire.server.templates import TemplateRenderer
@@ -341,7 +343,7 @@ def test_a_process_that_cannot_start_is_not_the_requests_fault(
     with_template: MakeTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = with_template(CHAT_TEMPLATE)
-    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(templates, "start_module", partial(start_module, interpreter="/bin/false"))
 
     async def check() -> None:
         async with opened(tokenizer) as renderer:

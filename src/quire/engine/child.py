@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -57,16 +57,22 @@ class EngineChild:
 
 
 def start_module(
-    module: str, *, stdout: int | None = None, env: Mapping[str, str] | None = None
+    module: str,
+    *,
+    stdout: int | None = None,
+    env: Mapping[str, str] | None = None,
+    interpreter: str = sys.executable,
+    start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a module of ours with the number of its socket as the only argument; return the process and our socket."""
+    """Start a module of ours with the number of its socket as the only argument; return the process and our socket.
+
+    `start` is called as `subprocess.Popen`. Raises OSError if the interpreter cannot be started.
+    """
     ours, theirs = socket.socketpair()
     try:
         with theirs, our_signals_blocked():
-            command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
-            process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=stdout, env=env
-            )
+            command = [interpreter, "-P", "-m", module, str(theirs.fileno())]
+            process = start(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=stdout, env=env)
     except BaseException:
         ours.close()
         raise

@@ -6,10 +6,10 @@ PyTorch, exact to the bit too (docs/decisions/0002). `reference` is what tests h
 each op. A further back end is one more `BackEnd` here.
 """
 
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ def choose_back_end(device: torch.device, name: str = "auto", isa: str = "auto",
 
 def cuda_back_end(head_dim: int = 8) -> BackEnd:
     """Return the back end for CUDA. ConfigError where Triton is missing, or cannot serve heads of `head_dim`."""
-    if importlib.util.find_spec("triton") is None:
+    if find_spec("triton") is None:
         raise ConfigError("device cuda needs Triton; install quire[gpu]")
     from quire.kernels.triton import attention, back_end  # noqa: PLC0415 (an optional package)
 

@@ -9,6 +9,7 @@ import asyncio
 import faulthandler
 import logging
 import sys
+from collections.abc import Awaitable, Callable
 
 from quire.core.errors import EngineError
 from quire.engine.child import EngineChild
@@ -23,17 +24,27 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 LOOKS_PER_LIMIT = 4
 
 
-async def keep_engine(service: Service, options: EngineOptions, signals: StopSignals) -> Exception:
-    """Wait until there is no engine any more, and why: the last one that is granted has died, or has not come."""
+async def keep_engine(
+    service: Service,
+    options: EngineOptions,
+    signals: StopSignals,
+    *,
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    spawn: Callable[[EngineOptions], EngineChild] = EngineChild.spawn,
+) -> Exception:
+    """Wait until there is no engine any more, and why: the last one that is granted has died, or has not come.
+
+    `pause` waits before each start, and `spawn` starts the process.
+    """
     num_granted = service.options.restart_engine
     why: Exception = await service.client.death()
     for number in range(1, num_granted + 1):
         pause_s = min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S)
         log.error("%s; engine %d of %d more is started in %g s (restart_engine)", why, number, num_granted, pause_s)
         service.metrics.engine_ended()
-        await asyncio.sleep(pause_s)
+        await pause(pause_s)
         try:
-            signals.child = EngineChild.spawn(options)
+            signals.child = spawn(options)
             service.client = await EngineClient.connect(
                 signals.child, options, service.metrics, service.client.request_ids, service.client.inputs.owners
             )
