@@ -4,12 +4,13 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
-from quire.server import protocol
+from quire.server import protocol, refused_connections
 from quire.server.options import DEFAULT_LIMITS
 from support.http_app import SOCKET_LIMIT_S, RawResponse, connect, exchange, make_app, parse, read_all, serving
 from support.server import wait_until
@@ -62,7 +63,7 @@ def slow_app() -> FastAPI:
 
 @pytest.fixture(autouse=True)
 def _refused_clients_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 60.0)
+    monkeypatch.setattr(refused_connections, "LINGER_S", 3600.0)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,10 @@ def assert_refused(response: RawResponse, status: int, code: str | None) -> None
     [
         b"nonsense\r\n\r\n",
         b"GET /version HTTP/7.3\r\n\r\n",
+        b"GET /version HTTP/2.0\r\n\r\n",
+        b"GET /version\r\n\r\n",
+        b"GET /no-such-path\r\n\r\n",
+        b"POST /echo\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n",
         b"BREW /version HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET http:// HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET \xff HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -249,6 +254,47 @@ def test_connections_that_are_too_many_are_turned_away() -> None:
         assert int(response.headers["retry-after"]) >= 1
         first.sendall(LAST)
         assert read_all(first).startswith(b"HTTP/1.1 200 ")
+
+
+def status_of(connection: socket.socket) -> int:
+    connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+    return int(connection.recv(65536).split()[1])
+
+
+def test_connections_that_were_refused_take_no_place() -> None:
+    """They linger for an hour here; whoever was admitted has left."""
+    with serving(slow_app(), max_connections=2) as port, ExitStack() as refused:
+        with connect(port) as first, connect(port) as second:
+            assert (status_of(first), status_of(second)) == (200, 200)
+            for _ in range(5):
+                assert parse(read_all(refused.enter_context(connect(port)))).status == 429
+            second.sendall(b"nonsense\r\n\r\n")
+            assert parse(read_all(second)).status == 400
+            with connect(port) as third:
+                assert status_of(third) == 200, "the second does not count any more"
+
+        def both_are_served() -> bool:
+            with connect(port) as one, connect(port) as other:
+                return (status_of(one), status_of(other)) == (200, 200)
+
+        wait_until(both_are_served)
+
+
+def test_refused_connections_that_linger_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refused_connections, "MAX_LINGERING", 2)
+    with serving(slow_app(), max_connections=1) as port, connect(port) as first, ExitStack() as refused:
+        assert status_of(first) == 200
+        lingering = [refused.enter_context(connect(port)) for _ in range(5)]
+        assert [parse(read_all(each)).status for each in lingering] == [429] * 5
+        wait_until(lambda: [is_open(each) for each in lingering] == [False, False, False, True, True])
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Return whether the other side still takes what is sent; a closed one resets the connection."""
+    with suppress(ConnectionError):
+        connection.sendall(b"x")
+        return True
+    return False
 
 
 # --- too slow ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from quire.server.listener import BACKLOG, listen
 from quire.server.options import DEFAULT_LIMITS, Limits
 from quire.server.protocol import Protocol
+from quire.server.refused_connections import RefusedConnections
 
 CLOSE_LIMIT_S = 1       # for what was written to reach slow clients
 PAUSE_S = 0.5           # in which nobody is let in, when the system has no more descriptors
@@ -118,7 +119,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open a door of our own to each socket, and tell that it is done."""
-        make_protocol = partial(Protocol, self._limits, self.config, self.server_state, {})
+        make_protocol = partial(Protocol, self._limits, RefusedConnections(), self.config, self.server_state, {})
         self.servers = [Door(each, make_protocol) for each in sockets or ()]  # type: ignore[misc]
         self.started = True
         self._is_listening.set()

@@ -9,11 +9,12 @@ import resource
 import socket
 
 from quire.core.errors import ConfigError
+from quire.server.refused_connections import MAX_LINGERING
 
 NUM_NEIGHBOURS = 100       # ports above a taken one that are tried for the error's advice
 LOWEST_FREE_FOR_ALL = 1024
 BACKLOG = 2048             # connections that the kernel holds until we accept them
-RESERVED_FILES = 64        # for all that is no connection
+RESERVED_FILES = 64 + MAX_LINGERING  # for all that is no connection that counts
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -1,8 +1,7 @@
 """uvicorn's HTTP/1.1 protocol with limits: what is too long, too slow or not HTTP is answered as the contract says.
 
 The parser hands over a header when it is complete, so what it holds back is counted too, to within one read. A
-connection that is refused here reads on for a moment: closing at once would take the answer from under a client that is
-still sending.
+connection that is refused here reads on for a moment (`quire.server.refused_connections`).
 
 A client that ends its own side of a connection is gone, since nothing else tells that one has left: asyncio closes the
 other side too, and a half-closed connection gets no answer.
@@ -22,8 +21,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from quire.server.errors import ApiError, too_many_connections
 from quire.server.listener import max_connections
 from quire.server.options import Limits
+from quire.server.refused_connections import RefusedConnections
 
-LINGER_S = 2.0                   # between a refusal and the end of its connection
+_VERSIONS = frozenset({"1.0", "1.1"})
 
 
 class _UnknownLength(int):
@@ -42,9 +42,11 @@ class _UnknownLength(int):
 class Protocol(HttpToolsProtocol):
     """One connection."""
 
-    def __init__(self, limits: Limits, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 (uvicorn's)
+    def __init__(
+        self, limits: Limits, refused: RefusedConnections, *args: Any, **kwargs: Any  # noqa: ANN401 (uvicorn's)
+    ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
-        self._limits = limits
+        self._limits, self._refused = limits, refused
         self._is_in_head = self._is_in_body = False   # of a request that has begun and is not complete
         self._num_headers = self._num_header_bytes = 0
         self._num_held_bytes = 0                      # given to the parser, and not yet handed over by it
@@ -62,12 +64,13 @@ class Protocol(HttpToolsProtocol):
         transport.set_write_buffer_limits(self._limits.max_buffered_bytes)
         self._expect_arrival()
         limit = max_connections(self._limits.max_connections)
-        if len(self.connections) > limit:
+        if len(self.connections) - len(self._refused) > limit:
             self._refuse(too_many_connections(limit))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks, and tell who answers: uvicorn tells the request that has come last."""
         self._cancel_arrival()
+        self._refused.discard(self.transport)
         if self._answering is not None and self._is_answering:
             self._answering.disconnected = True
             self._answering.message_event.set()
@@ -141,6 +144,8 @@ class Protocol(HttpToolsProtocol):
 
         One that asks for another protocol is parsed once more, as if it had not: the parser leaves out its body.
         """
+        if self.parser.get_http_version() not in _VERSIONS:  # a request line without one counts as 0.9
+            raise ApiError(400, "this is not a valid HTTP/1.1 request")
         if self._is_upgrade:
             return
         most = self._limits.max_pipelined_requests
@@ -233,7 +238,7 @@ class Protocol(HttpToolsProtocol):
             return
         self.transport.write(_response(error))
         self.transport.write_eof()
-        self.loop.call_later(LINGER_S, self.transport.close)
+        self._refused.add(self.transport)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:  # noqa: ANN401 (ASGI)
         self._answering = cycle
