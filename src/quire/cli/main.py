@@ -18,6 +18,7 @@ from quire.cli.generate import generate
 from quire.cli.paper.command import paper
 from quire.cli.plan import plan
 from quire.cli.serve import serve
+from quire.cli.service_variables import Command
 from quire.cli.simulate import simulate
 from quire.core.errors import EngineError
 
@@ -30,7 +31,7 @@ app = typer.Typer(
     context_settings=GROUP_SETTINGS,
 )
 for command in (serve, generate, chat, plan, simulate, paper):
-    app.command(context_settings=COMMAND_SETTINGS)(command)
+    app.command(cls=Command, context_settings=COMMAND_SETTINGS)(command)
 app.add_typer(bench)
 
 
