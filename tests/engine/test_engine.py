@@ -131,9 +131,9 @@ def assert_one_fails_alone(
     while harness.scheduler.has_requests:
         try:
             deltas = engine.step()
-        except RuntimeError:
-            deltas = engine.fail_step("a fault")
-            failed += [delta.request_id for delta in deltas if delta.error]
+        except RuntimeError as error:
+            deltas = engine.recover(error)
+        failed += [delta.request_id for delta in deltas if delta.error]
         for delta in deltas:
             if delta.error is None:
                 harness.take(delta)

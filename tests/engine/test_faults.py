@@ -219,12 +219,14 @@ POINTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "sample": (worker, "sample", always),
 }
 
-# Who fails with a hit, of those that ran: at least one, exactly one, or nobody, because samples are drawn once more.
+PASSING = ("forward", "swap out", "swap in", "end of a step", "sample")
+
+# Which requests fail with a hit: exactly one, or none, because the step is computed again in groups that succeed, and
+# samples are drawn again.
 MAY_FAIL: dict[str, Callable[[KeysView[int]], bool]] = {
-    **dict.fromkeys(("forward", "swap out", "swap in", "end of a step"), lambda failed: len(failed) > 0),
+    **dict.fromkeys(PASSING, lambda failed: not failed),
     **dict.fromkeys(("allocate", "detokenize", "record", "free"), lambda failed: len(failed) == 1),
     "logits": lambda failed: failed <= {1},             # whose prompt is scored with logits of its own
-    "sample": lambda failed: not failed,
 }
 
 
@@ -252,7 +254,7 @@ def test_any_hit_of_any_point_may_fail(
     assert nth > 1, "the point is never reached"
     assert run.failed == {}
     assert [run.answers[index] for index in range(len(ASKED))] == alone, "the next requests are not right"
-    assert (num_failed == 0) == (point == "sample"), "the samples of a step are drawn again, one by one"
+    assert (num_failed == 0) == (point in PASSING)
 
 
 def test_row_that_cannot_be_sampled_fails_alone(
@@ -286,7 +288,7 @@ def test_prompt_logprobs_that_cannot_be_had_fail_their_request_alone(
     assert [run.answers[index] for index in (0, 2, 3)] == [alone[index] for index in (0, 2, 3)]
 
 
-def test_whom_a_failed_step_did_not_reach_is_answered(
+def test_request_that_a_failed_step_did_not_reach_is_answered(
     folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = [
@@ -299,13 +301,37 @@ def test_whom_a_failed_step_did_not_reach_is_answered(
         monkeypatch.setattr(Decoder, "forward", injected)
         run = Run(narrow, asked)
         assert len(injected.concerned) == 2, "both ran"
-        assert run.failed.keys() == {0}, "whose branches used up the budget of that step"
-        assert run.answers == {1: alone[1]}
+        assert not run.failed, "the fault has passed"
+        assert run.answers == dict(enumerate(alone))
         assert_at_rest(narrow)
 
 
-def test_steps_that_fail_one_after_the_other_end_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second failed with other requests: it is the device that is broken, or we are."""
+def poisoned_forward(token: int) -> Callable[[Decoder, ForwardBatch, KVCache], Tensor]:
+    """Return a forward pass that fails for every batch with a certain token."""
+    forward = Decoder.forward
+
+    def run(model: Decoder, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        hidden = forward(model, batch, cache)
+        if bool((batch.token_ids == token).any()):
+            raise Injected("here")
+        return hidden
+
+    return run
+
+
+@pytest.mark.parametrize("num_poisoned", [1, 3])
+def test_request_that_makes_steps_fail_fails_alone(
+    llm: LLM, alone: list[list[Answer]], monkeypatch: pytest.MonkeyPatch, num_poisoned: int
+) -> None:
+    monkeypatch.setattr(Decoder, "forward", poisoned_forward(CURSED))
+    run = Run(llm, [*[VICTIM] * num_poisoned, *ASKED])
+    assert run.failed.keys() == set(range(num_poisoned))
+    assert all(isinstance(error, RequestFailedError) and "Injected" in str(error) for error in run.failed.values())
+    assert [run.answers[num_poisoned + index] for index in range(len(ASKED))] == alone
+    assert_at_rest(llm)
+
+
+def test_device_that_fails_every_step_ends_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(Decoder, "forward", Mock(side_effect=Injected))
         with pytest.raises(Injected):

@@ -10,6 +10,7 @@ from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
 from quire.engine.kv_view import count_blocks_by_owner, view_holders
 from quire.execution.executor import Executor
+from quire.scheduling.isolation import PROBE_ID, Isolation
 from quire.scheduling.scheduler import Scheduler
 
 
@@ -19,7 +20,9 @@ class Engine:
     def __init__(self, scheduler: Scheduler, executor: Executor, *, overlaps: bool = False) -> None:
         self.scheduler = scheduler
         self.num_computed_tokens = 0        # by the last step
-        self._concerned: list[int] = []     # requests that answer for the last step, if it failed
+        self._isolation = Isolation(scheduler)
+        self._suspects: list[int] = []      # requests that answer for the last step, if it failed
+        self._is_certain = False            # it failed while the only suspect was planned or recorded
         self._executor = executor
         self._overlaps = overlaps           # plan the next step while one runs: for devices that work by themselves
         self._in_flight = deque[StepPlan]()  # submitted, and not collected
@@ -43,24 +46,31 @@ class Engine:
         what had been recorded comes with the next step.
         """
         self.num_computed_tokens = 0
+        if self._isolation.is_active:
+            self._isolation.open_step()
         try:
             plan = self.scheduler.schedule()
             if plan.is_empty:
                 return self.scheduler.take_deltas()
             if not self._in_flight:
                 self._submit(plan)
-            if self._overlaps and (ahead := self.scheduler.plan_ahead()) is not None:
+            if self._may_plan_ahead and (ahead := self.scheduler.plan_ahead()) is not None:
                 self._submit(ahead)
             deltas = self.scheduler.update(plan, self._collect())
         except BaseException:
             self._discard()
-            self._concerned = self.scheduler.undo()
+            self._is_certain = self.scheduler.planner.step.at is not None
+            self._suspects = self.scheduler.undo()
             raise
         if self._in_flight and not self.scheduler.has_requests:
             self._discard()                             # of those that have just ended: nothing comes of it
             self.scheduler.undo()
         self.num_computed_tokens = sum(plan.counts)
-        return deltas
+        return [delta for delta in deltas if delta.request_id != PROBE_ID] + self._isolation.note_success()
+
+    @property
+    def _may_plan_ahead(self) -> bool:
+        return self._overlaps and not self._isolation.is_active
 
     def _submit(self, plan: StepPlan) -> None:
         self._executor.submit(plan)
@@ -76,15 +86,17 @@ class Engine:
             with suppress(Exception):
                 self._collect()
 
-    def fail_step(self, reason: str) -> list[SequenceDelta]:
-        """End the requests that answer for the step that has just failed; the others go on, and get what was recorded.
+    def recover(self, error: Exception) -> list[SequenceDelta]:
+        """Go on after a step that has just failed: find the request that makes steps fail in the next ones.
 
+        Returns what was recorded before. Raises `error` if no request is to blame (quire.scheduling.isolation), and
         AssertionError if the failure has left anything behind.
         """
-        failed = [request_id for request_id in self._concerned if self.abort(request_id)]
         self.scheduler.check()
-        errors = [SequenceDelta(request_id, 0, [], error=reason) for request_id in failed]
-        return self.scheduler.take_deltas() + errors
+        reason = f"its step has failed: {error!r}"
+        if not self._isolation.note_failure(self._suspects, reason, is_certain=self._is_certain):
+            raise error
+        return [delta for delta in self.scheduler.take_deltas() if delta.request_id != PROBE_ID]
 
     @property
     def admissions(self) -> list[Admission]:
@@ -95,6 +107,7 @@ class Engine:
                 r.num_swapped_blocks,
             )
             for r in self.scheduler.admitted
+            if r.request_id != PROBE_ID
         ]  # fmt: skip
 
     def kv_stats(self, *, by_owner: bool = True) -> KVStats:

@@ -85,7 +85,6 @@ class EngineLoop:
         self._owners_due_s = 0.0
         self._quiet_since_s = time.monotonic()  # the end of the last step
         self._is_checked = False                # since then
-        self._has_failed = False                # the last step
 
     def run(self) -> NoReturn:
         """Step for as long as the process lives."""
@@ -118,12 +117,9 @@ class EngineLoop:
         engine, started_s = self._engine, time.monotonic()
         try:
             deltas = engine.step()
-            self._has_failed = False
         except Exception as error:
-            if self._has_failed:
-                raise  # with other requests than before: it is not for them that steps fail
-            log.exception("a step has failed, and with it the requests that it computed for")
-            self._has_failed, deltas = True, engine.fail_step(f"its step has failed: {error!r}")
+            log.exception("a step has failed; the requests that it computed for are computed again in groups")
+            deltas = engine.recover(error)
         self._quiet_since_s, self._is_checked = time.monotonic(), False
         state, preempted = self._state(), engine.scheduler.preempted
         self._send(wire.Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, state, preempted))
@@ -150,7 +146,7 @@ class EngineLoop:
         scheduler = self._engine.scheduler
         return EngineState(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(scheduler.roster.held),
             num_swapped=len(scheduler.swapped),
             kv=self._kv_stats(),
             pins=scheduler.cache.pins,

@@ -24,6 +24,7 @@ class Roster:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.swapped: list[Request] = []
+        self.held: list[Request] = []   # waiting or swapped out, and not to be admitted (quire.scheduling.isolation)
         self.hold_ups = HoldUps()
         self.num_seats = 0              # unfinished sequences of running requests
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -87,6 +88,17 @@ class Roster:
         self._leave(request)
         self._queue(request, self.waiting)
 
+    def hold(self, request: Request) -> None:
+        """Keep a request that waits, or is swapped out, from being admitted; it keeps what it has."""
+        self._leave(request)
+        insort(self.held, request, key=turn_of)
+
+    def release(self, request: Request) -> None:
+        """Let a request that is held be admitted again, in its turn."""
+        self._leave(request)
+        is_swapped = any(sequence.status is SequenceStatus.SWAPPED for sequence in request.live)
+        insort(self.swapped if is_swapped else self.waiting, request, key=turn_of)
+
     def end(self, request: Request, sequence: Sequence) -> None:
         """End a branch for good, wherever it is; with the last one the request is gone."""
         self._take_back(sequence)
@@ -102,7 +114,8 @@ class Roster:
         insort(queue, request, key=turn_of)
 
     def _leave(self, request: Request) -> None:
-        queue = next(each for each in (self.running, self.waiting, self.swapped) if _stands_in(each, request))
+        queues = (self.running, self.waiting, self.swapped, self.held)
+        queue = next(each for each in queues if _stands_in(each, request))
         del queue[bisect_left(queue, request.turn, key=turn_of)]
         if queue is self.running:
             self.num_seats -= len(request.live)
@@ -122,10 +135,11 @@ class Roster:
 
     def check(self) -> None:
         """Assert that each request stands in one place, in order, and that no seat and no row is lost or doubled."""
-        for queue in (self.waiting, self.running, self.swapped):
+        for queue in (self.waiting, self.running, self.swapped, self.held):
             turns = [request.turn for request in queue]
             assert turns == sorted(turns), f"requests are out of order: {turns}"
-        assert len(self.running) + len(self.waiting) + len(self.swapped) == len(self.requests)
+        num_queued = len(self.waiting) + len(self.swapped) + len(self.held)
+        assert len(self.running) + num_queued == len(self.requests)
         sequences = [sequence for request in self.running for sequence in request.live]
         assert self.num_seats == len(sequences), f"{self.num_seats} seats of {len(sequences)} sequences"
         rows = sorted([sequence.row for sequence in sequences if sequence.row != NO_ROW] + self.free_rows)

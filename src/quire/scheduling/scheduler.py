@@ -10,7 +10,7 @@ not finish alone: what is accepted always finishes. `Roster` knows where each re
 Pure Python: no torch, no clock, no I/O.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from itertools import count, repeat
 
@@ -266,6 +266,26 @@ class Scheduler:
         lose(concerned, self.planner.step.swapped_out, self.roster, self.recovery)
         self.cache.end_step()
         return [request.request_id for request in (concerned if at is None else [at])]
+
+    # --- isolation: see quire.scheduling.isolation --------------------------------------------------------------------
+
+    def requeue_running(self) -> None:
+        """Preempt all running requests by recompute. Only between steps, and with none planned ahead."""
+        assert self._ahead is None, "a step is planned ahead"
+        lose(self.running.copy(), [], self.roster, self.recovery)
+
+    def hold_all_but(self, request_ids: Container[int]) -> None:
+        """Admit none but these requests until `release_all`; the others must not run. Again after each arrival."""
+        for request in [*self.waiting, *self.swapped]:
+            if request.request_id not in request_ids:
+                self.roster.hold(request)
+        for request in [each for each in self.roster.held if each.request_id in request_ids]:
+            self.roster.release(request)
+
+    def release_all(self) -> None:
+        """Admit all requests again that are held."""
+        for request in self.roster.held.copy():
+            self.roster.release(request)
 
     # --- invariants -----------------------------------------------------------------------------------------------
 

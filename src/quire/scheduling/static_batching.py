@@ -51,11 +51,19 @@ class StaticScheduler(Scheduler):
 
     def undo(self) -> list[int]:
         """Take back a plan whose step failed: padding is not computed again, and handed over with the next step."""
+        self._end_padding()
+        return super().undo()
+
+    def requeue_running(self) -> None:
+        """Preempt all running requests; padding is not computed again, and handed over with the next step."""
+        self._end_padding()
+        super().requeue_running()
+
+    def _end_padding(self) -> None:
         for request in self.running.copy():
             for sequence in request.live.copy():
                 if sequence.status is SequenceStatus.PADDING:
                     self._end(request, sequence)
-        return super().undo()
 
     def _admit(self, budget: int) -> None:
         """Let the next batch in when nothing runs."""
