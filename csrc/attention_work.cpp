@@ -13,7 +13,8 @@ constexpr long READING = 2;          // a partition's keys and values cost as mu
 long tokens_per_tile(const AttentionShape& shape, long group, long num_threads) {
     long tokens = std::max(1L, MAX_ROWS / group);
     const long num_tokens = shape.query_starts[shape.num_seqs] - shape.query_starts[0];
-    while (tokens * group > FEW_ROWS && num_tokens * shape.num_kv_heads < tokens * num_threads * PIECES_PER_THREAD)
+    while (tokens > 1 && tokens * group > FEW_ROWS &&
+           num_tokens * shape.num_kv_heads < tokens * num_threads * PIECES_PER_THREAD)
         tokens = (tokens + 1) / 2;
     return tokens;
 }

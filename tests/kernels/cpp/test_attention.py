@@ -18,6 +18,7 @@ from support.paged_cache import Paging, Part, Tokens, attend
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
 EXACT_DTYPES = [torch.float32, torch.bfloat16]  # float16 is float32 between two conversions
 HEADS = [(4, 4, 8), (4, 2, 24), (14, 2, 64), (8, 1, 80), (40, 2, 64), (8, 2, 128)]  # groups of 1, 2, 7, 8, 20 and 4
+WIDE_GROUPS = [(33, 1, 8), (48, 1, 16), (64, 1, 8), (142, 2, 64), (128, 1, 8), (300, 1, 8)]  # 33 to 300 query heads each
 LENGTH = 600  # more than two partitions of 256 tokens
 
 
@@ -54,6 +55,21 @@ def test_kernel_matches_reference(
     expected = attend(parts, window=window, back_end=REFERENCE)
     for result, wanted in zip(attend(parts, window=window, back_end=CPP), expected, strict=True):
         torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
+@pytest.mark.parametrize(("dtype", "tol"), DTYPES[:2], ids=str)
+@pytest.mark.parametrize("heads", WIDE_GROUPS, ids=str)
+@pytest.mark.parametrize("spans", [[(0, 1)], [(599, 600)], [(0, 40)], [(255, 256), (0, 7), (300, 310)]], ids=str)
+def test_groups_wider_than_a_block_of_rows_match_the_reference(
+    spans: list[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype, tol: float, num_threads: int
+) -> None:
+    parts = [Part(Tokens.random(stop, heads, dtype, seed), start, stop) for seed, (start, stop) in enumerate(spans)]
+    together = attend(parts, back_end=CPP)
+    for result, wanted in zip(together, attend(parts, back_end=REFERENCE), strict=True):
+        torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
+    torch.set_num_threads(1)
+    assert all(torch.equal(attend([part], back_end=CPP)[0], bits) for part, bits in zip(parts, together, strict=True))
 
 
 @pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
