@@ -6,7 +6,10 @@
 #include <signal.h>
 
 #include <cstdint>
+#include <exception>
+#include <new>
 #include <thread>
+#include <utility>
 
 namespace quire {
 namespace {
@@ -33,6 +36,26 @@ struct Door {
     static bool has_room(std::uint64_t door) { return (door & OPEN) && (door & COUNT) < (door / WELCOME & COUNT); }
 };
 
+// The first exception of a job, from whichever thread.
+class Failure {
+public:
+    void keep(std::exception_ptr failure) {
+        if (!is_kept_.test_and_set()) failure_ = std::move(failure);
+    }
+
+    // After all threads have left the job. Keeps nothing: the next job begins without a failure.
+    void rethrow_if_any() {
+        if (!failure_) return;
+        const std::exception_ptr failure = std::exchange(failure_, nullptr);
+        is_kept_.clear();
+        std::rethrow_exception(failure);
+    }
+
+private:
+    std::atomic_flag is_kept_;
+    std::exception_ptr failure_;
+};
+
 class Gang {
 public:
     void run(long num_helpers, Chunks& chunks, Work work, void* body) {
@@ -46,13 +69,14 @@ public:
             bell_.fetch_add(1);
             bell_.notify_all();
         }
-        work(body, chunks);
+        work_or_cancel();
         const std::uint64_t entered = door_.fetch_and(~Door::OPEN) & Door::COUNT;
         for (int spins = 0; num_left_.load(std::memory_order_acquire) != entered; spins++)
             if (spins < SPINS_TO_YIELD)
                 pause();
             else
                 sched_yield();
+        failure_.rethrow_if_any();
     }
 
     std::atomic_flag in_use;
@@ -63,18 +87,34 @@ private:
     Chunks* chunks_ = nullptr;
     Work work_ = nullptr;
     void* body_ = nullptr;
+    Failure failure_;
     alignas(64) std::atomic<std::uint32_t> bell_{0};
     std::atomic<long> num_asleep_{0};
     long num_helpers_ = 0;
+    bool may_hire_ = true;
 
-    // Threads that are asked for are kept. Signals are the main thread's.
+    // Threads that are asked for are kept. Signals are the main thread's. Where the system refuses a thread, the work is
+    // shared among those that exist.
     void hire(long num_helpers) {
-        if (num_helpers <= num_helpers_) return;
+        if (num_helpers <= num_helpers_ || !may_hire_) return;
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_BLOCK, &all, &before);
-        for (; num_helpers_ < num_helpers; num_helpers_++) std::thread([this] { help(); }).detach();
+        try {
+            for (; num_helpers_ < num_helpers; num_helpers_++) std::thread([this] { help(); }).detach();
+        } catch (const std::exception&) {
+            may_hire_ = false;
+        }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+    void work_or_cancel() noexcept {
+        try {
+            work_(body_, *chunks_);
+        } catch (...) {
+            failure_.keep(std::current_exception());
+            chunks_->cancel();
+        }
     }
 
     [[noreturn]] void help() {
@@ -94,7 +134,7 @@ private:
     bool try_to_help() {
         std::uint64_t door = door_.load();
         if (!Door::has_room(door) || !door_.compare_exchange_strong(door, door + Door::ENTERED)) return false;
-        work_(body_, *chunks_);
+        work_or_cancel();
         num_left_.fetch_add(1, std::memory_order_release);
         return true;
     }
@@ -119,8 +159,28 @@ void work_together(long num_chunks, Work work, void* body) {
     Chunks chunks(num_chunks);
     const long helpers = std::min<long>(std::min(num_threads(), num_chunks) - 1, Door::COUNT);
     if (helpers < 1 || gang->in_use.test_and_set(std::memory_order_acquire)) return work(body, chunks);
+    struct Use {
+        ~Use() { gang->in_use.clear(std::memory_order_release); }
+    } use;
     gang->run(helpers, chunks, work, body);
-    gang->in_use.clear(std::memory_order_release);
+}
+
+long fail_in_chunk(long num_chunks, long failing, bool in_helper) {
+    const std::thread::id caller = std::this_thread::get_id();
+    std::atomic<long> num_run{0};
+    std::atomic_flag has_failed;
+    share(num_chunks, [&](Chunks& chunks) {
+        const bool is_to_fail = (std::this_thread::get_id() != caller) == in_helper;
+        for (long i; (i = chunks.take()) < chunks.count(); num_run++) {
+            if (failing < 0 || i < failing) continue;
+            if (is_to_fail) {
+                has_failed.test_and_set();
+                throw std::bad_alloc();
+            }
+            while (!has_failed.test()) std::this_thread::yield();  // else the other threads might take all chunks
+        }
+    });
+    return num_run;
 }
 
 }  // namespace quire

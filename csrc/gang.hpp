@@ -20,6 +20,9 @@ public:
     long take() { return next_.fetch_add(1, std::memory_order_relaxed); }
     long count() const { return count_; }
 
+    // Leave no chunk to take: the job ends as soon as the chunks in progress have ended.
+    void cancel() { next_.store(count_, std::memory_order_relaxed); }
+
 private:
     std::atomic<long> next_{0};
     long count_;
@@ -31,6 +34,8 @@ using Work = void (*)(void* body, Chunks& chunks);
 long num_threads();
 
 // Call `work` with `body` here and in as many more threads as there are, all at once, and return when all have returned.
+// An exception in any of the threads cancels the chunks not yet taken; the first one is rethrown here, once no thread
+// uses `body` any more.
 // Here alone while the threads are at work already: for another model, or for the work that this is a part of.
 void work_together(long num_chunks, Work work, void* body);
 
@@ -47,5 +52,9 @@ void share_range(long count, long piece, Body&& body) {
         for (long i; (i = chunks.take()) < chunks.count();) body(i * piece, std::min(count, (i + 1) * piece));
     });
 }
+
+// For tests: run chunks and return how many were run, but throw std::bad_alloc from the first chunk that the caller (or a
+// helper) takes at index `failing` or above; -1: from none. More chunks than threads must follow `failing`.
+long fail_in_chunk(long num_chunks, long failing, bool in_helper);
 
 }  // namespace quire

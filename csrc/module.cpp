@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "decoder_layers.hpp"
+#include "gang.hpp"
 #include "packing.hpp"
 #include "sampling.hpp"
 
@@ -150,4 +151,5 @@ NB_MODULE(_kernels, module) {
     def(module, "swap_blocks", swap_blocks);
     def(module, "draw_uniforms", draw_uniforms);
     def_kernel<Penalties>(module, "penalize", penalize);
+    def_long(module, "fail_in_chunk", fail_in_chunk);
 }
