@@ -18,7 +18,7 @@ from support.paged_cache import Paging, Part, Tokens, attend
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
 EXACT_DTYPES = [torch.float32, torch.bfloat16]  # float16 is float32 between two conversions
 HEADS = [(4, 4, 8), (4, 2, 24), (14, 2, 64), (8, 1, 80), (40, 2, 64), (8, 2, 128)]  # groups of 1, 2, 7, 8, 20 and 4
-WIDE_GROUPS = [(33, 1, 8), (48, 1, 16), (64, 1, 8), (142, 2, 64), (128, 1, 8), (300, 1, 8)]  # 33 to 300 query heads each
+WIDE_GROUPS = [(33, 1, 8), (48, 1, 16), (64, 1, 8), (142, 2, 64), (128, 1, 8), (300, 1, 8)]
 LENGTH = 600  # more than two partitions of 256 tokens
 
 

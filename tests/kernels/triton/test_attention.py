@@ -12,7 +12,7 @@ from support.paged_cache import Paging, Part, Tokens, attend
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [(torch.float32, 2e-5), (torch.float16, 3e-3)] + ([] if IS_INTERPRETED else [(torch.bfloat16, 2e-2)])
 SPANS = [(16, 17), (0, 3), (30, 70), (269, 270)]  # decodes and chunks; a context of two partitions
-OTHERS = [((6, 2, 32), 8), ((2, 2, 128), 128), ((4, 2, 256), 32), ((71, 1, 64), 16), ((128, 1, 16), 16)]  # heads, block size
+OTHERS = [((6, 2, 32), 8), ((2, 2, 128), 128), ((4, 2, 256), 32), ((71, 1, 64), 16)]  # heads, block size
 
 
 def parts_of(spans: list[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype) -> list[Part]:
