@@ -6,7 +6,7 @@ import pytest
 
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
-from quire.engine.sizing import ModelLimits, free_memory_bytes, size_engine
+from quire.engine.sizing import ModelLimits, free_memory_bytes, size_engine, table_positions
 
 GIB = 2**30
 LLAMA_8B = ModelLimits(max_position_embeddings=8192, kv_bytes_per_token=128 * 1024, sliding_window=None)
@@ -48,6 +48,30 @@ def test_longest_sequence_is_cut_to_the_longest_chunk_where_memory_is_contiguous
 def test_length_beyond_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_model_len is 9000.*8192 positions"):
         size_engine(EngineOptions(max_model_len=9000), LLAMA_8B, free_bytes=100 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("asked", "positions"),
+    [({}, 4096), ({"max_model_len": 8000}, 8000), ({"num_kv_blocks": 3}, 48), ({"kv_cache_memory": "1TiB"}, 2**22)],
+    ids=str,
+)
+def test_tables_are_as_long_as_sequences_can_be(asked: dict[str, Any], positions: int) -> None:
+    limits = ModelLimits(2**22, 128 * 1024, None, table_bytes_per_position=512)
+    assert table_positions(EngineOptions(**asked), limits, GIB, share=0.5) == positions
+
+
+def test_length_whose_tables_exceed_the_free_memory_is_refused() -> None:
+    limits = ModelLimits(2**22, 128 * 1024, None, table_bytes_per_position=512)
+    with pytest.raises(ConfigError, match=r"max_model_len is 4194304, .* take 2147483648 bytes, .* at most 2097152"):
+        table_positions(EngineOptions(max_model_len=2**22), limits, GIB)
+    with pytest.raises(ConfigError, match=r"max_model_len is 4194305.*4194304 positions"):
+        table_positions(EngineOptions(max_model_len=2**22 + 1), limits, GIB)
+
+
+def test_length_that_changes_short_answers_has_to_be_asked_for() -> None:
+    limits = ModelLimits(8192, 1024, None, default_positions=4096)
+    assert size_engine(EngineOptions(), limits, GIB)[1].max_model_len == 4096
+    assert size_engine(EngineOptions(max_model_len=8192), limits, GIB)[1].max_model_len == 8192
 
 
 def test_memory_for_less_than_a_block_is_refused() -> None:

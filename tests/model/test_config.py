@@ -7,6 +7,7 @@ from quire.core.errors import ModelError
 from quire.kernels.back_end import TORCH
 from quire.model.config import spec_from_config
 from quire.model.footprint import kv_bytes_per_token
+from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
 from quire.model.spec import DecoderSpec
 
@@ -49,8 +50,38 @@ def test_original_length_at_the_top_level_wins() -> None:
     assert inside == above
 
 
-def test_dynamic_rope_is_plain_within_the_models_length() -> None:
-    assert spec(rope_scaling={"type": "dynamic", "factor": 4.0}) == spec()
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"type": "linear", "factor": 4.0}, 1024),
+        ({"type": "linear", "factor": 1e-30}, 1),
+        ({"type": "dynamic", "factor": 2.5}, 640),
+        ({"type": "yarn", "factor": 4.0}, 1024),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"type": "yarn", "factor": 1e30}, 2**24),
+        ({"type": "llama3", **SCALING}, 256),
+        ({"type": "default"}, 256),
+    ],
+    ids=str,
+)
+def test_scaling_provides_its_factor_times_the_original_length(scaling: dict[str, object], longest: int) -> None:
+    assert spec(rope_scaling=scaling).max_position_embeddings == longest
+
+
+def test_dynamic_scaling_has_to_be_asked_for() -> None:
+    dynamic = spec(rope_scaling={"type": "dynamic", "factor": 4.0})
+    assert (dynamic.default_positions, dynamic.max_position_embeddings) == (256, 1024)
+    assert spec().rotary is not None
+    assert dynamic.rotary is not None
+    plain = inverse_frequencies(spec().rotary, 256)
+    assert torch.equal(inverse_frequencies(dynamic.rotary, 256), plain)
+    stretched = inverse_frequencies(dynamic.rotary, 257)
+    assert torch.equal(inverse_frequencies(dynamic.rotary, 1024), stretched)
+    assert (stretched[1:] < plain[1:]).all()
+
+
+def test_millions_of_positions_are_no_fault_of_a_config() -> None:
+    assert spec(max_position_embeddings=2**22, head_dim=128).max_position_embeddings == 2**22
 
 
 def test_mistral_has_a_window_unless_it_is_null() -> None:

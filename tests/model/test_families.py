@@ -73,6 +73,15 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama, heads that are no multiple of 8": ("Llama", LLAMA | {"head_dim": 12}),
     "llama, linear rope": ("Llama", LLAMA | rope("linear", factor=2.5)),
     "llama, dynamic rope": ("Llama", LLAMA | rope("dynamic", factor=4.0)),
+    "llama, linear rope beyond the original length": (
+        "Llama", LLAMA | {"max_position_embeddings": 32} | rope("linear", factor=4.0)
+    ),
+    "llama, yarn beyond the original length": (
+        "Llama", LLAMA | {"head_dim": 16, "max_position_embeddings": 32} | rope("yarn", **YARN)
+    ),
+    "llama, dynamic rope at its longest": (
+        "Llama", LLAMA | {"max_position_embeddings": 26} | rope("dynamic", factor=4.0)
+    ),
     "llama, llama3 rope": ("Llama", LLAMA | LLAMA3_ROPE),
     "llama, yarn": ("Llama", LLAMA | {"head_dim": 16} | rope("yarn", **YARN)),
     "llama, yarn, every option": (
@@ -132,7 +141,7 @@ def test_logprobs_and_greedy_tokens_equal_transformers(
         pytest.skip("the stand-in serves these")
     reference = make_reference(*CASES[case])
     reference.save_pretrained(tmp_path)
-    runner = paged_runner(load_model(tmp_path, back_end=back_end))
+    runner = paged_runner(load_model(tmp_path, back_end=back_end, max_positions=PROMPT_LEN + NUM_FORCED))
 
     tokens = random_tokens(PROMPT_LEN + NUM_FORCED)
     expected = logprobs_of(reference, tokens)
@@ -207,11 +216,11 @@ def test_layers_in_one_call_have_the_bits_of_single_ops(
     if back_end.name != "cpp" or CASES[case][1].get("head_dim", 8) % 8:
         pytest.skip("composed of single ops only")
     make_reference(*CASES[case]).save_pretrained(tmp_path)
-    decoder = load_model(tmp_path, dtype=dtype, back_end=back_end)
     tokens = random_tokens(PROMPT_LEN + NUM_FORCED)
+    decoder = load_model(tmp_path, dtype=dtype, back_end=back_end, max_positions=len(tokens))
     fused = paged_runner(decoder).run("forced", tokens, CHUNKS)
     is_composed = isinstance(decoder._run_layers, ComposedLayers)
     assert is_composed == (case == "opt, as the 350m"), "only norms that come last"
     single_ops = replace(back_end, fuse_layers=lambda layers, progress: None)
-    decoder = load_model(tmp_path, dtype=dtype, back_end=single_ops)
+    decoder = load_model(tmp_path, dtype=dtype, back_end=single_ops, max_positions=len(tokens))
     assert torch.equal(fused, paged_runner(decoder).run("forced", tokens, CHUNKS))

@@ -11,8 +11,8 @@ MAX_MODEL_LEN = 640  # two borders between partitions of 256 tokens, and more
 _WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM, _INTERMEDIATE, _LAYERS = 72, 6, 2, 24, 100, 2
 
 
-def write_random_model(folder: Path) -> Path:
-    """Write config and weights into `folder` and return it. There is no tokenizer: prompts are token ids."""
+def write_random_model(folder: Path, **changes: object) -> Path:
+    """Write config, with `changes`, and weights into `folder`; return it. No tokenizer: prompts are token ids."""
     generator = torch.Generator().manual_seed(0)
 
     def weight(num_outputs: int, num_inputs: int) -> torch.Tensor:
@@ -50,5 +50,5 @@ def write_random_model(folder: Path) -> Path:
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | changes))
     return folder

@@ -4,7 +4,7 @@ import gc
 import importlib.util
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +14,14 @@ from quire.core.errors import ConfigError
 from quire.engine.engine import Engine
 from quire.engine.input_processor import InputProcessor
 from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions
-from quire.engine.sizing import CUDA_SWAP_BYTES, ModelLimits, free_memory_bytes, size_engine
+from quire.engine.sizing import (
+    CPU_KV_CACHE_SHARE,
+    CUDA_SWAP_BYTES,
+    ModelLimits,
+    free_memory_bytes,
+    size_engine,
+    table_positions,
+)
 from quire.engine.wire import Ready
 from quire.execution.batch import PersistentBatch
 from quire.execution.device_memory import memory_of
@@ -25,13 +32,14 @@ from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import CudaSwapper, Swapper
 from quire.execution.worker import Worker
 from quire.kernels.back_end import choose_back_end
-from quire.model.config import eos_token_ids, read_config, spec_from_config
+from quire.model.config import dtype_name, eos_token_ids, read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.decoder import Decoder
 from quire.model.footprint import kv_bytes_per_token
 from quire.model.kv_cache import KVCache
 from quire.model.loader import load_model
 from quire.model.resolve import resolve_model
+from quire.model.spec import DecoderSpec
 from quire.scheduling.static_batching import make_scheduler
 from quire.text.tokenizer import Tokenizer
 
@@ -55,16 +63,19 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
     folder = resolve_model(options.model)
     config = read_config(folder)
     tokenizer = Tokenizer.from_folder_if_any(folder) if takes_text else None
-    head_dim = spec_from_config(config, str(folder / CONFIG_FILE)).head_dim
+    source = str(folder / CONFIG_FILE)
+    spec = spec_from_config(config, source)
     device = resolve_device(options.device)
-    back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=head_dim)
+    back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=spec.head_dim)
     meter = CudaMeter(device) if device.type == "cuda" else None
+    dtype = getattr(torch, dtype_name(options.dtype, config, source))
+    limits = _limits(spec, back_end.cache_layout.dtype(dtype).itemsize)
+    num_positions = _table_positions(options, limits, meter)
     model = load_model(
-        folder, dtype=options.dtype, device=device, back_end=back_end, max_positions=options.max_model_len
-    )
-    spec = model.spec
-    token_bytes = kv_bytes_per_token(spec, back_end.cache_layout.dtype(model.dtype).itemsize)
-    limits = ModelLimits(spec.max_position_embeddings, token_bytes, spec.sliding_window)
+        folder, dtype=options.dtype, device=device, back_end=back_end, max_positions=options.max_model_len,
+        table_positions=num_positions,
+    )  # fmt: skip
+    limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
     cache_config, scheduler_config = _sizes(options, limits, model, meter)
     batch = PersistentBatch(
         scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size, spec.vocab_size
@@ -84,11 +95,30 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
         device=str(model.device),
         num_parameters=model.num_parameters,
         weights_bytes=model.weight_bytes,
-        kv_bytes_per_token=token_bytes,
+        kv_bytes_per_token=limits.kv_bytes_per_token,
         num_swap_blocks=cache_config.num_swap_blocks,
     )
     engine = Engine(scheduler, executor, overlaps=isinstance(executor, OverlappedWorker))
     return AssembledEngine(engine, InputProcessor(tokenizer, ready, options), tokenizer, model, ready)
+
+
+def _limits(spec: DecoderSpec, itemsize: int) -> ModelLimits:
+    """Return what sizing needs to know of a model whose keys and values are kept in elements of `itemsize` bytes."""
+    table_bytes = 0 if spec.rotary is None else spec.head_dim * torch.float32.itemsize
+    return ModelLimits(
+        spec.max_position_embeddings,
+        kv_bytes_per_token(spec, itemsize),
+        spec.sliding_window,
+        table_bytes,
+        spec.default_positions,
+    )
+
+
+def _table_positions(options: EngineOptions, limits: ModelLimits, meter: CudaMeter | None) -> int:
+    """Return for how many positions the model makes tables, of the memory that is free before it is loaded."""
+    if meter is None:
+        return table_positions(options, limits, free_memory_bytes(), CPU_KV_CACHE_SHARE)
+    return table_positions(options, limits, meter.free_and_total_bytes()[0], share=1.0)
 
 
 def _sizes(
@@ -101,7 +131,7 @@ def _sizes(
         model,
         options.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
         options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
-        options.max_model_len or limits.max_position_embeddings,
+        limits.max_position_embeddings,
         options.block_size,
         options.gpu_memory_utilization,
         meter,

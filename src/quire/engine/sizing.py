@@ -19,6 +19,8 @@ class ModelLimits:
     max_position_embeddings: int
     kv_bytes_per_token: int
     sliding_window: int | None
+    table_bytes_per_position: int = 0     # of rotary tables
+    default_positions: int | None = None  # the longest sequence unless max_model_len is set; None: the first field
 
 
 def free_memory_bytes() -> int:
@@ -33,6 +35,37 @@ def free_memory_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def table_positions(
+    options: EngineOptions, limits: ModelLimits, free_bytes: int, share: float = CPU_KV_CACHE_SHARE
+) -> int:
+    """Return how many positions tables are needed for, before the weights take their part of the free bytes.
+
+    That is max_model_len, or without it what the model has or, if that is less, what the KV cache can hold at most.
+    Raises ConfigError for a max_model_len beyond the model, or whose tables the memory cannot hold.
+    """
+    longest = _longest(options, limits)
+    if options.max_model_len is None:
+        num_blocks = -(-longest // options.block_size)
+        return min(longest, _num_blocks(options, limits, int(free_bytes * share), num_blocks) * options.block_size)
+    if longest * limits.table_bytes_per_position > free_bytes:
+        raise ConfigError(
+            f"max_model_len is {longest}, for which tables of rotary positions take "
+            f"{longest * limits.table_bytes_per_position} bytes, but {free_bytes} are free; lower max_model_len to at "
+            f"most {free_bytes // limits.table_bytes_per_position}"
+        )
+    return longest
+
+
+def _longest(options: EngineOptions, limits: ModelLimits) -> int:
+    """Return the longest sequence that is asked for, or the model's default. ConfigError if the model has no such one."""
+    if options.max_model_len is not None and options.max_model_len > limits.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {options.max_model_len}, but the model has only "
+            f"{limits.max_position_embeddings} positions; set it to that or less"
+        )
+    return options.max_model_len or limits.default_positions or limits.max_position_embeddings
+
+
 def size_engine(
     options: EngineOptions,
     limits: ModelLimits,
@@ -44,13 +77,8 @@ def size_engine(
 
     `share` of the free bytes is the KV cache's where nothing else is asked for.
     """
-    if options.max_model_len is not None and options.max_model_len > limits.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len is {options.max_model_len}, but the model has only "
-            f"{limits.max_position_embeddings} positions; set it to that or less"
-        )
+    longest = _longest(options, limits)
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_NUM_SEQS
-    longest = options.max_model_len or limits.max_position_embeddings
     most_blocks = max_num_seqs * -(-longest // options.block_size)  # that all sequences can use
     num_blocks = _num_blocks(options, limits, int(free_bytes * share), most_blocks)
     block_bytes = options.block_size * limits.kv_bytes_per_token

@@ -9,7 +9,8 @@ CONFIG_FILE = "config.json"
 MAX_SIZE = 2**24               # of vocabularies and widths: far past any real model, far from any overflow
 MAX_LAYERS = 4096
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # of epsilons, factors and thetas: what float32 can divide by
-MAX_POSITIONS = 2**22
+MAX_POSITIONS = 2**24  # float32, in which angles are computed, holds every integer up to here
+MAX_HEAD_DIM = 2**16
 
 T = TypeVar("T")
 

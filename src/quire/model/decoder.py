@@ -18,11 +18,11 @@ from quire.model.weights import WeightReader
 class Decoder:
     """A model that is ready to run. Knows token ids, positions and cache tensors; no request and no sequence."""
 
-    def __init__(self, spec: DecoderSpec, weights: WeightReader, max_positions: int) -> None:
+    def __init__(self, spec: DecoderSpec, weights: WeightReader, max_positions: int, table_positions: int) -> None:
         self.spec, self.dtype, self.device, self.back_end = spec, weights.dtype, weights.device, weights.back_end
         shapes = DecoderShapes.of(spec)
         self._embedding = Embedding(shapes, spec.position_offset, weights)
-        cos_sin = _rotary_table(spec, max_positions, weights.device)
+        cos_sin = _rotary_table(spec, max_positions, table_positions, weights.device)
         layers = [make_layer(spec, weights.layer(i), i, cos_sin) for i in range(spec.num_layers)]
         self.progress = torch.zeros(1, dtype=torch.int64)  # layers and heads run since start; any thread may look
         fused = self.back_end.fuse_layers(layers, self.progress) if spec.norm_position == "pre" else None
@@ -68,8 +68,10 @@ class Embedding:
         return x if self._positions is None else x + self._embed(self._positions, positions)
 
 
-def _rotary_table(spec: DecoderSpec, max_positions: int, device: torch.device) -> Tensor | None:
-    """Cosines and sines of all positions, shared by the layers; None for learned positions."""
+def _rotary_table(
+    spec: DecoderSpec, max_positions: int, table_positions: int, device: torch.device
+) -> Tensor | None:
+    """Cosines and sines of the first `table_positions` positions, shared by the layers; None for learned positions."""
     if spec.rotary is None:
         return None
-    return rotary_table(inverse_frequencies(spec.rotary).to(device), max_positions, spec.rotary.scale)
+    return rotary_table(inverse_frequencies(spec.rotary, max_positions).to(device), table_positions, spec.rotary.scale)

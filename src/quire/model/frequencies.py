@@ -10,14 +10,26 @@ from torch import Tensor
 from quire.model.spec import Rotary, SpecError
 
 
-def inverse_frequencies(rotary: Rotary) -> Tensor:
-    """Return radians per position of each pair of dimensions, float32 [head_dim / 2]. SpecError if one is infinite."""
+def inverse_frequencies(rotary: Rotary, num_positions: int) -> Tensor:
+    """Return radians per position of each pair of dimensions, float32 [head_dim / 2]. SpecError if one is infinite.
+
+    `num_positions`: the longest sequence to be served. Dynamic scaling applies only if that is beyond the original
+    length, and then as for the longest sequence that the scaling provides: results do not depend on by how much.
+    """
     exponents = torch.arange(0, rotary.head_dim, 2, dtype=torch.int64).float() / rotary.head_dim
-    per_radian = torch.pow(rotary.theta, exponents)
+    per_radian = torch.pow(_theta(rotary, num_positions), exponents)
     inv_freq = _scaled(rotary, per_radian)
     if not bool(inv_freq.isfinite().all()) or not math.isfinite(rotary.scale):
         raise SpecError("rotary frequencies are not finite")
     return inv_freq
+
+
+def _theta(rotary: Rotary, num_positions: int) -> float:
+    if rotary.dynamic is None or num_positions <= rotary.dynamic[0]:
+        return rotary.theta
+    (original, factor), head_dim = rotary.dynamic, rotary.head_dim
+    stretched: float = (factor * rotary.max_positions / original - (factor - 1)) ** (head_dim / (head_dim - 2))
+    return rotary.theta * stretched
 
 
 def _scaled(rotary: Rotary, per_radian: Tensor) -> Tensor:

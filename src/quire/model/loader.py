@@ -19,12 +19,14 @@ def load_model(
     device: torch.device | str = "cpu",
     back_end: BackEnd,
     max_positions: int | None = None,
+    table_positions: int | None = None,
 ) -> Decoder:
     """Load the model in `folder` onto `device`.
 
-    dtype: auto (as the config says), float32, bfloat16 or float16. `max_positions`: positions that will be used, at
-    most the model's own, which is the default; rotary tables are made that long. Raises ModelError for a folder that
-    cannot be loaded, ConfigError for an unknown dtype.
+    dtype: auto (as the config says), float32, bfloat16 or float16. `max_positions`: the longest sequence to be served,
+    at most the model's own; dynamic scaling depends on it, which is off by default. `table_positions`: the length of
+    rotary tables, where fewer positions than that can be used. Raises ModelError for a folder that cannot be loaded,
+    ConfigError for an unknown dtype.
     """
     source = str(folder / CONFIG_FILE)
     config = read_config(folder)
@@ -36,7 +38,7 @@ def load_model(
         getattr(torch, dtype_name(dtype, config, source)),
         torch.device(device),
     )
-    longest = spec.max_position_embeddings
-    decoder = Decoder(spec, weights, longest if max_positions is None else min(max_positions, longest))
+    longest = min(max_positions or spec.default_positions, spec.max_position_embeddings)
+    decoder = Decoder(spec, weights, longest, min(table_positions or longest, longest))
     weights.warn_of_unread()
     return decoder

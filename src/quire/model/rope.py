@@ -1,31 +1,25 @@
 """Rotary frequencies as a config asks for them, in the spelling of transformers 5 (`rope_parameters`) or the older one.
 
-All is read and checked here, without torch; `frequencies.py` computes.
+All is read and checked here, without torch; `frequencies.py` computes. A scaling also says how long a sequence may be,
+as in vLLM: the original length times its factor (linear, dynamic, yarn); llama3 configs state the scaled length already.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from quire.model.config_reader import ConfigReader
+from quire.model.config_reader import MAX_POSITIONS, ConfigReader
 from quire.model.spec import Rotary
 
 DEFAULT_THETA = 10_000.0
-MAX_TABLE_SIZE = 2**28  # cosines and sines of all positions, 1 GiB: 2**21 positions with heads of 128
 
 
 def rotary_from_config(config: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rotary:
-    """Return the frequencies that `config` asks for.
-
-    Raises ModelError for a scaling that is not known, and for a table of frequencies that would fill the memory.
-    """
-    if max_position_embeddings * head_dim > MAX_TABLE_SIZE:
-        raise config.error(f"max_position_embeddings times head_dim must be at most {MAX_TABLE_SIZE}, got "
-                           f"{max_position_embeddings} times {head_dim}")
+    """Return the frequencies that `config` asks for. Raises ModelError for a scaling that is not known."""
     rope = _rope_section(config, max_position_embeddings)
     rope.reject("partial_rotary_factor", 1, why="all dimensions of a head are turned")
     read = rope.choice("rope_type", SCALINGS, default="default")
-    return read(rope, Rotary(head_dim, rope.number("rope_theta", DEFAULT_THETA)))
+    return read(rope, Rotary(head_dim, rope.number("rope_theta", DEFAULT_THETA), max_position_embeddings))
 
 
 def _rope_section(config: ConfigReader, max_position_embeddings: int) -> ConfigReader:
@@ -51,16 +45,25 @@ def _default(rope: ConfigReader, rotary: Rotary) -> Rotary:
 
 def _linear(rope: ConfigReader, rotary: Rotary) -> Rotary:
     """All positions pressed together by `factor`. Chen et al. 2023 (position interpolation)."""
-    return replace(rotary, factor=rope.number("factor"))
+    factor = rope.number("factor")
+    return replace(rotary, factor=factor, max_positions=_scaled_length(rotary.max_positions, factor))
 
 
 def _dynamic(rope: ConfigReader, rotary: Rotary) -> Rotary:
-    """The plain frequencies: the scaling begins past `max_position_embeddings`, where no sequence of ours goes.
+    """A larger theta where sequences beyond the original length are asked for (NTK-aware; bloc97 and emozilla 2023).
 
-    Past it the frequencies would follow the longest sequence of the batch, and keys in the cache would be wrong.
+    One theta for all positions, that of the longest sequence, as in vLLM: a theta that follows the current length, as
+    in transformers, would make keys in the cache depend on when they were computed. docs/decisions/0014.
     """
-    rope.number("factor")
-    return rotary
+    factor, original = rope.number("factor"), rotary.max_positions
+    if rotary.head_dim < 4:
+        raise rope.error(f"dynamic scaling needs heads of at least 4 dimensions, got {rotary.head_dim}")
+    return replace(rotary, max_positions=_scaled_length(original, factor), dynamic=(original, factor))
+
+
+def _scaled_length(original: float, factor: float) -> int:
+    """Return the longest sequence that a scaling provides: at least 1 position, at most MAX_POSITIONS."""
+    return int(min(max(original * factor, 1), MAX_POSITIONS))
 
 
 def _llama3(rope: ConfigReader, rotary: Rotary) -> Rotary:
@@ -80,7 +83,8 @@ def _yarn(rope: ConfigReader, rotary: Rotary) -> Rotary:
     if rope.flag("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     ramp = max(first, 0), min(last, head_dim - 1)
-    return replace(rotary, factor=factor, ramp=ramp, scale=_yarn_scale(rope, factor))
+    longest = _scaled_length(rope.number("original_max_position_embeddings"), factor)
+    return replace(rotary, factor=factor, ramp=ramp, scale=_yarn_scale(rope, factor), max_positions=longest)
 
 
 def _pair_turning(rope: ConfigReader, head_dim: int, turns: float) -> float:

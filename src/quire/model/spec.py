@@ -52,10 +52,12 @@ class Rotary:
 
     head_dim: int
     theta: float
+    max_positions: int                      # the longest sequence, with what a scaling adds
     factor: float = 1.0                     # positions are pressed together by it: all, or those that the next two say
     turns: tuple[float, float, float] | None = None  # Llama 3.1: original length, turns in it of the slow and the kept
     ramp: tuple[float, float] | None = None  # YaRN: the last pair that is kept, the first that is interpolated
     scale: float = 1.0                      # multiplies cosines and sines (YaRN's attention factor)
+    dynamic: tuple[int, float] | None = None  # dynamic NTK: original length, factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class DecoderSpec:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    max_position_embeddings: int
+    max_position_embeddings: int            # with rotary positions: `rotary.max_positions`
     norm: NormKind
     norm_eps: float
     activation: Activation
@@ -89,6 +91,8 @@ class DecoderSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)
+        if self.rotary is not None:
+            object.__setattr__(self, "max_position_embeddings", self.rotary.max_positions)
         object.__setattr__(self, "windows", self.windows or (None,) * self.num_layers)
         scales = self.attention_scales or (self.head_dim**-0.5,) * self.num_layers
         object.__setattr__(self, "attention_scales", scales)
@@ -99,6 +103,13 @@ class DecoderSpec:
         for name in ("windows", "attention_scales"):
             if len(getattr(self, name)) != self.num_layers:
                 raise SpecError(f"{name}: {len(getattr(self, name))} entries for {self.num_layers} layers")
+
+    @property
+    def default_positions(self) -> int:
+        """The longest sequence unless a longer one is asked for: as long as dynamic scaling changes nothing."""
+        if self.rotary is None or self.rotary.dynamic is None:
+            return self.max_position_embeddings
+        return min(self.rotary.dynamic[0], self.max_position_embeddings)
 
     @property
     def is_gated(self) -> bool:

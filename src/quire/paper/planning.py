@@ -77,7 +77,9 @@ def plan_memory(
         )
     if hardware.device == "cuda" and options.kv_cache_memory is None:
         options = replace(options, kv_cache_memory=free_bytes)
-    limits = ModelLimits(spec.max_position_embeddings, token_bytes, spec.sliding_window)
+    limits = ModelLimits(
+        spec.max_position_embeddings, token_bytes, spec.sliding_window, default_positions=spec.default_positions
+    )
     cache, scheduler = size_engine(options, limits, free_bytes)
     length = scheduler.max_model_len
     lengths = sorted({length, *(short for short in _LENGTHS if short < length)})
@@ -96,7 +98,7 @@ def plan_memory(
         cache=cache,
         scheduler=scheduler,
         num_fitting={at: min(num_seqs, cache.num_blocks // math.ceil(at / cache.block_size)) for at in lengths},
-        binds=_what_binds(cache, scheduler, options.max_model_len or spec.max_position_embeddings),
+        binds=_what_binds(cache, scheduler, options.max_model_len or spec.default_positions),
     )
 
 

@@ -107,7 +107,7 @@ def serve(
 def calibrate(engine: EngineFlags, run: RunFlags) -> None:
     """Time steps of many sizes, and make of them the hardware that `quire simulate` takes (--json)."""
     model = read_model(engine.model, engine.dtype)
-    longest = min(engine.max_num_batched_tokens, (engine.max_model_len or model.spec.max_position_embeddings) - 1)
+    longest = min(engine.max_num_batched_tokens, (engine.max_model_len or model.spec.default_positions) - 1)
     sizes, memory_bytes = step_sizes(longest), free_memory_bytes()
     with engine.load() as llm:
         time_steps(llm, sizes, 1, engine.seed)  # warms up

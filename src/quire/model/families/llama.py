@@ -5,7 +5,7 @@ Mistral and Qwen are Llama with a few fields changed: biases, norms on query and
 
 from dataclasses import replace
 
-from quire.model.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
+from quire.model.config_reader import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.model.rope import rotary_from_config
 from quire.model.spec import Activation, DecoderSpec, WeightMap
 
@@ -33,7 +33,8 @@ WEIGHTS = WeightMap(
 def llama(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Llama."""
     num_heads, hidden_size = config.size("num_attention_heads"), config.size("hidden_size")
-    head_dim = config.size("head_dim") if config.has("head_dim") else config.divided("hidden_size", num_heads)
+    has_head_dim = config.has("head_dim")
+    head_dim = config.size("head_dim", limit=MAX_HEAD_DIM) if has_head_dim else config.divided("hidden_size", num_heads)
     max_position_embeddings = config.size("max_position_embeddings", limit=MAX_POSITIONS)
     return DecoderSpec(
         vocab_size=config.size("vocab_size"),
