@@ -1,5 +1,6 @@
 """BlockPool: order of allocation, owners, and errors that change nothing."""
 
+import numpy as np
 import pytest
 
 from quire.cache.block_pool import BlockPool, LeastRecentlyUsed, OutOfBlocksError
@@ -263,3 +264,54 @@ def test_block_let_go_first_is_given_up_first_and_one_used_again_goes_to_the_end
     cached[5] = None
     assert list(cached) == [2, 9, 5]
     assert cached.first() == 2
+
+
+class TestAllAtOnce:
+    """Several blocks in one call: the same as one call for each."""
+
+    @pytest.fixture
+    def pool(self) -> BlockPool:
+        pool = BlockPool(6)
+        pool.allocate(5)
+        pool.share(3)
+        return pool
+
+    def test_each_has_one_owner_more(self, pool: BlockPool) -> None:
+        pool.share_all(np.array([4, 3, 0]))
+        assert [pool.ref_count(block) for block in range(6)] == [2, 1, 1, 3, 2, 0]
+        assert pool.count_blocks_by_owners() == {0: 1, 1: 2, 2: 2, 3: 1}
+        pool.check()
+
+    def test_each_has_one_owner_less(self, pool: BlockPool) -> None:
+        pool.release_all(np.array([4, 3, 0]))
+        assert pool.ref_counts(np.arange(6)).tolist() == [0, 1, 1, 1, 0, 0]
+        assert pool.count_blocks_by_owners() == {0: 3, 1: 3}
+        assert pool.allocate(2) == [0, 4], "in the order in which they were given back, the last first"
+        pool.check()
+
+    def test_none_is_nothing(self, pool: BlockPool) -> None:
+        pool.share_all(np.zeros(0, dtype=np.int64))
+        pool.release_all(np.zeros(0, dtype=np.int64))
+        pool.check()
+
+    def test_fault_changes_nothing(self, pool: BlockPool) -> None:
+        before = pool.ref_counts(np.arange(6)).tolist()
+        with pytest.raises(AssertionError, match="block 5 is free and cannot be shared"):
+            pool.share_all(np.array([4, 5]))
+        with pytest.raises(AssertionError, match=r"blocks \[5\] freed twice"):
+            pool.release_all(np.array([4, 5]))
+        with pytest.raises(AssertionError, match="no block -1 in a pool of 6"):
+            pool.share_all(np.array([4, -1]))
+        assert pool.ref_counts(np.arange(6)).tolist() == before
+        pool.check()
+
+    def test_cached_blocks_find_owners_again(self) -> None:
+        tree = PrefixTree(num_blocks=3, block_size=1)
+        pool = BlockPool(3, tree)
+        pool.allocate(3)
+        tree.insert(tree.open_root(None), tree.key(tree.open_root(None), [7]), 1)
+        pool.release_all(np.array([2, 1]))
+        assert (pool.num_cached_blocks, pool.num_free_blocks) == (1, 2)
+        pool.share_all(np.array([0, 1]))
+        assert [pool.ref_count(block) for block in range(3)] == [2, 1, 0]
+        pool.check()

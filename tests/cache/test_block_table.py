@@ -1,10 +1,13 @@
 """BlockTable: growth, sharing, copy-on-write, lookup and dropped blocks. Block size 4 unless said otherwise."""
 
+import numpy as np
 import pytest
 
 from quire.cache.block_pool import BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate
+from quire.cache.swap_space import places_of
 from quire.core.plan import BlockCopy
+from support.counted_calls import CountedCalls
 
 
 @pytest.fixture
@@ -302,7 +305,7 @@ class TestDropBefore:
 class TestCheck:
     def test_finds_a_missing_column(self, pool: BlockPool) -> None:
         table = table_of(pool, 6)
-        table.blocks.pop()
+        table.columns.pop()
         with pytest.raises(AssertionError, match=r"6 tokens in \[0\]"):
             table.check()
 
@@ -314,7 +317,7 @@ class TestCheck:
 
     def test_finds_a_hole_that_was_not_dropped(self, pool: BlockPool) -> None:
         table = table_of(pool, 6)
-        table.blocks[0] = NULL_BLOCK
+        table.columns[0] = NULL_BLOCK
         with pytest.raises(AssertionError, match="no block -1"):
             table.check()
 
@@ -450,9 +453,87 @@ class TestRetract:
 class TestMoved:
     def test_twin_holds_the_same_tokens_at_other_places(self, pool: BlockPool) -> None:
         table, other_pool = table_of(pool, 10), BlockPool(5)
-        places = dict(zip(table.blocks, other_pool.allocate(3), strict=True))
-        twin = table.moved(other_pool, {block: 2 - place for block, place in places.items()})
+        other_pool.allocate(3)
+        twin = table.moved(other_pool, places_of(table.as_array(), np.array([2, 1, 0]), pool.num_blocks))
         assert (twin.blocks, twin.num_tokens, twin.num_filled) == ([2, 1, 0], 10, 10)
         assert [other_pool.ref_count(block) for block in range(3)] == [2, 2, 2]
         check(other_pool, twin)
         check(pool, table)
+
+
+class TestBecome:
+    """A table that takes over the blocks of another: `free`, then `fork`, at the cost of the difference."""
+
+    @pytest.fixture
+    def branches(self, pool: BlockPool) -> tuple[BlockTable, BlockTable]:
+        """Two tables that share blocks 0 and 1; block 2 is the first one's, 3 and 4 are the second one's."""
+        first = table_of(pool, 8)
+        second = first.fork()
+        first.append(3)
+        second.append(6)
+        return first, second
+
+    def test_shares_every_block_of_the_other(self, pool: BlockPool, branches: tuple[BlockTable, BlockTable]) -> None:
+        first, second = branches
+        first.become(second)
+        assert (first.blocks, first.num_tokens, ref_counts(pool)[:5]) == ([0, 1, 3, 4], 14, [2, 2, 0, 2, 2])
+        check(pool, first, second)
+        for each in branches:
+            update = each.append(1)
+            assert (update is not None and update.copy is not None) == (each is first), "the last owner writes in place"
+        check(pool, first, second)
+
+    def test_table_that_is_longer_gives_up_the_rest(
+        self, pool: BlockPool, branches: tuple[BlockTable, BlockTable]
+    ) -> None:
+        first, second = branches
+        second.become(first)
+        assert (second.blocks, second.num_tokens, pool.num_free_blocks) == ([0, 1, 2], 11, 5)
+        check(pool, first, second)
+
+    def test_columns_that_left_the_window_of_either(
+        self, pool: BlockPool, branches: tuple[BlockTable, BlockTable]
+    ) -> None:
+        first, second = branches
+        second.drop_before(8)
+        first.become(second)
+        assert first.blocks == second.blocks == [NULL_BLOCK, NULL_BLOCK, 3, 4]
+        assert ref_counts(pool)[:5] == [0, 0, 0, 2, 2]
+        check(pool, first, second)
+        other = table_of(pool, 4)
+        first.become(other)
+        assert (first.blocks, ref_counts(pool)[3:5]) == (other.blocks, [1, 1])
+        check(pool, first, second, other)
+
+    def test_last_token_that_is_stored_already(self, pool: BlockPool) -> None:
+        lender, table, other = table_of(pool, 8), BlockTable(pool, 4), table_of(pool, 1)
+        table.begin(lender.blocks, 7)
+        other.become(table)
+        assert (other.num_tokens, other.num_filled) == (7, 8)
+        check(pool, lender, table, other)
+
+
+class TestWork:
+    """Work that does not grow with the blocks: calls, not times."""
+
+    @staticmethod
+    def num_calls(num_blocks: int, verb: str) -> int:
+        pool = BlockPool(num_blocks + 8)
+        table = table_of(pool, 4 * num_blocks)
+        child = table.fork()
+        child.append(1)
+        with CountedCalls() as calls:
+            match verb:
+                case "fork":
+                    table.fork()
+                case "become":
+                    table.become(child)
+                case "free":
+                    child.free()
+                case "begin":
+                    BlockTable(pool, 4).begin(table.blocks, table.num_tokens)
+        return calls.count
+
+    @pytest.mark.parametrize("verb", ["fork", "become", "free", "begin"])
+    def test_shared_blocks_are_no_calls(self, verb: str) -> None:
+        assert self.num_calls(4096, verb) == self.num_calls(16, verb)

@@ -252,6 +252,55 @@ class TestStats:
         assert manager.stats().ref_counts == {"1": 1, "2": 1, "3-4": 2, "5-8": 4, "9+": 2}
 
 
+class TestRefork:
+    """A sequence that ends and begins again as a fork of another, as beams do in every step."""
+
+    def test_is_a_free_and_a_fork(self) -> None:
+        one, two = make(num_blocks=16), make(num_blocks=16)
+        for manager in (one, two):
+            begin(manager, 1, 8)
+            manager.fork(1, 2)
+            manager.append(1, 1)
+            manager.append(2, 6)
+        one.refork(2, 1)
+        two.free(1)
+        two.fork(2, 1)
+        assert [one.block_ids(seq_id) for seq_id in (1, 2)] == [two.block_ids(seq_id) for seq_id in (1, 2)]
+        assert (one.num_tokens(1), one.stats()) == (14, two.stats())
+        one.check()
+
+    def test_needs_two_sequences(self) -> None:
+        manager = make()
+        begin(manager, 1, 4)
+        for parent, child in ((1, 2), (2, 1)):
+            with pytest.raises(ValueError, match="sequence 2 has no block table"):
+                manager.refork(parent, child)
+        manager.check()
+
+    def test_other_tokens_can_be_found(self) -> None:
+        manager, first, second = KVCacheManager(CacheConfig(8, 4)), [1, 2, 3, 4], [5, 6, 7, 8]
+        for seq_id, tokens in enumerate((first, second)):
+            manager.create(seq_id, tokens)
+            manager.append(seq_id, 4)
+        manager.end_step()
+        child = second.copy()
+        manager.refork(1, 0, child)
+        child += [9, 9, 9, 9]
+        manager.append(0, 4)
+        manager.end_step()
+        assert manager.match([*child, 0], 9).num_tokens == 8
+        assert manager.match([*first, 0], 5).num_tokens == 4, "computed before, and still cached"
+        manager.check()
+
+
+def test_blocks_as_an_array_are_a_copy() -> None:
+    manager = make()
+    begin(manager, 1, 6)
+    blocks = manager.block_array(1)
+    manager.append(1, 4)
+    assert (blocks.tolist(), manager.block_array(1).tolist()) == ([0, 1], [0, 1, 2])
+
+
 class TestCheck:
     def test_finds_an_owner_without_a_table(self) -> None:
         manager = make()

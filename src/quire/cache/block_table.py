@@ -6,12 +6,18 @@ shared block that is partly filled is copied before the first write to it. Kwon 
 
 A table may begin with full blocks that others have computed. If those hold all that is known of a sequence, its last
 token is computed once more, because its logits are wanted, and not written again.
+
+The columns are an array of numbers, so that a fork of 8,192 blocks is one copy of memory and one bulk change of
+reference counts.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from quire.cache.block_pool import BlockPool
+import numpy as np
+
+from quire.cache.block_pool import BlockArray, BlockPool
 from quire.cache.prefix_tree import Path
 from quire.core.plan import BlockCopy
 
@@ -50,16 +56,16 @@ class BlockTable:
     """The blocks of one sequence, in order of position. `num_tokens` counts the tokens that have slots."""
 
     __slots__ = (
-        "_block_size", "_copied", "_first_replaced", "_num_dropped", "_num_stored", "_pool", "_writable_end", "blocks",
+        "_block_size", "_copied", "_first_replaced", "_num_dropped", "_num_stored", "_pool", "_writable_end", "columns",
         "num_tokens", "path",
-    )
+    )  # fmt: skip
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self._pool = pool
         self._block_size = block_size
-        self.blocks: list[int] = []
+        self.columns = array("q")  # the block of each; only the table itself changes it
         self.num_tokens = 0
         self.path: Path | None = None  # by which others find the blocks, if they can
         self._num_dropped = 0   # leading columns that hold NULL_BLOCK
@@ -69,6 +75,15 @@ class BlockTable:
         # Tokens up to here need no new column and no copy. It stays at num_tokens while the last block may have other
         # owners. Only our own fork adds one, so it can be too low (an owner has left since) but never too high.
         self._writable_end = 0
+
+    @property
+    def blocks(self) -> list[int]:
+        """The block of each column, as a new list. Linear in the columns."""
+        return self.columns.tolist()
+
+    def as_array(self) -> BlockArray:
+        """Return the columns as a view, for use at once: while it lives, the table cannot grow."""
+        return np.frombuffer(self.columns, dtype=np.int64)
 
     @property
     def num_filled(self) -> int:
@@ -105,11 +120,10 @@ class BlockTable:
 
         `num_tokens` is how many of their tokens count as appended: all, or all but the last.
         """
-        assert not self.blocks, f"a table of {self.num_tokens} tokens has begun already"
+        assert not self.columns, f"a table of {self.num_tokens} tokens has begun already"
         assert 0 <= len(blocks) * self._block_size - num_tokens <= 1, f"{num_tokens} tokens in {len(blocks)} blocks"
-        for block in blocks:
-            self._pool.share(block)
-        self.blocks = list(blocks)
+        self.columns = array("q", blocks)
+        self._pool.share_all(self.as_array())
         self.num_tokens = self._writable_end = num_tokens
         self._num_stored = len(blocks) * self._block_size
 
@@ -119,8 +133,8 @@ class BlockTable:
         The next append tells of it. Nothing may be computed on the table before that.
         """
         self._pool.share(block)
-        self._pool.release(self.blocks[column])
-        self.blocks[column] = block
+        self._pool.release(self.columns[column])
+        self.columns[column] = block
         self._first_replaced = column if self._first_replaced is None else min(column, self._first_replaced)
         self._writable_end = self.num_tokens
 
@@ -128,16 +142,37 @@ class BlockTable:
         """Return how many blocks `append(count)` would take from the pool, a copy of the last block included."""
         assert count >= 0, f"cannot append {count} tokens"
         num_columns = blocks_for(self.num_tokens + count, self._block_size)
-        return num_columns - len(self.blocks) + (count > 0 and self._must_copy_last())
+        return num_columns - len(self.columns) + (count > 0 and self._must_copy_last())
 
     def fork(self) -> "BlockTable":
         """Return a table of the same tokens that shares every block."""
         self._writable_end = self.num_tokens
-        return self._twin(self._pool, self.blocks.copy())
+        return self._twin(self._pool, self.columns[:])
 
-    def moved(self, pool: BlockPool, places: Mapping[int, int]) -> "BlockTable":
-        """Return the table in another pool, where it shares what that has at places[b] for each block b."""
-        twin = self._twin(pool, [NULL_BLOCK if block == NULL_BLOCK else places[block] for block in self.blocks])
+    def become(self, parent: "BlockTable") -> None:
+        """Give up every block and share those of another table in the same pool: `free`, then a fork of `parent`.
+
+        Changes the reference counts of those columns only in which the two differ: for two branches that have forked
+        late, those behind their fork.
+        """
+        parent._writable_end = parent.num_tokens
+        own, new = self.as_array(), parent.as_array()
+        num_common = min(len(own), len(new))
+        differing = np.flatnonzero(own[:num_common] != new[:num_common])
+        gained = np.concatenate([new[differing], new[num_common:]])
+        lost = np.concatenate([own[differing], own[num_common:]])
+        self._pool.share_all(gained[gained != NULL_BLOCK])
+        self._pool.release_all(lost[lost != NULL_BLOCK][::-1])
+        self.columns = parent.columns[:]
+        self._first_replaced = self._copied = None
+        self._take_counts(parent)
+
+    def moved(self, pool: BlockPool, places: BlockArray) -> "BlockTable":
+        """Return the table in another pool, where it shares what that has at places[b] for each block b.
+
+        `places` has one more place at its end, which holds NULL_BLOCK.
+        """
+        twin = self._twin(pool, array("q", places[self.as_array()].tobytes()))
         twin.path = self.path
         return twin
 
@@ -150,15 +185,15 @@ class BlockTable:
             return False
         assert num_tokens < self.num_tokens, f"{num_tokens} tokens are more than {self.num_tokens}"
         self.num_tokens = self._writable_end = num_tokens
-        while len(self.blocks) > blocks_for(self.num_filled, self._block_size):
-            self._pool.release(self.blocks.pop())
+        while len(self.columns) > blocks_for(self.num_filled, self._block_size):
+            self._pool.release(self.columns.pop())
         copied, self._copied = self._copied, None
         if copied is None or copied[0] != num_tokens:
             return False
         src = copied[1]
         self._pool.share(src)
-        self._pool.release(self.blocks[-1])
-        self.blocks[-1] = src
+        self._pool.release(self.columns[-1])
+        self.columns[-1] = src
         return True
 
     def free(self) -> None:
@@ -167,9 +202,8 @@ class BlockTable:
         The last column goes first: the pool hands out what came back last, so the next table of this length gets
         the blocks in the same order.
         """
-        for block in reversed(self.blocks[self._num_dropped:]):
-            self._pool.release(block)
-        self.blocks = []
+        self._pool.release_all(self.as_array()[self._num_dropped :][::-1])
+        self.columns = array("q")
         self._first_replaced = self._copied = None
         self.num_tokens = self._num_dropped = self._num_stored = self._writable_end = 0
 
@@ -180,7 +214,7 @@ class BlockTable:
         column, offset = divmod(position, self._block_size)
         if column < self._num_dropped:
             raise IndexError(f"position {position} was dropped: its block has left the sliding window")
-        return self.blocks[column], offset
+        return self.columns[column], offset
 
     def drop_before(self, position: int) -> int:
         """Give up the blocks that lie wholly before `position`; return how many. Their columns hold NULL_BLOCK."""
@@ -191,8 +225,8 @@ class BlockTable:
         if position > self.num_tokens:
             raise IndexError(f"cannot drop before position {position}: the table has {self.num_tokens} tokens")
         for column in range(self._num_dropped, num_dropped):
-            self._pool.release(self.blocks[column])
-            self.blocks[column] = NULL_BLOCK
+            self._pool.release(self.columns[column])
+            self.columns[column] = NULL_BLOCK
         self._num_dropped = num_dropped
         return num_released
 
@@ -206,21 +240,23 @@ class BlockTable:
         assert self._writable_end in {self.num_tokens, len(columns) * self._block_size}, f"end {self._writable_end}"
         assert self._writable_end == self.num_tokens or self._pool.ref_count(columns[-1]) == 1, "shared but writable"
 
-    def _twin(self, pool: BlockPool, blocks: list[int]) -> "BlockTable":
+    def _twin(self, pool: BlockPool, columns: "array[int]") -> "BlockTable":
         """Return a table of the same tokens that shares these blocks of a pool."""
         twin = BlockTable(pool, self._block_size)
-        for block in blocks[self._num_dropped:]:
-            pool.share(block)
-        twin.blocks = blocks
-        twin.num_tokens = twin._writable_end = self.num_tokens
-        twin._num_dropped = self._num_dropped
-        twin._num_stored = self._num_stored
+        twin.columns = columns
+        pool.share_all(twin.as_array()[self._num_dropped :])
+        twin._take_counts(self)
         return twin
+
+    def _take_counts(self, other: "BlockTable") -> None:
+        """Hold the tokens that another table holds, in blocks that both share."""
+        self.num_tokens = self._writable_end = other.num_tokens
+        self._num_dropped, self._num_stored = other._num_dropped, other._num_stored
 
     def _must_copy_last(self) -> bool:
         """The next token goes into a block that somebody else owns too."""
         is_full = self.num_filled % self._block_size == 0
-        return not is_full and self._pool.ref_count(self.blocks[-1]) > 1
+        return not is_full and self._pool.ref_count(self.columns[-1]) > 1
 
     def _grow(self, count: int) -> TableUpdate | None:
         """Append where a column may have to change: take fresh blocks, the first in place of a shared last one."""
@@ -229,26 +265,26 @@ class BlockTable:
         fresh = self._pool.allocate(self.num_blocks_to_append(count))
         if count == 0:
             return None
-        first_column, copy, end = len(self.blocks), None, self.num_tokens + count
+        first_column, copy, end = len(self.columns), None, self.num_tokens + count
         if len(fresh) > blocks_for(end, self._block_size) - first_column:   # one of them is for the last block
             first_column -= 1
-            copy = BlockCopy(self.blocks.pop(), fresh[0])
+            copy = BlockCopy(self.columns.pop(), fresh[0])
             self._copied = self.num_tokens, copy.src
             self._pool.release(copy.src)
-        self.blocks += fresh
+        self.columns.extend(fresh)
         self.num_tokens = end
-        self._writable_end = len(self.blocks) * self._block_size
+        self._writable_end = len(self.columns) * self._block_size
         return self._update(first_column, copy) if fresh or self._first_replaced is not None else None
 
     def _append_stored(self, count: int) -> TableUpdate:
         """Append the last of the tokens that the blocks hold already."""
         assert count == 1, f"{count} tokens appended where one was left out"
         self.num_tokens = self._writable_end = self._num_stored
-        return self._update(len(self.blocks), is_stored=True)
+        return self._update(len(self.columns), is_stored=True)
 
     def _update(self, first_column: int, copy: BlockCopy | None = None, *, is_stored: bool = False) -> TableUpdate:
         """Return what nobody has been told of yet: columns from `first_column` on, and from the first replaced one."""
         if self._first_replaced is not None:
             first_column = max(min(first_column, self._first_replaced), self._num_dropped)
             self._first_replaced = None
-        return TableUpdate(first_column, self.blocks[first_column:], copy, is_stored)
+        return TableUpdate(first_column, self.columns[first_column:].tolist(), copy, is_stored)

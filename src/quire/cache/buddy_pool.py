@@ -8,7 +8,7 @@ Invariant after every call: each block is in one free chunk, or in the chunk of 
 
 from collections import Counter
 
-from quire.cache.block_pool import BlockPool, OutOfBlocksError
+from quire.cache.block_pool import BlockArray, BlockPool, OutOfBlocksError
 
 
 class BuddyPool(BlockPool):
@@ -70,6 +70,11 @@ class BuddyPool(BlockPool):
         if self._num_held[first] == 0:
             del self._num_held[first]
             self._give_back(first, self._orders.pop(first))
+
+    def release_all(self, blocks: BlockArray) -> None:
+        """Drop one owner of each of several blocks."""
+        for block in blocks.tolist():
+            self.release(block)
 
     def _give_back(self, first: int, order: int) -> None:
         self._num_free += 1 << order

@@ -6,6 +6,7 @@ fork is a copy of all that is filled, which runs in the next step, because in th
 How much a sequence reserves is the caller's matter (`quire.scheduling.reservation`).
 """
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import cast
@@ -26,7 +27,7 @@ class Reservation(BlockTable):
     def __init__(self, pool: BlockPool, block_size: int, num_blocks: int) -> None:
         """Take a run of blocks. OutOfBlocksError if there is no chunk for it."""
         super().__init__(pool, block_size)
-        self.blocks = pool.allocate(num_blocks)
+        self.columns = array("q", pool.allocate(num_blocks))
         self._writable_end = num_blocks * block_size
         self.copies: list[BlockCopy] = []   # into it, still to be made; their sources are held
 
@@ -38,12 +39,11 @@ class Reservation(BlockTable):
 
     def fork(self) -> "Reservation":
         """Return a table of the same tokens, with as much reserved. OutOfBlocksError if there is no chunk."""
-        child = Reservation(self._pool, self._block_size, len(self.blocks))
+        child = Reservation(self._pool, self._block_size, len(self.columns))
         child.append(self.num_tokens)
         num_filled = blocks_for(self.num_tokens, self._block_size)
-        child.copies = [BlockCopy(*pair) for pair in zip(self.blocks[:num_filled], child.blocks, strict=False)]
-        for src, _ in child.copies:
-            self._pool.share(src)
+        child.copies = [BlockCopy(*pair) for pair in zip(self.blocks[:num_filled], child.columns, strict=False)]
+        self._pool.share_all(self.as_array()[:num_filled])
         return child
 
     def take_copies(self) -> list[BlockCopy]:
@@ -60,8 +60,9 @@ class Reservation(BlockTable):
 
     def check(self) -> None:
         """Assert that the blocks stand in a row and hold the tokens."""
-        assert self.blocks == list(range(self.blocks[0], self.blocks[-1] + 1)), f"no run: {self.blocks}"
-        assert 0 <= self.num_tokens <= self._writable_end == len(self.blocks) * self._block_size
+        blocks = self.blocks
+        assert blocks == list(range(blocks[0], blocks[-1] + 1)), f"no run: {blocks}"
+        assert 0 <= self.num_tokens <= self._writable_end == len(blocks) * self._block_size
 
 
 class ContiguousManager(KVCacheManager):
@@ -77,6 +78,11 @@ class ContiguousManager(KVCacheManager):
     def num_chunks(self, num_tokens: int, *, when_empty: bool = False) -> int:
         """Return how many sequences could reserve so many tokens each, now or if nothing else were here."""
         return self._runs.num_runs(self.blocks_for(num_tokens), when_empty=when_empty)
+
+    def refork(self, parent_id: int, child_id: int, token_ids: list[int] | None = None) -> None:
+        """End a sequence and begin it again as a fork of another, in another chunk."""
+        self.free(child_id)
+        self.fork(parent_id, child_id, token_ids)
 
     def take_copies(self) -> list[BlockCopy]:
         """Return, once, the copies that forks before this step have asked for."""

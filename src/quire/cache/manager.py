@@ -7,12 +7,14 @@ call that fails changes nothing.
 A step is what lies between two calls of `end_step`: each sequence appends at most once in it.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from quire.cache.block_pool import BlockPool, OutOfBlocksError
+import numpy as np
+
+from quire.cache.block_pool import BlockArray, BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate, blocks_for
-from quire.cache.block_view import check_blocks, count_blocks, histogram, view_blocks
+from quire.cache.block_view import check_blocks, count_blocks, count_holders, histogram, view_blocks
 from quire.cache.prefix_cache import NO_MATCH, PrefixCache, PrefixMatch
 from quire.cache.prefix_tree import NONE, Path, PrefixTree, Scope
 from quire.cache.swap_space import Footprint, SwapSpace
@@ -141,10 +143,17 @@ class KVCacheManager:
         self._refuse_taken(child_id)
         parent = self._tables[parent_id]
         child = self._tables[child_id] = parent.fork()
-        if (path := parent.path) is not None and token_ids is not None:
-            child.path = Path(token_ids, path.scope, path.num_blocks, is_arriving=path.is_arriving)
-            if path.is_arriving:
-                self._arriving.append(child.path)
+        child.path = self._forked_path(parent, token_ids)
+
+    def refork(self, parent_id: int, child_id: int, token_ids: list[int] | None = None) -> None:
+        """End a sequence and begin it again as a fork of another: `free`, then `fork`, but findable by nobody.
+
+        Costs what the two tables differ in: a beam that is replaced by another of the same prompt, a few columns.
+        """
+        child, parent = self._tables[child_id], self._tables[parent_id]
+        self._prefixes.withdraw(child)
+        child.become(parent)
+        child.path = self._forked_path(parent, token_ids)
 
     def take_copies(self) -> list[BlockCopy]:
         """Return, once, the copies that forks before this step have asked for: none where a fork shares all blocks."""
@@ -224,7 +233,11 @@ class KVCacheManager:
 
     def block_ids(self, seq_id: int) -> list[int]:
         """Return a copy of the sequence's block table. NULL_BLOCK stands where a block has left the sliding window."""
-        return self._tables[seq_id].blocks.copy()
+        return self._tables[seq_id].blocks
+
+    def block_array(self, seq_id: int) -> BlockArray:
+        """Return what `block_ids` does, as an array: a copy of memory, in microseconds for thousands of blocks."""
+        return self._tables[seq_id].as_array().copy()
 
     def num_tokens(self, seq_id: int) -> int:
         """Return how many tokens of the sequence have slots."""
@@ -243,8 +256,9 @@ class KVCacheManager:
 
     def footprint(self, seq_ids: Sequence[int]) -> Footprint:
         """Return how many blocks some sequences hold together."""
-        holders = Counter(b for seq_id in seq_ids for b in self._tables[seq_id].blocks if b != NULL_BLOCK)
-        return Footprint(len(holders), sum(self._pool.ref_count(block) > num for block, num in holders.items()))
+        holders = count_holders((self._tables[seq_id] for seq_id in seq_ids), self.num_blocks)
+        held = np.flatnonzero(holders)
+        return Footprint(len(held), int(np.count_nonzero(self._pool.ref_counts(held) > holders[held])))
 
     def retract(self, seq_id: int, num_tokens: int) -> None:
         """Take back what a sequence has appended in the step under way: it has `num_tokens` again, all computed."""
@@ -264,7 +278,7 @@ class KVCacheManager:
             assert table.path is None or not table.path.is_arriving, f"{seq_ids} swapped in and out in one step"
             if self._window is not None:
                 self._drop_unseen(table, self._window)
-        copies = swap.take(tables)
+        copies = swap.take(tables, self._pool)
         for seq_id, table in tables.items():
             self._free_in_cache(seq_id, table.num_tokens)
         return copies
@@ -297,7 +311,7 @@ class KVCacheManager:
         for table in map(self._swap.table, seq_ids):
             if (path := table.path) is not None:
                 places = self._prefixes.find(path, table.num_filled)
-                found.update(zip(table.blocks, places, strict=False))
+                found.update(zip(table.columns, places, strict=False))
                 path.num_blocks = len(places)
         found.pop(NULL_BLOCK, None)
         return found
@@ -378,6 +392,15 @@ class KVCacheManager:
         self._num_copied += 1
         return BlockCopy(source, update.blocks[0])
 
+    def _forked_path(self, parent: BlockTable, token_ids: list[int] | None) -> Path | None:
+        """Return the path of a fork, None if it cannot be found."""
+        if parent.path is None or token_ids is None:
+            return None
+        path = replace(parent.path, token_ids=token_ids, keeps_all=False)
+        if path.is_arriving:
+            self._arriving.append(path)
+        return path
+
     def _refuse_taken(self, seq_id: int) -> None:
         if seq_id in self:
             raise ValueError(f"sequence {seq_id} already has a block table")
@@ -391,5 +414,5 @@ class KVCacheManager:
 
     def _tail_waste_slots(self) -> int:
         """Count the empty slots of blocks in use. All are in last blocks; a shared one is filled alike for all."""
-        tables = [table for table in self._holders().values() if table.blocks]
-        return sum({table.blocks[-1]: -table.num_filled % self.block_size for table in tables}.values())
+        tables = [table for table in self._holders().values() if table.columns]
+        return sum({table.columns[-1]: -table.num_filled % self.block_size for table in tables}.values())

@@ -8,6 +8,8 @@ stands in a last block that is not full, its tail, is found here, by what comes 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from quire.cache.block_table import BlockTable
 from quire.cache.prefix_tree import NONE, Scope, as_bytes, num_equal_tokens
 
@@ -34,11 +36,11 @@ class Pins(dict[int, Pin]):
         """Keep what a table holds, whose full blocks are in the tree. A tail that another pin has is stored once."""
         assert pin_id not in self, f"pin {pin_id} is here already"
         num_full = len(token_ids) // self._size
-        before = table.blocks[num_full - 1] if num_full else NONE
+        before = table.columns[num_full - 1] if num_full else NONE
         pin = Pin(table, token_ids, scope, before, as_bytes(token_ids[num_full * self._size :]))
         twin = next((each for each in self.values() if each[2:] == pin[2:]), None)
-        if pin.tail and twin is not None and twin.table.blocks[-1] != table.blocks[-1]:
-            table.replace(len(table.blocks) - 1, twin.table.blocks[-1])
+        if pin.tail and twin is not None and twin.table.columns[-1] != table.columns[-1]:
+            table.replace(len(table.columns) - 1, twin.table.columns[-1])
         self[pin_id] = pin
         self.num_blocks = self._count_blocks()
 
@@ -56,15 +58,17 @@ class Pins(dict[int, Pin]):
         if not pins:
             return NONE, 0
         wanted = as_bytes(token_ids)
-        num_equal, block = max((num_equal_tokens(wanted, pin.tail), pin.table.blocks[-1]) for pin in pins)
+        num_equal, block = max((num_equal_tokens(wanted, pin.tail), pin.table.columns[-1]) for pin in pins)
         return (block, num_equal) if num_equal else (NONE, 0)
 
     def _count_blocks(self) -> int:
-        return len({block for pin in self.values() for block in pin.table.blocks})
+        if not self:
+            return 0
+        return int(np.count_nonzero(np.bincount(np.concatenate([pin.table.as_array() for pin in self.values()]))))
 
     def check(self) -> None:
         """Assert that blocks are counted, that pins have their tokens, and that no tail is stored twice."""
         assert self.num_blocks == self._count_blocks(), f"{self.num_blocks} pinned blocks were counted"
         assert all(len(pin.token_ids) == pin.table.num_tokens for pin in self.values()), "a pin of other tokens"
-        tails = {(pin[2:], pin.table.blocks[-1]) for pin in self.values() if pin.tail}
+        tails = {(pin[2:], pin.table.columns[-1]) for pin in self.values() if pin.tail}
         assert len(tails) == len({place for place, _ in tails}), f"a tail is stored twice: {tails}"

@@ -104,7 +104,7 @@ class PrefixCache:
             return
         tree, node = self._tree, self._last_node(path, table)
         for column in range(path.num_blocks, stop):
-            block = table.blocks[column]
+            block = table.columns[column]
             if node is None or block == NULL_BLOCK:
                 return
             key = self._key(node, path, column)
@@ -127,7 +127,7 @@ class PrefixCache:
         """
         tree, path = self._tree, table.path
         while path is not None and not path.is_arriving and path.num_blocks > 0:
-            block = table.blocks[path.num_blocks - 1]
+            block = table.columns[path.num_blocks - 1]
             if only_pending and block not in tree.pending:
                 return
             if block == NULL_BLOCK or block not in tree or tree.has_children(block) or self._pool.ref_count(block) > 1:
@@ -166,11 +166,11 @@ class PrefixCache:
         None if the path's first block is no longer the sequence's own. Both need a sliding window.
         """
         if path.num_blocks > 0:
-            last = table.blocks[path.num_blocks - 1]
+            last = table.columns[path.num_blocks - 1]
             if last != NULL_BLOCK and last in self._tree:
                 return last
             path.num_blocks = 0
-        return None if table.blocks[0] == NULL_BLOCK else self._tree.open_root(path.scope)
+        return None if table.columns[0] == NULL_BLOCK else self._tree.open_root(path.scope)
 
     def check(self) -> None:
         """Assert that the tree is sound, that what is pending has an owner, and that what is pinned can be found."""
@@ -189,7 +189,7 @@ class PrefixCache:
             return
         node = self._tree.root(path.scope)
         for column in range(path.num_blocks):
-            block = table.blocks[column]
+            block = table.columns[column]
             if node is None or block == NULL_BLOCK or block not in self._tree:
                 return
             assert self._tree.find(self._key(node, path, column)) == block, f"column {column} is not block {block}"

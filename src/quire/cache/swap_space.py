@@ -5,22 +5,36 @@ block moves once however many hold it. The copying itself is the step's, and wha
 the step reads back is held until the step is over, or another could be written over it. Kwon et al. 2023, section 4.5.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from quire.cache.block_pool import BlockPool, OutOfBlocksError
+import numpy as np
+
+from quire.cache.block_pool import BlockArray, BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable
-from quire.cache.block_view import view_blocks
+from quire.cache.block_view import check_holders, view_blocks
 from quire.core.block_map import BlockEntry
 from quire.core.outputs import KVStats
 from quire.core.plan import BlockCopy
 
 
-def distinct_blocks(tables: Iterable[BlockTable]) -> list[int]:
-    """Return the blocks of some tables, each once, in the order of their first columns."""
-    return [block for block in dict.fromkeys(b for table in tables for b in table.blocks) if block != NULL_BLOCK]
+def distinct_blocks(tables: Iterable[BlockTable], num_blocks: int) -> BlockArray:
+    """Return the blocks of some tables over a pool of `num_blocks`, each once, in the order of their first columns."""
+    is_new, distinct = np.ones(num_blocks + 1, dtype=bool), [np.zeros(0, dtype=np.int64)]
+    is_new[NULL_BLOCK] = False
+    for table in tables:
+        held = table.as_array()
+        distinct.append(held[is_new[held]])
+        is_new[held] = False
+    return np.concatenate(distinct)
+
+
+def places_of(blocks: BlockArray, places: BlockArray, num_blocks: int) -> BlockArray:
+    """Return, by block of a pool of `num_blocks`, the place of each of `blocks` in another; the last is NULL_BLOCK."""
+    by_block = np.full(num_blocks + 1, NULL_BLOCK, dtype=np.int64)
+    by_block[blocks] = places
+    return by_block
 
 
 class Footprint(NamedTuple):
@@ -38,7 +52,7 @@ class SwapSpace:
     def __init__(self, num_blocks: int) -> None:
         self._pool = BlockPool(num_blocks)
         self._tables: dict[int, BlockTable] = {}
-        self._sources: list[int] = []        # blocks that the step under way reads back
+        self._sources: list[BlockArray] = []  # blocks that the step under way reads back
         self._num_swapped_out = self._num_swapped_in = 0  # blocks, since start
 
     def __contains__(self, seq_id: int) -> bool:
@@ -54,23 +68,23 @@ class SwapSpace:
         """Return the table of a sequence that is swapped out."""
         return self._tables[seq_id]
 
-    def take(self, tables: Mapping[int, BlockTable]) -> list[BlockCopy]:
-        """Take in the tables of a gang, by sequence id; return what has to be copied (src in the cache).
+    def take(self, tables: Mapping[int, BlockTable], pool: BlockPool) -> list[BlockCopy]:
+        """Take in the tables of a gang, by sequence id; return what has to be copied (src in the cache's `pool`).
 
         Raises OutOfBlocksError, and changes nothing, for want of blocks. The given tables are left as they are.
         """
-        blocks = distinct_blocks(tables.values())
-        places = dict(zip(blocks, self._pool.allocate(len(blocks)), strict=True))
+        blocks = distinct_blocks(tables.values(), pool.num_blocks)
+        taken = _as_array(self._pool.allocate(len(blocks)))
+        places = places_of(blocks, taken, pool.num_blocks)
         for seq_id, table in tables.items():
             self._tables[seq_id] = table.moved(self._pool, places)
-        for place in places.values():
-            self._pool.release(place)                            # the tables own it now
-        self._num_swapped_out += len(places)
-        return [BlockCopy(*pair) for pair in places.items()]
+        self._pool.release_all(taken)                            # the tables own them now
+        self._num_swapped_out += len(taken)
+        return list(map(BlockCopy, blocks.tolist(), taken.tolist()))
 
     def num_blocks_to_return(self, seq_ids: Sequence[int], pool: BlockPool, found: Mapping[int, int]) -> int:
         """Return how many blocks of the cache's pool `give_back` would take, cached ones that it finds included."""
-        num_missing = sum(block not in found for block in distinct_blocks(map(self.table, seq_ids)))
+        num_missing = len(self._distinct_blocks(seq_ids)) - len(found)
         return num_missing + sum(pool.ref_count(block) == 0 for block in set(found.values()))
 
     def give_back(
@@ -83,26 +97,25 @@ class SwapSpace:
         """
         if (need := self.num_blocks_to_return(seq_ids, pool, found)) > pool.num_free_blocks:
             raise OutOfBlocksError(f"need {need} blocks, {pool.num_free_blocks} of {pool.num_blocks} are free")
-        for block in found.values():
-            pool.share(block)                                    # else the next line could evict it
-        missing = [block for block in distinct_blocks(map(self.table, seq_ids)) if block not in found]
+        ours = self._distinct_blocks(seq_ids)
+        places = places_of(_as_array(found), _as_array(found.values()), self._pool.num_blocks)
+        held = np.unique(_as_array(found.values()))
+        pool.share_all(held)                                     # else the next line could evict them
+        missing = ours[places[ours] == NULL_BLOCK]
         try:
-            copied = dict(zip(missing, pool.allocate(len(missing)), strict=True))
+            copied = _as_array(pool.allocate(len(missing)))
         except BaseException:                                    # not for want of blocks: that was looked at above
-            for block in found.values():
-                pool.release(block)
+            pool.release_all(held)
             raise
-        places = {**found, **copied}
-        for block in missing:
-            self._pool.share(block)
-        self._sources += missing
+        places[missing] = copied
+        self._pool.share_all(missing)
+        self._sources.append(missing)
         tables = {seq_id: self.table(seq_id).moved(pool, places) for seq_id in seq_ids}
-        for block in places.values():
-            pool.release(block)                                  # the tables own it now
+        pool.release_all(np.concatenate([held, copied]))         # the tables own them now
         for seq_id in seq_ids:
             self.free(seq_id)
         self._num_swapped_in += len(missing)
-        return tables, [BlockCopy(*pair) for pair in copied.items()]
+        return tables, list(map(BlockCopy, missing.tolist(), copied.tolist()))
 
     def free(self, seq_id: int) -> None:
         """Give up the blocks of a sequence: it has ended, or stands in the cache again."""
@@ -111,7 +124,7 @@ class SwapSpace:
     def end_step(self) -> None:
         """Take down that the step under way is over, well or not: nobody reads back any more."""
         while self._sources:
-            self._pool.release(self._sources.pop())
+            self._pool.release_all(self._sources.pop())
 
     def add_stats(self, stats: KVStats) -> KVStats:
         """Return the cache's figures together with ours."""
@@ -130,9 +143,14 @@ class SwapSpace:
     def check(self) -> None:
         """Assert that pool and tables are sound, and reference counts equal to holders."""
         self._pool.check()
-        holders = Counter(self._sources)
         for table in self._tables.values():
             table.check()
-            holders.update(block for block in table.blocks if block != NULL_BLOCK)
-        counts = {block: self._pool.ref_count(block) for block in range(self._pool.num_blocks)}
-        assert {block: n for block, n in counts.items() if n} == holders, f"swap space: {counts} but held {holders}"
+        held_besides = [block for blocks in self._sources for block in blocks.tolist()]
+        check_holders(self._pool, self._tables.values(), held_besides)
+
+    def _distinct_blocks(self, seq_ids: Iterable[int]) -> BlockArray:
+        return distinct_blocks(map(self.table, seq_ids), self._pool.num_blocks)
+
+
+def _as_array(blocks: Collection[int]) -> BlockArray:
+    return np.fromiter(blocks, dtype=np.int64, count=len(blocks))
