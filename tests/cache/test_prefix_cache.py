@@ -8,6 +8,7 @@ from quire.cache.prefix_cache import PrefixMatch
 from quire.cache.prefix_tree import Path
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
+from support.counted_calls import CountedCalls
 
 PROMPT = list(range(100, 116))  # four blocks
 
@@ -197,6 +198,62 @@ class TestPending:
         manager.append(1, 8)
         found = match(manager, [*PROMPT, 1])
         assert (found.is_pending, found.blocks, found.num_tokens) == (True, [0, 1], 8)
+
+    def test_wait_goes_on_while_the_same_sequence_computes_what_both_have(self) -> None:
+        manager, tokens = make(), [*PROMPT[:10], 7, 8, 9]
+        manager.create(0, PROMPT)
+        manager.append(0, 4)
+        awaited = match(manager, tokens).awaited
+        assert awaited is not None
+        assert manager.still_awaits(awaited, tokens) == awaited
+        manager.end_step()
+        assert manager.still_awaits(awaited, tokens) is None, "no step is under way"
+        manager.append(0, 4)
+        awaited = manager.still_awaits(awaited, tokens)
+        assert awaited is not None
+        assert (awaited.num_tokens, match(manager, tokens).awaited) == (8, awaited)
+        manager.end_step()
+        manager.append(0, 4)
+        assert manager.still_awaits(awaited, tokens) is None, "the third block differs"
+        assert match(manager, tokens).num_tokens == 8
+
+    def test_wait_is_over_behind_the_last_full_block(self) -> None:
+        manager, tokens = make(), PROMPT[:11]
+        manager.create(0, PROMPT)
+        manager.append(0, 8)
+        awaited = match(manager, tokens).awaited
+        assert awaited is not None
+        manager.end_step()
+        manager.append(0, 4)
+        assert manager.still_awaits(awaited, tokens) is None
+        assert not match(manager, tokens).is_pending
+
+    def test_wait_is_over_when_the_sequence_has_ended(self) -> None:
+        manager = make()
+        manager.create(0, PROMPT)
+        manager.append(0, 8)
+        awaited = match(manager, PROMPT).awaited
+        assert awaited is not None
+        manager.free(0)
+        assert manager.still_awaits(awaited, PROMPT) is None
+        assert finds_nothing(manager, PROMPT)
+
+    def test_wait_goes_on_without_work_for_what_was_computed_before(self) -> None:
+        tokens = list(range(4096))
+        manager = make(num_blocks=1030)
+        manager.create(0, tokens)
+        awaited, num_calls = None, set()
+        for _ in range(4):
+            manager.append(0, 1024)
+            if awaited is None:
+                awaited = match(manager, tokens).awaited
+            else:
+                with CountedCalls() as calls:
+                    awaited = manager.still_awaits(awaited, tokens)
+                num_calls.add(calls.count)
+            assert awaited is not None
+            manager.end_step()
+        assert len(num_calls) == 1
 
     def test_other_prompts_wait_for_nothing(self) -> None:
         manager = make()

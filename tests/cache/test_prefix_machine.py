@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK
 from quire.cache.manager import KVCacheManager
-from quire.cache.prefix_cache import PrefixMatch
+from quire.cache.prefix_cache import Awaited, PrefixMatch
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
 
@@ -81,6 +81,7 @@ class World:
         self.swap_memory: dict[tuple[int, int], int] = {}
         self.pinned: dict[int, Pinned] = {}
         self.known: list[list[int]] = [[]]  # tokens of all sequences so far
+        self.awaiting: list[tuple[list[int], str | None, Awaited]] = []  # those that wait for what others compute
         self.new_ids = count()
         self.seen: Counter[str] = Counter()
 
@@ -93,7 +94,8 @@ class World:
         scope, seq_id = SCOPES[choose(5) == 0], next(self.new_ids)
         match = self.cache.match(tokens, len(tokens), scope)
         self._check_match(match, tokens, scope)
-        if match.is_pending and choose(3):
+        if match.awaited is not None and choose(3):
+            self.awaiting.append((tokens, scope, match.awaited))
             return
         copy = self.cache.create(seq_id, tokens, scope, match, keeps_all=choose(4) == 0)
         assert self.cache.num_tokens(seq_id) == match.num_tokens - (0 if copy else match.num_inside)
@@ -330,6 +332,7 @@ class World:
     def check(self) -> None:
         """The cache's own invariants, and: no block in two scopes, none lost, every worker up to date."""
         self.cache.check()
+        self._check_awaiting()
         scopes: dict[int, str | None] = {}
         for seq_id, sequence in self.live.items():
             blocks = self.cache.block_ids(seq_id)
@@ -348,6 +351,20 @@ class World:
         assert stats.used_blocks == len(in_use)
         assert stats.pinned_blocks == len({block for pinned in self.pinned.values() for block in pinned.table})
         assert stats.used_blocks + stats.cached_blocks + stats.free_blocks == self.num_blocks
+
+    def _check_awaiting(self) -> None:
+        """A wait that goes on is what a new match would say; one that is over is forgotten."""
+        goes_on = []
+        for tokens, scope, awaited in self.awaiting:
+            if (now := self.cache.still_awaits(awaited, tokens)) is not None:
+                assert self.cache.match(tokens, len(tokens), scope).awaited == now
+                self.seen["waits on"] += now.num_tokens > awaited.num_tokens
+                goes_on.append((tokens, scope, now))
+            elif any(each.is_in_step for each in self.live.values()):
+                continue
+            else:
+                goes_on.append((tokens, scope, awaited))    # between two steps nobody computes anything
+        self.awaiting = goes_on[-MAX_SEQUENCES:]
 
     def _check_is_told_later(self, seq_id: int) -> None:
         """An adoption: the worker hears of it with the next append, before it computes anything on the table."""
@@ -602,7 +619,7 @@ def test_random_lives_see_everything_that_can_happen() -> None:
     assert set(seen) == {
         *("found", "inside", "pending", "full", "adopted", "stored", "evicted", "pinned", "tail"),
         *("swapped_out", "shared_out", "swap space full", "retracted", "copy_retracted"),
-        *("swapped_in", "found_on_return", "no room to return", "swapped ended"),
+        *("swapped_in", "waits on", "found_on_return", "no room to return", "swapped ended"),
     }
 
 

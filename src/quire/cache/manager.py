@@ -15,7 +15,7 @@ import numpy as np
 from quire.cache.block_pool import BlockArray, BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate, blocks_for
 from quire.cache.block_view import check_blocks, count_blocks, count_holders, histogram, view_blocks
-from quire.cache.prefix_cache import NO_MATCH, PrefixCache, PrefixMatch
+from quire.cache.prefix_cache import NO_MATCH, Awaited, PrefixCache, PrefixMatch
 from quire.cache.prefix_tree import NONE, Path, PrefixTree, Scope
 from quire.cache.swap_space import Footprint, SwapSpace
 from quire.core.block_map import BlockEntry, Tier
@@ -79,6 +79,14 @@ class KVCacheManager:
     def match(self, token_ids: Sequence[int], stop: int, scope: Scope = None) -> PrefixMatch:
         """Return what is cached of token_ids[:stop] in a scope. Take it before the next call that changes anything."""
         return self._prefixes.match(token_ids, stop, scope)
+
+    def still_awaits(self, awaited: Awaited, token_ids: Sequence[int]) -> Awaited | None:
+        """Return what a pending match of these tokens in an earlier step waits for now, None if it is to be repeated.
+
+        None unless the same sequence computes, in this step, the next block that both have: else `match` tells what
+        there is. Costs a comparison of the tokens of one step, not a walk from the root.
+        """
+        return self._prefixes.still_awaits(awaited, token_ids)
 
     def create(
         self,
@@ -396,7 +404,7 @@ class KVCacheManager:
         """Return the path of a fork, None if it cannot be found."""
         if parent.path is None or token_ids is None:
             return None
-        path = replace(parent.path, token_ids=token_ids, keeps_all=False)
+        path = replace(parent.path, token_ids=token_ids, keeps_all=False, pending=None)
         if path.is_arriving:
             self._arriving.append(path)
         return path

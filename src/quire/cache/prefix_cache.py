@@ -17,13 +17,24 @@ from quire.cache.pins import Pins
 from quire.cache.prefix_tree import NONE, Path, PrefixTree, Scope
 
 
+class Awaited(NamedTuple):
+    """The sequence, by its path, that computes what a pending match waits for.
+
+    Both have the same first `num_tokens` tokens; the match was asked for up to `stop` of them.
+    """
+
+    path: Path
+    num_tokens: int
+    stop: int
+
+
 class PrefixMatch(NamedTuple):
     """What the cache holds of a sequence that has not begun. Good until blocks are next taken or given up.
 
     `num_tokens` need not be computed: those of `blocks`, all full, then the first `num_inside` of `source`, a block
     that is copied. The last token that was asked for is never among them, even if its block is. `num_in_use`: how
-    many of `blocks` have an owner, so that one more costs nothing. `is_pending`: the block after these is being
-    computed in this step.
+    many of `blocks` have an owner, so that one more costs nothing. `awaited`: the sequence that computes the block
+    after these in this step, if there is one.
     """
 
     blocks: Sequence[int] = ()
@@ -31,7 +42,12 @@ class PrefixMatch(NamedTuple):
     source: int = NONE
     num_inside: int = 0
     num_in_use: int = 0
-    is_pending: bool = False
+    awaited: Awaited | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """The block after these is being computed in this step."""
+        return self.awaited is not None
 
     def of_whole_blocks(self) -> "PrefixMatch":
         """Return the match without what would have to be copied."""
@@ -51,6 +67,7 @@ class PrefixCache:
         self._tree = tree
         self._size = tree.block_size
         self.pins = Pins(tree.block_size)
+        self._computing: dict[int, Path] = {}  # by the first node that the step computes for each
         self._sources: list[int] = []  # blocks that the step under way copies from, held until it is over
 
     # --- looking up -----------------------------------------------------------------------------------------------
@@ -60,7 +77,9 @@ class PrefixCache:
         tree, pool, blocks, num_in_use = self._tree, self._pool, list[int](), 0
         for block in tree.walk(scope, token_ids, stop):
             if block in tree.pending:
-                return PrefixMatch(blocks, len(blocks) * self._size, num_in_use=num_in_use, is_pending=True)
+                num_tokens = len(blocks) * self._size
+                awaited = Awaited(self._computing[block], num_tokens + self._size, stop)
+                return PrefixMatch(blocks, num_tokens, num_in_use=num_in_use, awaited=awaited)
             blocks.append(block)
             num_in_use += pool.ref_count(block) > 0
         source, num_inside = self._match_inside(blocks, token_ids, stop, scope)
@@ -80,6 +99,19 @@ class PrefixCache:
         cached = (NONE, 0) if parent is None else self._tree.longest_match_inside(parent, wanted)
         pinned = self.pins.longest_match_inside(blocks[-1] if blocks else NONE, scope, wanted)
         return cached if cached[1] > pinned[1] else pinned  # if equal, what is kept anyway
+
+    def still_awaits(self, awaited: Awaited, token_ids: Sequence[int]) -> Awaited | None:
+        """Return what a match of the same tokens would wait for now, None if it has to be looked up anew.
+
+        Compares only the tokens that the awaited sequence has computed, or is at, since `awaited` was returned.
+        """
+        path = awaited.path
+        if path.pending is None or path.pending[1] not in self._tree.pending:
+            return None
+        start, stop = awaited.num_tokens, (path.pending[0] + 1) * self._size
+        if stop > awaited.stop or token_ids[start:stop] != path.token_ids[start:stop]:
+            return None
+        return awaited._replace(num_tokens=max(start, stop))
 
     def find(self, path: Path, stop: int) -> list[int]:
         """Return the full blocks that hold a path's first `stop` tokens, as far as they are there."""
@@ -113,12 +145,19 @@ class PrefixCache:
                 tree.insert(node, key, block)
                 found = block
                 if is_pending:
-                    tree.pending.add(block)
+                    self._await(path, column, block)
             elif is_pending or found in tree.pending:
                 return
             elif found != block:
                 table.replace(column, found)
             node, path.num_blocks = found, column + 1
+
+    def _await(self, path: Path, column: int, block: int) -> None:
+        """Make a node pending, by which a match can tell on what it waits."""
+        self._tree.pending.add(block)
+        if path.pending is None:
+            path.pending = column, block
+            self._computing[block] = path
 
     def withdraw(self, table: BlockTable, *, only_pending: bool = True) -> None:
         """Take nodes out of the tree that nobody else computes or holds: their sequence ends before the step does.
@@ -134,6 +173,8 @@ class PrefixCache:
                 return
             tree.remove(block)
             path.num_blocks -= 1
+            if self._computing.pop(block, None) is not None:
+                path.pending = None
 
     def pin(self, pin_id: int, table: BlockTable) -> None:
         """Keep what a sequence holds. All of its tokens have been computed, and no step is under way."""
@@ -147,6 +188,9 @@ class PrefixCache:
     def end_step(self) -> None:
         """Let pending nodes be found, and sources go: the step has succeeded, or nothing of it is left."""
         self._tree.pending.clear()
+        for path in self._computing.values():
+            path.pending = None
+        self._computing.clear()
         while self._sources:
             self._pool.release(self._sources.pop())
 
