@@ -479,7 +479,7 @@ class TestSlidingWindow:
 
 def test_check_finds_a_path_that_is_not_in_the_tree() -> None:
     manager = make()
-    compute(manager, 0, PROMPT)
+    compute(manager, 0, PROMPT.copy())
     path_of(manager, 0).token_ids[2] = 7
     with pytest.raises(AssertionError, match="column 0 is not block 0"):
         manager.check()
@@ -492,3 +492,37 @@ def test_check_finds_a_pending_block_without_an_owner() -> None:
     manager._prefixes._tree.pending.add(3)
     with pytest.raises(AssertionError, match=r"nobody computes the pending blocks \[3\]"):
         manager.check()
+
+
+class TestPathWithoutItsBeginning:
+    """A path whose first blocks have left the window and been given up: all behind them has left the tree as well."""
+
+    @pytest.fixture
+    def manager(self) -> KVCacheManager:
+        """Blocks of one token, a window of 2: sequence 0 computes its last two tokens while another takes its first."""
+        manager = make(num_blocks=7, block_size=1, window=2)
+        manager.create(0, PROMPT[:6])
+        manager.append(0, 4)
+        manager.end_step()
+        manager.append(0, 2)
+        manager.create(1, [1, 2])
+        manager.append(1, 2)
+        return manager
+
+    def test_what_left_the_tree_is_neither_found_nor_awaited(self, manager: KVCacheManager) -> None:
+        for _ in range(2):
+            found = match(manager, PROMPT[:6])
+            assert (len(found.blocks), found.is_pending) == (2, False), "the third was given up"
+            manager.end_step()
+            manager.publish()
+            manager.check()
+
+    def test_retract_takes_the_path_back_with_the_table(self, manager: KVCacheManager) -> None:
+        manager.retract(0, 4)
+        assert path_of(manager, 0).num_blocks <= len(manager.block_ids(0))
+        manager.check()
+        manager.end_step()
+        manager.free(0, 4)
+        manager.free(1)
+        manager.check()
+        assert manager.num_free_blocks == 7

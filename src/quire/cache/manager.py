@@ -8,7 +8,6 @@ A step is what lies between two calls of `end_step`: each sequence appends at mo
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from quire.cache.block_pool import BlockArray, BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate, blocks_for
 from quire.cache.block_view import check_blocks, count_blocks, count_holders, histogram, view_blocks
 from quire.cache.prefix_cache import NO_MATCH, Awaited, PrefixCache, PrefixMatch
-from quire.cache.prefix_tree import NONE, Path, PrefixTree, Scope
+from quire.cache.prefix_tree import NONE, PrefixTree, Scope
 from quire.cache.swap_space import Footprint, SwapSpace
 from quire.core.block_map import BlockEntry, Tier
 from quire.core.config import CacheConfig
@@ -38,7 +37,7 @@ class KVCacheManager:
     """
 
     __slots__ = (
-        "_arriving", "_num_copied", "_num_found", "_num_queried", "_pool", "_prefixes", "_swap", "_tables", "_window",
+        "_num_copied", "_num_found", "_num_queried", "_pool", "_prefixes", "_swap", "_tables", "_window",
         "block_size", "can_find", "num_blocks",
     )
 
@@ -52,7 +51,6 @@ class KVCacheManager:
         self._prefixes = PrefixCache(self._pool, tree)
         self._tables = _Tables()
         self._swap = SwapSpace(config.num_swap_blocks) if config.num_swap_blocks else None
-        self._arriving: list[Path] = []          # of the sequences that the step under way swaps in
         self._num_copied = 0                     # blocks, since start
         self._num_queried = self._num_found = 0  # prompt tokens, since start
 
@@ -110,7 +108,7 @@ class KVCacheManager:
         if token_ids is None or not self.can_find:
             return None
         table.begin(match.blocks, match.num_tokens - match.num_inside)
-        table.path = Path(token_ids, scope, len(match.blocks), keeps_all)
+        self._prefixes.begin(table, token_ids, scope, len(match.blocks), keeps_all=keeps_all)
         return None if match.source == NONE else self._copy_inside(table, match.source, match.num_inside)
 
     def append(self, seq_id: int, count: int, *, can_be_awaited: bool = True) -> TableUpdate | None:
@@ -151,7 +149,7 @@ class KVCacheManager:
         self._refuse_taken(child_id)
         parent = self._tables[parent_id]
         child = self._tables[child_id] = parent.fork()
-        child.path = self._forked_path(parent, token_ids)
+        self._prefixes.fork(parent, child, token_ids)
 
     def refork(self, parent_id: int, child_id: int, token_ids: list[int] | None = None) -> None:
         """End a sequence and begin it again as a fork of another: `free`, then `fork`, but findable by nobody.
@@ -161,7 +159,7 @@ class KVCacheManager:
         child, parent = self._tables[child_id], self._tables[parent_id]
         self._prefixes.withdraw(child)
         child.become(parent)
-        child.path = self._forked_path(parent, token_ids)
+        self._prefixes.fork(parent, child, token_ids)
 
     def take_copies(self) -> list[BlockCopy]:
         """Return, once, the copies that forks before this step have asked for: none where a fork shares all blocks."""
@@ -221,8 +219,6 @@ class KVCacheManager:
         self._prefixes.end_step()
         if self._swap is not None:
             self._swap.end_step()
-        while self._arriving:
-            self._arriving.pop().is_arriving = False
 
     def publish(self) -> None:
         """Let all that has been computed be found, and give up what is there twice.
@@ -270,9 +266,7 @@ class KVCacheManager:
 
     def retract(self, seq_id: int, num_tokens: int) -> None:
         """Take back what a sequence has appended in the step under way: it has `num_tokens` again, all computed."""
-        table = self._tables[seq_id]
-        self._prefixes.withdraw(table)
-        self._num_copied -= table.retract(num_tokens)
+        self._num_copied -= self._prefixes.retract(self._tables[seq_id], num_tokens)
 
     def swap_out(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
         """Move a gang that appends nothing in this step to the swap space; return what has to be copied, first of all.
@@ -293,7 +287,10 @@ class KVCacheManager:
 
     def num_blocks_to_swap_in(self, seq_ids: Sequence[int]) -> int:
         """Return how many blocks `swap_in` would take."""
-        return 0 if self._swap is None else self._swap.num_blocks_to_return(seq_ids, self._pool, self._found(seq_ids))
+        if self._swap is None:
+            return 0
+        found, _ = self._found(seq_ids)
+        return self._swap.num_blocks_to_return(seq_ids, self._pool, found)
 
     def swap_in(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
         """Move a gang back; return what has to be copied after all that is swapped out. What the cache holds is not.
@@ -301,28 +298,29 @@ class KVCacheManager:
         Raises OutOfBlocksError, and changes nothing, when the pool lacks blocks.
         """
         assert self._swap is not None, "there is no swap space"
-        tables, copies = self._swap.give_back(seq_ids, self._pool, self._found(seq_ids))
+        found, num_found = self._found(seq_ids)
+        tables, copies = self._swap.give_back(seq_ids, self._pool, found)
         self._tables |= tables
-        for table in tables.values():
+        for seq_id, table in tables.items():
             if table.path is not None:
-                table.path.is_arriving = True
-                self._arriving.append(table.path)
+                self._prefixes.arrive(table.path, num_found[seq_id])
         return copies
 
-    def _found(self, seq_ids: Sequence[int]) -> dict[int, int]:
+    def _found(self, seq_ids: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
         """Return which blocks of swapped sequences have their content in the prefix tree, too, and where.
 
-        Sets how far their paths go.
+        And how many leading columns of each sequence those are, the ones that have left the window included.
         """
         assert self._swap is not None, "there is no swap space"
-        found = dict[int, int]()
-        for table in map(self._swap.table, seq_ids):
-            if (path := table.path) is not None:
-                places = self._prefixes.find(path, table.num_filled)
+        found, num_found = dict[int, int](), dict[int, int]()
+        for seq_id in seq_ids:
+            table = self._swap.table(seq_id)
+            if table.path is not None:
+                places = self._prefixes.find(table.path, table.num_filled)
                 found.update(zip(table.columns, places, strict=False))
-                path.num_blocks = len(places)
+                num_found[seq_id] = len(places)
         found.pop(NULL_BLOCK, None)
-        return found
+        return found, num_found
 
     # --- seen -----------------------------------------------------------------------------------------------------
 
@@ -399,15 +397,6 @@ class KVCacheManager:
         assert update is not None
         self._num_copied += 1
         return BlockCopy(source, update.blocks[0])
-
-    def _forked_path(self, parent: BlockTable, token_ids: list[int] | None) -> Path | None:
-        """Return the path of a fork, None if it cannot be found."""
-        if parent.path is None or token_ids is None:
-            return None
-        path = replace(parent.path, token_ids=token_ids, keeps_all=False, pending=None)
-        if path.is_arriving:
-            self._arriving.append(path)
-        return path
 
     def _refuse_taken(self, seq_id: int) -> None:
         if seq_id in self:

@@ -1,13 +1,14 @@
 """PrefixCache: what sequences have computed, found again by those that begin with the same tokens.
 
-Follows each sequence with a path: how many of its blocks are in the tree. What a prefill fills is in the tree at once,
-pending while its step runs. What decoding fills is published before anybody looks, or when the sequence ends, so that
-decoding by itself costs nothing here. Where the tree holds a block already, the sequence adopts it and frees its own:
-equal content is stored once. A match goes on inside of the block in which it ends: that block is copied, and only what
-differs is computed. What is pinned is found like all else, to its last token.
+Follows each sequence with a path: how many of its blocks are in the tree. Nothing else changes a path. What a prefill
+fills is in the tree at once, pending while its step runs. What decoding fills is published before anybody looks, or
+when the sequence ends, so that decoding by itself costs nothing here. Where the tree holds a block already, the
+sequence adopts it and frees its own: equal content is stored once. A match goes on inside of the block in which it
+ends: that block is copied, and only what differs is computed. What is pinned is found like all else, to its last token.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -68,6 +69,7 @@ class PrefixCache:
         self._size = tree.block_size
         self.pins = Pins(tree.block_size)
         self._computing: dict[int, Path] = {}  # by the first node that the step computes for each
+        self._arriving: list[Path] = []        # of the sequences that the step under way swaps in
         self._sources: list[int] = []  # blocks that the step under way copies from, held until it is over
 
     # --- looking up -----------------------------------------------------------------------------------------------
@@ -125,6 +127,24 @@ class PrefixCache:
 
     # --- a sequence's path ----------------------------------------------------------------------------------------
 
+    def begin(self, table: BlockTable, token_ids: list[int], scope: Scope, num_found: int, *, keeps_all: bool) -> None:
+        """Give a table a path that begins with `num_found` blocks of a match."""
+        table.path = Path(token_ids, scope, num_found, keeps_all)
+
+    def fork(self, parent: BlockTable, child: BlockTable, token_ids: list[int] | None) -> None:
+        """Let a fork go on where its parent is; without tokens of its own it has no path, and cannot be found."""
+        if parent.path is None or token_ids is None:
+            child.path = None
+            return
+        child.path = replace(parent.path, token_ids=token_ids, keeps_all=False, pending=None)
+        if child.path.is_arriving:
+            self._arriving.append(child.path)
+
+    def arrive(self, path: Path, num_found: int) -> None:
+        """Begin a path anew for a sequence that the step under way swaps in, with the columns that it found."""
+        path.num_blocks, path.is_arriving = num_found, True
+        self._arriving.append(path)
+
     def publish(self, table: BlockTable, num_tokens: int, *, is_pending: bool = False) -> None:
         """Put the full blocks of the first `num_tokens` tokens into the tree, or adopt those that it has.
 
@@ -162,19 +182,33 @@ class PrefixCache:
     def withdraw(self, table: BlockTable, *, only_pending: bool = True) -> None:
         """Take nodes out of the tree that nobody else computes or holds: their sequence ends before the step does.
 
-        Pending ones; or all of them, if what it has computed earlier is no good either.
+        Pending ones; or all of them, if what it has computed earlier is no good either. What has left the tree already,
+        with an ancestor that was given up, leaves the path.
         """
         tree, path = self._tree, table.path
         while path is not None and not path.is_arriving and path.num_blocks > 0:
             block = table.columns[path.num_blocks - 1]
-            if only_pending and block not in tree.pending:
+            if block == NULL_BLOCK:
                 return
-            if block == NULL_BLOCK or block not in tree or tree.has_children(block) or self._pool.ref_count(block) > 1:
-                return
-            tree.remove(block)
+            if block in tree:
+                is_kept = tree.has_children(block) or self._pool.ref_count(block) > 1
+                if is_kept or (only_pending and block not in tree.pending):
+                    return
+                tree.remove(block)
             path.num_blocks -= 1
             if self._computing.pop(block, None) is not None:
                 path.pending = None
+
+    def retract(self, table: BlockTable, num_tokens: int) -> bool:
+        """Take back the append of a step that does not run, and with it all that the path has gained by it.
+
+        Returns what `BlockTable.retract` does.
+        """
+        self.withdraw(table)
+        is_copy_retracted = table.retract(num_tokens)
+        if table.path is not None:  # blocks that others hold stay in the tree, but the table has them no more
+            table.path.num_blocks = min(table.path.num_blocks, table.num_filled // self._size)
+        return is_copy_retracted
 
     def pin(self, pin_id: int, table: BlockTable) -> None:
         """Keep what a sequence holds. All of its tokens have been computed, and no step is under way."""
@@ -191,6 +225,8 @@ class PrefixCache:
         for path in self._computing.values():
             path.pending = None
         self._computing.clear()
+        while self._arriving:
+            self._arriving.pop().is_arriving = False
         while self._sources:
             self._pool.release(self._sources.pop())
 
@@ -231,6 +267,7 @@ class PrefixCache:
         path = table.path
         if path is None or path.is_arriving:
             return
+        assert path.num_blocks <= len(table.columns), f"a path of {path.num_blocks} blocks in {len(table.columns)}"
         node = self._tree.root(path.scope)
         for column in range(path.num_blocks):
             block = table.columns[column]
