@@ -10,11 +10,13 @@ from quire.cache.block_table import worst_case_blocks
 from quire.core.beam_search_params import BeamSearchParams, num_candidates
 from quire.core.outputs import TokenLogprobs
 from quire.core.sequence import Sequence
+from quire.core.token_ids import TokenIds, pack_tokens
 from quire.scheduling.beam_search import BeamSearch
 from support.beam_reference import Found, reference_search
 from support.fake_executor import VOCAB_SIZE
 from support.scheduling import Harness
 
+PROMPT = pack_tokens([7])
 PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
 Logprobs = Callable[[list[int]], list[float]]
 
@@ -29,12 +31,13 @@ def random_logprobs(vocab_size: int, seed: int, num_steps: int = 1 << 20) -> Log
 def searched(logprobs: Logprobs, params: BeamSearchParams, max_tokens: int, eos: frozenset[int]) -> list[Found]:
     """What the selection comes to, with lists of tokens for a cache."""
     search = BeamSearch(params, max_tokens, eos)
-    branches = [Sequence(index, index, 0, [7], 1) for index in range(params.beam_width)]
+    branches = [Sequence(index, index, 0, TokenIds(PROMPT), 1) for index in range(params.beam_width)]
     num_rounds = 0
     while True:
         for index in search.logprobs:
             assert not search.has_all_answers
-            search.answer(index, candidates(logprobs(branches[index].token_ids[1:]), num_candidates(params, len(eos))))
+            output = branches[index].token_ids.output
+            search.answer(index, candidates(logprobs(output), num_candidates(params, len(eos))))
         assert search.has_all_answers
         survivors = search.advance(branches)
         num_rounds += 1
@@ -42,10 +45,10 @@ def searched(logprobs: Logprobs, params: BeamSearchParams, max_tokens: int, eos:
         if not survivors:
             return [Found(each.token_ids, each.logprob, each.score, each.finish_reason) for each in search.hypotheses]
         placed = search.place(survivors)
-        parents = [list(branch.token_ids) for branch in branches]
+        parents = [branch.token_ids.output for branch in branches]
         assert len({index for index, _ in placed}) == len(placed)
         for index, each in placed:
-            branches[index].token_ids = [*parents[each.beam], each.token_id]
+            branches[index].token_ids = TokenIds(PROMPT, [*parents[each.beam], each.token_id])
 
 
 def candidates(logprobs: list[float], count: int) -> TokenLogprobs:

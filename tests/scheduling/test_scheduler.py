@@ -375,14 +375,12 @@ def test_most_tokens_is_just_what_is_admissible(prompt_len: int, n: int) -> None
 def test_stop_tokens_and_lengths_end_a_sequence() -> None:
     harness = Harness(num_blocks=40, block_size=4, max_num_seqs=4)
     free = harness.add(5, max_tokens=20, ignore_eos=True, seed=1)
-    tokens = harness.expected(free)[0]
+    prompt, tokens = free.prompt_token_ids, harness.expected(free)[0]
     eos, stop = tokens[4], tokens[6]
-    by_eos = harness.add(5, {eos}, max_tokens=20, seed=1)
-    by_id = harness.add(5, max_tokens=20, seed=1, stop_token_ids=[stop])
-    not_before = harness.add(5, {eos}, max_tokens=20, seed=1, min_tokens=6)
-    ignoring = harness.add(5, {eos}, max_tokens=20, seed=1, ignore_eos=True)
-    for request in (by_eos, by_id, not_before, ignoring):
-        request.live[0].token_ids[:] = free.prompt_token_ids
+    by_eos = harness.add(prompt, {eos}, max_tokens=20, seed=1)
+    by_id = harness.add(prompt, max_tokens=20, seed=1, stop_token_ids=[stop])
+    not_before = harness.add(prompt, {eos}, max_tokens=20, seed=1, min_tokens=6)
+    ignoring = harness.add(prompt, {eos}, max_tokens=20, seed=1, ignore_eos=True)
     deltas = []
     while harness.scheduler.has_requests:
         deltas += harness.step()

@@ -82,6 +82,7 @@ class FakeExecutor:
         self._slots = [EMPTY] * (num_blocks * block_size)
         self._swap_slots = [EMPTY] * (num_swap_blocks * block_size)
         self._rows: dict[int, NewRow] = {}
+        self._tokens: dict[int, list[int]] = {}  # known ones, by row
         self._tables: dict[int, list[int]] = {}
         self._plans = deque[StepPlan]()
         self.trace: list[tuple[object, ...]] = []
@@ -150,6 +151,7 @@ class FakeExecutor:
             self._fork(fork)
         for new in plan.new_rows:
             self._rows[new.row] = new
+            self._tokens[new.row] = list(new.token_ids)
             self._tables[new.row] = list(new.block_ids)
         for row, column, block in zip(plan.table_rows, plan.table_columns, plan.table_blocks, strict=True):
             table = self._tables[row]
@@ -157,17 +159,17 @@ class FakeExecutor:
             table[column] = block
 
     def _fork(self, fork: RowFork) -> None:
-        known = [*self._rows[fork.source].token_ids[: fork.num_tokens], fork.token_id]
+        known = [*self._tokens[fork.source][: fork.num_tokens], fork.token_id]
         if fork.row != fork.source:
             self._tables[fork.row] = list(fork.block_ids)
-        self._rows[fork.row].token_ids[:] = known
+        self._tokens[fork.row] = known
 
     def _candidates(self, row: int) -> TokenLogprobs | None:
         """The likeliest tokens of a beam, behind the one that is sampled. Before that one is known."""
         new = self._rows[row]
         if new.beam is None:
             return None
-        logprobs = self.next_logprobs(new.token_ids)
+        logprobs = self.next_logprobs(self._tokens[row])
         ranked = sorted(range(len(logprobs)), key=lambda token: -logprobs[token])
         ids = [ranked[0], *ranked[: num_candidates(new.beam, len(new.eos_token_ids))]]
         return TokenLogprobs(ids, [logprobs[token] for token in ids], [1, *range(1, len(ids))])
@@ -179,12 +181,12 @@ class FakeExecutor:
 
     def _digest(self, row: int, stop: int) -> int:
         digest = 0
-        for token in self._rows[row].token_ids[:stop]:
+        for token in self._tokens[row][:stop]:
             digest = extend_digest(digest, token)
         return digest
 
     def _write(self, row: int, start: int, count: int) -> None:
-        tokens = self._rows[row].token_ids
+        tokens = self._tokens[row]
         assert count >= 1
         assert start + count <= len(tokens), "more tokens computed than known"
         digest = self._digest(row, start)
@@ -195,17 +197,17 @@ class FakeExecutor:
     def _read(self, row: int, start: int, stop: int) -> None:
         digest = 0
         first_seen = 0 if self._window is None else max(0, start - self._window + 1)
-        for position, token in enumerate(self._rows[row].token_ids[:stop]):
+        for position, token in enumerate(self._tokens[row][:stop]):
             digest = extend_digest(digest, token)
             if position >= first_seen:
                 assert self._slots[self._slot(row, position)] == digest, f"row {row} reads wrong keys at {position}"
 
     def _sample(self, plan: StepPlan, index: int) -> int:
         row, entry = plan.sample_rows[index], plan.sample_entries[index]
-        tokens = self._rows[row].token_ids
+        tokens = self._tokens[row]
         stop = plan.starts[entry] + plan.counts[entry]
         assert stop == len(tokens), "sampled before all known tokens were computed"
-        assert self._rows[plan.rows[entry]].token_ids[:stop] == tokens, "sampled from another prefix"
+        assert self._tokens[plan.rows[entry]][:stop] == tokens, "sampled from another prefix"
         token = next_token(self._digest(row, stop), self._rows[row].seed)
         tokens.append(token)
         return token

@@ -89,7 +89,7 @@ class KVCacheManager:
     def create(
         self,
         seq_id: int,
-        token_ids: list[int] | None = None,
+        token_ids: Sequence[int] | None = None,
         scope: Scope = None,
         match: PrefixMatch = NO_MATCH,
         *,
@@ -141,7 +141,7 @@ class KVCacheManager:
                 self._drop_unseen(table, self._window)
         return BlockTable.append_where_room(tables)
 
-    def fork(self, parent_id: int, child_id: int, token_ids: list[int] | None = None) -> None:
+    def fork(self, parent_id: int, child_id: int, token_ids: Sequence[int] | None = None) -> None:
         """Begin a sequence with the tokens of another: all blocks shared, none taken. ValueError if the id is taken.
 
         `token_ids`: the child's own list, as in `create`.

@@ -18,7 +18,7 @@ class Pin(NamedTuple):
     """A prefix that is kept, and its tail: the tokens behind its last full block, `before` (NONE: there is none)."""
 
     table: BlockTable
-    token_ids: list[int]
+    token_ids: Sequence[int]
     scope: Scope
     before: int
     tail: bytes
@@ -32,7 +32,7 @@ class Pins(dict[int, Pin]):
         self._size = block_size
         self.num_blocks = 0     # that pins hold, each counted once
 
-    def add(self, pin_id: int, table: BlockTable, token_ids: list[int], scope: Scope) -> None:
+    def add(self, pin_id: int, table: BlockTable, token_ids: Sequence[int], scope: Scope) -> None:
         """Keep what a table holds, whose full blocks are in the tree. A tail that another pin has is stored once."""
         assert pin_id not in self, f"pin {pin_id} is here already"
         num_full = len(token_ids) // self._size

@@ -27,7 +27,7 @@ _PARENT_BYTES = 8
 class Path:
     """One sequence's way through the tree."""
 
-    token_ids: list[int]        # all known ones; grows in the hands of the sequence's owner
+    token_ids: Sequence[int]    # all known ones; grows in the hands of the sequence's owner
     scope: Scope
     num_blocks: int = 0         # leading columns of its table that are in the tree
     keeps_all: bool = False     # no block is given up when it leaves the sliding window: it will be pinned

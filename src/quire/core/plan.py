@@ -13,6 +13,7 @@ from msgspec import Struct, field
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.outputs import TokenLogprobs
 from quire.core.sampling_params import SamplingParams
+from quire.core.token_ids import PackedTokens
 
 
 class BlockCopy(NamedTuple):
@@ -30,7 +31,7 @@ class NewRow:
     """A sequence that begins, or begins again after a preemption, in a row of the worker."""
 
     row: int
-    token_ids: list[int]                               # all known tokens: the prompt, then the output so far
+    token_ids: PackedTokens                            # all known tokens: the prompt, then the output so far
     num_prompt_tokens: int
     block_ids: list[int]                               # its block table when the plan was made
     params: SamplingParams

@@ -9,6 +9,7 @@ from enum import Enum
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.outputs import TokenLogprobs
 from quire.core.sampling_params import SamplingParams
+from quire.core.token_ids import TokenIds
 
 NO_ROW = -1
 
@@ -32,7 +33,7 @@ class Sequence:
     seq_id: int                       # unique over the scheduler's life, given in order of arrival
     index: int                        # branch of the request, 0..n-1
     seed: int                         # the branch's own seed
-    token_ids: list[int]              # the prompt, then the output
+    token_ids: TokenIds               # the prompt, then the output
     num_prompt_tokens: int
     num_computed_tokens: int = 0
     num_lost_tokens: int = 0          # that a preemption took, and that have not been looked for yet
@@ -42,17 +43,17 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Tokens known: prompt and output so far."""
-        return len(self.token_ids)
+        return self.num_prompt_tokens + len(self.token_ids.output)
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens sampled so far."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids.output)
 
     @property
     def is_computed(self) -> bool:
         """Whether nothing is left to compute: a beam that waits for the others of its request."""
-        return self.num_computed_tokens == len(self.token_ids)
+        return self.num_computed_tokens == self.num_tokens
 
 
 @dataclass(slots=True, eq=False)

@@ -107,7 +107,7 @@ class BeamSearch:
         for each in ended:
             parent = branches[each.beam]
             reason: FinishReason = "stop" if each.token_id in self._eos_token_ids else "length"
-            token_ids = [*parent.token_ids[parent.num_prompt_tokens :], each.token_id]
+            token_ids = [*parent.token_ids.output, each.token_id]
             self.hypotheses.append(Hypothesis(self._score(each, num_tokens), each.logprob, token_ids, reason))
         self.hypotheses.sort(key=attrgetter("score"), reverse=True)
         del self.hypotheses[self._width :]
@@ -177,7 +177,7 @@ class BeamSearches:
         for child, _, _ in moved:
             cache.free(child.seq_id)                    # what a loser had is not worth being found again
         for child, parent, each in moved:
-            child.token_ids = parent.token_ids.copy()
+            child.token_ids = parent.token_ids.fork()
             child.num_computed_tokens = parent.num_computed_tokens
             cache.fork(parent.seq_id, child.seq_id, child.token_ids)
             blocks = cache.block_ids(child.seq_id)

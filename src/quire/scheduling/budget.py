@@ -49,7 +49,7 @@ class LongPrompts:
         wanted = 0
         for request in islice(self._others(), _MAX_LOOKED_AT):
             sequence = request.live[0]
-            num_missing = len(sequence.token_ids) - sequence.num_computed_tokens
+            num_missing = sequence.num_tokens - sequence.num_computed_tokens
             if num_missing <= max(1, self._budget // 2):
                 wanted += num_missing + len(request.live) - 1
             if wanted >= most:

@@ -93,7 +93,7 @@ class Entrance:
         """Return the blocks that all known tokens of a waiting request will take, its prompt shared by all branches."""
         cache, live = self._cache, request.live
         shared = live[0].num_prompt_tokens // cache.block_size
-        return shared + sum(cache.blocks_for(len(sequence.token_ids)) - shared for sequence in live)
+        return shared + sum(cache.blocks_for(sequence.num_tokens) - shared for sequence in live)
 
     def _blocks_to_come(self, request: Request) -> int:
         """Return the most blocks that a gang may take for what is known of its branches, past what it holds.
@@ -108,7 +108,7 @@ class Entrance:
                 held = cache.blocks_for(sequence.num_computed_tokens)
             else:
                 held = sequence.num_prompt_tokens // cache.block_size   # it will share those
-            blocks += cache.blocks_for(len(sequence.token_ids)) - held
+            blocks += cache.blocks_for(sequence.num_tokens) - held
         return blocks
 
     # --- what is there already ------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class Entrance:
 
     def match_sequence(self, request: Request, sequence: Sequence) -> PrefixMatch:
         """Look up what one branch begins with."""
-        return self._cache.match(sequence.token_ids, len(sequence.token_ids), request.cache_salt)
+        return self._cache.match(sequence.token_ids, sequence.num_tokens, request.cache_salt)
 
     def has_prompt(self, request: Request, match: PrefixMatch) -> bool:
         """Whether a match has the whole prompt, but for a block that is not full: no branch has to wait for another."""

@@ -84,7 +84,8 @@ class Planner:
         for request in islice(self._roster.running, index, index + budget):
             live = request.live
             first = live[0]
-            if len(first.token_ids) - first.num_computed_tokens != 1 or len(live) > 1 or first.row == NO_ROW:
+            num_known = first.num_prompt_tokens + len(first.token_ids.output)   # num_tokens, but quicker
+            if num_known - first.num_computed_tokens != 1 or len(live) > 1 or first.row == NO_ROW:
                 break
             sequences.append(first)
         return sequences
@@ -140,7 +141,7 @@ class Planner:
             return used
         left = budget
         for sequence in request.live:
-            num_tokens = min(len(sequence.token_ids) - sequence.num_computed_tokens, left)
+            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, left)
             if num_tokens > 0:                                          # else a beam that waits for the others
                 self._advance(request, sequence, num_tokens)
                 left -= num_tokens
@@ -149,7 +150,7 @@ class Planner:
     def _advance(self, request: Request, sequence: Sequence, num_tokens: int) -> None:
         """Plan the next tokens of a sequence. GaveWayError if its own request had to be preempted for blocks."""
         self.step.advance(sequence, num_tokens, self._append(request, sequence, num_tokens))
-        if sequence.num_computed_tokens + num_tokens == len(sequence.token_ids):
+        if sequence.num_computed_tokens + num_tokens == sequence.num_tokens:
             self.step.sample(request, sequence)
 
     def _append(self, request: Request, sequence: Sequence, num_tokens: int) -> TableUpdate | None:
@@ -278,5 +279,5 @@ class Planner:
 def num_missing_tokens(request: Request) -> int:
     """Count what is to be computed before the branches of a request go their own ways."""
     first = request.live[0]
-    target = len(first.token_ids) if len(request.live) == 1 else first.num_prompt_tokens
+    target = first.num_tokens if len(request.live) == 1 else first.num_prompt_tokens
     return target - first.num_computed_tokens

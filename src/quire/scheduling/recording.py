@@ -11,7 +11,7 @@ def outcome(request: Request, sequence: Sequence, token: int, logprobs: TokenLog
     An end-of-sequence token of the model ends it with no stop_reason, one of the request's own stop tokens with its id;
     neither counts before params.min_tokens. The token itself stays in the output.
     """
-    num_output_tokens = len(sequence.token_ids) + 1 - sequence.num_prompt_tokens
+    num_output_tokens = len(sequence.token_ids.output) + 1
     delta = SequenceDelta(request.request_id, sequence.index, [token])
     if logprobs is not None:
         delta.logprobs = [logprobs]

@@ -48,7 +48,7 @@ def plan_ahead(
         if must_see_tokens(request):
             ahead.resting.append((request, sequence))
         elif sequence.num_output_tokens + 1 < request.max_tokens:
-            _advance(ahead, cache, request, sequence, len(sequence.token_ids))
+            _advance(ahead, cache, request, sequence, sequence.num_tokens)
     for request, sequence in rested:
         if sequence.is_computed:
             ahead.resting.append((request, sequence))  # a beam that waits for the others
@@ -90,7 +90,7 @@ def _chunks(
                 ahead.resting.append((request, sequence))
             elif sequence.seq_id not in seen:
                 start = sequence.num_computed_tokens + counts.get(sequence.seq_id, 0)
-                num_known = sequence.num_prompt_tokens if waits_to_fork else len(sequence.token_ids)
+                num_known = sequence.num_prompt_tokens if waits_to_fork else sequence.num_tokens
                 left.append((num_known - start, request, sequence, start))
     chunks = list[Chunk]()
     for num_missing, request, sequence, start in sorted(left, key=lambda each: each[0]):
@@ -111,7 +111,7 @@ def _num_blocks(chunks: Iterable[Chunk], cache: KVCacheManager) -> int:
 
 
 def _num_missing(sequence: Sequence) -> int:
-    return len(sequence.token_ids) - sequence.num_computed_tokens
+    return sequence.num_tokens - sequence.num_computed_tokens
 
 
 def _advance(

@@ -21,6 +21,7 @@ from quire.core.outputs import SequenceDelta
 from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
 from quire.core.seeds import branch_seed
 from quire.core.sequence import Request, Sequence, SequenceStatus
+from quire.core.token_ids import TokenIds, pack_tokens
 from quire.scheduling.beam_search import BeamSearches
 from quire.scheduling.entrance import Entrance
 from quire.scheduling.failed_steps import check_running, concerned_by, lose
@@ -83,12 +84,13 @@ class Scheduler:
         self.limits.check_admissible(num_prompt_tokens, request.max_tokens, request.params.n)
         if request.is_pin:
             check_pinnable(num_prompt_tokens, self.roster.requests.values(), self.cache, self.limits)
+        prompt = pack_tokens(request.prompt_token_ids)
         request.live = [
             Sequence(
                 seq_id=next(self._seq_ids),
                 index=index,
                 seed=branch_seed(request.seed, index),
-                token_ids=list(request.prompt_token_ids),
+                token_ids=TokenIds(prompt),
                 num_prompt_tokens=num_prompt_tokens,
             )
             for index in range(request.params.n)
@@ -220,7 +222,7 @@ class Scheduler:
                     if request.is_pin:
                         self.cache.pin(request.request_id, sequence.seq_id)  # without the token, which nobody wants
                     self._complete(request, sequence)
-                sequence.token_ids.append(token)
+                sequence.token_ids.output.append(token)
                 deltas.append(delta)
             for request in self._beams.take_answered():
                 if answers := self._beams.advance(request):

@@ -1,0 +1,80 @@
+"""Known tokens of a sequence: the prompt, one copy for all branches of a request, then the branch's own output.
+
+A prompt of 128,000 tokens with n = 64 is held once, and a fork costs as much as its output is long. The prompt is packed
+into 4 bytes a token, as in rows of the worker and in keys of the prefix tree, so slices of it are copied as memory.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from operator import eq
+from struct import pack
+from typing import TYPE_CHECKING, Self, TypeAlias, overload
+
+if TYPE_CHECKING:
+    PackedTokens: TypeAlias = array[int]
+else:
+    PackedTokens = array  # cannot be subscripted in Python 3.11
+
+
+def pack_tokens(token_ids: Sequence[int]) -> PackedTokens:
+    """Return token ids as 32-bit integers. struct.error if one does not fit."""
+    packed = array("i")
+    packed.frombytes(pack(f"{len(token_ids)}i", *token_ids))  # 2.5 times as fast as array("i", token_ids)
+    return packed
+
+
+class TokenIds(Sequence[int]):
+    """A list of token ids that grows at its end. `prompt` is shared and never changed; `output` is the sequence's own.
+
+    Hot paths use `output` itself: its `append` and `len` cost less than methods of this class.
+    """
+
+    __slots__ = ("output", "prompt")
+
+    def __init__(self, prompt: PackedTokens, output: Sequence[int] = ()) -> None:
+        self.prompt = prompt
+        self.output = list(output)
+
+    def fork(self) -> Self:
+        """Return a list of the same tokens that grows by itself."""
+        return type(self)(self.prompt, self.output)
+
+    def append(self, token_id: int) -> None:
+        """Add a token at the end."""
+        self.output.append(token_id)
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> PackedTokens: ...
+
+    def __getitem__(self, index: int | slice) -> int | PackedTokens:
+        num_prompt = len(self.prompt)
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            assert step == 1, f"a slice with step {step}"
+            if stop <= num_prompt:
+                return self.prompt[start:stop]
+            tail = array("i", self.output[max(0, start - num_prompt) : stop - num_prompt])
+            return self.prompt[start:] + tail if start < num_prompt else tail
+        position = index + len(self) if index < 0 else index
+        if position < 0:
+            raise IndexError(f"index {index} in {len(self)} tokens")
+        return self.prompt[position] if position < num_prompt else self.output[position - num_prompt]
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.prompt
+        yield from self.output
+
+    def __eq__(self, other: object) -> bool:
+        """Compare with any sequence of token ids."""
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"TokenIds({self.prompt.tolist()}, {self.output})"
