@@ -7,7 +7,6 @@ finds that block.
 """
 
 from collections.abc import Iterator
-from itertools import islice
 
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.block_table import TableUpdate
@@ -81,8 +80,9 @@ class Planner:
         """Return the sequences of the running requests from `index` on that have one token to compute, up to one that
         has more, or is a gang: what most requests of most steps are."""
         sequences = []
-        for request in islice(self._roster.running, index, index + budget):
-            live = request.live
+        running = self._roster.running
+        for place in range(index, min(index + budget, len(running))):    # islice would walk to `index` from the start
+            live = running[place].live
             first = live[0]
             num_known = first.num_prompt_tokens + len(first.token_ids.output)   # num_tokens, but quicker
             if num_known - first.num_computed_tokens != 1 or len(live) > 1 or first.row == NO_ROW:
@@ -188,8 +188,8 @@ class Planner:
 
     def admit(self, budget: int) -> WaitReason | None:
         """Let swapped and waiting requests run, in order, while rows, blocks and budget last. Return what does not."""
-        roster, entrance, num_passed = self._roster, self._entrance, 0
-        while (request := roster.next_to_enter(num_passed)) is not None:
+        roster, entrance, passed = self._roster, self._entrance, None
+        while (request := roster.next_to_enter(passed)) is not None:
             self.step.at = request
             if budget <= 0:
                 return "token_budget"
@@ -203,7 +203,7 @@ class Planner:
                 continue
             match = entrance.match(request)
             if match.is_pending:
-                num_passed = roster.num_up_to(request)
+                passed = request
                 entrance.pass_over(request)
                 roster.hold_ups.pass_over(request, "pending_prefix")
                 continue
@@ -214,7 +214,7 @@ class Planner:
             if share == 0:
                 if request.num_preemptions or not self._long_prompts.may_be_passed():
                     return "token_budget"                               # nobody takes the blocks of who gave way
-                num_passed = roster.num_up_to(request)
+                passed = request
                 roster.hold_ups.pass_over(request, "token_budget")
                 continue
             budget -= self._let_in(request, match if num_spare > 0 else match.of_whole_blocks(), share)

@@ -6,7 +6,7 @@ returns to its place; in most cases that is the front, for only those that wait 
 prefix are passed over.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 
 from quire.cache.manager import KVCacheManager
 from quire.core.plan import BlockCopy
@@ -25,17 +25,16 @@ class Roster:
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.held: list[Request] = []   # waiting or swapped out, and not to be admitted (quire.scheduling.isolation)
+        self._returning: list[Request] = []  # those of `waiting` that have been preempted
         self.hold_ups = HoldUps()
         self.num_seats = 0              # unfinished sequences of running requests
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
 
-    def next_to_enter(self, num_passed: int = 0) -> Request | None:
-        """Return who is to run next, when so many waiting requests are passed over; None if there is nobody."""
-        return next_to_enter(self.waiting, self.swapped, num_passed)
-
-    def num_up_to(self, request: Request) -> int:
-        """Return how many wait before a request that waits, itself included."""
-        return bisect_left(self.waiting, request.turn, key=turn_of) + 1
+    def next_to_enter(self, passed: Request | None = None) -> Request | None:
+        """Return the next request to admit, of those behind `passed` if they wait; None if there is none."""
+        queue = self._returning if self.swapped else self.waiting  # no new one is admitted before a swapped one
+        num_passed = 0 if passed is None else bisect_right(queue, passed.turn, key=turn_of)
+        return next_to_enter(queue, self.swapped, num_passed)
 
     # --- from one place to the next -------------------------------------------------------------------------------
 
@@ -97,7 +96,7 @@ class Roster:
         """Let a request that is held be admitted again, in its turn."""
         self._leave(request)
         is_swapped = any(sequence.status is SequenceStatus.SWAPPED for sequence in request.live)
-        insort(self.swapped if is_swapped else self.waiting, request, key=turn_of)
+        self._insert(request, self.swapped if is_swapped else self.waiting)
 
     def end(self, request: Request, sequence: Sequence) -> None:
         """End a branch for good, wherever it is; with the last one the request is gone."""
@@ -111,7 +110,12 @@ class Roster:
 
     def _queue(self, request: Request, queue: list[Request]) -> None:
         self.hold_ups.begin(request)
+        self._insert(request, queue)
+
+    def _insert(self, request: Request, queue: list[Request]) -> None:
         insort(queue, request, key=turn_of)
+        if queue is self.waiting and request.num_preemptions:
+            insort(self._returning, request, key=turn_of)
 
     def _leave(self, request: Request) -> None:
         queues = (self.running, self.waiting, self.swapped, self.held)
@@ -119,6 +123,8 @@ class Roster:
         del queue[bisect_left(queue, request.turn, key=turn_of)]
         if queue is self.running:
             self.num_seats -= len(request.live)
+        elif queue is self.waiting and request.num_preemptions:
+            del self._returning[bisect_left(self._returning, request.turn, key=turn_of)]
 
     def _take_back(self, sequence: Sequence) -> None:
         """Free the row and the blocks of a sequence; where a step has failed, it may have the one without the other."""
@@ -138,6 +144,7 @@ class Roster:
         for queue in (self.waiting, self.running, self.swapped, self.held):
             turns = [request.turn for request in queue]
             assert turns == sorted(turns), f"requests are out of order: {turns}"
+        assert self._returning == [request for request in self.waiting if request.num_preemptions]
         num_queued = len(self.waiting) + len(self.swapped) + len(self.held)
         assert len(self.running) + num_queued == len(self.requests)
         sequences = [sequence for request in self.running for sequence in request.live]

@@ -1,0 +1,70 @@
+"""What the scheduler does per request and step, counted at two sizes: it must not grow with what a step need not touch."""
+
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire.core.sequence import Request
+from quire.core.token_ids import TokenIds
+from support.scheduling import Harness
+
+
+class CountedList(list[Request]):
+    """A list that counts the requests that it gives out one by one."""
+
+    num_visited = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in super().__iter__():
+            self.num_visited += 1
+            yield request
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_visited += 1
+        return super().__getitem__(index)
+
+
+def queued_bytes(num_tokens: int, n: int) -> int:
+    """Return what adding a request leaves allocated."""
+    harness, prompt = Harness(num_blocks=1 << 16, max_num_seqs=64), list(range(num_tokens))
+    harness.add(prompt, n=n, max_tokens=4)
+    tracemalloc.start()
+    harness.add(prompt, n=n, max_tokens=4)
+    num_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return num_bytes
+
+
+def test_queued_request_holds_its_prompt_once_whatever_n() -> None:
+    short, long = ([queued_bytes(num_tokens, n) for n in (1, 64)] for num_tokens in (1000, 32_000))
+    assert long[0] - short[0] < 31_000 * 5, "packed into 4 bytes a token"
+    assert long[1] - short[1] < 31_000 * 5, "branches add nothing that grows with the prompt"
+
+
+@pytest.mark.parametrize("num_waiting", [100, 1000])
+def test_request_that_returns_is_found_without_a_look_at_all_that_wait(num_waiting: int) -> None:
+    harness = Harness(num_blocks=40, block_size=4, num_swap_blocks=100, mode="swap")
+    for _ in range(6):
+        harness.add(12, priority=50, max_tokens=40, ignore_eos=True)
+    while not harness.scheduler.swapped:
+        harness.step()
+    for _ in range(num_waiting):
+        harness.add(3, priority=-50, max_tokens=4)
+    waiting = harness.scheduler.roster.waiting = harness.scheduler.waiting = CountedList(harness.scheduler.waiting)
+    assert harness.scheduler.swapped
+    harness.scheduler.schedule()
+    assert waiting.num_visited < 20
+
+
+@pytest.mark.parametrize("num_tokens", [100, 4000])
+def test_rows_of_a_fork_share_the_prompt_with_the_plan(num_tokens: int) -> None:
+    harness = Harness(num_blocks=2000, max_num_seqs=64, budget=4096)
+    request = harness.add(num_tokens, n=64, max_tokens=4, ignore_eos=True)
+    plan = harness.schedule()
+    assert len(plan.new_rows) == 64
+    prompt = request.live[0].token_ids.prompt
+    assert all(isinstance(new.token_ids, TokenIds) and new.token_ids.prompt is prompt for new in plan.new_rows)
+    assert not any(new.token_ids.output for new in plan.new_rows if isinstance(new.token_ids, TokenIds))
+    harness.execute(plan)
