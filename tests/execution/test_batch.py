@@ -5,6 +5,7 @@ import pytest
 
 from quire.core.plan import NewRow, RowFork, StepPlan
 from quire.core.sampling_params import SamplingParams
+from quire.core.token_ids import TokenIds, pack_tokens
 from quire.execution.batch import PersistentBatch
 
 BLOCK_SIZE = 4
@@ -80,7 +81,11 @@ def test_token_past_the_full_length_has_no_place_and_needs_none(batch: Persisten
 
 
 def test_forked_row_goes_on_from_another_with_a_token_of_its_own(batch: PersistentBatch) -> None:
-    batch.apply(StepPlan(new_rows=[new_row(0, [1, 2, 3, 4, 5], [3, 1]), new_row(1, [9, 9, 9, 9, 9], [2, 2])]))
+    rows = [
+        NewRow(row, [1, 2, *output], 2, blocks, SamplingParams(), seed=row)
+        for row, output, blocks in ((0, [3, 4, 5], [3, 1]), (1, [9, 9, 9], [2, 2]))
+    ]
+    batch.apply(StepPlan(new_rows=rows))
     batch.apply(StepPlan(row_forks=[RowFork(1, 0, 5, 70, [3, 1]), RowFork(0, 0, 5, 60, [])]))
     assert batch.token_ids[:2, :6].tolist() == [[1, 2, 3, 4, 5, 60], [1, 2, 3, 4, 5, 70]]
     assert batch.block_tables[:2, :2].tolist() == [[3, 1], [3, 1]]
@@ -91,3 +96,12 @@ def test_row_that_was_forked_and_then_given_away_is_its_new_owners(batch: Persis
     batch.apply(StepPlan(row_forks=[RowFork(1, 0, 3, 70, [3])], new_rows=[new_row(1, [8, 9], [5])]))
     assert batch.token_ids[1, :2].tolist() == [8, 9]
     assert batch.block_tables[1, 0] == 5
+
+
+def test_row_takes_the_output_of_a_branch_behind_the_shared_prompt(batch: PersistentBatch) -> None:
+    tokens = TokenIds(pack_tokens([1, 2, 3]), [8, 9])
+    branches = enumerate([tokens, TokenIds(tokens.prompt)])
+    rows = [NewRow(row, each, 3, [0], SamplingParams(), seed=0) for row, each in branches]
+    batch.apply(StepPlan(new_rows=rows))
+    assert batch.token_ids[0, :6].tolist() == [1, 2, 3, 8, 9, 0]
+    assert batch.token_ids[1, :4].tolist() == [1, 2, 3, 0]

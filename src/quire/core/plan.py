@@ -5,6 +5,7 @@ its sampling parameters. A plan fills rows, sets block table entries, and says w
 tokens. Both are plain data: integers, lists and small records, ready to be sent over a wire.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ from msgspec import Struct, field
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.outputs import TokenLogprobs
 from quire.core.sampling_params import SamplingParams
-from quire.core.token_ids import PackedTokens
 
 
 class BlockCopy(NamedTuple):
@@ -31,7 +31,7 @@ class NewRow:
     """A sequence that begins, or begins again after a preemption, in a row of the worker."""
 
     row: int
-    token_ids: PackedTokens                            # all known tokens: the prompt, then the output so far
+    token_ids: Sequence[int]                           # all known tokens: TokenIds, whose prompt is not a copy
     num_prompt_tokens: int
     block_ids: list[int]                               # its block table when the plan was made
     params: SamplingParams
@@ -44,7 +44,7 @@ class NewRow:
 class RowFork(NamedTuple):
     """A beam goes on in `row`, from the first `num_tokens` tokens of row `source`, with `token_id` behind them.
 
-    Where it stays in its row, that is `source`, too, and keeps its block table; else `block_ids` is the whole table.
+    Both rows are of one request, so they hold the same prompt. Where it stays in its row, that is `source`, too, and keeps its block table; else `block_ids` is the whole table.
     """
 
     row: int

@@ -10,6 +10,9 @@ from operator import eq
 from struct import pack
 from typing import TYPE_CHECKING, Self, TypeAlias, overload
 
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
 if TYPE_CHECKING:
     PackedTokens: TypeAlias = array[int]
 else:
@@ -65,6 +68,13 @@ class TokenIds(Sequence[int]):
         if position < 0:
             raise IndexError(f"index {index} in {len(self)} tokens")
         return self.prompt[position] if position < num_prompt else self.output[position - num_prompt]
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[np.int32]:
+        """Return the tokens as NumPy asks for them: at the cost of copying memory, not of a loop over tokens."""
+        prompt = np.frombuffer(self.prompt, dtype=np.int32)
+        if not self.output and not copy:
+            return prompt
+        return np.concatenate([prompt, np.array(self.output, dtype=np.int32)])
 
     def __iter__(self) -> Iterator[int]:
         yield from self.prompt

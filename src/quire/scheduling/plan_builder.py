@@ -36,7 +36,7 @@ class PlanBuilder:
         self.plan.new_rows.append(
             NewRow(
                 row=sequence.row,
-                token_ids=sequence.token_ids[:],
+                token_ids=sequence.token_ids.fork(),
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 block_ids=block_ids,
                 params=request.params,
