@@ -279,6 +279,7 @@ def test_engine_waits_for_a_server_that_stands_still_and_nothing_is_lost(
     async def run() -> list[RequestOutput]:
         streams = [await add(client, prompt, params) for prompt in prompts]
         await until(lambda: client.num_queued < len(prompts))
+        assert client.num_queued_tokens == 600 * client.num_queued
         wait_until(lambda: is_quiet(client._child.process.pid))  # the event loop stands still meanwhile
         assert len(client._streams) == len(prompts)
         return [(await read(stream))[-1] for stream in streams]

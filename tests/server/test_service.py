@@ -2,6 +2,9 @@
 
 import pytest
 
+from quire.core.sampling_params import SamplingParams
+from quire.core.sequence import Request
+from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
 from quire.server.errors import ApiError
 from quire.server.service import Service
 from support.http_app import make_app
@@ -65,3 +68,38 @@ def test_model_has_its_names_and_no_other(service: Service) -> None:
     with pytest.raises(ApiError, match="'huge' does not exist") as refused:
         service.check_model("huge")
     assert (refused.value.status, refused.value.param, refused.value.code) == (404, "model", "model_not_found")
+
+
+def prepared(num_tokens: int, n: int = 1) -> PreparedRequest:
+    prompt = [1] * num_tokens
+    return PreparedRequest(Request(0, prompt, SamplingParams(n=n), 0, 1), TokenizedPrompt(None, prompt))
+
+
+def token_refusal(service: Service, *requests: PreparedRequest) -> ApiError:
+    with pytest.raises(ApiError) as refused, service.hold_tokens(requests):
+        pass
+    return refused.value
+
+
+def test_queued_tokens_are_bounded_in_sum() -> None:
+    """Of all calls that are being sent and all requests that wait, each prompt counted n times."""
+    service: Service = make_app(max_queued_tokens=100).state.service
+    service.client.num_queued_tokens = 30  # type: ignore[misc]
+    with service.hold_tokens([prepared(10, n=4), prepared(20)]):
+        with service.hold_tokens([prepared(10)]):
+            error = token_refusal(service, prepared(1))
+        assert (error.status, error.type, error.code) == (429, "rate_limit_error", "server_overloaded")
+        assert int(error.headers["Retry-After"]) >= 1
+        assert "100 prompt tokens x n wait already, and at most 100 may (max_queued_tokens)" in error.message
+        assert token_refusal(service, prepared(6), prepared(1, n=5)).status == 429
+    assert service.num_preparing_tokens == 0
+
+
+def test_call_with_more_tokens_than_may_ever_wait_is_refused_for_good() -> None:
+    service: Service = make_app(max_queued_tokens=100).state.service
+    with service.hold_tokens([prepared(25, n=4)]):
+        pass
+    error = token_refusal(service, prepared(25, n=4), prepared(1))
+    assert (error.status, error.param) == (400, "n")
+    assert "101" in error.message
+    assert "100 may wait (max_queued_tokens)" in error.message

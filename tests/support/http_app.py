@@ -31,7 +31,7 @@ class StandInEngine:
 
     def __init__(self) -> None:
         self.is_alive = True
-        self.num_queued = self.num_free_seats = 0
+        self.num_queued = self.num_free_seats = self.num_queued_tokens = 0
         self.stalled_s = 0.0
         self.tokenizer = None
         self.inputs = SimpleNamespace(max_logprobs=20)

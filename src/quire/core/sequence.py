@@ -83,3 +83,8 @@ class Request:
     waited: list[int] = field(default_factory=list)        # steps by WAIT_REASONS: see quire.scheduling.hold_ups
     num_recomputed_tokens: int = 0    # of what the last preemption has taken
     num_swapped_blocks: int = 0       # that the last preemption has moved, out and in
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens x n: what the request counts for while it waits."""
+        return len(self.prompt_token_ids) * self.params.n

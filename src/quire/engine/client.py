@@ -65,7 +65,7 @@ class EngineClient:
         self._child, self._writer, self._observer = child, writer, observer
         self._outputs = OutputProcessor(tokenizer)
         self._streams: dict[int, RequestStream] = {}      # whose last output has not been taken
-        self._queued: set[int] = set()                    # sent, and never yet let into a step
+        self._queued: dict[int, int] = {}                 # sent and never yet admitted: tokens x n by request id
         self._is_idle, self._last_progress_s = True, 0.0  # as the engine's last report says, and when it came
         self.request_ids = request_ids                    # of requests to come
         self._asked: dict[Command, asyncio.Future[Any]] = {}  # commands whose effect somebody waits for
@@ -113,6 +113,11 @@ class EngineClient:
         return len(self._queued)
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens x n of the requests that were sent and have not run yet."""
+        return sum(self._queued.values())
+
+    @property
     def num_free_seats(self) -> int:
         """Requests of one sequence that would not have to wait, as far as the last report tells: none if some do."""
         state = self.state
@@ -138,7 +143,7 @@ class EngineClient:
         stream = self._streams[request_id] = RequestStream(self, request_id, metrics)
         if self._has_rest:
             self._last_progress_s = time.monotonic()
-        self._queued.add(request_id)
+        self._queued[request_id] = prepared.request.num_queued_tokens
         self._write(message)
         try:
             await self._writer.drain()
@@ -192,7 +197,7 @@ class EngineClient:
 
     def _forget(self, request_id: int) -> None:
         del self._streams[request_id]
-        self._queued.discard(request_id)
+        self._queued.pop(request_id, None)
         self._outputs.drop(request_id)
 
     # --- the engine -----------------------------------------------------------------------------------------------
@@ -308,7 +313,8 @@ class EngineClient:
 
     def _take_step(self, step: wire.Stepped) -> None:
         self._note_state(step.state)
-        self._queued.difference_update(admission.request_id for admission in step.admissions)
+        for admission in step.admissions:
+            self._queued.pop(admission.request_id, None)
         self._outputs.note_scheduled(step.preempted, step.admissions, step.started_s)
         processed = self._outputs.process(step.deltas, time.monotonic())
         for request_id, index in processed.finish:

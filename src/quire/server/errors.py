@@ -65,6 +65,12 @@ def overloaded(num_queued: int, limit: int, retry_after_s: int) -> ApiError:
     return _come_back(429, message, "server_overloaded", retry_after_s)
 
 
+def too_many_queued_tokens(num_queued: int, limit: int, retry_after_s: int) -> ApiError:
+    """Return the refusal of a call whose prompts would not fit among those that wait."""
+    message = f"{num_queued} prompt tokens x n wait already, and at most {limit} may (max_queued_tokens)"
+    return _come_back(429, message, "server_overloaded", retry_after_s)
+
+
 def too_many_connections(limit: int) -> ApiError:
     """There is no room for one more client, whatever it wants."""
     message = f"{limit} connections are open already, the most that this server holds"

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +12,15 @@ import msgspec
 
 from quire.core.checks import shown
 from quire.engine.client import EngineClient
-from quire.server.errors import ApiError, as_api_error, invalid, overloaded, shutting_down
+from quire.engine.input_processor import PreparedRequest
+from quire.server.errors import (
+    ApiError,
+    as_api_error,
+    invalid,
+    overloaded,
+    shutting_down,
+    too_many_queued_tokens,
+)
 from quire.server.history import History
 from quire.server.metrics import Metrics
 from quire.server.open_answers import OpenAnswers
@@ -58,6 +66,7 @@ class Service:
     is_draining: bool = False
     vital: tuple[asyncio.Task[Any], ...] = ()  # tasks without which the server is not well
     num_preparing: int = 0                    # requests let in and not yet sent to the engine
+    num_preparing_tokens: int = 0             # prompt tokens x n of calls that are being sent to the engine
     num_pinning: int = 0                      # prefixes that are being computed, to be pinned
 
     def check_model(self, name: str | None) -> str:
@@ -103,6 +112,26 @@ class Service:
             yield
         finally:
             self.num_preparing -= num_requests
+
+    @contextmanager
+    def hold_tokens(self, requests: Iterable[PreparedRequest]) -> Iterator[None]:
+        """Hold room for a call's prompt tokens x n while its requests are sent; raise before any is.
+
+        ApiError 429 while too many wait, 400 if the call alone has more than may ever wait.
+        """
+        num_tokens = sum(prepared.request.num_queued_tokens for prepared in requests)
+        limit, num_queued = self.options.max_queued_tokens, self.num_preparing_tokens + self.client.num_queued_tokens
+        if num_tokens > limit:
+            invalid(f"prompt tokens x n are {num_tokens}; at most {limit} may wait (max_queued_tokens)", param="n")
+        if num_queued + num_tokens > limit:
+            self.metrics.refused("server_overloaded")
+            retry_after_s = self.metrics.seconds_until_room(self.num_preparing + self.client.num_queued)
+            raise too_many_queued_tokens(num_queued, limit, retry_after_s)
+        self.num_preparing_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self.num_preparing_tokens -= num_tokens
 
     def told(self, error: Exception) -> ApiError:
         """Return what a client is told of an error that its call has run into, and count it if it is not the call's."""

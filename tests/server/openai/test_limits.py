@@ -73,6 +73,7 @@ BODIES: dict[str, list[Case]] = {
 # Of the connection, and of time: the tests that show them.
 ELSEWHERE = {
     "max_queued_requests": "tests/server/test_service.py::test_requests_that_wait_in_the_engine_count",
+    "max_queued_tokens": "tests/server/test_service.py::test_queued_tokens_are_bounded_in_sum",
     "max_connections": "tests/server/test_protocol.py::test_connections_that_are_too_many_are_turned_away",
     "max_pipelined_requests": "tests/server/test_protocol.py::test_requests_that_wait_on_one_connection_are_few",
     "max_url_bytes": "tests/server/test_protocol.py::test_head_that_is_too_large_is_refused",

@@ -27,13 +27,17 @@ class Generation:
 
     @classmethod
     async def begin(cls, service: Service, call: Call, record: RequestRecord, arrival_s: float) -> Self:
-        """Queue all requests of a call, or none. EngineDeadError if there is no engine any more."""
+        """Queue all requests of a call, or none. EngineDeadError if there is no engine any more.
+
+        ApiError 429 or 400 if their tokens are too many to wait.
+        """
         kind: OutputKind = "delta" if call.body.stream else "final"
         streams: list[RequestStream] = []
         try:
-            for request in call.requests:
-                stream = await service.client.add(request, external_id=call.id, arrival_s=arrival_s, kind=kind)
-                streams.append(stream)
+            with service.hold_tokens(call.requests):
+                for request in call.requests:
+                    stream = await service.client.add(request, external_id=call.id, arrival_s=arrival_s, kind=kind)
+                    streams.append(stream)
         except BaseException:
             for stream in streams:
                 stream.abort()
