@@ -1,4 +1,4 @@
-"""What the scheduler does per request and step, counted at two sizes: it must not grow with what a step need not touch."""
+"""Work of the scheduler per request and step, counted at two sizes: it grows no faster than what has to be done."""
 
 import tracemalloc
 from collections.abc import Iterator
@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 
+from quire.core.beam_search_params import BeamSearchParams
 from quire.core.sequence import Request
 from quire.core.token_ids import TokenIds
+from support.counted_calls import CountedCalls
 from support.scheduling import Harness
+
+SHORT, LONG = 40, 4000  # tokens of a prompt
 
 
 class CountedList(list[Request]):
@@ -21,7 +25,7 @@ class CountedList(list[Request]):
             self.num_visited += 1
             yield request
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 (an index or a slice)
         self.num_visited += 1
         return super().__getitem__(index)
 
@@ -68,3 +72,35 @@ def test_rows_of_a_fork_share_the_prompt_with_the_plan(num_tokens: int) -> None:
     assert all(isinstance(new.token_ids, TokenIds) and new.token_ids.prompt is prompt for new in plan.new_rows)
     assert not any(new.token_ids.output for new in plan.new_rows if isinstance(new.token_ids, TokenIds))
     harness.execute(plan)
+
+
+def calls_of_steps(harness: Harness, num_steps: int) -> list[int]:
+    """Return the calls that each step makes apart from the executor's."""
+    counts = []
+    for _ in range(num_steps):
+        with CountedCalls() as calls:
+            plan = harness.scheduler.schedule()
+        harness.executor.submit(plan)
+        result = harness.executor.collect()
+        with calls:
+            harness.scheduler.update(plan, result)
+        counts.append(calls.count)
+    return counts
+
+
+def test_fork_of_many_branches_makes_no_calls_per_block_of_the_prompt() -> None:
+    counts = []
+    for num_tokens in (SHORT, LONG):
+        harness = Harness(num_blocks=3000, max_num_seqs=64, budget=4096)
+        harness.add(num_tokens, n=64, max_tokens=4, ignore_eos=True)
+        counts.append(calls_of_steps(harness, 1)[0])
+    assert counts[1] < counts[0] + LONG, f"{counts}: four for each block of the prompt, once for all branches"
+
+
+def test_step_of_a_wide_beam_search_makes_no_calls_per_block_of_the_prompt() -> None:
+    counts = []
+    for num_tokens in (SHORT, LONG):
+        harness = Harness(num_blocks=3000, max_num_seqs=16, budget=4096, caching=True)
+        harness.add_beams(num_tokens, BeamSearchParams(16, 12, ignore_eos=True))
+        counts.append(max(calls_of_steps(harness, 8)[2:]))
+    assert counts[1] < 1.5 * counts[0], counts

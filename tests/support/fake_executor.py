@@ -152,7 +152,7 @@ class FakeExecutor:
         for new in plan.new_rows:
             self._rows[new.row] = new
             self._tokens[new.row] = list(new.token_ids)
-            self._tables[new.row] = list(new.block_ids)
+            self._tables[new.row] = list(map(int, new.block_ids))
         for row, column, block in zip(plan.table_rows, plan.table_columns, plan.table_blocks, strict=True):
             table = self._tables[row]
             table.extend([NULL_BLOCK] * (column + 1 - len(table)))
@@ -161,7 +161,7 @@ class FakeExecutor:
     def _fork(self, fork: RowFork) -> None:
         known = [*self._tokens[fork.source][: fork.num_tokens], fork.token_id]
         if fork.row != fork.source:
-            self._tables[fork.row] = list(fork.block_ids)
+            self._tables[fork.row] = list(map(int, fork.block_ids))
         self._tokens[fork.row] = known
 
     def _candidates(self, row: int) -> TokenLogprobs | None:

@@ -7,7 +7,7 @@ How much a sequence reserves is the caller's matter (`quire.scheduling.reservati
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -79,7 +79,7 @@ class ContiguousManager(KVCacheManager):
         """Return how many sequences could reserve so many tokens each, now or if nothing else were here."""
         return self._runs.num_runs(self.blocks_for(num_tokens), when_empty=when_empty)
 
-    def refork(self, parent_id: int, child_id: int, token_ids: list[int] | None = None) -> None:
+    def refork(self, parent_id: int, child_id: int, token_ids: Sequence[int] | None = None) -> None:
         """End a sequence and begin it again as a fork of another, in another chunk."""
         self.free(child_id)
         self.fork(parent_id, child_id, token_ids)

@@ -151,7 +151,7 @@ class KVCacheManager:
         child = self._tables[child_id] = parent.fork()
         self._prefixes.fork(parent, child, token_ids)
 
-    def refork(self, parent_id: int, child_id: int, token_ids: list[int] | None = None) -> None:
+    def refork(self, parent_id: int, child_id: int, token_ids: Sequence[int] | None = None) -> None:
         """End a sequence and begin it again as a fork of another: `free`, then `fork`, but findable by nobody.
 
         Costs what the two tables differ in: a beam that is replaced by another of the same prompt, a few columns.

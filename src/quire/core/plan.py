@@ -2,18 +2,22 @@
 
 A plan carries changes, not the world. The worker keeps one row per running sequence: its tokens, its block table and
 its sampling parameters. A plan fills rows, sets block table entries, and says which rows advance by how many
-tokens. Both are plain data: integers, lists and small records, ready to be sent over a wire.
+tokens. Both are plain data: integers, lists, arrays and small records, ready to be sent over a wire.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 from msgspec import Struct, field
+from numpy.typing import NDArray
 
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.outputs import TokenLogprobs
 from quire.core.sampling_params import SamplingParams
+
+BlockIds = list[int] | NDArray[np.int64]  # of a whole table: thousands, so an array
 
 
 class BlockCopy(NamedTuple):
@@ -33,7 +37,7 @@ class NewRow:
     row: int
     token_ids: Sequence[int]                           # all known tokens: TokenIds, whose prompt is not a copy
     num_prompt_tokens: int
-    block_ids: list[int]                               # its block table when the plan was made
+    block_ids: BlockIds                                # its block table when the plan was made
     params: SamplingParams
     seed: int                                          # of this branch
     eos_token_ids: frozenset[int] = frozenset()        # tokens that min_tokens forbids, besides params.stop_token_ids
@@ -51,7 +55,7 @@ class RowFork(NamedTuple):
     source: int
     num_tokens: int
     token_id: int
-    block_ids: list[int]
+    block_ids: BlockIds
 
 
 class StepPlan(Struct, frozen=True):

@@ -171,16 +171,17 @@ class BeamSearches:
         return []
 
     def _fork(self, request: Request, placed: list[tuple[int, Continuation]]) -> None:
-        """Give the survivors their tokens and tables. Losers leave first; who grows, grows in a later step."""
+        """Give the survivors their tokens and tables: one that replaces a loser takes over what the two do not share.
+
+        No block is allocated: sequences grow in a later step.
+        """
         cache, live = self._cache, request.live
         moved = [(live[index], live[each.beam], each) for index, each in placed if index != each.beam]
-        for child, _, _ in moved:
-            cache.free(child.seq_id)                    # what a loser had is not worth being found again
         for child, parent, each in moved:
             child.token_ids = parent.token_ids.fork()
             child.num_computed_tokens = parent.num_computed_tokens
-            cache.fork(parent.seq_id, child.seq_id, child.token_ids)
-            blocks = cache.block_ids(child.seq_id)
+            cache.refork(parent.seq_id, child.seq_id, child.token_ids)
+            blocks = cache.block_array(child.seq_id)
             self._row_forks.append(RowFork(child.row, parent.row, child.num_tokens, each.token_id, blocks))
         for index, each in placed:
             if index == each.beam:

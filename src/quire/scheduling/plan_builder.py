@@ -3,7 +3,7 @@
 from typing import Any
 
 from quire.cache.block_table import TableUpdate
-from quire.core.plan import BlockCopy, NewRow, StepPlan
+from quire.core.plan import BlockCopy, BlockIds, NewRow, StepPlan
 from quire.core.sequence import Request, Sequence
 
 
@@ -28,7 +28,7 @@ class PlanBuilder:
         self.swapped_out: list[Request] = []
 
     def begin_row(
-        self, request: Request, sequence: Sequence, block_ids: list[int], copy: BlockCopy | None = None
+        self, request: Request, sequence: Sequence, block_ids: BlockIds, copy: BlockCopy | None = None
     ) -> None:
         """Tell the worker about a sequence that has just been given a row, and of the copy that it begins with."""
         if copy is not None:

@@ -226,7 +226,7 @@ class Planner:
         self.step.plan.swap_ins.extend(self._roster.swap_in(request))
         for sequence in request.live:
             if sequence.row != NO_ROW:
-                self.step.begin_row(request, sequence, self._cache.block_ids(sequence.seq_id))
+                self.step.begin_row(request, sequence, self._cache.block_array(sequence.seq_id))
         used = self._advance_gang(request, budget)
         self._entrance.promise(request)
         return used
@@ -264,13 +264,13 @@ class Planner:
         )  # fmt: skip
         sequence.num_computed_tokens = self._cache.num_tokens(sequence.seq_id)
         request.num_recomputed_tokens += self._recovery.note_return(sequence, sequence.num_computed_tokens)
-        self.step.begin_row(request, sequence, self._cache.block_ids(sequence.seq_id), copy)
+        self.step.begin_row(request, sequence, self._cache.block_array(sequence.seq_id), copy)
 
     def _fork(self, request: Request, first: Sequence, other: Sequence) -> None:
         """Let `other` share all blocks of `first`, and draw its first token from the same logits if it has none."""
         self._roster.give_row(other)
         self._cache.fork(first.seq_id, other.seq_id, other.token_ids)
-        self.step.begin_row(request, other, self._cache.block_ids(other.seq_id))
+        self.step.begin_row(request, other, self._cache.block_array(other.seq_id))
         self.step.forked.append(other)
         if other.num_output_tokens == 0 and request.beam is None:
             self.step.sample(request, other)
