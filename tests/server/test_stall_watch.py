@@ -10,6 +10,9 @@ from support.stopping import stopped
 
 BODY = {"prompt": "def f(", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+PREFIX = {"prompt": "def f("}
+
 
 def wait_for_health(server: ServerProcess, status: int) -> dict[str, Any]:
     wait_until(lambda: server.get("/health").status_code == status)
@@ -29,6 +32,11 @@ def test_engine_that_is_stopped_is_unwell_until_it_goes_on() -> None:
             assert (error["type"], error["code"]) == ("server_error", "engine_unhealthy")
             assert "stall_limit" in error["message"]
             wait_until(lambda: "made no progress for 1 seconds" in server.log)
+            for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT), ("/v1/prefixes", PREFIX)):
+                refused = server.post(path, body)  # at once: the engine does not come any further until we have it
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unhealthy")
+                assert int(refused.headers["retry-after"]) >= 1
+            assert server.get("/metrics").status_code == 200
         wait_for_health(server, 200)
         asking.join()
         first, second = (answer.json()["choices"][0]["text"] for answer in answers)

@@ -1,6 +1,7 @@
 """The step loop: schedule, execute, update (Yu et al. 2022)."""
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ class Engine:
     def __init__(self, scheduler: Scheduler, executor: Executor, *, overlaps: bool = False) -> None:
         self.scheduler = scheduler
         self.num_computed_tokens = 0        # by the last step
+        self.note_plan: Callable[[StepPlan], None] = lambda plan: None  # called with each plan that is about to run
         self._isolation = Isolation(scheduler)
         self._suspects: list[int] = []      # requests that answer for the last step, if it failed
         self._is_certain = False            # it failed while the only suspect was planned or recorded
@@ -73,6 +75,7 @@ class Engine:
         return self._overlaps and not self._isolation.is_active
 
     def _submit(self, plan: StepPlan) -> None:
+        self.note_plan(plan)
         self._executor.submit(plan)
         self._in_flight.append(plan)
 

@@ -23,16 +23,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame, read_frame
 from quire.core.outputs import KVStats
 from quire.engine import wire
 from quire.engine.engine import Engine
+from quire.engine.pace import LayerCost, Pace
 from quire.engine.pulse import Pulse
 from quire.engine.wire import EngineState, Report
+from quire.model.footprint import num_layer_weights
 from quire.model.resolve import resolve_model
+
+if TYPE_CHECKING:
+    from quire.engine.assembly import AssembledEngine
 
 log = logging.getLogger(__name__)
 
@@ -207,10 +212,20 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     gc.freeze()  # else a full collection looks through all of torch: 75 ms in the middle of a step
     gc.enable()
     connection.send(assembled.ready)
-    progress = assembled.model.progress
-    pulse = Pulse(lambda: int(progress[0]), lambda: connection.send(wire.Alive()))
+    pulse = _pulse_of(assembled, lambda: connection.send(wire.Alive()))
     pulse.start()
     EngineLoop(assembled.engine, commands, connection.send, pulse).run()
+
+
+def _pulse_of(assembled: "AssembledEngine", beat: Callable[[], None]) -> Pulse:
+    """Return the pulse of a model. On a GPU layers are counted when they are launched, so their pace tells nothing."""
+    progress, spec = assembled.model.progress, assembled.model.spec
+    if assembled.model.device.type != "cpu":
+        return Pulse(lambda: int(progress[0]), beat)
+    per_token, per_pair = 2.0 * num_layer_weights(spec) / spec.num_layers, 4.0 * spec.num_heads * spec.head_dim
+    pace = Pace(LayerCost(per_token, per_pair), os.cpu_count() or 1, time.monotonic)
+    assembled.engine.note_plan = pace.expect
+    return Pulse(lambda: int(progress[0]), beat, pace.is_in_time)
 
 
 if __name__ == "__main__":

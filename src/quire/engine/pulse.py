@@ -8,13 +8,19 @@ PULSE_S = 0.25
 
 
 class Pulse:
-    """A thread that says, while the engine works, that the model has come further since the last look.
+    """A thread that reports, while the engine works, that the model advances or that its layer is not late yet.
 
-    It says nothing when the work stands still, whatever the reason, and sleeps without waking while there is no work.
+    It reports nothing when the work stands still, whatever the reason, and sleeps without waking while there is no
+    work. `progress` counts layers; `is_in_time` takes the count and decides (see quire.engine.pace). By default
+    progress since the last look decides alone.
     """
 
-    def __init__(self, progress: Callable[[], int], beat: Callable[[], None]) -> None:
+    def __init__(
+        self, progress: Callable[[], int], beat: Callable[[], None], is_in_time: Callable[[int], bool] | None = None
+    ) -> None:
         self._progress, self._beat = progress, beat
+        self._is_in_time = is_in_time or self._has_advanced
+        self._last = progress()
         self._is_working = threading.Event()
 
     def start(self) -> None:
@@ -30,10 +36,11 @@ class Pulse:
         self._is_working.clear()
 
     def _run(self) -> None:
-        last = self._progress()
         while self._is_working.wait():
             time.sleep(PULSE_S)
-            now = self._progress()
-            if now != last:
+            if self._is_in_time(self._progress()):
                 self._beat()
-            last = now
+
+    def _has_advanced(self, num_layers: int) -> bool:
+        last, self._last = self._last, num_layers
+        return num_layers != last

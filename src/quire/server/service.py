@@ -16,6 +16,7 @@ from quire.engine.input_processor import PreparedRequest
 from quire.server.errors import (
     ApiError,
     as_api_error,
+    engine_unhealthy,
     invalid,
     overloaded,
     shutting_down,
@@ -83,8 +84,20 @@ class Service:
         threads = self.threads if num_chars <= LONG_CHARS else self.long_thread
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
+    def check_engine(self) -> None:
+        """Raise ApiError 503 when the engine is dead or stalled, or a task that serves it has ended."""
+        if not self.client.is_alive:
+            raise engine_unhealthy("the engine process has ended")
+        for task in self.vital:
+            if task.done():
+                raise engine_unhealthy(f"the server's {task.get_name()} has ended")
+        limit_s = self.options.stall_limit
+        if self.client.stalled_s > limit_s:
+            message = f"the engine has work and made no progress for more than {limit_s:g} s (stall_limit)"
+            raise engine_unhealthy(message)
+
     def check_room(self, num_requests: int) -> None:
-        """Raise ApiError 503 while shutting down, 429 when the queue has no places for so many requests more.
+        """Raise ApiError 503 while shutting down or without an engine that works, 429 if the queue has no such room.
 
         Beyond the queue's bound, so many are let in as there are free seats while nobody waits: a burst shall not be
         turned away from an idle engine.
@@ -92,6 +105,11 @@ class Service:
         if self.is_draining:
             self.metrics.refused("shutting_down")
             raise shutting_down()
+        try:
+            self.check_engine()
+        except ApiError as error:
+            self.metrics.failed(str(error.code))
+            raise
         limit, num_queued = self.options.max_queued_requests, self.num_preparing + self.client.num_queued
         if num_queued + num_requests > limit + self.client.num_free_seats:
             self.metrics.refused("server_overloaded")

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from quire.core.version import __version__
-from quire.server.errors import engine_unhealthy, shutting_down
+from quire.server.errors import shutting_down
 from quire.server.service import Service
 
 router = APIRouter(tags=["system"])
@@ -13,7 +13,7 @@ router = APIRouter(tags=["system"])
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Answer 200 while the engine rests or gets on with its work, 503 when it is dead or stands still."""
-    _check_engine(request.app.state.service)
+    request.app.state.service.check_engine()
     return JSONResponse({})
 
 
@@ -21,7 +21,7 @@ async def health(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """Answer 200 while new requests are taken."""
     service: Service = request.app.state.service
-    _check_engine(service)
+    service.check_engine()
     if service.is_draining:
         raise shutting_down()
     return JSONResponse({})
@@ -39,14 +39,3 @@ async def metrics(request: Request) -> Response:
     service: Service = request.app.state.service
     page, content_type = service.metrics.exposition(service.client.num_queued)
     return Response(page, headers={"Content-Type": content_type})
-
-
-def _check_engine(service: Service) -> None:
-    if not service.client.is_alive:
-        raise engine_unhealthy("the engine process has ended")
-    for task in service.vital:
-        if task.done():
-            raise engine_unhealthy(f"the server's {task.get_name()} has ended")
-    limit_s = service.options.stall_limit
-    if service.client.stalled_s > limit_s:
-        raise engine_unhealthy(f"the engine has work and made no progress for more than {limit_s:g} s (stall_limit)")

@@ -1,0 +1,59 @@
+"""Pace of a forward pass: the time that the layer under way may take before it counts as stalled.
+
+The model reports progress after each layer, and a layer of a long prompt may take longer than the server's stall limit.
+Its work is known from the plan, so its time is estimated: by the rate of the layers before, or, while none has been
+measured, by a rate that every CPU reaches. A layer that takes PATIENCE times the estimate is late.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.core.plan import StepPlan
+
+PATIENCE = 5.0
+FLOOR_FLOPS_PER_S = 2e9     # of one thread, before a rate is known; AVX2 reaches 20 times as much
+MIN_MEASURED_S = 0.5        # shorter times say nothing about long layers: the pulse looks four times a second
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Floating-point operations of one layer: for each token, and for each pair of a token and one in its context."""
+
+    per_token: float
+    per_pair: float
+
+    def of(self, plan: StepPlan) -> float:
+        """Return the operations of one layer for a step."""
+        num_pairs = sum(count * (start + count) for start, count in zip(plan.starts, plan.counts, strict=True))
+        return self.per_token * sum(plan.counts) + self.per_pair * num_pairs
+
+
+class Pace:
+    """Decides at each look whether the model has advanced or may still be at work on its layer.
+
+    `expect` is called by the thread that steps, the rest by the one that looks. `clock` returns seconds.
+    """
+
+    def __init__(self, cost: LayerCost, num_threads: int, clock: Callable[[], float]) -> None:
+        self._cost, self._clock = cost, clock
+        self._rate: float | None = None                     # operations per second, measured
+        self._floor = FLOOR_FLOPS_PER_S * num_threads
+        self._plan = StepPlan()
+        self._num_layers, self._since_s = 0, clock()        # run so far, and when the last one was seen to end
+
+    def expect(self, plan: StepPlan) -> None:
+        """Begin a step: from now on its first layer is under way."""
+        self._plan, self._since_s = plan, self._clock()
+
+    def is_in_time(self, num_layers: int) -> bool:
+        """Return whether layers have ended since the last look, of `num_layers` run so far, or the next is not late."""
+        now_s, work = self._clock(), self._cost.of(self._plan)
+        num_new, passed_s = num_layers - self._num_layers, now_s - self._since_s
+        if num_new > 0:
+            if passed_s >= MIN_MEASURED_S:
+                self._rate = num_new * work / passed_s
+            self._num_layers, self._since_s = num_layers, now_s
+            return True
+        if self._rate is None:
+            return passed_s <= work / self._floor
+        return passed_s <= PATIENCE * work / self._rate

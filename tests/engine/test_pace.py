@@ -1,0 +1,79 @@
+"""A layer that takes long is in time as long as its work explains that."""
+
+import pytest
+
+from quire.core.plan import StepPlan
+from quire.engine.pace import FLOOR_FLOPS_PER_S, MIN_MEASURED_S, PATIENCE, LayerCost, Pace
+
+COST = LayerCost(per_token=1e6, per_pair=1e3)
+LONG = StepPlan(starts=[0], counts=[16_000])
+SHORT = StepPlan(starts=[16_000], counts=[1])
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_cost_counts_tokens_and_pairs() -> None:
+    assert COST.of(StepPlan(starts=[0, 10], counts=[4, 1])) == 5 * 1e6 + (4 * 4 + 11) * 1e3
+
+
+def test_first_layer_of_a_long_step_may_take_what_any_cpu_takes(clock: Clock) -> None:
+    pace = Pace(COST, 1, clock)
+    longest_s = COST.of(LONG) / FLOOR_FLOPS_PER_S
+    assert longest_s > 60, "much longer than a stall limit of a second"
+    pace.expect(LONG)
+    clock.now_s += longest_s * 0.99
+    assert pace.is_in_time(0)
+    clock.now_s += longest_s * 0.02
+    assert not pace.is_in_time(0)
+
+
+def test_layers_set_the_pace_for_those_after_them(clock: Clock) -> None:
+    pace = Pace(COST, 1, clock)
+    pace.expect(LONG)
+    for layer in range(1, 4):
+        clock.now_s += 2.5
+        assert pace.is_in_time(layer)
+    clock.now_s += 2.5 * PATIENCE * 0.99
+    assert pace.is_in_time(3), "slower than before, and not late yet"
+    clock.now_s += 2.5 * PATIENCE * 0.02
+    assert not pace.is_in_time(3)
+    assert pace.is_in_time(4)
+
+
+def test_short_step_that_hangs_is_late_at_once(clock: Clock) -> None:
+    pace = Pace(COST, 1, clock)
+    pace.expect(LONG)
+    clock.now_s += 2.5
+    assert pace.is_in_time(1)
+    pace.expect(SHORT)
+    clock.now_s += 0.25
+    assert not pace.is_in_time(1)
+
+
+def test_layers_too_short_to_be_measured_leave_the_rate_alone(clock: Clock) -> None:
+    pace = Pace(COST, 1, clock)
+    pace.expect(SHORT)
+    clock.now_s += MIN_MEASURED_S / 2
+    assert pace.is_in_time(10**6)
+    pace.expect(LONG)
+    clock.now_s += COST.of(LONG) / FLOOR_FLOPS_PER_S / 2
+    assert pace.is_in_time(10**6), "still by the rate that every CPU reaches"
+
+
+def test_nothing_is_expected_without_a_plan(clock: Clock) -> None:
+    pace = Pace(COST, 8, clock)
+    clock.now_s += 1
+    assert not pace.is_in_time(0)
