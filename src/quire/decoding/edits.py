@@ -16,7 +16,9 @@ from quire.decoding.samples import Samples
 from quire.decoding.state import ALLOWED, BAD_WORDS, BIAS, MIN_TOKENS, NAMING, PENALTIES
 from quire.kernels.penalties import Penalties
 from quire.kernels.sampling import SamplingOps
+from quire.kernels.upload import upload
 
+FEW_TOKENS = 64
 Places = tuple[Tensor, Tensor]  # sample and token id of each place, both int64 [num_places], on the logits' device
 
 
@@ -37,8 +39,12 @@ def apply_edits(samples: Samples, logits: Tensor, ops: SamplingOps) -> None:
 def _places(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> Places:
     """Return where in `logits` the ids of each sample stand."""
     samples = np.repeat(np.fromiter(ids, dtype=np.int64, count=len(ids)), [len(tokens) for tokens in ids.values()])
-    tokens = np.concatenate(list(ids.values()))
-    return torch.from_numpy(samples).to(logits.device), torch.from_numpy(tokens).to(logits.device)
+    return upload(samples, logits.device), upload(np.concatenate(list(ids.values())), logits.device)
+
+
+def _rows(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> Tensor:
+    """Return the samples that ids are given for, int64 [len(ids)]."""
+    return upload(np.fromiter(ids, dtype=np.int64, count=len(ids)), logits.device)
 
 
 def _keep_allowed(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> None:
@@ -47,22 +53,26 @@ def _keep_allowed(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> None:
         return
     places = _places(logits, ids)
     kept = logits[places]
-    logits[list(ids)] = -torch.inf
+    logits.index_fill_(0, _rows(logits, ids), -torch.inf)
     logits[places] = kept
 
 
 def _forbid(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> None:
     """Forbid the ids given, except in samples that would have nothing left."""
+    ids = {sample: tokens for sample, tokens in ids.items() if tokens.size}
     if not ids:
         return
-    samples, tokens = places = _places(logits, ids)
+    places = _places(logits, ids)
     before = logits[places]
     logits[places] = -torch.inf
-    is_empty = logits[list(ids)].amax(dim=1) == -torch.inf  # [len(ids)]
+    rows = _rows(logits, ids)
+    if logits.device.type == "cpu":  # most rows need no look at all of their logits; a GPU would have to be waited for
+        rows = rows[logits[:, :FEW_TOKENS][rows].amax(dim=1) == -torch.inf]
+        if not len(rows):
+            return
     gives_way = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-    gives_way[list(ids)] = is_empty
-    back = gives_way[samples]
-    logits[samples[back], tokens[back]] = before[back]
+    gives_way[rows] = logits[rows].amax(dim=1) == -torch.inf
+    logits[places] = torch.where(gives_way[places[0]], before, -torch.inf)
 
 
 def _add_bias(logits: Tensor, ids: dict[int, NDArray[np.int64]], values: Sequence[NDArray[np.float32]]) -> None:
@@ -70,7 +80,7 @@ def _add_bias(logits: Tensor, ids: dict[int, NDArray[np.int64]], values: Sequenc
     if not ids:
         return
     places = _places(logits, ids)
-    logits[places] = logits[places] + torch.from_numpy(np.concatenate(values)).to(logits.device)
+    logits[places] = logits[places] + upload(np.concatenate(values), logits.device)
 
 
 def _penalize(samples: Samples, logits: Tensor, ops: SamplingOps) -> None:

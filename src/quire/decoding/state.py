@@ -60,7 +60,7 @@ class TokenLists:
     bad_words: BadWords
 
     @classmethod
-    def of(cls, new: NewRow) -> "TokenLists":
+    def of(cls, new: NewRow, bad_words: BadWords) -> "TokenLists":
         """Collect what `new` names; lists that were not given are empty."""
         bias = new.params.logit_bias or {}
         return cls(
@@ -68,7 +68,7 @@ class TokenLists:
             early_stop_ids=_ids(new.eos_token_ids.union(new.params.stop_token_ids or ())),
             bias_ids=_ids(bias),
             bias_values=np.fromiter(bias.values(), dtype=np.float32, count=len(bias)),
-            bad_words=BadWords(new.bad_words_token_ids),
+            bad_words=bad_words,
         )
 
 
@@ -84,13 +84,19 @@ class SamplingState:
         self.features = np.zeros(max_rows, dtype=np.uint32)
         self.settings = np.zeros(max_rows, dtype=ROW_DTYPE)
         self.lists: list[TokenLists | None] = [None] * max_rows
+        self._latest = (), BadWords(())  # the branches of a request come one after the other, with the same words
 
     def set(self, new: NewRow) -> None:
         """Begin row `new.row`. Every token id that it names has been checked against the vocabulary."""
         features = _features(new)
         self.features[new.row] = features
         self.settings[new.row] = _settings(new, self.vocab_size)
-        self.lists[new.row] = TokenLists.of(new) if features & NAMING else None
+        self.lists[new.row] = TokenLists.of(new, self._bad_words(new)) if features & NAMING else None
+
+    def _bad_words(self, new: NewRow) -> BadWords:
+        if new.bad_words_token_ids is not self._latest[0]:
+            self._latest = new.bad_words_token_ids, BadWords(new.bad_words_token_ids)
+        return self._latest[1]
 
     def token_lists(self, row: int) -> TokenLists:
         """Return the lists of a row that has some."""

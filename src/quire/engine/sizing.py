@@ -57,7 +57,7 @@ def table_positions(
 
 
 def _longest(options: EngineOptions, limits: ModelLimits) -> int:
-    """Return the longest sequence that is asked for, or the model's default. ConfigError if the model has no such one."""
+    """Return the longest sequence asked for, or the model's default. ConfigError for one beyond the model's longest."""
     if options.max_model_len is not None and options.max_model_len > limits.max_position_embeddings:
         raise ConfigError(
             f"max_model_len is {options.max_model_len}, but the model has only "

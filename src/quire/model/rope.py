@@ -1,7 +1,7 @@
 """Rotary frequencies as a config asks for them, in the spelling of transformers 5 (`rope_parameters`) or the older one.
 
 All is read and checked here, without torch; `frequencies.py` computes. A scaling also says how long a sequence may be,
-as in vLLM: the original length times its factor (linear, dynamic, yarn); llama3 configs state the scaled length already.
+as in vLLM: the original length times its factor (linear, dynamic, yarn); llama3 configs state the scaled length.
 """
 
 import math

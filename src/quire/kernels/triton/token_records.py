@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.kernels.penalties import Penalties
 from quire.kernels.ranking import TopLogprobs, empty, order_keys
+from quire.kernels.upload import upload
 
 ROWS_AT_ONCE = 32  # 32 x 150,000 tokens x 8 bytes are 38 MB
 
@@ -21,8 +22,8 @@ def top_logprobs(
     answer, device = empty(counts), logits.device
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         end = begin + ROWS_AT_ONCE
-        some = logits[torch.from_numpy(rows[begin:end]).to(device)]
-        own = torch.from_numpy(tokens[begin:end]).to(device)[:, None]
+        some = logits[upload(rows[begin:end], device)]
+        own = upload(tokens[begin:end], device)[:, None]
         count = int(counts[begin:end].max(initial=0))
         keys = order_keys(some)
         ids = torch.cat([own, keys.topk(count, dim=1).indices], dim=1)
@@ -46,15 +47,15 @@ def penalize(logits: Tensor, penalties: Penalties) -> None:
         is_output = np.concatenate(
             [np.arange(end) >= first for end, first in zip(ends, num_prompt_tokens[chosen], strict=True)]
         )
-        places = torch.from_numpy(owners * vocab_size + np.concatenate(known)).to(device)
-        flags = torch.from_numpy(is_output.astype(np.int32)).to(device)
+        places = upload(owners * vocab_size + np.concatenate(known), device)
+        flags = upload(is_output.astype(np.int32), device)
         times = torch.zeros(len(known) * vocab_size, dtype=torch.int32, device=device)
         is_known = torch.zeros(len(known) * vocab_size, dtype=torch.bool, device=device)
         times.index_add_(0, places, flags)
         is_known[places] = True
         times, is_known = times.view(len(known), -1), is_known.view(len(known), -1)
-        rows = torch.from_numpy(logit_rows[chosen]).to(device)
-        by_row = (torch.from_numpy(x[chosen].copy()).to(device)[:, None] for x in (repetition, frequency, presence))
+        rows = upload(logit_rows[chosen], device)
+        by_row = (upload(x[chosen].copy(), device)[:, None] for x in (repetition, frequency, presence))
         factor, per_time, once = by_row
         some = logits[rows]
         repeated = torch.where(some > 0, some / factor, some * factor)
