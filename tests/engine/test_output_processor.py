@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import Admission, FinishReason, RequestOutput, SequenceDelta, TokenLogprobs
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
@@ -307,7 +308,7 @@ def test_prompt_logprobs_have_nothing_for_the_first_token(tokenizer: Tokenizer) 
     processor = start(tokenizer, prompt_logprobs=2, n=2)
     (output,) = outputs_of(processor, processor.process([SequenceDelta(7, 1, [4])], ARRIVAL_S))
     assert output.prompt_logprobs is None, "they ride on branch 0"
-    delta = SequenceDelta(7, 0, [4], prompt_logprobs=[logprobs_of(token) for token in (11, 12)])
+    delta = SequenceDelta(7, 0, [4], prompt_logprobs=LogprobTable.of(map(logprobs_of, (11, 12))))
     (output,) = outputs_of(processor, processor.process([delta], ARRIVAL_S))
     assert output.prompt_logprobs is not None
     first, *others = output.prompt_logprobs

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quire.engine.stop_strings import StopStringFinder, border_lengths
+from quire.engine.stop_matcher import StopMatcher
+from quire.engine.stop_strings import StopStringFinder
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
 PIECES = st.lists(st.tuples(st.text("abc", max_size=6), st.booleans()), max_size=12)
@@ -12,7 +13,7 @@ PIECES = st.lists(st.tuples(st.text("abc", max_size=6), st.booleans()), max_size
 
 def feed_all(pieces: list[str], stops: list[str], include: bool = False) -> tuple[str, str | None]:
     """Return the text up to its end, and the stop string that ended it."""
-    finder = StopStringFinder(stops, include=include)
+    finder = StopStringFinder(StopMatcher(stops), include=include)
     text = ""
     for piece in pieces:
         certain, stop = finder.feed(piece)
@@ -43,7 +44,7 @@ def test_cut_equals_a_plain_search_and_nothing_leaks(
     pieces: list[tuple[str, bool]], stops: list[str], include: bool
 ) -> None:
     expected, expected_stop = oracle(pieces, stops, include)
-    finder = StopStringFinder(stops, include=include)
+    finder = StopStringFinder(StopMatcher(stops), include=include)
     seen, given_out, stop = "", "", None
     for piece, may_stop in pieces:
         certain, stop = finder.feed(piece, may_stop=may_stop)
@@ -77,7 +78,7 @@ def test_longer_of_two_that_end_together_wins() -> None:
 
 
 def test_beginning_of_a_stop_string_is_held_back_and_released() -> None:
-    finder = StopStringFinder(["###"], include=False)
+    finder = StopStringFinder(StopMatcher(["###"]), include=False)
     assert finder.feed("a ##") == ("a ", None)
     assert finder.feed("b #") == ("##b ", None)
     assert finder.flush() == "#"
@@ -85,13 +86,13 @@ def test_beginning_of_a_stop_string_is_held_back_and_released() -> None:
 
 
 def test_nothing_is_held_back_when_the_stop_string_stays_in_the_text() -> None:
-    finder = StopStringFinder(["###"], include=True)
+    finder = StopStringFinder(StopMatcher(["###"]), include=True)
     assert finder.feed("a ##") == ("a ##", None)
     assert finder.feed("# b") == ("#", "###")
 
 
 def test_stop_string_counts_from_the_piece_that_completes_it() -> None:
-    finder = StopStringFinder(["ab"], include=False)
+    finder = StopStringFinder(StopMatcher(["ab"]), include=False)
     assert finder.feed("ab a", may_stop=False) == ("ab ", None)
     assert finder.feed("b") == ("", "ab")
 
@@ -99,6 +100,32 @@ def test_stop_string_counts_from_the_piece_that_completes_it() -> None:
 def test_same_stop_string_twice_and_longer_than_the_text() -> None:
     assert feed_all(["xab"], ["ab", "ab"]) == ("x", "ab")
     assert feed_all(["ab"], ["ab" * 1000]) == ("ab", None)
+
+
+def test_branches_share_what_has_been_computed() -> None:
+    matcher = StopMatcher(["the end", "then", "hen house"])
+    first, second = (StopStringFinder(matcher, include=False) for _ in range(2))
+    assert first.feed("see the") == ("see ", None)
+    assert second.feed("a hen h") == ("a ", None)
+    assert first.feed("n") == ("", "then")
+    assert second.feed("ouse") == ("", "hen house")
+
+
+def test_64_stop_strings_cost_as_many_looks_as_one() -> None:
+    class CountedStr(str):
+        looks = 0
+
+        def __getitem__(self, key):  # noqa: ANN001, ANN204
+            CountedStr.looks += 1
+            return super().__getitem__(key)
+
+    matcher = StopMatcher([CountedStr("t" + "e" * 900 + f"{number:02}") for number in range(64)])
+    text = "t" + "e" * 899 + "tee"
+    finder = StopStringFinder(matcher, include=False)
+    CountedStr.looks = 0
+    for char in text * 4:
+        finder.feed(char)
+    assert CountedStr.looks <= 4 * len(text) * 4
 
 
 def test_hostile_stop_string_costs_one_look_per_character() -> None:
@@ -110,15 +137,13 @@ def test_hostile_stop_string_costs_one_look_per_character() -> None:
             return super().__getitem__(key)
 
     stop, text = CountedStr("a" * 2000 + "b"), "a" * 20_000
-    finder = StopStringFinder([stop], include=False)
+    finder = StopStringFinder(StopMatcher([stop]), include=False)
     CountedStr.looks = 0
     for char in text:
         finder.feed(char)
     assert CountedStr.looks <= 4 * len(text)
 
 
-@given(st.text("ab", min_size=1, max_size=12))
-def test_border_lengths_by_definition(text: str) -> None:
-    for end, length in enumerate(border_lengths(text), start=1):
-        prefix = text[:end]
-        assert length == max(n for n in range(end) if prefix.startswith(prefix[end - n :]))
+def test_many_prefixes_of_each_other_need_no_recursion() -> None:
+    stops = ["a" * length + "b" for length in range(1, 1025)]
+    assert feed_all(["a" * 3000, "b"], stops) == ("a" * (3000 - 1024), stops[-1])

@@ -12,6 +12,7 @@ from quire.core.block_map import BlockEntry, BlockHolder, BlockMap, BlockOwner
 from quire.core.checks import MAX_INT
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.frames import LENGTH_BYTES, frame, read_frame
+from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import WAIT_REASONS, Admission, KVStats, SequenceDelta, TokenLogprobs
 from quire.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from quire.core.sequence import Request
@@ -114,13 +115,16 @@ logprobs = st.builds(
     st.lists(st.floats(max_value=0, allow_nan=False), max_size=5),
     st.lists(st.integers(1, MAX_INT), max_size=5),
 )
+candidates = st.tuples(st.integers(0, 2**31 - 1), st.floats(max_value=0, allow_nan=False), st.integers(1, 2**31 - 1))
+positions = st.lists(candidates, max_size=5).map(lambda found: tuple(map(list, zip(*found, strict=True))) or ([], [], []))
+tables = st.lists(positions, max_size=3).map(LogprobTable.of)
 deltas = st.builds(
     SequenceDelta,
     request_id=counts,
     index=counts,
     token_ids=token_ids,
     logprobs=st.none() | st.lists(logprobs, max_size=2),
-    prompt_logprobs=st.none() | st.lists(logprobs, max_size=2),
+    prompt_logprobs=st.none() | tables,
     finish_reason=st.sampled_from([None, "stop", "length", "abort"]),
     stop_reason=st.none() | counts,
     cumulative_logprob=st.none() | st.floats(allow_nan=False),

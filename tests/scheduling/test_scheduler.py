@@ -6,6 +6,7 @@ import pytest
 
 from quire.cache.block_table import TableUpdate
 from quire.core.errors import ContextLengthError, InvalidRequestError
+from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import TokenLogprobs
 from quire.core.plan import PromptLogprobsChunk, StepResult
 from quire.scheduling import entrance
@@ -238,8 +239,8 @@ def test_prompt_logprobs_that_come_again_are_not_taken_twice() -> None:
         chunk = PromptLogprobsChunk(plan.rows[0], start, scored[start - 1 : stop - 1])
         sampled = [9] * len(plan.sample_rows)
         deltas = harness.scheduler.update(plan, StepResult(sampled, prompt_logprobs=[chunk]))
-    assert request.prompt_logprobs == scored
-    assert [delta.prompt_logprobs for delta in deltas] == [scored], "they go out with the first token"
+    assert request.prompt_logprobs == LogprobTable.of(scored)
+    assert [delta.prompt_logprobs for delta in deltas] == [LogprobTable.of(scored)], "they go out with the first token"
 
 
 def test_abort_frees_everything_at_once() -> None:

@@ -5,6 +5,8 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
+from quire.core.logprob_table import LogprobTable
+
 FinishReason = Literal["stop", "length", "abort"]
 # What keeps a request waiting: no seats, no blocks, a step that is full, its own prefix being computed, swapped ones.
 WaitReason = Literal["max_num_seqs", "kv_blocks", "token_budget", "pending_prefix", "swapped_first"]
@@ -35,7 +37,7 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     index: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None  # of positions 1..P-1
+    prompt_logprobs: LogprobTable | None = None         # of positions 1..P-1
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     cumulative_logprob: float | None = None             # of a whole answer, where nobody asked for logprobs
@@ -77,6 +79,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    packed_logprobs: LogprobTable | None = field(default=None, repr=False)  # the server's form of `logprobs`
 
 
 @dataclass(slots=True)
@@ -131,6 +134,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+    packed_prompt_logprobs: LogprobTable | None = field(default=None, repr=False)  # of all but the first token
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from quire.core.beam_search_params import BeamSearchParams
-from quire.core.outputs import TokenLogprobs
+from quire.core.logprob_table import LogprobTable
 from quire.core.sampling_params import SamplingParams
 from quire.core.token_ids import TokenIds
 
@@ -75,7 +75,7 @@ class Request:
     owner: str = ""                   # label of who asked: see quire.core.owner_labels
     client_id: str = ""               # whose share it takes: "key:3", or the connection where there is no key
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of positions 1, 2, ... as far as computed
+    prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)  # of positions 1, 2, ... as far as computed
     turn: Turn = (0, 0)               # place in line, given by the scheduler at arrival; not the order of ids, which
                                       # were given by those who make requests and take their time to queue them
     num_preemptions: int = 0

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from quire.core.logprob_table import LogprobTable, Position
 from quire.core.outputs import CompletionOutput, FinishReason, Logprob, SequenceDelta, TokenLogprobs
 from quire.core.sampling_params import SamplingParams
+from quire.engine.stop_matcher import StopMatcher
 from quire.engine.stop_strings import StopStringFinder
 from quire.text.detokenizer import IncrementalDetokenizer, incremental_detokenizer
 from quire.text.tokenizer import Tokenizer
@@ -13,12 +15,14 @@ class BranchOutput:
     """One choice of a request, growing with each delta until it ends; what comes after its end is ignored.
 
     `tokenizer` is None where no text is wanted or possible. Text that may begin a stop string is not yet in `text`.
-    Read it by `snapshot` or by `take`, not by both.
+    Read it by `snapshot` or by `take`, not by both. `matcher` is that of the request's stop strings, shared by its
+    branches. With `packs_logprobs`, outputs have `packed_logprobs` instead of `logprobs`.
     """
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams
-    ) -> None:
+        self, index: int, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams,
+        matcher: StopMatcher | None = None, *, packs_logprobs: bool = False,
+    ) -> None:  # fmt: skip
         self.index = index
         self.finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
@@ -27,19 +31,24 @@ class BranchOutput:
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None:
             self._detokenizer = incremental_detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
-        self._stops = StopStringFinder(params.stop or (), include=params.include_stop_str_in_output)
+        self._stops: StopStringFinder | None = None
+        if params.stop:
+            matcher = matcher or StopMatcher(params.stop)
+            self._stops = StopStringFinder(matcher, include=params.include_stop_str_in_output)
         self.num_tokens = 0                             # of all, taken or not
         self.last_token_s: float | None = None          # when it came, as whoever extends the branch tells
         self.has_news = False                           # since the last take
         self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
-        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        has_logprobs = params.logprobs is not None
+        self._logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs and not packs_logprobs else None
+        self._packed: LogprobTable | None = LogprobTable() if has_logprobs and packs_logprobs else None
 
     def extend(self, delta: SequenceDelta) -> None:
         """Take what a step added, up to the token that completes a stop string."""
         self.has_news = True
-        if not self._params.stop:
+        if self._stops is None:
             self._take(delta.token_ids, delta.logprobs)
             visible = self._visible(delta.token_ids, delta.finish_reason)
             if self._detokenizer is not None and visible:
@@ -56,12 +65,16 @@ class BranchOutput:
         self.finish_reason, self._stop_reason, self.has_news = reason, stop_reason, True
         if self._detokenizer is None:
             return
-        self._find_stop(self._detokenizer.finish())
+        text = self._detokenizer.finish()
+        if self._stops is None:
+            self._pieces.append(text)
+            return
+        self._find_stop(self._stops, text)
         if not isinstance(self._stop_reason, str):
             self._pieces.append(self._stops.flush())
 
     def snapshot(self) -> CompletionOutput:
-        """Return everything so far, in lists of its own. Linear in what there is: for ends and for streams."""
+        """Return everything so far, in lists of its own, but for packed logprobs. Linear in what there is: for ends and for streams."""
         self._pieces = ["".join(self._pieces)]
         return self._output(self._token_ids.copy(), None if self._logprobs is None else self._logprobs.copy())
 
@@ -70,6 +83,7 @@ class BranchOutput:
         output = self._output(self._token_ids, self._logprobs)
         self._pieces, self._token_ids, self.has_news = [], [], False
         self._logprobs = None if self._logprobs is None else []
+        self._packed = None if self._packed is None else LogprobTable()
         return output
 
     def _output(self, token_ids: list[int], logprobs: list[dict[int, Logprob]] | None) -> CompletionOutput:
@@ -81,19 +95,23 @@ class BranchOutput:
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
+            packed_logprobs=self._packed,
         )
 
     def _take(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
         """Record tokens and, if they were asked for, their logprobs."""
         self._token_ids += token_ids
         self.num_tokens += len(token_ids)
-        if self._logprobs is None or self._cumulative_logprob is None:
+        if self._cumulative_logprob is None:
             return
         assert logprobs is not None, "logprobs were asked for and did not come"
         assert len(logprobs) == len(token_ids), f"{len(logprobs)} logprobs for {len(token_ids)} tokens"
         for position in logprobs:
-            self._logprobs.append(logprob_dict(position, self._tokenizer))
             self._cumulative_logprob += position.logprobs[0]
+        if self._packed is not None:
+            self._packed.extend(logprobs)
+        elif self._logprobs is not None:
+            self._logprobs += [logprob_dict(position, self._tokenizer) for position in logprobs]
 
     def _visible(self, token_ids: list[int], finish_reason: FinishReason | None) -> list[int]:
         """Return the tokens that become text: all but the stop token that ended the sequence, unless it is wanted."""
@@ -103,31 +121,31 @@ class BranchOutput:
 
     def _extend_to_stop(self, delta: SequenceDelta) -> None:
         """Take tokens one by one, because the one that completes a stop string is the last."""
-        assert self._detokenizer is not None, "stop strings are found in text"
+        assert self._detokenizer is not None and self._stops is not None, "stop strings are found in text"
         num_visible = len(self._visible(delta.token_ids, delta.finish_reason))
         for position, token_id in enumerate(delta.token_ids):
             logprobs = None if delta.logprobs is None else delta.logprobs[position : position + 1]
             self._take([token_id], logprobs)
             if position < num_visible:
-                self._find_stop(self._detokenizer.append([token_id]))
+                self._find_stop(self._stops, self._detokenizer.append([token_id]))
             if self.finish_reason is not None:
                 return
 
-    def _find_stop(self, text: str) -> None:
+    def _find_stop(self, stops: StopStringFinder, text: str) -> None:
         """Take the text of the last token, or end before (or behind) the stop string that it completes.
 
         As with stop tokens, the first token that may end the branch is the `min_tokens`-th.
         """
         may_stop = self.num_tokens >= self._params.min_tokens
-        certain, stop = self._stops.feed(text, may_stop=may_stop)
+        certain, stop = stops.feed(text, may_stop=may_stop)
         self._pieces.append(certain)
         if stop is not None:
             self.finish_reason, self._stop_reason = "stop", stop
 
 
-def logprob_dict(position: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+def logprob_dict(position: Position, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
     """Return the candidates of one position by token id, the token that stands there first."""
     return {
         token_id: Logprob(logprob, rank, None if tokenizer is None else tokenizer.token_text(token_id))
-        for token_id, logprob, rank in zip(position.token_ids, position.logprobs, position.ranks, strict=True)
+        for token_id, logprob, rank in zip(*position, strict=True)
     }

@@ -7,12 +7,15 @@ Readers pull: a step says which requests have something new, and `output` hands 
 slow reader has left lying is joined to what comes later, so nothing piles up but the answer itself.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from msgspec import structs
+
 from quire.core.errors import RequestFailedError
+from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import (
     WAIT_REASONS,
     Admission,
@@ -25,10 +28,17 @@ from quire.core.outputs import (
 )
 from quire.engine.branch_output import BranchOutput, logprob_dict
 from quire.engine.input_processor import PreparedRequest
+from quire.engine.stop_matcher import StopMatcher
 from quire.text.tokenizer import Tokenizer
 
 # What `output` gives: all of a request at its end; all of it so far, step by step; what is new, step by step.
 OutputKind = Literal["final", "cumulative", "delta"]
+
+# What one turn of an event loop may process; a stream with 20 candidates a token is 37 units and some 0.1 ms, sending
+# included, so a slice takes 3 to 5 ms.
+SLICE_UNITS = 1024
+PART_TOKENS = 512
+_DELTA_UNITS = 16
 
 
 class EndedRequest(NamedTuple):
@@ -40,8 +50,9 @@ class EndedRequest(NamedTuple):
     finish_reasons: list[FinishReason]
 
 
-class ProcessedStep(NamedTuple):
-    """What a step means to users, to the engine, and to whoever counts.
+@dataclass(slots=True)
+class ProcessedStep:
+    """What a step, or a slice of it, means to users, to the engine, and to whoever counts.
 
     `ready`: requests whose `output` has something new; a "final" one only at its end.
     `finish`: (request_id, index) of branches that a stop string ended and that the engine still runs.
@@ -51,13 +62,23 @@ class ProcessedStep(NamedTuple):
     them.
     """
 
-    ready: list[int]
-    finish: list[tuple[int, int]]
-    begun: list[tuple[RequestMetrics, int]]      # with the number of prompt tokens
-    gaps_s: list[float]
-    ended: list[EndedRequest]
+    ready: list[int] = field(default_factory=list)
+    finish: list[tuple[int, int]] = field(default_factory=list)
+    begun: list[tuple[RequestMetrics, int]] = field(default_factory=list)  # with the number of prompt tokens
+    gaps_s: list[float] = field(default_factory=list)
+    ended: list[EndedRequest] = field(default_factory=list)
     num_output_tokens: int = 0
-    failed: Sequence[tuple[int, Exception]] = ()
+    failed: list[tuple[int, Exception]] = field(default_factory=list)
+
+    def add(self, later: "ProcessedStep") -> None:
+        """Append what a later slice of the same step means."""
+        self.ready += later.ready
+        self.finish += later.finish
+        self.begun += later.begun
+        self.gaps_s += later.gaps_s
+        self.ended += later.ended
+        self.num_output_tokens += later.num_output_tokens
+        self.failed += later.failed
 
 
 @dataclass(slots=True, eq=False)
@@ -68,17 +89,45 @@ class _OpenRequest:
     external_id: str
     kind: OutputKind
     tokenizer: Tokenizer | None                  # None: no text
+    packs_logprobs: bool
     metrics: RequestMetrics
-    branches: list[BranchOutput]
     num_unfinished: int
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    branches: dict[int, BranchOutput] = field(default_factory=dict)  # those that have a token, by index
+    matcher: StopMatcher | None = None           # of all branches, once there is one
+    prompt_logprobs: LogprobTable | None = None
+
+    def branch(self, index: int) -> BranchOutput:
+        """Return a branch; it is made when its first token comes, so that a request that waits holds none."""
+        branch = self.branches.get(index)
+        if branch is None:
+            request, params = self.prepared.request, self.prepared.request.params
+            if params.stop and self.matcher is None:
+                self.matcher = StopMatcher(params.stop)
+            branch = self.branches[index] = BranchOutput(
+                index, self.tokenizer, request.prompt_token_ids, params, self.matcher,
+                packs_logprobs=self.packs_logprobs,
+            )  # fmt: skip
+        return branch
+
+    def all_branches(self) -> list[BranchOutput]:
+        """Return every branch in order; those without a token end with the request."""
+        branches = [self.branch(index) for index in range(self.prepared.request.params.n)]
+        if not self.num_unfinished:
+            for branch in branches:
+                if branch.finish_reason is None:
+                    branch.finish("abort")
+        return branches
 
 
 class OutputProcessor:
-    """Holds what every request has given until its last output is taken. Without a tokenizer, text stays empty."""
+    """Holds what every request has given until its last output is taken. Without a tokenizer, text stays empty.
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    With `packs_logprobs`, outputs have tables of logprobs instead of dictionaries: `packed_logprobs` and
+    `packed_prompt_logprobs`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, packs_logprobs: bool = False) -> None:
+        self._tokenizer, self._packs_logprobs = tokenizer, packs_logprobs
         self._requests: dict[int, _OpenRequest] = {}
 
     def __contains__(self, request_id: int) -> bool:
@@ -97,9 +146,9 @@ class OutputProcessor:
         assert request.request_id not in self._requests, f"request {request.request_id} added twice"
         tokenizer = self._tokenizer if params.detokenize else None
         assert tokenizer is not None or not params.stop, "stop strings are found in text, and there is none"
-        branches = [BranchOutput(index, tokenizer, request.prompt_token_ids, params) for index in range(params.n)]
         metrics = RequestMetrics(arrival_s)
-        opened = _OpenRequest(prepared, external_id, kind, tokenizer, metrics, branches, num_unfinished=params.n)
+        packs = self._packs_logprobs
+        opened = _OpenRequest(prepared, external_id, kind, tokenizer, packs, metrics, num_unfinished=params.n)
         self._requests[request.request_id] = opened
         return metrics
 
@@ -119,39 +168,58 @@ class OutputProcessor:
 
         A fault in one request fails that request.
         """
-        step = ProcessedStep([], [], [], [], [])
+        whole = ProcessedStep()
+        for step in self.slices(deltas, now_s):
+            whole.add(step)
+        whole.ready = [request_id for request_id in dict.fromkeys(whole.ready) if request_id in self._requests]
+        return whole
+
+    def slices(self, deltas: Iterable[SequenceDelta], now_s: float) -> Iterator[ProcessedStep]:
+        """As `process`, in slices of SLICE_UNITS: between two of them requests may end and be added."""
+        step, num_units = ProcessedStep(), 0
         touched: dict[int, _OpenRequest] = {}
-        num_output_tokens, failed = 0, list[tuple[int, Exception]]()
         for delta in deltas:
-            request = self._requests.get(delta.request_id)
-            if request is None or not request.num_unfinished:
-                continue
-            if delta.error is None and request.branches[delta.index].finish_reason is not None:
-                continue                            # but an error is one of the whole request
-            try:
-                num_output_tokens += _extend(request, delta, now_s, step)
-            except Exception as error:
-                failed.append((delta.request_id, error))
-                touched.pop(delta.request_id, None)
-                self.drop(delta.request_id)
-                continue
-            if request.branches[delta.index].finish_reason is not None:
-                if delta.finish_reason is None:
-                    step.finish.append((delta.request_id, delta.index))
-                request.num_unfinished -= 1
-                if not request.num_unfinished:
-                    step.ended.append(_end(request, now_s))
-            if request.kind != "final" or not request.num_unfinished:
-                touched[delta.request_id] = request
+            for part, is_first in _parts(delta):
+                if num_units >= SLICE_UNITS:
+                    step.ready.extend(touched)
+                    yield step
+                    step, num_units, touched = ProcessedStep(), 0, {}
+                num_units += num_units_of(part)
+                self._process(part, is_first, now_s, step, touched)
         step.ready.extend(touched)
-        return step._replace(num_output_tokens=num_output_tokens, failed=failed)
+        yield step
+
+    def _process(
+        self, delta: SequenceDelta, is_first: bool, now_s: float, step: ProcessedStep, touched: dict[int, _OpenRequest]
+    ) -> None:
+        """Add a delta, or a part of one, to its request, and what it means to `step`."""
+        request = self._requests.get(delta.request_id)
+        if request is None or not request.num_unfinished:
+            return
+        if delta.error is None and request.branch(delta.index).finish_reason is not None:
+            return                                  # but an error is one of the whole request
+        try:
+            step.num_output_tokens += _extend(request, delta, is_first, now_s, step)
+        except Exception as error:
+            step.failed.append((delta.request_id, error))
+            touched.pop(delta.request_id, None)
+            self.drop(delta.request_id)
+            return
+        if request.branch(delta.index).finish_reason is not None:
+            if delta.finish_reason is None:
+                step.finish.append((delta.request_id, delta.index))
+            request.num_unfinished -= 1
+            if not request.num_unfinished:
+                step.ended.append(_end(request, now_s))
+        if request.kind != "final" or not request.num_unfinished:
+            touched[delta.request_id] = request
 
     def abort(self, request_id: int, now_s: float) -> EndedRequest | None:
         """End a request; its unfinished branches end with "abort". None if it has ended; KeyError if it is not here."""
         request = self._requests[request_id]
         if not request.num_unfinished:
             return None
-        for branch in request.branches:
+        for branch in request.branches.values():
             if branch.finish_reason is None:
                 with suppress(Exception):  # nobody wants its last text
                     branch.finish("abort")
@@ -166,17 +234,19 @@ class OutputProcessor:
             del self._requests[request_id]
         prompt_logprobs = request.prompt_logprobs
         if request.kind == "delta":
-            outputs = [branch.take() for branch in request.branches if branch.has_news]
+            branches = [branch for _, branch in sorted(request.branches.items()) if branch.has_news]
+            outputs = [branch.take() for branch in branches]
             request.prompt_logprobs = None
         else:
-            outputs = [branch.snapshot() for branch in request.branches]
+            outputs = [branch.snapshot() for branch in request.all_branches()]
         return RequestOutput(
             request_id=request.external_id,
             prompt=request.prepared.prompt.text,
             prompt_token_ids=request.prepared.request.prompt_token_ids,
             outputs=outputs,
             finished=is_finished,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=None if self._packs_logprobs else _unpacked(prompt_logprobs, request.tokenizer),
+            packed_prompt_logprobs=prompt_logprobs if self._packs_logprobs else None,
             num_cached_tokens=request.metrics.num_cached_tokens,
             metrics=replace(request.metrics),
         )
@@ -206,22 +276,48 @@ def _note_recovery(preemptions: list[Preemption], now_s: float) -> None:
         preemptions[-1].recovered_s = now_s
 
 
-def _extend(opened: _OpenRequest, delta: SequenceDelta, now_s: float, step: ProcessedStep) -> int:
+def num_units_of(delta: SequenceDelta) -> int:
+    """Return how much work a delta is, in candidates of logprobs: to process it, to write it and to send it."""
+    num_candidates = sum(len(position.token_ids) for position in delta.logprobs or ())
+    return _DELTA_UNITS + len(delta.token_ids) + num_candidates
+
+
+def _parts(delta: SequenceDelta) -> Iterator[tuple[SequenceDelta, bool]]:
+    """Yield a delta in parts of at most PART_TOKENS tokens, each with whether it is the first: nearly always one.
+
+    A beam search gives whole answers. What ends the branch comes with the last part.
+    """
+    num_tokens = len(delta.token_ids)
+    if num_tokens <= PART_TOKENS:
+        yield delta, True
+        return
+    for begin in range(0, num_tokens, PART_TOKENS):
+        end = begin + PART_TOKENS
+        token_ids, logprobs = delta.token_ids[begin:end], delta.logprobs and delta.logprobs[begin:end]
+        if end >= num_tokens:
+            yield structs.replace(delta, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=None), False
+        else:
+            prompt_logprobs = None if begin else delta.prompt_logprobs
+            yield SequenceDelta(delta.request_id, delta.index, token_ids, logprobs, prompt_logprobs), not begin
+
+
+def _extend(opened: _OpenRequest, delta: SequenceDelta, is_first: bool, now_s: float, step: ProcessedStep) -> int:
     """Add a delta to its branch, and what rides on the first one to the request. Return how many tokens were taken.
 
-    RequestFailedError if the delta says that there is nothing to add.
+    `is_first`: not the continuation of a delta in parts. RequestFailedError if the delta says that there is nothing to
+    add.
     """
     if delta.error is not None:
         raise RequestFailedError(delta.error)
-    request, branch = opened.prepared.request, opened.branches[delta.index]
+    request, branch = opened.prepared.request, opened.branch(delta.index)
     if opened.metrics.first_token_s is None:
         opened.metrics.first_token_s = now_s
         step.begun.append((opened.metrics, len(request.prompt_token_ids)))
-    if branch.last_token_s is not None:
+    if branch.last_token_s is None:
+        if delta.index == 0 and request.params.prompt_logprobs is not None:
+            opened.prompt_logprobs = delta.prompt_logprobs or LogprobTable()
+    elif is_first:
         step.gaps_s.append(now_s - branch.last_token_s)
-    elif delta.index == 0 and request.params.prompt_logprobs is not None:
-        positions = delta.prompt_logprobs or []     # of all but the first token: nothing stands before that
-        opened.prompt_logprobs = [None, *(logprob_dict(position, opened.tokenizer) for position in positions)]
     _note_recovery(opened.metrics.preemptions, now_s)
     branch.last_token_s = now_s
     num_before = branch.num_tokens
@@ -229,9 +325,17 @@ def _extend(opened: _OpenRequest, delta: SequenceDelta, now_s: float, step: Proc
     return branch.num_tokens - num_before
 
 
+def _unpacked(table: LogprobTable | None, tokenizer: Tokenizer | None) -> list[dict[int, Logprob] | None] | None:
+    """Return the logprobs of a prompt as users read them; of its first token nothing is known."""
+    if table is None:
+        return None
+    return [None, *(logprob_dict(position, tokenizer) for position in table.positions(0, len(table)))]
+
+
 def _end(opened: _OpenRequest, now_s: float) -> EndedRequest:
     """Take down that a request's last branch has ended."""
     opened.metrics.finished_s = now_s
-    reasons = [branch.finish_reason for branch in opened.branches if branch.finish_reason is not None]
-    num_output_tokens = sum(branch.num_tokens for branch in opened.branches)
+    num_output_tokens = sum(branch.num_tokens for branch in opened.branches.values())
+    ends = {index: branch.finish_reason for index, branch in opened.branches.items()}
+    reasons: list[FinishReason] = [ends.get(index) or "abort" for index in range(opened.prepared.request.params.n)]
     return EndedRequest(opened.metrics, len(opened.prepared.request.prompt_token_ids), num_output_tokens, reasons)

@@ -1,0 +1,67 @@
+"""Packed logprobs of consecutive positions: 16 bytes per candidate, and decoded a slice at a time.
+
+Crosses the process boundary as four byte strings, so that decoding a message costs a copy however many candidates it
+has; a `Logprob` object per candidate takes ten times the memory, and seconds to make for a long prompt.
+"""
+
+from array import array
+from collections.abc import Iterable
+from itertools import accumulate, chain
+
+import msgspec
+
+CANDIDATE_BYTES = 16  # of a token id, a logprob and a rank
+# Token ids, logprobs and ranks of one position, the token that stands there first: a TokenLogprobs is one.
+Position = tuple[list[int], list[float], list[int]]
+
+
+class LogprobTable(msgspec.Struct, array_like=True):
+    """Candidates of positions 0, 1, ... as arrays in the byte order of this machine.
+
+    `ends`: int64, the number of candidates up to and including each position. `token_ids` and `ranks` are int32,
+    `logprobs` float64.
+    """
+
+    ends: bytearray = msgspec.field(default_factory=bytearray)
+    token_ids: bytearray = msgspec.field(default_factory=bytearray)
+    logprobs: bytearray = msgspec.field(default_factory=bytearray)
+    ranks: bytearray = msgspec.field(default_factory=bytearray)
+
+    @classmethod
+    def of(cls, positions: Iterable[Position]) -> "LogprobTable":
+        """Return a table of these positions."""
+        table = cls()
+        table.extend(positions)
+        return table
+
+    def __len__(self) -> int:
+        """Count the positions."""
+        return len(self.ends) // 8
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates of all positions."""
+        return len(self.token_ids) // 4
+
+    def extend(self, positions: Iterable[Position]) -> None:
+        """Append positions."""
+        added = list(positions)
+        counts = (len(token_ids) for token_ids, _, _ in added)
+        ends = accumulate(counts, initial=self.num_candidates)
+        next(ends)  # where the first one begins
+        self.ends += array("q", ends).tobytes()
+        self.token_ids += array("i", chain.from_iterable(each[0] for each in added)).tobytes()
+        self.logprobs += array("d", chain.from_iterable(each[1] for each in added)).tobytes()
+        self.ranks += array("i", chain.from_iterable(each[2] for each in added)).tobytes()
+
+    def positions(self, start: int, stop: int) -> list[Position]:
+        """Return positions [start, stop), as far as there are any."""
+        begin = memoryview(self.ends).cast("q")[start - 1] if start else 0
+        ends = memoryview(self.ends).cast("q")[start:stop].tolist()
+        last = ends[-1] if ends else begin
+        token_ids = memoryview(self.token_ids).cast("i")[begin:last].tolist()
+        logprobs = memoryview(self.logprobs).cast("d")[begin:last].tolist()
+        ranks = memoryview(self.ranks).cast("i")[begin:last].tolist()
+        bounds = [0, *(end - begin for end in ends)]
+        pairs = zip(bounds, bounds[1:], strict=False)
+        return [(token_ids[low:high], logprobs[low:high], ranks[low:high]) for low, high in pairs]
