@@ -4,6 +4,7 @@ import math
 import random
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.engine.branch_output import BranchOutput
 from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
-from quire.engine.output_processor import OutputKind, OutputProcessor, ProcessedStep
+from quire.engine.output_processor import PART_TOKENS, SLICE_UNITS, OutputKind, OutputProcessor, ProcessedStep
 from quire.text.tokenizer import Tokenizer
 from support.small_tokenizers import byte_fallback, byte_level, save
 
@@ -504,6 +505,51 @@ def test_step_counts_the_tokens_that_users_get(tokenizer: Tokenizer) -> None:
     (output,) = outputs_of(processor, step)
     assert 0 < step.num_output_tokens == len(output.outputs[0].token_ids) < len(tokens)
     assert late.num_output_tokens == 0
+
+
+def test_step_is_processed_in_slices_of_bounded_work(tokenizer: Tokenizer) -> None:
+    """256 streams of 20 candidates each, and one beam search whose answers are whole."""
+    processor = OutputProcessor(tokenizer, packs_logprobs=True)
+    for request_id in range(256):
+        prepared = prepare(request_id, [5], SamplingParams(logprobs=20))
+        processor.add(prepared, external_id="x", arrival_s=0.0, kind="delta")
+    processor.add(prepare(256, [5], SamplingParams(n=2)), external_id="x", arrival_s=0.0)
+    record = TokenLogprobs([7, *range(20)], [-1.0] * 21, [*range(1, 22)])
+    deltas = [SequenceDelta(request_id, 0, [7], [record]) for request_id in range(256)]
+    deltas += [SequenceDelta(256, index, [7] * 10_000, finish_reason="length") for index in range(2)]
+    looks: list[int] = []
+    num_gaps = 0
+    for step in processor.slices(deltas, 101.0):
+        looks.append(step.num_output_tokens + 21 * len(step.ready))
+        num_gaps += len(step.gaps_s)
+        for request_id in step.ready:
+            processor.output(request_id)
+    assert max(looks) <= SLICE_UNITS + PART_TOKENS
+    assert sum(looks) == 256 * 22 + 21 + 20_000
+    assert num_gaps == 0, "a delta in parts has no time between them"
+    assert len(processor) == 256
+
+
+def test_request_may_be_dropped_between_slices(tokenizer: Tokenizer) -> None:
+    processor = start(tokenizer, kind="delta")
+    slices = processor.slices([SequenceDelta(7, 0, [9] * 4000, finish_reason="length")], 101.0)
+    assert next(slices).ready == [7]
+    processor.drop(7)
+    assert all(not (step.ready or step.ended or step.failed) for step in slices)
+
+
+def test_request_that_waits_holds_no_branches(tokenizer: Tokenizer) -> None:
+    """1,024 may wait, with 64 branches and 64 stop strings each."""
+    params = SamplingParams(n=64, stop=[f"{'x' * 1000}{number}" for number in range(64)])
+    processor = OutputProcessor(tokenizer)
+    tracemalloc.start()
+    for request_id in range(64):
+        processor.add(prepare(request_id, [5], params), external_id="x", arrival_s=0.0)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 64 * 4096
+    processor.process([SequenceDelta(3, 5, [9])], 101.0)
+    assert len(processor._requests[3].branches) == 1
 
 
 def test_module_loads_no_torch() -> None:

@@ -5,10 +5,13 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-from quire.core.outputs import RequestOutput
+from quire.core.logprob_table import LogprobTable
+from quire.core.outputs import Logprob, RequestOutput
 from quire.core.sampling_params import SamplingParams
+from quire.engine.branch_output import logprob_dict
 from quire.engine.child import EngineChild
 from quire.engine.client import EngineClient, Observer
 from quire.engine.input_processor import Prompt
@@ -16,6 +19,7 @@ from quire.engine.options import EngineOptions
 from quire.engine.output_processor import EndedRequest, OutputKind, ProcessedStep
 from quire.engine.request_stream import RequestStream
 from quire.engine.wire import EngineState, Stepped
+from quire.text.tokenizer import Tokenizer
 
 TIMEOUT_S = 120.0 # nothing here takes long, but the machine may be busy
 QUIET_S = 0.3
@@ -54,9 +58,27 @@ async def add(
     return await client.add(prepared, external_id=name, arrival_s=time.monotonic(), kind=kind)
 
 
+def unpacked(output: RequestOutput, tokenizer: Tokenizer | None) -> RequestOutput:
+    """Return an output as `LLM` gives it: with dictionaries of logprobs instead of tables."""
+
+    def dicts(table: LogprobTable) -> list[dict[int, Logprob]]:
+        return [logprob_dict(position, tokenizer) for position in table.positions(0, len(table))]
+
+    pieces = [
+        piece if (table := piece.packed_logprobs) is None else replace(
+            piece, logprobs=dicts(table), packed_logprobs=None
+        )
+        for piece in output.outputs
+    ]
+    output = replace(output, outputs=pieces)
+    if (prompt := output.packed_prompt_logprobs) is None:
+        return output
+    return replace(output, prompt_logprobs=[None, *dicts(prompt)], packed_prompt_logprobs=None)
+
+
 async def read(stream: RequestStream) -> list[RequestOutput]:
     """Return all outputs of a stream."""
-    return [output async for output in stream]
+    return [unpacked(output, stream._client.tokenizer) async for output in stream]
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -63,7 +63,7 @@ class EngineClient:
         self.inputs = InputProcessor(tokenizer, ready, options, owners)
         self.pinned = PinnedPrefixes(ready.limits.block_size)
         self._child, self._writer, self._observer = child, writer, observer
-        self._outputs = OutputProcessor(tokenizer)
+        self._outputs = OutputProcessor(tokenizer, packs_logprobs=True)
         self._streams: dict[int, RequestStream] = {}      # whose last output has not been taken
         self._queued: dict[int, int] = {}                 # sent and never yet admitted: tokens x n by request id
         self._is_idle, self._last_progress_s = True, 0.0  # as the engine's last report says, and when it came
@@ -278,7 +278,10 @@ class EngineClient:
         """Take reports until the engine ends, in whatever way."""
         try:
             while True:
-                self._take(await _receive(reader))
+                report = await _receive(reader)
+                self._take(report)
+                if isinstance(report, wire.Stepped):
+                    await self._take_step(report)
         except (EOFError, ConnectionError):
             self._die(f"the engine process ended ({_told(await self._end_child())})")
         except EngineDeadError as error:
@@ -295,10 +298,8 @@ class EngineClient:
         if not isinstance(report, wire.Alive):  # from a thread of its own: may come behind the word that all is done
             self._is_idle = isinstance(report, wire.Idle)
         match report:
-            case wire.Alive():
+            case wire.Alive() | wire.Stepped():
                 pass
-            case wire.Stepped():
-                self._take_step(report)
             case wire.Idle(state):
                 self._note_state(state)
                 self._observer.idled(state)
@@ -311,12 +312,22 @@ class EngineClient:
             case _:
                 raise AssertionError(f"not expected while running: {report}")
 
-    def _take_step(self, step: wire.Stepped) -> None:
+    async def _take_step(self, step: wire.Stepped) -> None:
+        """Take a step in slices, and let readers and connections have a turn after each."""
         self._note_state(step.state)
         for admission in step.admissions:
             self._queued.pop(admission.request_id, None)
         self._outputs.note_scheduled(step.preempted, step.admissions, step.started_s)
-        processed = self._outputs.process(step.deltas, time.monotonic())
+        whole = ProcessedStep()
+        for processed in self._outputs.slices(step.deltas, time.monotonic()):
+            self._hand_out(processed)
+            whole.add(processed)
+            if not processed.is_last:
+                await asyncio.sleep(0)
+        self._observer.stepped(step, whole)
+
+    def _hand_out(self, processed: ProcessedStep) -> None:
+        """Notify the engine and the readers of what a slice of a step means."""
         for request_id, index in processed.finish:
             self._send(wire.Finish(request_id, index))
         for request_id, error in processed.failed:
@@ -326,7 +337,6 @@ class EngineClient:
             self._fail(request_id, error if isinstance(error, EngineError) else told)
         for request_id in processed.ready:
             self._streams[request_id].wake()
-        self._observer.stepped(step, processed)
 
     def _fail(self, request_id: int, error: EngineError) -> None:
         """End a request for which the engine does nothing more, if it is still here."""

@@ -69,6 +69,7 @@ class ProcessedStep:
     ended: list[EndedRequest] = field(default_factory=list)
     num_output_tokens: int = 0
     failed: list[tuple[int, Exception]] = field(default_factory=list)
+    is_last: bool = True                         # no slice of this step comes after it
 
     def add(self, later: "ProcessedStep") -> None:
         """Append what a later slice of the same step means."""
@@ -182,6 +183,7 @@ class OutputProcessor:
             for part, is_first in _parts(delta):
                 if num_units >= SLICE_UNITS:
                     step.ready.extend(touched)
+                    step.is_last = False
                     yield step
                     step, num_units, touched = ProcessedStep(), 0, {}
                 num_units += num_units_of(part)
