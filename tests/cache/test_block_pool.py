@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from quire.cache.block_pool import BlockPool, LeastRecentlyUsed, OutOfBlocksError
+from quire.cache.block_pool import BlockPool, OutOfBlocksError
 from quire.cache.prefix_tree import PrefixTree
 from quire.core.errors import EngineError
 
@@ -255,15 +255,6 @@ class TestCachedBlocks:
         tree.remove(2)
         with pytest.raises(AssertionError, match="cached"):
             pool.check()
-
-
-def test_block_let_go_first_is_given_up_first_and_one_used_again_goes_to_the_end() -> None:
-    cached = LeastRecentlyUsed.fromkeys((5, 2, 9))
-    assert (cached.first(), len(cached), 2 in cached, 3 in cached) == (5, 3, True, False)
-    del cached[5]
-    cached[5] = None
-    assert list(cached) == [2, 9, 5]
-    assert cached.first() == 2
 
 
 class TestAllAtOnce:

@@ -10,11 +10,12 @@ Invariant after every call: a block is in use (it has owners), cached (it has no
 """
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.cache.eviction import EvictionQueue
 from quire.cache.prefix_tree import PrefixTree
 from quire.core.block_map import BlockState
 from quire.core.errors import EngineError
@@ -24,14 +25,6 @@ BlockArray = NDArray[np.int64]  # block ids; as arguments of a pool no block is 
 
 class OutOfBlocksError(EngineError):
     """The pool cannot serve the call. Nothing was changed; the scheduler preempts and retries."""
-
-
-class LeastRecentlyUsed(OrderedDict[int, None]):
-    """The policy of eviction: cached blocks in the order in which their last owners let go of them."""
-
-    def first(self) -> int:
-        """Return the block to give up next; there must be one."""
-        return next(iter(self))
 
 
 class BlockPool:
@@ -52,7 +45,7 @@ class BlockPool:
         self._freed: list[int] = []  # a stack: the block freed last is on top
         self._next_unused = 0        # this block and all above it have never been handed out
         self._tree = tree
-        self._cached = LeastRecentlyUsed()
+        self._cached = EvictionQueue(tree, num_blocks)
         self.num_evicted = 0         # cached blocks given up since start
 
     @property
@@ -99,7 +92,10 @@ class BlockPool:
             self._next_unused = min(first_unused + count - len(blocks), self.num_blocks)
             blocks.extend(range(first_unused, self._next_unused))
         while len(blocks) < count:
-            blocks.append(self._freed.pop() if self._freed else self._evict())  # one eviction may free several
+            if not self._freed:
+                self._freed += self._cached.evict()
+                self.num_evicted += len(self._freed)
+            blocks.append(self._freed.pop())
         for block in blocks:
             self._ref_counts[block] = 1
         self._num_by_owners[0] -= count
@@ -111,7 +107,7 @@ class BlockPool:
         owners = self.ref_count(block)
         if owners == 0:
             assert block in self._cached, f"block {block} is free and cannot be shared"
-            del self._cached[block]
+            self._cached.remove(block)
         self._set_owners(block, owners, owners + 1)
 
     def release(self, block: int) -> None:
@@ -119,11 +115,7 @@ class BlockPool:
         owners = self.ref_count(block)
         assert owners > 0, f"block {block} freed twice"
         self._set_owners(block, owners, owners - 1)
-        if owners > 1:
-            return
-        if self._tree is not None and block in self._tree:
-            self._cached[block] = None
-        else:
+        if owners == 1 and not self._cached.try_add(block):
             self._freed.append(block)
 
     def share_all(self, blocks: BlockArray) -> None:
@@ -132,7 +124,7 @@ class BlockPool:
         if not owners.all():
             for block in blocks[owners == 0].tolist():
                 assert block in self._cached, f"block {block} is free and cannot be shared"
-                del self._cached[block]
+                self._cached.remove(block)
         self._ref_counts_view[blocks] = owners + 1
         self._recount(owners, 1)
 
@@ -142,11 +134,7 @@ class BlockPool:
         assert owners.all(), f"blocks {blocks[owners == 0].tolist()} freed twice"
         self._ref_counts_view[blocks] = owners - 1
         self._recount(owners, -1)
-        for block in blocks[owners == 1].tolist():
-            if self._tree is not None and block in self._tree:
-                self._cached[block] = None
-            else:
-                self._freed.append(block)
+        self._freed += [block for block in blocks[owners == 1].tolist() if not self._cached.try_add(block)]
 
     def _owners_of(self, blocks: BlockArray) -> NDArray[np.int32]:
         assert blocks.min(initial=0) >= 0, f"no block {blocks.min()} in a pool of {self.num_blocks}"
@@ -159,28 +147,6 @@ class BlockPool:
             num_blocks = int(num_by_owners[before])
             self._num_by_owners[before] -= num_blocks
             self._num_by_owners[before + change] += num_blocks
-
-    def _evict(self) -> int:
-        """Give up a cached block without cached children, the least recently used or one below it.
-
-        A child may have owners although its parent has none, where sequences let go of what has left their sliding
-        window. What is below stays with its owners, but cannot be found without its parent, so it leaves the tree.
-        """
-        tree, block = self._tree, self._cached.first()
-        assert tree is not None, "cached without a tree"
-        if not tree.has_children(block):  # the rule: a table lets go of its last block first
-            del self._cached[block]
-            tree.remove(block)
-            self.num_evicted += 1
-            return block
-        while (child := next((c for c in tree.children(block) if c in self._cached), None)) is not None:
-            block = child
-        removed = [each for each in tree.remove_all_below(block) if each in self._cached]
-        for each in removed:
-            del self._cached[each]
-        self._freed += removed[:-1]
-        self.num_evicted += len(removed)
-        return block
 
     def _set_owners(self, block: int, before: int, after: int) -> None:
         self._ref_counts[block] = after
@@ -197,5 +163,6 @@ class BlockPool:
         counted, walked = self.count_blocks_by_owners(), Counter(self._ref_counts)
         assert counted == walked, f"blocks by owners are {walked}, but {counted} were counted"
         assert len(cached) == len(self._cached), "a cached block that is none of ours"
+        self._cached.check()
         findable = [b for b in ownerless if self._tree is not None and b in self._tree]
         assert cached == findable, f"cached {cached}, but the tree has {findable} without an owner"

@@ -124,6 +124,10 @@ class PrefixTree:
         """Whether a node or root has children."""
         return parent in self._youngest
 
+    def parent(self, block: int) -> int:
+        """Return the parent of a node: a node, or a root, whose id is above those of all blocks."""
+        return self._parents[block]
+
     def children(self, parent: int) -> Iterator[int]:
         """Yield the children of a node or root, the youngest first."""
         child = self._youngest.get(parent, NONE)
