@@ -1,6 +1,6 @@
 """What the CUDA back end does on the card that is here: kernels, then whole models on random weights.
 
-    python bench/gpu.py              at most 8 minutes; writes its tables into docs/gpu.md
+    python bench/gpu.py              at most 8 minutes; writes its tables into docs/gpu.md (or --output FILE)
     python bench/gpu.py --dry-run    tiny shapes in Triton's interpreter, on any machine: that it runs, and no figure
 
 Attention is given in bytes of keys and values read per second, beside the card's measured copy bandwidth, and beside
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from json import dumps
 from pathlib import Path
 from statistics import median
@@ -312,7 +312,25 @@ def tables(bandwidth: float) -> Iterator[Table]:
         model_rows(bandwidth),
     )
     head = ["model", "sequences", "generate: tokens/s, prefill included", "continuous batching"]
-    yield f"The same by transformers {version('transformers')}", head, transformers_rows()
+    yield f"The same by transformers {transformers_version()}", head, transformers_rows()
+
+
+def transformers_version() -> str:
+    """Return the version that is installed; without one, the table fails and the others are measured all the same."""
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def commit_id() -> str:
+    """Return the commit of the checkout, or "unknown" where git or its history is missing."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PAGE.parent).stdout
+    except OSError:
+        return "unknown"
+    return found.strip() or "unknown"
 
 
 def render(title: str, head: Row, rows: Iterator[Row], deadline_s: float) -> list[str]:
@@ -333,17 +351,18 @@ def render(title: str, head: Row, rows: Iterator[Row], deadline_s: float) -> lis
     return [*lines, "", "The time was up here: what comes after this row was left out.", ""]
 
 
-def write(lines: list[str]) -> None:
-    """Put the figures into the page, in place of the old ones."""
-    page = PAGE.read_text()
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    PAGE.write_text("\n".join([before + BEGIN, *lines, END]) + after)
+def write(lines: list[str], page: Path) -> None:
+    """Write the page of `docs/gpu.md` with the figures in place of the old ones."""
+    text = PAGE.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text("\n".join([before + BEGIN, *lines, END]) + after)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes in the interpreter; nothing is written")
-    parser.parse_args()
+    parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE", help="where the page goes (docs/gpu.md)")
+    arguments = parser.parse_args()
     if not DRY_RUN and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU; --dry-run works without one")
     deadline_s = time.monotonic() + BUDGET_S
@@ -352,8 +371,7 @@ def main() -> None:
         quire.engine.assembly.choose_back_end = lambda *args, **kwargs: cuda_back_end()  # type: ignore[attr-defined]
     bandwidth = copy_bandwidth()
     card = "no card: a dry run" if DRY_RUN else torch.cuda.get_device_name()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    about = f"{card}, {date.today()}, commit {commit.strip() or 'unknown'}, torch {torch.__version__}"
+    about = f"{card}, {date.today()}, commit {commit_id()}, torch {torch.__version__}"
     lines = ["", f"{about}. A copy within the card reads and writes {bandwidth / 1e9:.0f} GB/s.", ""]
     print(about, flush=True)
     for title, head, rows in tables(bandwidth):
@@ -361,7 +379,7 @@ def main() -> None:
         if time.monotonic() > deadline_s:
             break
     if not DRY_RUN:
-        write(lines)
+        write(lines, arguments.output)
     if any(line.startswith(FAILED) for line in lines):
         raise SystemExit("some of it failed: see above")
 

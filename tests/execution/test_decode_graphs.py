@@ -55,6 +55,19 @@ def want(graphs: DecodeGraphs, num_rows: int) -> None:
     for _ in range(WANTED_BEFORE_CAPTURE):
         assert graphs.run(batch_of(num_rows)) is None
         graphs.capture_one()
+    graphs.capture_one()  # the first of all was the largest
+
+
+def test_largest_size_is_captured_first(recorder: Recorder) -> None:
+    graphs = DecodeGraphs(recorder.forward, MAX_BLOCKS, torch.device("cpu"), recorder.capture, max_rows=20)
+    for _ in range(WANTED_BEFORE_CAPTURE):
+        assert graphs.run(batch_of(3)) is None
+    graphs.capture_one()
+    assert graphs.run(batch_of(17)) is not None
+    assert len(recorder.seen[-1].context_lens) == 32
+    graphs.capture_one()
+    assert graphs.run(batch_of(3)) is not None
+    assert len(recorder.seen[-1].context_lens) == 4
 
 
 def test_size_is_captured_once_it_has_been_wanted_often(graphs: DecodeGraphs, recorder: Recorder) -> None:
@@ -64,7 +77,8 @@ def test_size_is_captured_once_it_has_been_wanted_often(graphs: DecodeGraphs, re
     assert recorder.num_captured == 0
     assert graphs.run(batch_of(4)) is None  # the same size
     graphs.capture_one()
-    assert recorder.num_captured == 1
+    graphs.capture_one()
+    assert recorder.num_captured == 2, "the largest, and this one"
     assert graphs.run(batch_of(5)) is None  # another
     assert graphs.run(batch_of(3)) is not None
 
@@ -73,7 +87,7 @@ def test_one_size_is_captured_at_a_time(graphs: DecodeGraphs, recorder: Recorder
     for num_rows in (1, 2, 200):
         for _ in range(WANTED_BEFORE_CAPTURE):
             graphs.run(batch_of(num_rows))
-    for expected in (1, 2, 3, 3):
+    for expected in (1, 2, 3, 4, 4):  # the largest is made, too
         graphs.capture_one()
         assert recorder.num_captured == expected
 
@@ -110,5 +124,5 @@ def test_size_that_cannot_be_captured_runs_without_from_then_on(
     graphs = DecodeGraphs(recorder.forward, MAX_BLOCKS, torch.device("cpu"), capture)
     for _ in range(3):
         want(graphs, 7)
-    assert recorder.num_captured == 1
+    assert recorder.num_captured == 2
     assert "decodes of 8 rows run without a graph" in caplog.text

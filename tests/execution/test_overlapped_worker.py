@@ -4,9 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.plan import StepPlan
+from quire.execution.decode_graphs import DecodeGraphs
 from quire.execution.overlapped_worker import OverlappedWorker
 from support.random_model import write_random_model
 
@@ -66,3 +68,38 @@ def test_answers_are_the_same_to_the_bit(
     assert ahead != []
     assert any(max(plan.counts) > 1 for plan in ahead) >= ("max_num_seqs" in settings)
     assert not workers[0]._steps, "a step was left uncollected"
+
+
+def replaying(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Stand in for a CUDA graph: each replay writes its result where the first one did."""
+    result = call()
+    return lambda: result.copy_(call())
+
+
+@pytest.mark.parametrize("budget", [1, 4])
+def test_prompt_logprobs_are_those_of_their_step_when_a_graph_is_replayed_meanwhile(
+    budget: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three decodes, and a prompt of which one token at a time is computed: each step is small enough for a graph."""
+    prompts = [[5], [6], [7], PROMPTS[0]]
+    params = [SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)] * 3
+    params.append(SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1))
+    settings = {"num_kv_blocks": 64, "enable_prefix_caching": False}
+    workers: list[OverlappedWorker] = []
+
+    def make(*parts: object) -> OverlappedWorker:
+        worker = OverlappedWorker(*parts)  # type: ignore[arg-type]
+        num_rows, max_blocks = worker._batch.block_tables.shape
+        worker._graphs = DecodeGraphs(worker._forward, max_blocks, worker._model.device, replaying, num_rows)
+        workers.append(worker)
+        return worker
+
+    found = []
+    for options in ({}, {"max_num_batched_tokens": budget}):
+        if options:
+            monkeypatch.setattr("quire.engine.assembly._executor", make)
+        with LLM(model, **settings, **options) as llm:  # type: ignore[arg-type]
+            found.append(llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)[3].prompt_logprobs)
+    assert found[0] == found[1]
+    assert workers[0]._graphs is not None
+    assert any(graph is not None for graph in workers[0]._graphs._graphs.values()), "no graph was ever replayed"

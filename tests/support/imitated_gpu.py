@@ -151,7 +151,9 @@ def turn_on(replace_by: Callable[[object, str, object], None] = setattr) -> None
         replace_by(torch.cuda, name, lambda *args, value=value: value)
     replace_by(torch.cuda, "is_available", lambda: True)
     replace_by(torch.cuda, "is_initialized", lambda: True)
-    replace_by(torch.accelerator, "empty_host_cache", lambda: None)
+    for name in ("_accelerator_emptyHostCache", "_host_emptyCache"):  # below what torch 2.11 and later ones call it
+        if hasattr(torch._C, name):
+            replace_by(torch._C, name, lambda: None)
     replace_by(torch.cuda, "current_device", lambda: 0)
     replace_by(torch.cuda, "max_memory_reserved", lambda device: 0)
     replace_by(torch.cuda, "mem_get_info", lambda device: (CARD_BYTES, CARD_BYTES))

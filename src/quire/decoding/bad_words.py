@@ -1,9 +1,10 @@
 """Bad words: token sequences that a row must not complete.
 
-A word is cut into what stands before its last token and that token, which a draw can forbid. The former, read backwards,
-are kept sorted: those that the output ends with are prefixes of the output read backwards, and one binary search finds the
-longest of them. The cost per step does not depend on the number of words, except for those that the output ends with;
-most steps end at one look-up of the last token. Nothing is kept between steps, so a preempted sequence needs no state.
+A word is cut into what stands before its last token and that token, which a draw can forbid. The former, read
+backwards, are kept sorted: those that the output ends with are prefixes of the output read backwards, and one binary
+search finds the longest of them. The cost per step does not depend on the number of words, except for those that the
+output ends with; most steps end at one look-up of the last token. Nothing is kept between steps, so a preempted
+sequence needs no state.
 """
 
 from bisect import bisect_right

@@ -84,19 +84,20 @@ class SamplingState:
         self.features = np.zeros(max_rows, dtype=np.uint32)
         self.settings = np.zeros(max_rows, dtype=ROW_DTYPE)
         self.lists: list[TokenLists | None] = [None] * max_rows
-        self._latest = (), BadWords(())  # the branches of a request come one after the other, with the same words
+        self._words: tuple[tuple[int, ...], ...] = ()  # of the latest row: a request's branches follow one another
+        self._bad_words = BadWords(self._words)
 
     def set(self, new: NewRow) -> None:
         """Begin row `new.row`. Every token id that it names has been checked against the vocabulary."""
         features = _features(new)
         self.features[new.row] = features
         self.settings[new.row] = _settings(new, self.vocab_size)
-        self.lists[new.row] = TokenLists.of(new, self._bad_words(new)) if features & NAMING else None
+        self.lists[new.row] = TokenLists.of(new, self._bad_words_of(new)) if features & NAMING else None
 
-    def _bad_words(self, new: NewRow) -> BadWords:
-        if new.bad_words_token_ids is not self._latest[0]:
-            self._latest = new.bad_words_token_ids, BadWords(new.bad_words_token_ids)
-        return self._latest[1]
+    def _bad_words_of(self, new: NewRow) -> BadWords:
+        if new.bad_words_token_ids is not self._words:
+            self._words, self._bad_words = new.bad_words_token_ids, BadWords(new.bad_words_token_ids)
+        return self._bad_words
 
     def token_lists(self, row: int) -> TokenLists:
         """Return the lists of a row that has some."""

@@ -24,7 +24,7 @@ from quire.engine.sizing import (
 )
 from quire.engine.wire import Ready
 from quire.execution.batch import PersistentBatch
-from quire.execution.device_memory import memory_of
+from quire.execution.device_memory import empty_host_cache, memory_of, pinned_bytes, use_exact_products
 from quire.execution.executor import Executor, LocalExecutor
 from quire.execution.largest_step import CudaMeter, bytes_left
 from quire.execution.overlapped_worker import OverlappedWorker
@@ -67,7 +67,7 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
     spec = spec_from_config(config, source)
     device = resolve_device(options.device)
     back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=spec.head_dim)
-    meter = CudaMeter(device) if device.type == "cuda" else None
+    meter = _cuda_meter(device) if device.type == "cuda" else None
     dtype = getattr(torch, dtype_name(options.dtype, config, source))
     limits = _limits(spec, back_end.cache_layout.dtype(dtype).itemsize)
     num_positions = _table_positions(options, limits, meter)
@@ -136,15 +136,28 @@ def _sizes(
         options.gpu_memory_utilization,
         meter,
     )
-    swap_bytes = CUDA_SWAP_BYTES if options.memory_policy == "paged" else 0
+    free_bytes = free_memory_bytes()
+    swap_bytes = min(CUDA_SWAP_BYTES, free_bytes // 2) if options.memory_policy == "paged" else 0
     cache, scheduler = size_engine(options, limits, left, share=1.0, default_swap_bytes=swap_bytes)
-    swap_bytes, free_bytes = cache.num_swap_blocks * cache.block_size * limits.kv_bytes_per_token, free_memory_bytes()
+    _check_swap_space(cache, limits, model.spec.num_layers, free_bytes)
+    return cache, scheduler
+
+
+def _check_swap_space(cache: CacheConfig, limits: ModelLimits, num_layers: int, free_bytes: int) -> None:
+    """Raise ConfigError if the host's memory cannot hold the swap space of a GPU."""
+    tensor_bytes = cache.num_swap_blocks * cache.block_size * limits.kv_bytes_per_token // (2 * num_layers)
+    swap_bytes = pinned_bytes(2 * num_layers, tensor_bytes) if tensor_bytes else 0
     if swap_bytes > free_bytes:
         raise ConfigError(
             f"the swap space takes {swap_bytes} bytes, but only {free_bytes} are free in the host's memory; lower "
             "swap_space or num_swap_blocks"
         )
-    return cache, scheduler
+
+
+def _cuda_meter(device: torch.device) -> CudaMeter:
+    """Prepare a GPU for a model that is about to be loaded; return the meter of the memory that it takes."""
+    use_exact_products()
+    return CudaMeter(device)
 
 
 def _executor(model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None) -> Executor:
@@ -198,4 +211,4 @@ def give_back_device_memory() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gc.collect()
         torch.cuda.empty_cache()
-        torch.accelerator.empty_host_cache()
+        empty_host_cache()

@@ -2,7 +2,9 @@
 
 A graph is of one size: so many rows, the tables as wide as a sequence can be. A smaller batch is padded with rows of no
 sequence, whose context is 0 and whose slot is -1: they read nothing and write nothing. A size is captured when it has
-been wanted a few times, between two steps, one at a time, so that starting up waits for none and none is made in vain.
+been wanted a few times, between two steps, one at a time, so that starting up waits for none. The first of all is the
+largest that the engine can use: the memory that it leaves in the graphs' pool serves the smaller ones, which would
+otherwise need some each.
 """
 
 import logging
@@ -32,7 +34,9 @@ class DecodeGraphs:
         max_blocks: int,
         device: torch.device,
         capture: Capture,
+        max_rows: int = SIZES[-1],
     ) -> None:
+        self._largest = next((size for size in SIZES if size >= max_rows), SIZES[-1])
         self._forward, self._max_blocks, self._device, self._capture = forward, max_blocks, device, capture
         self._graphs: dict[int, tuple[ForwardBatch, Replay] | None] = {}  # None: it could not be captured
         self._wanted: Counter[int] = Counter()
@@ -60,7 +64,9 @@ class DecodeGraphs:
         size, count = next(iter(self._wanted.most_common(1)), (0, 0))
         if count < WANTED_BEFORE_CAPTURE:
             return
-        del self._wanted[size]
+        if not self._graphs:
+            size = self._largest
+        self._wanted.pop(size, None)
         self._graphs[size] = None
         inputs = idle_batch(size, size, self._max_blocks, self._device)
         try:

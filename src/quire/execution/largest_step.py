@@ -14,6 +14,10 @@ from quire.kernels.token_choice import Draws
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 
+# Beside what torch's allocator counts: the capturing stream's cuBLAS workspace (32 MiB) and the driver's copies of the
+# graphs, some MiB for each of up to 20 sizes. An estimate, not measured yet; a small card keeps back a smaller part.
+GRAPHS_BYTES, GRAPHS_SHARE = 256 << 20, 0.02
+
 
 class CudaMeter:
     """Counts the bytes of a GPU that torch's allocator has taken since the meter was made: before the weights are."""
@@ -72,7 +76,7 @@ def bytes_left(
     peak_bytes += meter.peak_bytes() - held_bytes
     meter.forget()
     free_bytes, total_bytes = meter.free_and_total_bytes()
-    left = int(total_bytes * utilization) - peak_bytes
+    left = int(total_bytes * utilization) - peak_bytes - min(GRAPHS_BYTES, int(total_bytes * GRAPHS_SHARE))
     if left <= 0:
         raise ConfigError(
             f"gpu_memory_utilization of {utilization} is {int(total_bytes * utilization)} bytes, but weights "

@@ -52,7 +52,8 @@ class OverlappedWorker(Worker):
         self._collected_s = 0.0
         self._graphs: DecodeGraphs | None = None
         if model.device.type == "cuda":
-            self._graphs = DecodeGraphs(self._forward, batch.block_tables.shape[1], model.device, CudaGraphs())
+            num_rows, max_blocks = batch.block_tables.shape
+            self._graphs = DecodeGraphs(self._forward, max_blocks, model.device, CudaGraphs(), num_rows)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         return self._model.forward(batch, self._cache)
@@ -70,6 +71,8 @@ class OverlappedWorker(Worker):
         known = forward.token_ids
         forward.token_ids.copy_(torch.where(known < 0, self._last_tokens[references], known))
         hidden = None if self._graphs is None else self._graphs.run(forward)
+        if hidden is not None and self._has_prompt_logprobs(inputs):
+            hidden = hidden.clone()  # read when the step is collected, which may be after the next replay
         hidden = self._forward(forward) if hidden is None else hidden
         sampled = self._start_sampling(inputs, hidden, logit_rows)
         tokens = sampled[0] if isinstance(sampled, Tensor) else torch.tensor(sampled.token_ids, device=hidden.device)
@@ -97,6 +100,10 @@ class OverlappedWorker(Worker):
         if step.num_prefilled:
             self._prefill_rate.add(step.num_prefilled, self._collected_s - max(before_s, step.started_s))
         return self._result(step.inputs, step.hidden, sampled, step.swap_s)
+
+    def _has_prompt_logprobs(self, inputs: StepInputs) -> bool:
+        is_prompt = inputs.starts < self._batch.num_prompt_tokens[inputs.rows] - 1
+        return bool((is_prompt & (self._batch.prompt_logprobs[inputs.rows] >= 0)).any())
 
     def _start_sampling(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens | Tensor:
         """Draw without waiting, unless somebody asked for logprobs, or the draw has to be made one by one."""

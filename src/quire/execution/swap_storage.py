@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.execution.device_memory import pinned
+from quire.execution.device_memory import PinnedMemory
 from quire.kernels.back_end import BackEnd
 from quire.model.footprint import kv_bytes_per_token
 from quire.model.kv_cache import ALIGNMENT, KVCache
@@ -40,7 +40,8 @@ def allocate_swap_space(
     little room.
     """
     if device.type == "cuda":
-        return KVCache.allocate(spec, num_blocks, block_size, dtype, back_end, pinned)
+        memory = PinnedMemory(2 * spec.num_layers)
+        return KVCache.allocate(spec, num_blocks, block_size, dtype, back_end, memory.take)
     block_bytes = block_size * kv_bytes_per_token(spec, back_end.cache_layout.dtype(dtype).itemsize)
     num_bytes = num_blocks * block_bytes + 2 * spec.num_layers * ALIGNMENT
     space = UnlinkedFile(Path(directory or tempfile.gettempdir()), num_bytes)

@@ -1,5 +1,6 @@
 """The whole engine on the CUDA back end's kernels: on a GPU tests/engine/test_cuda.py does it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,11 @@ from quire.kernels.back_end import cuda_back_end
 from support.cuda_engine import PROMPTS, check_sharing, differences_beyond_margin, tokens_of
 from support.random_model import write_random_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
+    pytest.mark.skipif(not INTERPRETS, reason="host tensors: tests/engine/test_cuda.py runs on a GPU"),
+]
 
 
 def interpreted(**settings: object) -> LLM:
