@@ -144,6 +144,18 @@ def test_server_that_loads_can_be_stopped(number: signal.Signals) -> None:
         server.close()
 
 
+def test_engine_that_hangs_at_its_start_is_given_up() -> None:
+    server = ServerProcess("--port", "0", "--start-timeout", "1")
+    try:
+        wait_until(lambda: len(server.child_pids()) == 1)
+        with stopped(server.engine_pid()):
+            assert server.wait() == 1
+        (line,) = server.log.splitlines()
+        assert line.startswith("quire: the engine process gave no sign of life for 1 s while it started")
+    finally:
+        server.close()
+
+
 def test_closed_standard_streams_do_not_disturb() -> None:
     with running_server(*SMALL, command=("sh", "-c", 'exec "$@" <&- 2>&-', "sh")) as server:
         for _ in range(3):

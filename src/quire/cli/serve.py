@@ -25,6 +25,9 @@ class ServerFlags:
         False, "serve everyone who reaches a host that is not of this machine alone", "--allow-unauthenticated"
     )
     stall_limit: float = _flag(10.0, "seconds without progress while work is pending, after which /health is 503")
+    start_timeout: float = _flag(
+        120.0, "seconds without a sign of life (CPU time, reads) after which an engine that starts is given up"
+    )
     restart_engine: int = _flag(0, "how often a new engine takes the place of one that has died")
     shutdown_timeout: float = _flag(30.0, "seconds that open requests get after SIGTERM")
     enable_debug: bool = _flag(

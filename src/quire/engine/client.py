@@ -30,6 +30,7 @@ from quire.engine.options import EngineOptions
 from quire.engine.output_processor import EndedRequest, OutputKind, OutputProcessor, ProcessedStep
 from quire.engine.pinned_prefixes import PinnedPrefixes
 from quire.engine.request_stream import RequestStream
+from quire.engine.start_watch import START_TIMEOUT_S, under_watch
 from quire.engine.wire import Command, EngineDeadError, EngineState, Report
 from quire.text.tokenizer import Tokenizer
 
@@ -83,17 +84,17 @@ class EngineClient:
         observer: Observer,
         request_ids: Iterator[int] | None = None,
         owners: OwnerLabels | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> Self:
         """Wait until the engine is ready. `request_ids`, `owners`: those of an engine that this one replaces.
 
-        ConfigError or ModelError: it cannot run so. EngineDeadError: it died. In each case nothing is left behind.
+        ConfigError or ModelError: it cannot run so. EngineDeadError: it died, or gave no sign of life for
+        `start_timeout_s`. In each case nothing is left behind.
         """
         writer: asyncio.StreamWriter | None = None
         try:
             reader, writer = await asyncio.open_unix_connection(sock=child.connection)
-            located = await _expect(reader, wire.Located)
-            tokenizer = await asyncio.to_thread(Tokenizer.from_folder_if_any, Path(located.folder))
-            ready = await _expect(reader, wire.Ready)
+            tokenizer, ready = await under_watch(_started(reader), child.process.pid, start_timeout_s)
         except BaseException as error:
             if writer is not None:
                 writer.transport.abort()
@@ -359,6 +360,13 @@ class EngineClient:
         """End the engine process, if it is still there, and return its exit status."""
         self._writer.transport.abort()
         return await asyncio.get_running_loop().run_in_executor(self._ending, self._child.end)
+
+
+async def _started(reader: asyncio.StreamReader) -> tuple[Tokenizer | None, wire.Ready]:
+    """Wait for the engine's two reports of its start; read the tokenizer between them."""
+    located = await _expect(reader, wire.Located)
+    tokenizer = await asyncio.to_thread(Tokenizer.from_folder_if_any, Path(located.folder))
+    return tokenizer, await _expect(reader, wire.Ready)
 
 
 async def _expect(reader: asyncio.StreamReader, kind: type[ReportT]) -> ReportT:

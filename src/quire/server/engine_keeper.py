@@ -46,8 +46,9 @@ async def keep_engine(
         try:
             signals.child = spawn(options)
             service.client = await EngineClient.connect(
-                signals.child, options, service.metrics, service.client.request_ids, service.client.inputs.owners
-            )
+                signals.child, options, service.metrics, service.client.request_ids, service.client.inputs.owners,
+                service.options.start_timeout,
+            )  # fmt: skip
         except (EngineError, OSError) as error:
             why = error
             continue

@@ -76,7 +76,8 @@ async def _connect(child: EngineChild, engine: EngineOptions, options: ServerOpt
     """Wait until the engine is ready. ConfigError, ModelError or EngineDeadError if it will not be."""
     names = options.served_model_name or (engine.model or DEMO_NAME,)
     metrics = Metrics(names[0])
-    client = await EngineClient.connect(child, engine, metrics, owners=OwnerLabels(options.max_metric_labels))
+    owners = OwnerLabels(options.max_metric_labels)
+    client = await EngineClient.connect(child, engine, metrics, owners=owners, start_timeout_s=options.start_timeout)
     templates = TemplateRenderer(client.tokenizer, max_waiting=options.max_queued_requests)
     templates.warm_up()
     return Service(client, options, names, metrics, templates)

@@ -11,12 +11,14 @@ from typing import Any
 from quire.core.errors import ConfigError
 from quire.core.owner_labels import MAX_LABELS
 from quire.engine.options import parse_bytes
+from quire.engine.start_watch import START_TIMEOUT_S
 from quire.scheduling.limits import MAX_PINNED_PREFIXES
 
 _LONGEST_S = 86400.0
 _RANGES = {                            # of ServerOptions, with the unit
     "port": (0, 65535, ""),
     "stall_limit": (1, _LONGEST_S, " seconds"),  # the engine gives signs of life four times a second
+    "start_timeout": (1, _LONGEST_S, " seconds"),
     "restart_engine": (0, 1000, ""),
     "shutdown_timeout": (0, _LONGEST_S, " seconds"),
 }
@@ -98,6 +100,7 @@ class ServerOptions(Limits):
     api_key: tuple[str, ...] = ()
     allow_unauthenticated: bool = False
     stall_limit: float = 10.0                        # seconds
+    start_timeout: float = START_TIMEOUT_S           # seconds
     restart_engine: int = 0                          # times
     shutdown_timeout: float = 30.0                   # seconds
     enable_debug: bool = False

@@ -1,0 +1,67 @@
+"""Watch over an engine that starts: one that neither computes nor reads for too long is given up.
+
+A start takes as long as a download, the weights and the compilation of kernels take, so no bound on the whole fits all.
+But in all of that the process uses CPU time, reads from disk or maps files. The system counts these for each process,
+so the watch needs no cooperation of the engine, which may hang anywhere.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from quire.engine.wire import EngineDeadError
+
+T = TypeVar("T")
+
+START_TIMEOUT_S = 120.0
+LOOKS_PER_LIMIT = 20
+
+# Fields of /proc/PID/stat behind the command's name: major page faults, and CPU time, each own and of ended children.
+_COUNTERS = slice(9, 15)
+
+
+def signs_of_life(pid: int) -> tuple[int, ...]:
+    """Return counters that grow while a process computes, reads or maps; none where the system does not tell."""
+    signs: list[int] = []
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        signs += map(int, stat.rpartition(")")[2].split()[_COUNTERS])
+        io = Path(f"/proc/{pid}/io").read_text(encoding="ascii")
+        signs += (int(line.rpartition(" ")[2]) for line in io.splitlines())
+    except (OSError, ValueError):
+        pass
+    return tuple(signs)
+
+
+async def watch_start(
+    signs: Callable[[], tuple[int, ...]], limit_s: float, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+) -> None:
+    """Look at signs of life until they have been the same for `limit_s` seconds; then raise EngineDeadError.
+
+    Never returns. Looks every `limit_s` / LOOKS_PER_LIMIT seconds. Without any signs nothing is concluded.
+    """
+    last, num_same = signs(), 0
+    while num_same < LOOKS_PER_LIMIT:
+        await pause(limit_s / LOOKS_PER_LIMIT)
+        now = signs()
+        num_same = num_same + 1 if now and now == last else 0
+        last = now
+    raise EngineDeadError(
+        f"the engine process gave no sign of life for {limit_s:g} s while it started: it neither computed nor read "
+        f"(start_timeout)"
+    )
+
+
+async def under_watch(starting: Coroutine[Any, Any, T], pid: int, limit_s: float) -> T:
+    """Return what `starting` returns, unless the watch over the process raises first; cancel the other of the two."""
+    start, watch = asyncio.create_task(starting), asyncio.create_task(watch_start(lambda: signs_of_life(pid), limit_s))
+    try:
+        await asyncio.wait((start, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not start.done():
+            watch.result()
+        return await start
+    finally:
+        start.cancel()
+        watch.cancel()
+        await asyncio.wait((start, watch))
