@@ -175,9 +175,11 @@ class EngineClient:
         self.state, limits = state, self.inputs.limits
         if state.num_pinned_blocks != limits.num_pinned_blocks:
             self.inputs.limits = replace(limits, num_pinned_blocks=state.num_pinned_blocks)
-        for command in self._asked:
-            if isinstance(command, wire.Abort) and command.request_id not in state.pins:
-                self._tell(command)
+        if self._asked:
+            pins = set(state.pins)
+            for command in self._asked:
+                if isinstance(command, wire.Abort) and command.request_id not in pins:
+                    self._tell(command)
 
     def _output(self, request_id: int) -> RequestOutput:
         output = self._outputs.output(request_id)
