@@ -116,7 +116,7 @@ logprobs = st.builds(
     st.lists(st.integers(1, MAX_INT), max_size=5),
 )
 candidates = st.tuples(st.integers(0, 2**31 - 1), st.floats(max_value=0, allow_nan=False), st.integers(1, 2**31 - 1))
-positions = st.lists(candidates, max_size=5).map(lambda found: tuple(map(list, zip(*found, strict=True))) or ([], [], []))
+positions = st.lists(candidates, min_size=1, max_size=5).map(lambda found: tuple(map(list, zip(*found, strict=True))))
 tables = st.lists(positions, max_size=3).map(LogprobTable.of)
 deltas = st.builds(
     SequenceDelta,

@@ -5,14 +5,32 @@ has; a `Logprob` object per candidate takes ten times the memory, and seconds to
 """
 
 from array import array
-from collections.abc import Iterable
-from itertools import accumulate, chain
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Protocol
 
 import msgspec
 
 CANDIDATE_BYTES = 16  # of a token id, a logprob and a rank
 # Token ids, logprobs and ranks of one position, the token that stands there first: a TokenLogprobs is one.
 Position = tuple[list[int], list[float], list[int]]
+
+
+_NUM_RECENT = 16
+
+
+class Logprobs(Protocol):
+    """Candidates of consecutive positions, read a slice at a time."""
+
+    def __len__(self) -> int:
+        """Count the positions."""
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates of all positions."""
+
+    def positions(self, start: int, stop: int) -> list[Position]:
+        """Return positions [start, stop), as far as there are any."""
 
 
 class LogprobTable(msgspec.Struct, array_like=True):
@@ -63,5 +81,37 @@ class LogprobTable(msgspec.Struct, array_like=True):
         logprobs = memoryview(self.logprobs).cast("d")[begin:last].tolist()
         ranks = memoryview(self.ranks).cast("i")[begin:last].tolist()
         bounds = [0, *(end - begin for end in ends)]
-        pairs = zip(bounds, bounds[1:], strict=False)
-        return [(token_ids[low:high], logprobs[low:high], ranks[low:high]) for low, high in pairs]
+        return [(token_ids[low:high], logprobs[low:high], ranks[low:high]) for low, high in pairwise(bounds)]
+
+
+class LogprobBuffer:
+    """Positions as steps append them: the last few as they came, because a stream reads them at once; others packed."""
+
+    __slots__ = ("_recent", "_table", "num_candidates")
+
+    def __init__(self) -> None:
+        self._table: LogprobTable | None = None
+        self._recent: list[Position] = []
+        self.num_candidates = 0
+
+    def __len__(self) -> int:
+        """Count the positions."""
+        return len(self._recent) + (0 if self._table is None else len(self._table))
+
+    def extend(self, positions: Sequence[Position]) -> None:
+        """Append positions."""
+        self._recent += positions
+        for token_ids, _, _ in positions:
+            self.num_candidates += len(token_ids)
+        if len(self._recent) > _NUM_RECENT:
+            self._table = self._table or LogprobTable()
+            self._table.extend(self._recent)
+            self._recent = []
+
+    def positions(self, start: int, stop: int) -> list[Position]:
+        """Return positions [start, stop), as far as there are any."""
+        if self._table is None:
+            return self._recent[start:stop]
+        num_packed = len(self._table)
+        packed = self._table.positions(start, stop) if start < num_packed else []
+        return packed + self._recent[max(0, start - num_packed) : max(0, stop - num_packed)]

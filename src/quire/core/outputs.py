@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from quire.core.logprob_table import LogprobTable
+from quire.core.logprob_table import Logprobs, LogprobTable
 
 FinishReason = Literal["stop", "length", "abort"]
 # What keeps a request waiting: no seats, no blocks, a step that is full, its own prefix being computed, swapped ones.
@@ -79,7 +79,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    packed_logprobs: LogprobTable | None = field(default=None, repr=False)  # the server's form of `logprobs`
+    packed_logprobs: Logprobs | None = field(default=None, repr=False)  # the server's form of `logprobs`
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
-    packed_prompt_logprobs: LogprobTable | None = field(default=None, repr=False)  # of all but the first token
+    packed_prompt_logprobs: Logprobs | None = field(default=None, repr=False)  # of all but the first token
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from quire.core.logprob_table import LogprobTable, Position
+from quire.core.logprob_table import LogprobBuffer, Position
 from quire.core.outputs import CompletionOutput, FinishReason, Logprob, SequenceDelta, TokenLogprobs
 from quire.core.sampling_params import SamplingParams
 from quire.engine.stop_matcher import StopMatcher
@@ -43,7 +43,7 @@ class BranchOutput:
         self._token_ids: list[int] = []
         has_logprobs = params.logprobs is not None
         self._logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs and not packs_logprobs else None
-        self._packed: LogprobTable | None = LogprobTable() if has_logprobs and packs_logprobs else None
+        self._packed: LogprobBuffer | None = LogprobBuffer() if has_logprobs and packs_logprobs else None
 
     def extend(self, delta: SequenceDelta) -> None:
         """Take what a step added, up to the token that completes a stop string."""
@@ -74,7 +74,10 @@ class BranchOutput:
             self._pieces.append(self._stops.flush())
 
     def snapshot(self) -> CompletionOutput:
-        """Return everything so far, in lists of its own, but for packed logprobs. Linear in what there is: for ends and for streams."""
+        """Return everything so far, in lists of its own, but for packed logprobs.
+
+        Linear in what there is: for ends and for streams.
+        """
         self._pieces = ["".join(self._pieces)]
         return self._output(self._token_ids.copy(), None if self._logprobs is None else self._logprobs.copy())
 
@@ -83,7 +86,7 @@ class BranchOutput:
         output = self._output(self._token_ids, self._logprobs)
         self._pieces, self._token_ids, self.has_news = [], [], False
         self._logprobs = None if self._logprobs is None else []
-        self._packed = None if self._packed is None else LogprobTable()
+        self._packed = None if self._packed is None else LogprobBuffer()
         return output
 
     def _output(self, token_ids: list[int], logprobs: list[dict[int, Logprob]] | None) -> CompletionOutput:
@@ -121,7 +124,8 @@ class BranchOutput:
 
     def _extend_to_stop(self, delta: SequenceDelta) -> None:
         """Take tokens one by one, because the one that completes a stop string is the last."""
-        assert self._detokenizer is not None and self._stops is not None, "stop strings are found in text"
+        assert self._detokenizer is not None, "stop strings are found in text"
+        assert self._stops is not None, "there are stop strings"
         num_visible = len(self._visible(delta.token_ids, delta.finish_reason))
         for position, token_id in enumerate(delta.token_ids):
             logprobs = None if delta.logprobs is None else delta.logprobs[position : position + 1]

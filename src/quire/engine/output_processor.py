@@ -180,7 +180,8 @@ class OutputProcessor:
         step, num_units = ProcessedStep(), 0
         touched: dict[int, _OpenRequest] = {}
         for delta in deltas:
-            for part, is_first in _parts(delta):
+            is_short = len(delta.token_ids) <= PART_TOKENS
+            for part, is_first in ((delta, True),) if is_short else _parts(delta):
                 if num_units >= SLICE_UNITS:
                     step.ready.extend(touched)
                     step.is_last = False
@@ -198,16 +199,17 @@ class OutputProcessor:
         request = self._requests.get(delta.request_id)
         if request is None or not request.num_unfinished:
             return
-        if delta.error is None and request.branch(delta.index).finish_reason is not None:
-            return                                  # but an error is one of the whole request
         try:
-            step.num_output_tokens += _extend(request, delta, is_first, now_s, step)
+            branch = request.branch(delta.index)
+            if delta.error is None and branch.finish_reason is not None:
+                return                              # but an error is one of the whole request
+            step.num_output_tokens += _extend(request, branch, delta, is_first, now_s, step)
         except Exception as error:
             step.failed.append((delta.request_id, error))
             touched.pop(delta.request_id, None)
             self.drop(delta.request_id)
             return
-        if request.branch(delta.index).finish_reason is not None:
+        if branch.finish_reason is not None:
             if delta.finish_reason is None:
                 step.finish.append((delta.request_id, delta.index))
             request.num_unfinished -= 1
@@ -280,19 +282,18 @@ def _note_recovery(preemptions: list[Preemption], now_s: float) -> None:
 
 def num_units_of(delta: SequenceDelta) -> int:
     """Return how much work a delta is, in candidates of logprobs: to process it, to write it and to send it."""
-    num_candidates = sum(len(position.token_ids) for position in delta.logprobs or ())
-    return _DELTA_UNITS + len(delta.token_ids) + num_candidates
+    num_units = _DELTA_UNITS + len(delta.token_ids)
+    if delta.logprobs is not None:
+        num_units += sum(len(position.token_ids) for position in delta.logprobs)
+    return num_units
 
 
 def _parts(delta: SequenceDelta) -> Iterator[tuple[SequenceDelta, bool]]:
-    """Yield a delta in parts of at most PART_TOKENS tokens, each with whether it is the first: nearly always one.
+    """Yield a long delta in parts of at most PART_TOKENS tokens, each with whether it is the first.
 
     A beam search gives whole answers. What ends the branch comes with the last part.
     """
     num_tokens = len(delta.token_ids)
-    if num_tokens <= PART_TOKENS:
-        yield delta, True
-        return
     for begin in range(0, num_tokens, PART_TOKENS):
         end = begin + PART_TOKENS
         token_ids, logprobs = delta.token_ids[begin:end], delta.logprobs and delta.logprobs[begin:end]
@@ -303,7 +304,9 @@ def _parts(delta: SequenceDelta) -> Iterator[tuple[SequenceDelta, bool]]:
             yield SequenceDelta(delta.request_id, delta.index, token_ids, logprobs, prompt_logprobs), not begin
 
 
-def _extend(opened: _OpenRequest, delta: SequenceDelta, is_first: bool, now_s: float, step: ProcessedStep) -> int:
+def _extend(
+    opened: _OpenRequest, branch: BranchOutput, delta: SequenceDelta, is_first: bool, now_s: float, step: ProcessedStep
+) -> int:
     """Add a delta to its branch, and what rides on the first one to the request. Return how many tokens were taken.
 
     `is_first`: not the continuation of a delta in parts. RequestFailedError if the delta says that there is nothing to
@@ -311,7 +314,7 @@ def _extend(opened: _OpenRequest, delta: SequenceDelta, is_first: bool, now_s: f
     """
     if delta.error is not None:
         raise RequestFailedError(delta.error)
-    request, branch = opened.prepared.request, opened.branch(delta.index)
+    request = opened.prepared.request
     if opened.metrics.first_token_s is None:
         opened.metrics.first_token_s = now_s
         step.begun.append((opened.metrics, len(request.prompt_token_ids)))

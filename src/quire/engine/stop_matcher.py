@@ -65,7 +65,9 @@ class StopMatcher:
             if depth < len(text) and text[depth] == char:
                 return stop * self._width + depth + 1
             stop += 1
-            if stop == len(self._stops) or self._shared[stop] < depth:
+            while self._shared[stop] > depth:  # they go on alike
+                stop += 1
+            if self._shared[stop] < depth:
                 return ROOT
 
     def _without_complete(self, state: int) -> int:
