@@ -90,7 +90,7 @@ def test_victims_and_those_who_wait_are_told_why(server: OpenAIServer, monkeypat
         """See what could be told after a step; who asks over HTTP may miss it."""
         stepped(step, processed)
         for past in chain(*service.history._calls.values()):
-            told = explain_routes._explained(service, past)
+            told = explain_routes._explained(service, past, None)
             seen.add((told["state"], told["waits_for"] is not None))
 
     monkeypatch.setattr(service.metrics, "stepped", look)

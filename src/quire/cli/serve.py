@@ -28,6 +28,7 @@ class ServerFlags:
     start_timeout: float = _flag(
         120.0, "seconds without a sign of life (CPU time, reads) after which an engine that starts is given up"
     )
+    stream_keepalive: float = _flag(15.0, "seconds without news after which a stream gets a comment; 0: never")
     restart_engine: int = _flag(0, "how often a new engine takes the place of one that has died")
     shutdown_timeout: float = _flag(30.0, "seconds that open requests get after SIGTERM")
     enable_debug: bool = _flag(

@@ -71,6 +71,12 @@ def too_many_queued_tokens(num_queued: int, limit: int, retry_after_s: int) -> A
     return _come_back(429, message, "server_overloaded", retry_after_s)
 
 
+def no_logprob_room(num_bytes: int, limit: int) -> ApiError:
+    """Return the refusal of a call whose logprobs may not fit into what is left for those of all calls."""
+    message = f"{num_bytes} bytes are reserved for logprobs of other calls, of {limit} (max_logprob_bytes)"
+    return _come_back(429, message, "server_overloaded", RETRY_AFTER_S)
+
+
 def too_many_connections(limit: int) -> ApiError:
     """There is no room for one more client, whatever it wants."""
     message = f"{limit} connections are open already, the most that this server holds"

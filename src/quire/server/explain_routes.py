@@ -1,17 +1,22 @@
 """Why a request took its time: what it waited for, what the cache had of it, who made it give way at what cost."""
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from quire.core.checks import shown
 from quire.core.outputs import Preemption
+from quire.server.cache_misses import explain_misses
 from quire.server.errors import ApiError
 from quire.server.gate import key_number_of
-from quire.server.history import PastRequest
-from quire.server.openai.answering import json_response
+from quire.server.history import Miss, PastRequest
+from quire.server.openai.answering import LongAnswer, json_response
+from quire.server.openai.json_pieces import Pieces, array, encode, encode_pieces
 from quire.server.service import Service
+
+_PROMPTS_AT_ONCE = 64
 
 router = APIRouter(tags=["requests"])
 
@@ -24,16 +29,33 @@ async def explain(request: Request, request_id: str) -> Response:
     if past is None:
         message = f"no request {shown(request_id)} of yours is among the last ones"
         raise ApiError(404, message, param="request_id", code="request_not_found")
-    prompts = [_explained(service, one) for one in past]
-    return json_response({"id": request_id, "object": "request.explanation", "prompts": prompts})
+    search = explain_misses(service.history, past, service.client.ready.limits.block_size)
+    if _has_cache(service):
+        async for _ in service.turns.each(search.run()):
+            pass
+    slices = (
+        encode([_explained(service, past[number], search.miss(number)) for number in numbers])
+        for numbers in _ranges(len(past))
+    )
+    answer = {"id": request_id, "object": "request.explanation", "prompts": Pieces(array(slices))}
+    pieces = encode_pieces(answer)
+    return json_response(b"".join(pieces)) if len(past) <= _PROMPTS_AT_ONCE else LongAnswer(service, None, pieces)
 
 
-def _explained(service: Service, past: PastRequest) -> dict[str, Any]:
-    metrics, ready = past.metrics, service.client.ready
-    state = _state(past)
+def _has_cache(service: Service) -> bool:
     kv = service.client.state.kv
-    has_cache = kv is not None and kv.prefix_queries_tokens > 0  # else nobody has ever looked
-    miss = service.history.explain_miss(past, ready.limits.block_size) if has_cache else None
+    return kv is not None and kv.prefix_queries_tokens > 0
+
+
+def _ranges(num_prompts: int) -> Iterator[range]:
+    """Yield numbers of prompts that are explained in one go."""
+    for start in range(0, num_prompts, _PROMPTS_AT_ONCE):
+        yield range(start, min(start + _PROMPTS_AT_ONCE, num_prompts))
+
+
+def _explained(service: Service, past: PastRequest, miss: Miss | None) -> dict[str, Any]:
+    metrics = past.metrics
+    state = _state(past)
     queued_until_s = time.monotonic() if state == "waiting" else metrics.first_scheduled_s
     return {
         "state": state,

@@ -17,6 +17,7 @@ from quire.scheduling.limits import MAX_PINNED_PREFIXES
 _LONGEST_S = 86400.0
 _RANGES = {                            # of ServerOptions, with the unit
     "port": (0, 65535, ""),
+    "stream_keepalive": (0, _LONGEST_S, " seconds"),
     "stall_limit": (1, _LONGEST_S, " seconds"),  # the engine gives signs of life four times a second
     "start_timeout": (1, _LONGEST_S, " seconds"),
     "restart_engine": (0, 1000, ""),
@@ -50,6 +51,9 @@ class Limits:
     max_choices: int = _bound(2048, "answers of one call: prompts times n")
     max_call_tokens: int = _bound(1 << 20, "tokens of all prompts of a call")
     max_prompt_candidates: int = _bound(1 << 18, "prompt logprobs of a call, over all positions and answers")
+    max_output_candidates: int = _bound(1 << 22, "logprobs of a call's answers: n x max_tokens x (logprobs + 1)")
+    max_logprob_bytes: int = _bound(512 << 20, "reserved for logprobs of all calls under way, 16 bytes each")
+    max_history_bytes: int = _bound(64 << 20, "of the calls that /v1/requests/{id}/explain knows")
     max_messages: int = _bound(4096, "messages of a conversation")
     max_stop_strings: int = _bound(64, "stop strings of a request")
     max_stop_chars: int = _bound(1024, "longest stop string or bad word, in characters")
@@ -101,6 +105,7 @@ class ServerOptions(Limits):
     allow_unauthenticated: bool = False
     stall_limit: float = 10.0                        # seconds
     start_timeout: float = START_TIMEOUT_S           # seconds
+    stream_keepalive: float = 15.0                   # seconds; 0: off
     restart_engine: int = 0                          # times
     shutdown_timeout: float = 30.0                   # seconds
     enable_debug: bool = False

@@ -23,10 +23,12 @@ from quire.server.errors import (
     too_many_queued_tokens,
 )
 from quire.server.history import History
+from quire.server.logprob_room import LogprobRoom
 from quire.server.metrics import Metrics
 from quire.server.open_answers import OpenAnswers
 from quire.server.options import ServerOptions
 from quire.server.templates import TemplateRenderer
+from quire.server.turns import Turns
 
 T = TypeVar("T")
 
@@ -58,7 +60,9 @@ class Service:
     names: tuple[str, ...]                    # of the model, the first is the one that answers carry
     metrics: Metrics
     templates: TemplateRenderer
-    history: History = field(default_factory=History)
+    history: History = field(init=False)
+    logprob_room: LogprobRoom = field(default_factory=LogprobRoom)
+    turns: Turns = field(default_factory=Turns)
     answers: OpenAnswers = field(default_factory=OpenAnswers)
     # for prompts to become tokens, and tokens large answers; long prompts may hold up each other, and no short ones
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "prepare"))
@@ -69,6 +73,10 @@ class Service:
     num_preparing: int = 0                    # requests let in and not yet sent to the engine
     num_preparing_tokens: int = 0             # prompt tokens x n of calls that are being sent to the engine
     num_pinning: int = 0                      # prefixes that are being computed, to be pinned
+
+    def __post_init__(self) -> None:
+        """Make what depends on the options."""
+        self.history = History(self.options.max_history_bytes)
 
     def check_model(self, name: str | None) -> str:
         """Return the name that answers carry: the one asked for, or the first. ApiError 404 for another model."""

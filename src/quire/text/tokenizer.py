@@ -22,6 +22,7 @@ from quire.text.model_folder import TOKENIZER_FILE, TextSettings, read_text_sett
 from quire.text.token_bytes import TokenBytes, decoding_rule
 
 _ANCHOR_TEXT = "a"
+_SHORT_TOKENS = 4096
 _PANIC = "PanicException"  # of the library's Rust side; its type cannot be imported
 
 
@@ -94,7 +95,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Bytes that are no UTF-8 become U+FFFD, ids out of the vocabulary nothing."""
-        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) <= _SHORT_TOKENS:
+            text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        else:  # as `encode`, the library's `decode` keeps all other threads of Python from running
+            (text,) = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def token_text(self, token_id: int) -> str:

@@ -1,10 +1,12 @@
 """Completions as JSON: echo, the numbers of choices, and what the first piece of a choice tells."""
 
+from itertools import chain
 from typing import Any
 
 import pytest
 
-from quire.core.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.core.logprob_table import LogprobTable
+from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.server.openai.answer_format import Call
 from quire.server.openai.completion_format import CompletionFormat
 from quire.text.tokenizer import Tokenizer
@@ -18,7 +20,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def piece(index: int, text: str, token_id: int, **end: Any) -> CompletionOutput:  # noqa: ANN401 (JSON)
-    return CompletionOutput(index, text, [token_id], logprobs=[{token_id: Logprob(-1.0, 1, None)}], **end)
+    table = LogprobTable.of([([token_id], [-1.0], [1])])
+    return CompletionOutput(index, text, [token_id], packed_logprobs=table, **end)
 
 
 def chunks_of(
@@ -26,7 +29,8 @@ def chunks_of(
 ) -> list[dict[str, Any]]:
     """The choices of the chunks that outputs are written in, each with the number of its prompt."""
     written = CompletionFormat(call, tokenizer, echo=echo)
-    events = events_in(b"".join(written.chunks(prompt_index, output) for prompt_index, output in steps))
+    chunks = [written.chunks(prompt_index, output) for prompt_index, output in steps]
+    events = events_in(b"".join(chain.from_iterable(chunks)))
     return [choice for event in events for choice in event["choices"]]
 
 
@@ -58,9 +62,9 @@ def test_echo_of_token_ids_is_their_text(tokenizer: Tokenizer) -> None:
 def test_logprobs_of_an_echo_begin_with_the_prompt(tokenizer: Tokenizer) -> None:
     text = "naïve 日本"
     token_ids = tokenizer.encode(text)
-    known = [None, *({token: Logprob(-2.0, 1, None)} for token in token_ids[1:])]
+    known = LogprobTable.of([([token], [-2.0], [1]) for token in token_ids[1:]])
     call = call_of(prompts=[token_ids], texts=[text], n=2, logprobs=0)
-    steps = [(0, output(piece(0, "a", 68), prompt_logprobs=known)), (0, output(piece(1, "b", 69)))]
+    steps = [(0, output(piece(0, "a", 68), packed_prompt_logprobs=known)), (0, output(piece(1, "b", 69)))]
     for choice in chunks_of(call, tokenizer, *steps, echo=True):
         logprobs = choice["logprobs"]
         assert choice["text"][: len(text)] == text
@@ -72,12 +76,12 @@ def test_logprobs_of_an_echo_begin_with_the_prompt(tokenizer: Tokenizer) -> None
 
 def test_first_piece_of_each_choice_tells_of_the_prompt() -> None:
     call = call_of(prompts=[[5, 6]], n=2, return_token_ids=True, return_prompt_logprobs=True)
-    known = [None, {6: Logprob(-2.0, 3, "x")}]
-    step = output(CompletionOutput(0, "a", [1]), CompletionOutput(1, "b", [2]), prompt_logprobs=known)
+    known = LogprobTable.of([([6], [-2.0], [3])])
+    step = output(CompletionOutput(0, "a", [1]), CompletionOutput(1, "b", [2]), packed_prompt_logprobs=known)
     choices = chunks_of(call, None, (0, step), (0, output(CompletionOutput(1, "c", [3]))))
     assert [choice["token_ids"] for choice in choices] == [[1], [2], [3]]
     assert [choice.get("prompt_token_ids") for choice in choices] == [[5, 6], [5, 6], None]
-    told = [None, {"6": {"logprob": -2.0, "rank": 3, "decoded_token": "x"}}]
+    told = [None, {"6": {"logprob": -2.0, "rank": 3, "decoded_token": None}}]
     assert [choice.get("prompt_logprobs") for choice in choices] == [told, told, None]
 
 

@@ -51,6 +51,9 @@ BODIES: dict[str, list[Case]] = {
     "max_prompt_candidates": [
         Case(12, "prompt_logprobs", COMPLETIONS, lambda n: completion(prompt=[5] * n, prompt_logprobs=0)),
     ],
+    "max_output_candidates": [
+        Case(12, "logprobs", COMPLETIONS, lambda n: completion(max_tokens=n, ignore_eos=True, logprobs=0)),
+    ],
     "max_messages": [Case(3, "messages", path, messages) for path in (CHAT, "/tokenize")],
     "max_stop_strings": [Case(3, "stop", COMPLETIONS, lambda n: completion(stop=["x"] * n))],
     "max_stop_chars": [
@@ -81,6 +84,8 @@ ELSEWHERE = {
     "max_header_bytes": "tests/server/test_protocol.py::test_largest_head_is_taken",
     "max_body_bytes": "tests/server/test_gate.py::test_body_of_exactly_the_limit_is_taken",
     "max_buffered_bytes": "tests/server/test_protocol.py::test_reader_who_is_slow_but_reads_is_not_dropped",
+    "max_logprob_bytes": "tests/server/test_logprob_room.py::test_calls_share_one_budget",
+    "max_history_bytes": "tests/server/test_history.py::test_bytes_are_bounded",
     "receive_timeout": "tests/server/test_protocol.py::test_head_that_does_not_come_is_a_timeout",
     "send_timeout": "tests/server/test_protocol.py::test_reader_who_takes_nothing_is_dropped_and_his_answer_ends",
     "max_pinned_prefixes": "tests/server/test_prefix_routes.py::test_pins_are_bounded",

@@ -1,30 +1,32 @@
 """The JSON of answers: what completions and chats have in common.
 
 An answer is an envelope around choices. A stream repeats the envelope around each piece of a choice, so it is encoded
-once, and a chunk is its two halves around the one thing that is new.
+once, and a chunk is its two halves around the one thing that is new. All is written in pieces of bounded work: `weight`
+tells whether an output needs more than one turn of the event loop.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
-import msgspec
-
 from quire.core.beam_search_params import BeamSearchParams
-from quire.core.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.core.logprob_table import Logprobs
+from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.version import __version__
 from quire.engine.input_processor import PreparedRequest
 from quire.server.openai.bodies import ChatBody, CompletionBody
+from quire.server.openai.json_pieces import Pieces, array_of, encode, encode_pieces
 
 Json = dict[str, Any]
-PromptLogprobs = list[dict[int, Logprob] | None]
 
 FINGERPRINT = f"quire-{__version__}"
 DONE = b"data: [DONE]\n\n"
 
-encode = msgspec.json.Encoder().encode
+_CHOICE_UNITS = 4
+_UNIT_CHARS = 16  # of text, and as many token ids, are as much work as one candidate of logprobs
 
 
 def event(message: Json) -> bytes:
@@ -57,6 +59,11 @@ class Call:
         return self.body.max_tokens == 0
 
     @property
+    def shows_prompt(self) -> bool:
+        """Whether choices begin with their prompt."""
+        return bool(self.body.return_token_ids or (isinstance(self.body, CompletionBody) and self.body.echo))
+
+    @property
     def shows_tokens(self) -> bool:
         """Whether a token is worth a chunk even where its text is not complete yet."""
         return bool(self.body.return_token_ids) or self.params.logprobs is not None
@@ -70,28 +77,47 @@ class AnswerFormat(ABC):
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self._prompt_logprobs: dict[int, PromptLogprobs | None] = {}    # of the prompts whose first output has come
-        self._halves = self._encoded_halves({})
+        self._prompt_logprobs: dict[int, Logprobs | None] = {}      # of the prompts whose first output has come
+        self._halves = self._encoded_halves()
         self._has_begun = False                                         # a stream has
 
-    def answer(self, outputs: list[RequestOutput], usage: Json) -> bytes:
-        """Return the whole answer, from the last output of each prompt."""
-        choices: list[Json] = []
+    def answer(self, outputs: Sequence[RequestOutput], usage: Json) -> Iterator[bytes]:
+        """Yield the whole answer, from the last output of each prompt."""
         for prompt_index, output in enumerate(outputs):
-            self._prompt_logprobs[prompt_index] = output.prompt_logprobs
-            choices += [self._choice(prompt_index, piece) for piece in output.outputs]
-        return encode(self._envelope(self.OBJECT, choices) | {"usage": usage} | self._about_prompt())
+            self._prompt_logprobs[prompt_index] = output.packed_prompt_logprobs
+        choices = (
+            encode_pieces(self._choice(prompt_index, piece))
+            for prompt_index, output in enumerate(outputs)
+            for piece in output.outputs
+        )
+        yield from encode_pieces(
+            self._envelope(self.OBJECT, Pieces(array_of(choices))) | {"usage": usage} | self._about_prompt()
+        )
 
-    def chunks(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """Return a piece of the stream, for what is new; nothing if there is nothing to show."""
-        if output.prompt_logprobs is not None or prompt_index not in self._prompt_logprobs:
-            self._prompt_logprobs[prompt_index] = output.prompt_logprobs
-        parts: list[bytes] = []
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
+        """Yield a piece of the stream, for what is new; nothing if there is nothing to show."""
+        if output.packed_prompt_logprobs is not None or prompt_index not in self._prompt_logprobs:
+            self._prompt_logprobs[prompt_index] = output.packed_prompt_logprobs
         for piece in output.outputs:
             for choice in self._chunk_choices(prompt_index, piece):
-                head, tail = self._halves if self._has_begun else self._first_halves()
-                parts += (head, encode(choice), tail)
-        return b"".join(parts)
+                yield from self._chunk(choice)
+
+    def weight(self, prompt_index: int, output: RequestOutput) -> int:
+        """Return how much work it is to write an output, in candidates of logprobs."""
+        num_units = 0
+        for piece in output.outputs:
+            num_units += _CHOICE_UNITS + (len(piece.text) + len(piece.token_ids)) // _UNIT_CHARS
+            if piece.packed_logprobs is not None:
+                num_units += piece.packed_logprobs.num_candidates
+        is_first = output.finished or prompt_index not in self._prompt_logprobs
+        return num_units + self._prompt_weight(prompt_index, output) if is_first else num_units
+
+    def _prompt_weight(self, prompt_index: int, output: RequestOutput) -> int:
+        """Return how much work it is to write what was asked of a prompt, once for each of its choices."""
+        prompt, table = self.call.requests[prompt_index].prompt, output.packed_prompt_logprobs
+        num_chars = len(prompt.text or "") + len(prompt.token_ids) if self.call.shows_prompt else 0
+        num_candidates = 0 if table is None else table.num_candidates
+        return self.call.params.n * (num_candidates + num_chars // _UNIT_CHARS)
 
     def usage_chunk(self, usage: Json) -> bytes:
         """Return the chunk without choices that tells the usage."""
@@ -120,7 +146,7 @@ class AnswerFormat(ABC):
         """Return what a choice says of its tokens."""
         return {"token_ids": piece.token_ids} if self.call.body.return_token_ids else {}
 
-    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+    def _envelope(self, kind: str, choices: Sequence[Json] | Pieces) -> Json:
         """Return what surrounds choices."""
         call = self.call
         return {
@@ -132,13 +158,20 @@ class AnswerFormat(ABC):
             "choices": choices,
         }
 
-    def _first_halves(self) -> tuple[bytes, bytes]:
+    def _chunk(self, choice: Json) -> Iterable[bytes]:
+        """Return the event of a choice; the first one of a stream tells of the prompt."""
+        if self._has_begun:
+            head, tail = self._halves
+            return chain((head,), encode_pieces(choice), (tail,))
         self._has_begun = True
-        return self._encoded_halves(self._about_prompt())
+        message = self._envelope(self.CHUNK_OBJECT, [choice]) | self._usage_field() | self._about_prompt()
+        return chain((b"data: ",), encode_pieces(message), (b"\n\n",))
 
-    def _encoded_halves(self, about_prompt: Json) -> tuple[bytes, bytes]:
+    def _usage_field(self) -> Json:
+        return {"usage": None} if self.call.include_usage else {}
+
+    def _encoded_halves(self) -> tuple[bytes, bytes]:
         """Return what a chunk has before and after its choice."""
-        usage = {"usage": None} if self.call.include_usage else {}
-        encoded = encode(self._envelope(self.CHUNK_OBJECT, []) | usage | about_prompt)
+        encoded = encode(self._envelope(self.CHUNK_OBJECT, []) | self._usage_field())
         head, choices, tail = encoded.partition(b'"choices":[')  # inside a string the quotes would be escaped
         return b"data: " + head + choices, tail + b"\n\n"

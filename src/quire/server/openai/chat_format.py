@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from quire.core.outputs import CompletionOutput
 from quire.server.openai.answer_format import AnswerFormat, Call, Json
-from quire.server.openai.logprobs import ChatLogprobs, TokenNames, chat_logprobs
+from quire.server.openai.json_pieces import Pieces
+from quire.server.openai.logprobs import TokenNames, WholeChatLogprobs, chat_logprobs, prompt_logprobs
 from quire.text.tokenizer import Tokenizer
 
 ROLE = "assistant"
@@ -52,17 +53,18 @@ class ChatFormat(AnswerFormat):
             yield _chunk(earlier, {"role": ROLE, "content": ""})
         self._num_begun = index + 1
 
-    def _logprobs(self, piece: CompletionOutput) -> ChatLogprobs | None:
-        if piece.logprobs is None:
+    def _logprobs(self, piece: CompletionOutput) -> Pieces | WholeChatLogprobs | None:
+        if piece.packed_logprobs is None:
             return None
-        return chat_logprobs(self._names, piece.token_ids, piece.logprobs, self.call.params.logprobs or 0)
+        return chat_logprobs(self._names, piece.packed_logprobs, self.call.params.logprobs or 0)
 
     def _about_prompt(self) -> Json:
         about: Json = {}
         if self.call.body.return_token_ids:
             about["prompt_token_ids"] = self.call.requests[0].prompt.token_ids
         if self.call.body.prompt_logprobs is not None:
-            about["prompt_logprobs"] = self._prompt_logprobs[0]
+            table = self._prompt_logprobs[0]
+            about["prompt_logprobs"] = None if table is None else prompt_logprobs(self._names, table)
         return about
 
 

@@ -5,12 +5,18 @@ from collections.abc import Sequence
 from quire.core.outputs import CompletionOutput
 from quire.engine.input_processor import TokenizedPrompt
 from quire.server.openai.answer_format import AnswerFormat, Call, Json
-from quire.server.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter
+from quire.server.openai.logprobs import (
+    CompletionLogprobs,
+    LogprobPiece,
+    TokenNames,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from quire.text.tokenizer import Tokenizer
 
 
 class CompletionFormat(AnswerFormat):
-    """With `echo`, a choice begins with its prompt, and so do its logprobs."""
+    """With `echo`, a choice begins with its prompt, and so do its logprobs. Then it is made off the event loop."""
 
     OBJECT = CHUNK_OBJECT = "text_completion"
 
@@ -18,8 +24,10 @@ class CompletionFormat(AnswerFormat):
         super().__init__(call)
         self._tokenizer = tokenizer
         self._echoes = [self._echo(prompt_index) for prompt_index in range(len(call.requests))] if echo else None
-        self._echoed_logprobs: dict[int, CompletionLogprobs] = {}
-        self._writers: dict[int, CompletionLogprobsWriter] = {}
+        has_logprobs = echo and call.params.logprobs is not None
+        self._num_added = [self._num_added_chars(request.prompt) if has_logprobs else 0 for request in call.requests]
+        self._names = TokenNames(tokenizer)
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # of the choices that have begun
         self._begun: set[int] = set()            # choices that have been written in part
 
     def _choice(self, prompt_index: int, output: CompletionOutput) -> Json:
@@ -30,10 +38,14 @@ class CompletionFormat(AnswerFormat):
         if output.finish_reason is not None:
             choice["stop_reason"] = output.stop_reason
         choice |= self._tokens(output)
-        if output.logprobs is not None:
-            writer = self._writers.get(index) or self._begin_logprobs(prompt_index, index)
-            choice["logprobs"] = writer.write(output.token_ids, output.logprobs)
-        if index not in self._begun:
+        is_first = index not in self._begun
+        if output.packed_logprobs is not None:
+            written = self._logprobs.get(index) or self._begin_logprobs(prompt_index, index)
+            pieces = [written.piece(output.token_ids, output.packed_logprobs)]
+            if is_first and self._echoes is not None:
+                pieces = [self._prompt_part(prompt_index), *pieces]
+            choice["logprobs"] = completion_logprobs(pieces)
+        if is_first:
             self._begun.add(index)
             self._add_prompt(choice, prompt_index)
         return choice
@@ -47,12 +59,10 @@ class CompletionFormat(AnswerFormat):
         if self.call.body.return_token_ids:
             choice["prompt_token_ids"] = self.call.requests[prompt_index].prompt.token_ids
         if self.call.body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._prompt_logprobs[prompt_index]
-        if self._echoes is None:
-            return
-        choice["text"] = self._echoes[prompt_index] + choice["text"]
-        if choice["logprobs"] is not None:
-            choice["logprobs"] = self._prompt_part(prompt_index) + choice["logprobs"]
+            table = self._prompt_logprobs[prompt_index]
+            choice["prompt_logprobs"] = None if table is None else prompt_logprobs(self._names, table)
+        if self._echoes is not None:
+            choice["text"] = self._echoes[prompt_index] + choice["text"]
 
     def _echo(self, prompt_index: int) -> str:
         """Return the text of a prompt: as it came, or what its tokens stand for."""
@@ -62,30 +72,30 @@ class CompletionFormat(AnswerFormat):
         assert self._tokenizer is not None, "without a tokenizer echo is refused"
         return self._tokenizer.decode(prompt.token_ids, self.call.params.skip_special_tokens)
 
-    def _prompt_part(self, prompt_index: int) -> CompletionLogprobs:
-        """Return the logprobs of a prompt, made once for all of its choices."""
-        part = self._echoed_logprobs.get(prompt_index)
-        if part is None:
-            positions = self._prompt_logprobs[prompt_index]
-            assert positions is not None, "logprobs with echo ask for the prompt's"
-            prompt = self.call.requests[prompt_index].prompt
-            part = self._echoed_logprobs[prompt_index] = self._echo_writer(prompt).write(prompt.token_ids, positions)
-        return part
-
-    def _echo_writer(self, prompt: TokenizedPrompt) -> CompletionLogprobsWriter:
-        """Return a writer for a prompt, whose text has the special tokens that came in it, and none put before it."""
+    def _prompt_part(self, prompt_index: int) -> LogprobPiece:
+        """Return the logprobs of a prompt, which stand before those of each choice."""
+        table = self._prompt_logprobs[prompt_index]
+        assert table is not None, "logprobs with echo ask for the prompt's"
+        prompt = self.call.requests[prompt_index].prompt
         if prompt.text is None:
-            return self._writer([], start=0)
-        assert self._tokenizer is not None, "without a tokenizer echo is refused"
-        num_added = len(self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)) - len(prompt.text)
-        return CompletionLogprobsWriter(self._tokenizer, [], skip_special_tokens=False, start=-num_added)
+            return self._new_logprobs([], start=0).piece(prompt.token_ids, table)
+        start = -self._num_added[prompt_index]
+        written = CompletionLogprobs(self._tokenizer, [], skip_special_tokens=False, start=start)
+        return written.piece(prompt.token_ids, table)
 
-    def _begin_logprobs(self, prompt_index: int, index: int) -> CompletionLogprobsWriter:
+    def _num_added_chars(self, prompt: TokenizedPrompt) -> int:
+        """Return the length of what tokenizing put before a text: special tokens, which its echo does not show."""
+        if prompt.text is None:
+            return 0
+        assert self._tokenizer is not None, "without a tokenizer echo is refused"
+        return len(self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)) - len(prompt.text)
+
+    def _begin_logprobs(self, prompt_index: int, index: int) -> CompletionLogprobs:
         start = 0 if self._echoes is None else len(self._echoes[prompt_index])
         token_ids = self.call.requests[prompt_index].prompt.token_ids
-        writer = self._writers[index] = self._writer(token_ids, start)
-        return writer
+        written = self._logprobs[index] = self._new_logprobs(token_ids, start)
+        return written
 
-    def _writer(self, prompt_token_ids: list[int], start: int) -> CompletionLogprobsWriter:
+    def _new_logprobs(self, prompt_token_ids: list[int], start: int) -> CompletionLogprobs:
         skip = self.call.params.skip_special_tokens
-        return CompletionLogprobsWriter(self._tokenizer, prompt_token_ids, skip_special_tokens=skip, start=start)
+        return CompletionLogprobs(self._tokenizer, prompt_token_ids, skip_special_tokens=skip, start=start)

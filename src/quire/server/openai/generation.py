@@ -5,19 +5,31 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
+from quire.core.logprob_table import LogprobBuffer
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.engine.output_processor import OutputKind
 from quire.engine.request_stream import RequestStream
 from quire.server.history import PastRequest
+from quire.server.logprob_room import Reservation
 from quire.server.openai.answer_format import Call, Json
 from quire.server.service import RequestRecord, Service
 
+_REQUESTS_AT_ONCE = 16     # that are queued in one turn of the event loop, some 0.1 ms each
+_ABORTS_AT_ONCE = 64
+_PIECES_AT_ONCE = 256      # of outputs that are recorded in one turn
+_TOKENS_PER_PIECE = 256    # that take as long to be recorded as a piece
+
 
 class Generation:
-    """The streams of outputs of one call, one for each prompt. Whoever has one calls `end`."""
+    """The streams of outputs of one call, one for each prompt. Whoever has one calls `end`, and `release` later."""
 
-    def __init__(self, service: Service, call: Call, streams: Sequence[RequestStream], record: RequestRecord) -> None:
+    def __init__(
+        self, service: Service, call: Call, streams: Sequence[RequestStream], record: RequestRecord,
+        reserved: Reservation,
+    ) -> None:  # fmt: skip
         self._call, self._streams, self._record, self._history = call, streams, record, service.history
+        self._reserved, self._turns = reserved, service.turns
+        self._num_taken = 0                               # pieces of outputs, since the loop had a turn
         reads_cache = call.params.prompt_logprobs is None
         self.past = [
             PastRequest(request.prompt, stream.metrics, reads_cache)
@@ -29,24 +41,30 @@ class Generation:
     async def begin(cls, service: Service, call: Call, record: RequestRecord, arrival_s: float) -> Self:
         """Queue all requests of a call, or none. EngineDeadError if there is no engine any more.
 
-        ApiError 429 or 400 if their tokens are too many to wait.
+        ApiError 429 or 400 if their tokens are too many to wait, or there is no room for their logprobs.
         """
         kind: OutputKind = "delta" if call.body.stream else "final"
         streams: list[RequestStream] = []
+        reserved = service.logprob_room.reserve([each.request for each in call.requests], service.options)
         try:
             with service.hold_tokens(call.requests):
-                for request in call.requests:
+                for number, request in enumerate(call.requests, start=1):
                     stream = await service.client.add(request, external_id=call.id, arrival_s=arrival_s, kind=kind)
                     streams.append(stream)
+                    if number % _REQUESTS_AT_ONCE == 0:
+                        await service.turns.next()
         except BaseException:
-            for stream in streams:
-                stream.abort()
+            reserved.release()
+            _abort(streams)
             raise
-        return cls(service, call, streams, record)
+        return cls(service, call, streams, record, reserved)
 
     async def last_outputs(self) -> list[RequestOutput]:
         """Wait for the end of every prompt's request, each of kind "final"."""
-        return [self._taken(index, await anext(stream)) for index, stream in enumerate(self._streams)]
+        outputs = []
+        for index, stream in enumerate(self._streams):
+            outputs.append(await self._taken(index, await anext(stream)))
+        return outputs
 
     async def send_all(self, consume: Callable[[int, RequestOutput], Awaitable[None]]) -> None:
         """Hand every output on as it comes, with the number of its prompt. The first error ends all."""
@@ -60,21 +78,39 @@ class Generation:
             raise errors.exceptions[0] from errors
 
     def end(self) -> None:
-        """Abort what still runs, and write down what there was."""
-        for stream in self._streams:
-            stream.abort()
+        """Abort what still runs, and record what there was."""
+        _abort(self._streams)
         self._history.end(self._call.id)
         fill(self._record, self.past, self._call.params.n)
 
+    def release(self) -> None:
+        """Free the room for logprobs, once the answer has been written. Twice is fine."""
+        self._reserved.release()
+
     async def _send(self, index: int, consume: Callable[[int, RequestOutput], Awaitable[None]]) -> None:
         async for output in self._streams[index]:
-            await consume(index, self._taken(index, output))
+            await consume(index, await self._taken(index, output))
 
-    def _taken(self, index: int, output: RequestOutput) -> RequestOutput:
+    async def _taken(self, index: int, output: RequestOutput) -> RequestOutput:
+        """Record the tokens of an output; after every so many of them the event loop gets a turn."""
         if self._call.hides_output:
             output = replace(output, outputs=[_without_tokens(piece) for piece in output.outputs])
-        self.past[index].take(output)
+        past = self.past[index]
+        for piece in output.outputs:
+            past.take_piece(piece)
+            self._num_taken += 1 + len(piece.token_ids) // _TOKENS_PER_PIECE
+            if self._num_taken >= _PIECES_AT_ONCE:
+                self._num_taken = 0
+                await self._turns.next()
         return output
+
+
+def _abort(streams: Sequence[RequestStream]) -> None:
+    """Abort streams, some now and the rest in later turns of the event loop."""
+    for stream in streams[:_ABORTS_AT_ONCE]:
+        stream.abort()
+    if len(streams) > _ABORTS_AT_ONCE:
+        asyncio.get_running_loop().call_soon(_abort, streams[_ABORTS_AT_ONCE:])
 
 
 def usage_of(past: Sequence[PastRequest]) -> Json:
@@ -103,5 +139,7 @@ def fill(record: RequestRecord, past: Sequence[PastRequest], n: int) -> None:
 
 def _without_tokens(output: CompletionOutput) -> CompletionOutput:
     """Return the output of a request for no token at all, which had to be for one."""
-    logprobs = output.logprobs and output.logprobs[:0]
-    return CompletionOutput(output.index, "", [], logprobs=logprobs, finish_reason=output.finish_reason and "length")
+    packed = None if output.packed_logprobs is None else LogprobBuffer()
+    return CompletionOutput(
+        output.index, "", [], finish_reason=output.finish_reason and "length", packed_logprobs=packed
+    )

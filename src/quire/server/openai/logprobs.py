@@ -1,32 +1,27 @@
-"""Logprobs as the two routes write them: parallel lists for completions, one object per token for chats."""
+"""Logprobs as the routes write them: parallel lists for completions, one object per token for chats.
 
-from collections.abc import Mapping, Sequence
+Written from packed tables, a slice of positions at a time: a slice is some 1,000 candidates, 1 to 5 ms.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 import msgspec
 
-from quire.core.outputs import Logprob
+from quire.core.logprob_table import Logprobs, Position
+from quire.server.openai.json_pieces import Pieces, array, encode
 from quire.text.detokenizer import REPLACEMENT, IncrementalDetokenizer, incremental_detokenizer
 from quire.text.tokenizer import Tokenizer
 
-Candidates = Mapping[int, Logprob]  # of one position, the token that stands there first
+SLICE_CANDIDATES = 1024
 
 
-class CompletionLogprobs(msgspec.Struct):
-    """Of a piece of a completion: one entry per token in each list. `text_offset` counts characters of the text."""
+class PromptLogprob(msgspec.Struct):
+    """One candidate at a position of a prompt."""
 
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
-
-    def __add__(self, other: "CompletionLogprobs") -> "CompletionLogprobs":
-        """Return both pieces as one."""
-        return CompletionLogprobs(
-            self.text_offset + other.text_offset,
-            self.token_logprobs + other.token_logprobs,
-            self.tokens + other.tokens,
-            self.top_logprobs + other.top_logprobs,
-        )
+    logprob: float
+    rank: int
+    decoded_token: str | None
 
 
 class ChatTopLogprob(msgspec.Struct):
@@ -43,11 +38,20 @@ class ChatTokenLogprob(ChatTopLogprob):
     top_logprobs: list[ChatTopLogprob]
 
 
-class ChatLogprobs(msgspec.Struct):
-    """Of a piece of a message."""
+class WholeChatLogprobs(msgspec.Struct):
+    """Of a piece of a message that is short."""
 
     content: list[ChatTokenLogprob]
     refusal: None = None
+
+
+class WholeCompletionLogprobs(msgspec.Struct):
+    """Of a piece of a completion that is short. `text_offset` counts characters of the text."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
 
 
 class TokenNames:
@@ -56,6 +60,10 @@ class TokenNames:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._bytes = None if tokenizer is None else tokenizer.token_bytes(skip_special_tokens=False)
+
+    def decoded(self, token_id: int) -> str | None:
+        """Return a token as it reads, None for a model without a tokenizer."""
+        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
     def text(self, token_id: int) -> str:
         """Return a token as it reads: U+FFFD for a part of a character, its id for a model without a tokenizer."""
@@ -76,8 +84,16 @@ class TokenNames:
         return None if self._tokenizer is None or REPLACEMENT in text else list(text.encode())
 
 
-class CompletionLogprobsWriter:
-    """Writes the logprobs of one choice as its tokens come.
+def slices_of(table: Logprobs) -> Iterator[tuple[int, int]]:
+    """Yield ranges of positions that are some SLICE_CANDIDATES together."""
+    num_positions = len(table)
+    stride = max(1, SLICE_CANDIDATES * num_positions // max(1, table.num_candidates))
+    for start in range(0, num_positions, stride):
+        yield start, min(start + stride, num_positions)
+
+
+class CompletionLogprobs:
+    """Writes the logprobs of one choice as its tokens come: parallel lists, one entry per token in each.
 
     `start`: where its text begins, in characters; below 0 if what its first tokens stand for is not shown.
     """
@@ -91,37 +107,124 @@ class CompletionLogprobsWriter:
         if tokenizer is not None:
             self._detokenizer = incremental_detokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
 
-    def write(self, token_ids: Sequence[int], positions: Sequence[Candidates | None]) -> CompletionLogprobs:
-        """Return the logprobs of the next tokens.
+    def piece(self, token_ids: Sequence[int], table: Logprobs) -> "LogprobPiece":
+        """Return the next tokens for `written`. Of the first tokens that `table` lacks nothing is known."""
+        return LogprobPiece(self._names, token_ids, table, self._offset)
 
-        A token's offset is that of the first character it has a part in. What a stop string cut off had offsets too.
+    def _offset(self, token_id: int) -> int:
+        """Return where the first character begins that the next token has a part in, in characters of the text.
+
+        What a stop string cut off had offsets too.
         """
-        written = CompletionLogprobs([], [], [], [])
-        for token_id, candidates in zip(token_ids, positions, strict=True):
-            written.text_offset.append(max(0, self._end))
-            if self._detokenizer is not None:
-                self._end += len(self._detokenizer.append([token_id]))
-            key = self._names.key(token_id)
-            written.tokens.append(key)
-            if candidates is None:  # the first token of a prompt: nothing stands before it
-                written.token_logprobs.append(None)
-                written.top_logprobs.append(None)
-                continue
-            chosen = candidates[token_id].logprob
-            top = {self._names.key(other): candidate.logprob for other, candidate in candidates.items()}
-            written.token_logprobs.append(chosen)
-            written.top_logprobs.append(top | {key: chosen})  # two tokens may read the same
-        return written
+        offset = max(0, self._end)
+        if self._detokenizer is not None:
+            self._end += len(self._detokenizer.append([token_id]))
+        return offset
 
 
-def chat_logprobs(
-    names: TokenNames, token_ids: Sequence[int], positions: Sequence[Candidates], num_top: int
-) -> ChatLogprobs:
+class LogprobPiece:
+    """Consecutive tokens of a completion, each list of which is encoded by itself, in slices."""
+
+    def __init__(
+        self, names: TokenNames, token_ids: Sequence[int], table: Logprobs, offset: Callable[[int], int]
+    ) -> None:
+        self._names, self._token_ids, self._table, self._offset = names, token_ids, table, offset
+        self._num_unknown = len(token_ids) - len(table)  # 1 for a prompt: nothing stands before its first token
+
+    @property
+    def is_short(self) -> bool:
+        """Whether `whole` is a slice of work, or less."""
+        return not self._num_unknown and self._table.num_candidates <= SLICE_CANDIDATES
+
+    def whole(self) -> WholeCompletionLogprobs:
+        """Return all four lists."""
+        positions = self._table.positions(0, len(self._table))
+        return WholeCompletionLogprobs(
+            [self._offset(token_id) for token_id in self._token_ids],
+            [logprobs[0] for _, logprobs, _ in positions],
+            [self._names.key(token_id) for token_id in self._token_ids],
+            [self._top(position) for position in positions],
+        )
+
+    def offsets(self) -> Iterator[bytes]:
+        """Yield slices of `text_offset`. To be read once, before those of later pieces."""
+        for start in range(0, len(self._token_ids), SLICE_CANDIDATES):
+            yield encode([self._offset(token_id) for token_id in self._token_ids[start : start + SLICE_CANDIDATES]])
+
+    def token_logprobs(self) -> Iterator[bytes]:
+        """Yield slices of `token_logprobs`."""
+        yield from self._unknown()
+        for start, stop in slices_of(self._table):
+            yield encode([logprobs[0] for _, logprobs, _ in self._table.positions(start, stop)])
+
+    def tokens(self) -> Iterator[bytes]:
+        """Yield slices of `tokens`."""
+        for start in range(0, len(self._token_ids), SLICE_CANDIDATES):
+            yield encode([self._names.key(token_id) for token_id in self._token_ids[start : start + SLICE_CANDIDATES]])
+
+    def top_logprobs(self) -> Iterator[bytes]:
+        """Yield slices of `top_logprobs`."""
+        yield from self._unknown()
+        for start, stop in slices_of(self._table):
+            yield encode([self._top(position) for position in self._table.positions(start, stop)])
+
+    def _unknown(self) -> Iterator[bytes]:
+        if self._num_unknown:
+            yield encode([None] * self._num_unknown)
+
+    def _top(self, position: Position) -> dict[str, float]:
+        key = self._names.key
+        token_ids, logprobs, _ = position
+        top = {key(token_id): logprob for token_id, logprob in zip(token_ids, logprobs, strict=True)}
+        top[key(token_ids[0])] = logprobs[0]  # two tokens may read the same
+        return top
+
+
+def completion_logprobs(pieces: Sequence[LogprobPiece]) -> Pieces | WholeCompletionLogprobs:
+    """Return the logprobs of consecutive pieces as one object."""
+    if len(pieces) == 1 and pieces[0].is_short:
+        return pieces[0].whole()
+    lists: dict[bytes, Iterable[Iterator[bytes]]] = {
+        b'{"text_offset":': (piece.offsets() for piece in pieces),
+        b',"token_logprobs":': (piece.token_logprobs() for piece in pieces),
+        b',"tokens":': (piece.tokens() for piece in pieces),
+        b',"top_logprobs":': (piece.top_logprobs() for piece in pieces),
+    }
+    written = (chain((name,), array(chain.from_iterable(slices))) for name, slices in lists.items())
+    return Pieces(chain(chain.from_iterable(written), (b"}",)))
+
+
+def chat_logprobs(names: TokenNames, table: Logprobs, num_top: int) -> Pieces | WholeChatLogprobs:
     """Return the logprobs of tokens with the `num_top` most likely in their place, the likeliest first."""
-    content = []
-    for token_id, candidates in zip(token_ids, positions, strict=True):
-        likeliest = sorted(candidates.items(), key=lambda item: item[1].rank)[:num_top]
-        top = [ChatTopLogprob(names.text(other), entry.logprob, names.raw(other)) for other, entry in likeliest]
-        text, raw = names.text(token_id), names.raw(token_id)
-        content.append(ChatTokenLogprob(text, candidates[token_id].logprob, raw, top))
-    return ChatLogprobs(content)
+    if table.num_candidates <= SLICE_CANDIDATES:
+        positions = table.positions(0, len(table))
+        return WholeChatLogprobs([_chat_token(names, position, num_top) for position in positions])
+    slices = (
+        encode([_chat_token(names, position, num_top) for position in table.positions(start, stop)])
+        for start, stop in slices_of(table)
+    )
+    return Pieces(chain((b'{"content":',), array(slices), (b',"refusal":null}',)))
+
+
+def prompt_logprobs(names: TokenNames, table: Logprobs) -> Pieces:
+    """Return the candidates of each position of a prompt by token id; of its first token nothing is known."""
+    slices = (
+        encode([_by_token_id(names, position) for position in table.positions(start, stop)])
+        for start, stop in slices_of(table)
+    )
+    return Pieces(array(chain((b"[null]",), slices)))
+
+
+def _chat_token(names: TokenNames, position: Position, num_top: int) -> ChatTokenLogprob:
+    token_ids, logprobs, ranks = position
+    top = []
+    if num_top:
+        unique = dict(zip(token_ids, zip(ranks, logprobs, strict=True), strict=True))  # the chosen one may come twice
+        likeliest = sorted(unique, key=unique.__getitem__)[:num_top]
+        top = [ChatTopLogprob(names.text(other), unique[other][1], names.raw(other)) for other in likeliest]
+    return ChatTokenLogprob(names.text(token_ids[0]), logprobs[0], names.raw(token_ids[0]), top)
+
+
+def _by_token_id(names: TokenNames, position: Position) -> dict[int, PromptLogprob]:
+    candidates = zip(*position, strict=True)
+    return {token_id: PromptLogprob(logprob, rank, names.decoded(token_id)) for token_id, logprob, rank in candidates}

@@ -11,14 +11,16 @@ from quire.core.checks import check_token_ids, refuse
 from quire.core.sampling_params import SamplingParams
 from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
 from quire.server.errors import invalid
-from quire.server.openai.answer_format import Call, encode
+from quire.server.openai.answer_format import Call
 from quire.server.openai.bodies import ChatBody, ChatMessage, DetokenizeBody, TemplateOptions, TokenizeBody
+from quire.server.openai.json_pieces import Pieces, array, encode, encode_pieces
 from quire.server.options import Limits
 from quire.server.service import Service
 from quire.text.chat_template import Message
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
+_TOKENS_AT_ONCE = 4096  # that are encoded in one call, which keeps all other threads from running
 _TEMPLATE_ARGUMENTS = frozenset(("messages", "add_generation_prompt", "continue_final_message"))
 
 
@@ -64,12 +66,14 @@ async def tokenized(service: Service, body: TokenizeBody) -> bytes:
 
     def answer() -> bytes:
         tokens = tokenizer.encode(text, adds_special_tokens)
-        return encode({
+        parts = [tokens[start : start + _TOKENS_AT_ONCE] for start in range(0, len(tokens), _TOKENS_AT_ONCE)]
+        texts = (encode([tokenizer.token_text(token) for token in part]) for part in parts)
+        return b"".join(encode_pieces({
             "count": len(tokens),
             "max_model_len": service.client.ready.limits.max_model_len,
-            "tokens": tokens,
-            "token_strs": [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
-        })
+            "tokens": Pieces(array(map(encode, parts))),
+            "token_strs": Pieces(array(texts)) if body.return_token_strs else None,
+        }))
 
     return await service.in_thread(len(text), answer)
 
@@ -131,7 +135,8 @@ async def _prepared(
             limits.check_admissible(len(tokenized[-1].token_ids), params.max_tokens or 1, params.n)
             num_tokens += len(tokenized[-1].token_ids)
             _check_total(num_tokens, params, service.options)
-        return [service.client.prepare(prompt, params, call.beam, body.priority or 0, call.client_id) for prompt in tokenized]
+        priority, client_id = body.priority or 0, call.client_id
+        return [service.client.prepare(prompt, params, call.beam, priority, client_id) for prompt in tokenized]
 
     return replace(call, requests=await service.in_thread(sum(map(len, prompts)), prepare))
 

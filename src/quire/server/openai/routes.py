@@ -49,7 +49,7 @@ async def create_completion(request: Request) -> Response:
     record.num_prompts = len(prompts)
     with service.let_in(len(prompts)):
         call = await prepare_prompts(service, call, prompts)
-        answer_format = CompletionFormat(call, service.client.tokenizer, echo=bool(body.echo))
+        answer_format = await _completion_format(service, call, echo=bool(body.echo))
         generation = await Generation.begin(service, call, record, arrival_s)
     return await answer_to(request, service, generation, answer_format)
 
@@ -102,6 +102,15 @@ async def retrieve_model(request: Request, model_id: str) -> Response:
     """Describe a model."""
     service = _service(request)
     return json_response(_model(service, service.check_model(model_id)))
+
+
+async def _completion_format(service: Service, call: Call, *, echo: bool) -> CompletionFormat:
+    """Return the format of a completion; with `echo` it decodes its prompts, off the event loop."""
+    tokenizer = service.client.tokenizer
+    if not echo:
+        return CompletionFormat(call, tokenizer, echo=False)
+    num_tokens = sum(len(request.prompt.token_ids) for request in call.requests)
+    return await service.in_thread(num_tokens, lambda: CompletionFormat(call, tokenizer, echo=True))
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

@@ -1,0 +1,62 @@
+"""Memory that the logprobs of all running calls may take, reserved before a call is queued.
+
+A call reserves what it may come to, not what it has: a call that was admitted is never failed for want of room.
+"""
+
+from collections.abc import Sequence
+
+from quire.core.logprob_table import CANDIDATE_BYTES
+from quire.core.sequence import Request
+from quire.server.errors import invalid, no_logprob_room
+from quire.server.options import Limits
+
+
+class LogprobRoom:
+    """Bytes reserved for packed logprobs, at most `max_logprob_bytes` in all."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0                       # reserved now
+
+    def reserve(self, requests: Sequence[Request], limits: Limits) -> "Reservation":
+        """Reserve room for a call. ApiError 400 if it is too large by itself, 429 if there is no room now."""
+        num_candidates = sum(_num_output_candidates(request) for request in requests)
+        most = limits.max_output_candidates
+        if num_candidates > most:
+            params = requests[0].params
+            invalid(
+                f"{len(requests)} prompts with n {params.n}, max_tokens {requests[0].max_tokens} and logprobs "
+                f"{params.logprobs} come to {num_candidates} logprobs: one call may have at most {most} "
+                f"(max_output_candidates)",
+                param="logprobs",
+            )
+        num_candidates += sum(_num_prompt_candidates(request) for request in requests)
+        num_bytes, most = CANDIDATE_BYTES * num_candidates, limits.max_logprob_bytes
+        if num_bytes > most:
+            invalid(f"the logprobs of the call may take {num_bytes} bytes: at most {most} (max_logprob_bytes)",
+                    param="logprobs")  # fmt: skip
+        if self.num_bytes + num_bytes > most:
+            raise no_logprob_room(self.num_bytes, most)
+        self.num_bytes += num_bytes
+        return Reservation(self, num_bytes)
+
+
+class Reservation:
+    """Room of one call, until it is released."""
+
+    def __init__(self, room: LogprobRoom, num_bytes: int) -> None:
+        self._room, self._num_bytes = room, num_bytes
+
+    def release(self) -> None:
+        """Free the room. Twice is fine."""
+        self._room.num_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+
+def _num_output_candidates(request: Request) -> int:
+    asked = request.params.logprobs
+    return 0 if asked is None else request.params.n * request.max_tokens * (asked + 1)
+
+
+def _num_prompt_candidates(request: Request) -> int:
+    asked = request.params.prompt_logprobs
+    return 0 if asked is None else len(request.prompt_token_ids) * (asked + 1)

@@ -1,0 +1,91 @@
+"""JSON that is written in pieces: a value that would hold the event loop is encoded slice by slice.
+
+A message is encoded around its `Pieces`, each of which leaves a byte that JSON cannot have outside of them.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import msgspec
+
+encode = msgspec.json.Encoder().encode
+_GAP = b"\x00"  # inside a string it would be escaped
+
+
+class Pieces:  # no dataclass: msgspec would encode one by itself
+    """A value of a message whose JSON is made piece by piece. Can be written once."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self.pieces = pieces
+
+
+class _PiecesFoundError(Exception):
+    """A message cannot be encoded at once."""
+
+
+def _refuse_pieces(value: object) -> NoReturn:
+    if isinstance(value, Pieces):
+        raise _PiecesFoundError
+    raise NotImplementedError(f"{type(value).__name__} has no JSON")
+
+
+_encode_whole = msgspec.json.Encoder(enc_hook=_refuse_pieces).encode
+
+
+def encode_pieces(message: Any) -> Iterable[bytes]:  # noqa: ANN401 (JSON)
+    """Return the JSON of a message that may have `Pieces` in it."""
+    try:
+        return (_encode_whole(message),)
+    except _PiecesFoundError:
+        return _encode_around(message)
+
+
+def _encode_around(message: Any) -> Iterator[bytes]:  # noqa: ANN401 (JSON)
+    found: list[Pieces] = []
+
+    def leave_gap(value: object) -> msgspec.Raw:
+        assert isinstance(value, Pieces), "anything else was refused"
+        found.append(value)
+        return msgspec.Raw(_GAP)
+
+    head, *tails = msgspec.json.encode(message, enc_hook=leave_gap).split(_GAP)
+    yield head
+    for value, tail in zip(found, tails, strict=True):
+        yield from value.pieces
+        yield tail
+
+
+def array(slices: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the JSON of an array from that of slices of it, each an array that is not empty."""
+    yield b"["
+    between = b""
+    for each in slices:
+        yield between
+        yield each[1:-1]
+        between = b","
+    yield b"]"
+
+
+def array_of(values: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """Yield the JSON of an array from that of its values."""
+    yield b"["
+    between = b""
+    for value in values:
+        yield between
+        yield from value
+        between = b","
+    yield b"]"
+
+
+def joined(pieces: Iterable[bytes], least_bytes: int) -> Iterator[bytes]:
+    """Yield the same bytes in pieces of at least `least_bytes`, but for the last."""
+    held: list[bytes] = []
+    num_bytes = 0
+    for piece in pieces:
+        held.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= least_bytes:
+            yield b"".join(held)
+            held, num_bytes = [], 0
+    if num_bytes:
+        yield b"".join(held)
