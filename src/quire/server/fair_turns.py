@@ -1,0 +1,107 @@
+"""Turns at a scarce place, such as a thread or a process: clients take them in rotation.
+
+A client with a hundred jobs has one turn for each turn of a client with one job. Long jobs have a lane of their own, so
+that short jobs never wait for them. Single-threaded: all of it lives on the event loop.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Generator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class FairTurns:
+    """A number of places, each for one job at a time."""
+
+    def __init__(self, num_places: int = 1) -> None:
+        self._num_free = num_places
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next client first
+
+    @property
+    def num_waiting(self) -> int:
+        """Count the jobs that have no place yet."""
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether the next job would have to wait."""
+        return not self._num_free
+
+    @asynccontextmanager
+    async def turn(self, client_id: str) -> AsyncIterator[None]:
+        """Wait for a place and hold it."""
+        await self._acquire(client_id)
+        try:
+            yield
+        finally:
+            self._release()
+
+    async def _acquire(self, client_id: str) -> None:
+        if self._num_free:
+            self._num_free -= 1
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client_id, deque()).append(granted)
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.cancelled():
+                self._remove(client_id, granted)
+            else:
+                self._release()                   # granted in the same turn of the loop
+            raise
+
+    def _release(self) -> None:
+        """Grant the place to the next client, which then is the last of the rotation."""
+        while self._waiting:
+            client_id = next(iter(self._waiting))
+            jobs = self._waiting.pop(client_id)
+            granted = jobs.popleft()
+            if jobs:
+                self._waiting[client_id] = jobs
+            if not granted.done():
+                granted.set_result(None)
+                return
+        self._num_free += 1
+
+    def _remove(self, client_id: str, granted: asyncio.Future[None]) -> None:
+        jobs = self._waiting.get(client_id, deque())
+        if granted in jobs:
+            jobs.remove(granted)
+        if not jobs:
+            self._waiting.pop(client_id, None)
+
+
+class Lanes:
+    """Places for short jobs and places for long ones."""
+
+    def __init__(self, num_short: int = 1, num_long: int = 1) -> None:
+        self.short, self.long = FairTurns(num_short), FairTurns(num_long)
+
+    def turn(self, client_id: str, *, is_long: bool) -> AbstractAsyncContextManager[None]:
+        """Return a context that holds a place of the job's lane."""
+        return (self.long if is_long else self.short).turn(client_id)
+
+
+async def run_sliced(slices: Generator[None, None, T]) -> T:
+    """Return what a generator returns, with a turn of the event loop after each slice of its work."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        await asyncio.sleep(0)
+
+
+def run_at_once(slices: Generator[None, None, T]) -> T:
+    """Return what a generator returns."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            result: T = end.value
+            return result
