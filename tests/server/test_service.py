@@ -1,5 +1,7 @@
 """Who gets a place in the queue."""
 
+import asyncio
+
 import pytest
 
 from quire.core.sampling_params import SamplingParams
@@ -53,14 +55,35 @@ def test_free_seats_are_places_too(service: Service) -> None:
     assert refusal(service, 3).code == "server_overloaded"
 
 
-def test_more_than_ever_fit_are_no_overload(service: Service) -> None:
-    error = refusal(service, 5)
+def test_as_many_as_ever_fit_are_let_in_and_more_are_no_overload(service: Service) -> None:
+    assert refusal(service, 6).code == "server_overloaded"  # two seats are taken
+    service.client.num_free_seats = 2  # type: ignore[misc]
+    with service.let_in(6):
+        assert service.num_preparing == 6
+    error = refusal(service, 7)
     assert (error.status, error.param) == (400, "prompt")
+    assert "at most 4 may wait" in error.message
+    assert "2 run" in error.message
 
 
 def test_nobody_is_let_in_while_the_server_drains(service: Service) -> None:
     service.is_draining = True
     assert refusal(service, 1).code == "shutting_down"
+
+
+def test_clients_take_turns_at_the_threads(service: Service) -> None:
+    """One client's many long prompts hold up another's long prompt by one of theirs, not by all."""
+    order: list[str] = []
+
+    async def tokenize(client_id: str) -> None:
+        await service.in_thread(1 << 20, lambda: order.append(client_id), client_id)
+
+    async def check() -> None:
+        await asyncio.gather(*map(tokenize, ["many"] * 10 + ["few"]))
+
+    asyncio.run(check())
+    assert order.index("few") <= 2
+    assert len(order) == 11
 
 
 def test_model_has_its_names_and_no_other(service: Service) -> None:

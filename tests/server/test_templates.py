@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from quire.core.errors import InvalidRequestError
 from quire.engine.child import start_module
 from quire.server import templates
 from quire.server.errors import ApiError, as_api_error
+from quire.server.options import DEFAULT_LIMITS
 from quire.server.templates import TemplateRenderer
 from quire.text.tokenizer import Tokenizer
 from support.small_tokenizers import CHAT_TEMPLATE, byte_level, save
@@ -64,15 +66,15 @@ async def refusal(rendered: Awaitable[str]) -> str:
 
 
 def process_of(renderer: TemplateRenderer) -> subprocess.Popen[bytes]:
-    assert renderer._process is not None
-    return renderer._process._process
+    assert renderer._short.process is not None
+    return renderer._short.process._process
 
 
 async def looping(renderer: TemplateRenderer) -> "asyncio.Task[str]":
     """Return a render that is on its way and never ends by itself."""
     assert await renderer.render(HELLO) == "hi"  # the process is there
     task = asyncio.create_task(renderer.render(LOOP))
-    await until(renderer._turn.locked)
+    await until(lambda: renderer._short.turns.is_full)
     return task
 
 
@@ -119,7 +121,7 @@ def test_without_a_template_nothing_is_started(tmp_path: Path) -> None:
             async with opened(tokenizer) as renderer:
                 renderer.warm_up()
                 assert reason in await refusal(renderer.render(HELLO))
-                assert renderer._process is None
+                assert renderer._short.process is None
 
     uvloop.run(check())
 
@@ -295,7 +297,7 @@ def test_callers_that_go_away_before_their_turn_leave_no_trace(with_template: Ma
         async with opened(with_template(LOOPS_IF_ASKED), max_waiting=1) as renderer:
             for _ in range(3):  # the first while the process starts
                 task = asyncio.create_task(renderer.render([{"role": "user", "content": "a" * 4_000_000}]))
-                await until(renderer._turn.locked)
+                await until(lambda: renderer._long.turns.is_full)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
@@ -308,7 +310,7 @@ def test_more_than_may_wait_are_turned_away(with_template: MakeTokenizer) -> Non
     async def check() -> None:
         async with opened(with_template(LOOPS_IF_ASKED), max_waiting=3) as renderer:
             waiting = [asyncio.create_task(renderer.render(HELLO)) for _ in range(3)]
-            await until(renderer._turn.locked)
+            await until(lambda: renderer._short.turns.is_full)
             with pytest.raises(ApiError, match="3 requests wait already") as caught:
                 await renderer.render(HELLO)
             assert (caught.value.status, caught.value.code) == (429, "server_overloaded")
@@ -324,7 +326,7 @@ def test_closing_ends_the_process_and_tells_all_who_wait(with_template: MakeToke
         renderer = TemplateRenderer(with_template(LOOPS_IF_ASKED))
         first = await looping(renderer) if is_connected else asyncio.create_task(renderer.render(HELLO))
         waiting = asyncio.create_task(renderer.render(HELLO))
-        await until(renderer._turn.locked)
+        await until(lambda: renderer._short.turns.is_full)
         process = process_of(renderer)
         await renderer.close()
         await renderer.close()
@@ -334,7 +336,7 @@ def test_closing_ends_the_process_and_tells_all_who_wait(with_template: MakeToke
                 await task
             assert (caught.value.status, caught.value.code) == (503, "shutting_down")
         renderer.warm_up()
-        assert renderer._process is None
+        assert renderer._short.process is None
 
     uvloop.run(check())
 
@@ -353,6 +355,65 @@ def test_a_process_that_cannot_start_is_not_the_requests_fault(
     uvloop.run(check())
 
 
+# --- lanes ------------------------------------------------------------------------------------------------------------
+
+
+def test_short_conversations_never_wait_for_long_ones(with_template: MakeTokenizer) -> None:
+    padded = [{"role": "user", "content": "loop", "padding": "x" * templates.SHORT_BYTES}]
+
+    async def check() -> None:
+        async with opened(with_template(LOOPS_IF_ASKED)) as renderer:
+            hostile = [asyncio.create_task(renderer.render(padded)) for _ in range(5)]
+            await until(lambda: renderer._long.turns.is_full)
+            assert await renderer.render(HELLO, client_id="honest") == "hi"
+            assert not any(task.done() for task in hostile)
+            for task in hostile:
+                task.cancel()
+            await asyncio.gather(*hostile, return_exceptions=True)
+
+    uvloop.run(check())
+
+
+def test_clients_take_turns(with_template: MakeTokenizer) -> None:
+    async def check() -> None:
+        async with opened(with_template(CHAT_TEMPLATE)) as renderer:
+            order: list[str] = []
+
+            async def render(client_id: str) -> None:
+                await renderer.render(HELLO, client_id=client_id)
+                order.append(client_id)
+
+            await asyncio.gather(*map(render, ["many"] * 20 + ["few"] * 2))
+            assert order.index("few") <= 2
+            assert order.index("few", order.index("few") + 1) <= 4
+
+    uvloop.run(check())
+
+
+@pytest.mark.parametrize(
+    ("flag", "param"), [("max_conversation_bytes", "messages"), ("max_template_variable_bytes", "chat_template_kwargs")]
+)
+def test_bytes_of_a_conversation_and_of_its_variables_are_bounded(
+    with_template: MakeTokenizer, flag: str, param: str
+) -> None:
+    async def check() -> None:
+        async with opened(with_template(CHAT_TEMPLATE)) as renderer:
+
+            async def render(limit: int) -> str:
+                limits = replace(DEFAULT_LIMITS, **{flag: limit})
+                return await renderer.render(HELLO, variables={"x": ["y"] * 100}, limits=limits)
+
+            with pytest.raises(InvalidRequestError, match=rf"at most 10 bytes \({flag}\), got \d+") as caught:
+                await render(10)
+            assert caught.value.param == param
+            num_bytes = int(str(caught.value).rpartition(" ")[2])
+            await render(num_bytes)
+            with pytest.raises(InvalidRequestError):
+                await render(num_bytes - 1)
+
+    uvloop.run(check())
+
+
 SERVER = """
 import asyncio, sys
 from pathlib import Path
@@ -363,7 +424,7 @@ async def main():
     renderer = TemplateRenderer(Tokenizer.from_folder(Path(sys.argv[1])))
     await renderer.render([{"role": "user", "content": "hi"}])
     asyncio.create_task(renderer.render([{"role": "user", "content": "loop"}]))
-    while not renderer._turn.locked():
+    while not renderer._short.turns.is_full:
         await asyncio.sleep(0)
     print("looping", flush=True)
     await asyncio.Event().wait()

@@ -34,6 +34,7 @@ class StandInEngine:
         self.num_queued = self.num_free_seats = self.num_queued_tokens = 0
         self.stalled_s = 0.0
         self.tokenizer = None
+        self.ready = SimpleNamespace(limits=SimpleNamespace(max_num_seqs=2))
         self.inputs = SimpleNamespace(max_logprobs=20)
 
 

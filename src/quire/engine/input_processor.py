@@ -53,6 +53,7 @@ class PreparedRequest(NamedTuple):
     prompt: TokenizedPrompt
 
 
+_IDS_AT_ONCE = 8192    # a call on them keeps the interpreter lock for half a millisecond
 _ANY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)  # every request samples one
 
 MAX_PRIORITY = 100     # either sign: so far may a request be overtaken by later ones, in levels of ageing
@@ -80,15 +81,20 @@ class InputProcessor:
         self._vocab_size, self._eos_token_ids = ready.vocab_size, ready.eos_token_ids
         self._engine_seed = options.seed
         self.owners = owners or OwnerLabels()
+        self._last_checked: tuple[SamplingParams, BeamSearchParams | None, tuple[tuple[int, ...], ...]] | None = None
 
-    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
-        """Return the prompt's tokens. InvalidRequestError for wrong types, ids out of range, nothing at all."""
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenizedPrompt:
+        """Return the prompt's tokens. InvalidRequestError for wrong types, ids out of range, nothing at all.
+
+        Without `add_special_tokens` a text gets no beginning-of-sequence token or the like.
+        """
         if isinstance(prompt, dict):
             return self._tokenize_dict(prompt)
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InvalidRequestError("the model has no tokenizer: give token ids", param="prompt")
-            return TokenizedPrompt(prompt, self._encode(self._tokenizer, prompt, add_special_tokens=True))
+            ids = self._encode(self._tokenizer, prompt, add_special_tokens=add_special_tokens)
+            return TokenizedPrompt(prompt, ids)
         return TokenizedPrompt(None, self._check_token_ids(prompt))
 
     def tokenize_chat(self, conversation: Sequence[Message], **how: bool) -> TokenizedPrompt:
@@ -97,10 +103,10 @@ class InputProcessor:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
         return self.tokenize_rendered(self._tokenizer.apply_chat_template(conversation, **how))
 
-    def tokenize_rendered(self, text: str) -> TokenizedPrompt:
+    def tokenize_rendered(self, text: str, *, add_special_tokens: bool = False) -> TokenizedPrompt:
         """Return the tokens of what a chat template wrote, which names its special tokens itself."""
         assert self._tokenizer is not None, "a chat template comes with a tokenizer"
-        return TokenizedPrompt(text, self._encode(self._tokenizer, text, add_special_tokens=False))
+        return TokenizedPrompt(text, self._encode(self._tokenizer, text, add_special_tokens=add_special_tokens))
 
     def _encode(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return a text's tokens; one that is hopelessly long is refused before it is looked at any closer."""
@@ -130,13 +136,18 @@ class InputProcessor:
             )
         if not token_ids:
             raise InvalidRequestError("prompt is empty: it must have at least one token", param="prompt")
-        for token in token_ids:
-            if type(token) is not int or not 0 <= token < self._vocab_size:
-                raise InvalidRequestError(
-                    f"prompt token ids must be integers from 0 to {self._vocab_size - 1}, got {shown(token)}",
-                    param="prompt",
-                )
+        for start in range(0, len(token_ids), _IDS_AT_ONCE):
+            self._check_ids(token_ids[start : start + _IDS_AT_ONCE])
         return list(token_ids)
+
+    def _check_ids(self, ids: Sequence[object]) -> None:
+        """Raise InvalidRequestError for the first that is no token id. By calls that are quick for one that are all."""
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self._vocab_size:  # type: ignore[type-var, operator]
+            return
+        wrong = next(token for token in ids if type(token) is not int or not 0 <= token < self._vocab_size)
+        raise InvalidRequestError(
+            f"prompt token ids must be integers from 0 to {self._vocab_size - 1}, got {shown(wrong)}", param="prompt"
+        )
 
     def check_params(self, params: SamplingParams, beam: BeamSearchParams | None = None) -> None:
         """Raise InvalidRequestError for parameters that no prompt can have. Quick: no text is tokenized."""
@@ -172,7 +183,7 @@ class InputProcessor:
             raise InvalidRequestError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}", param="sampling_params"
             )
-        self.check_params(params, beam)
+        bad_words = self._checked_bad_words(params, beam)
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
@@ -181,7 +192,7 @@ class InputProcessor:
             max_tokens=self._resolve_max_tokens(len(prompt.token_ids), params),
             eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
-            bad_words_token_ids=self._bad_words(params),
+            bad_words_token_ids=bad_words,
             beam=beam,
             cache_salt=prompt.cache_salt,
             priority=check_priority(priority),
@@ -210,6 +221,16 @@ class InputProcessor:
             if width > limit:
                 message = f"beam_width must be at most {limit} ({name}), got {width}"
                 raise InvalidRequestError(message, param="beam_width")
+
+    def _checked_bad_words(
+        self, params: SamplingParams, beam: BeamSearchParams | None
+    ) -> tuple[tuple[int, ...], ...]:
+        """Check parameters and return the token ids of their bad words, once for all prompts of a call."""
+        last = self._last_checked
+        if last is None or last[0] is not params or last[1] is not beam:
+            self.check_params(params, beam)
+            last = self._last_checked = params, beam, self._bad_words(params)
+        return last[2]
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each bad word, as it stands at the beginning of a text and after a space."""

@@ -23,6 +23,7 @@ TIERS = "kv, or swap where there is a swap space"
 MAP_LIMIT_S = 10.0  # a step of a long prefill may take seconds
 
 PAGES = Path(__file__).parent / "pages"
+MAX_REPLAY_BYTES = 64 << 10         # the most operations take a third of it
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 _FILES = {path.name: path for path in PAGES.iterdir() if path.suffix in _TYPES}
 _PAGE_HEADERS = {
@@ -69,8 +70,11 @@ async def kv(
 @router.post("/debug/blocks/replay")
 async def replay_operations(request: Request) -> Response:
     """Run the playground's operations on a cache of their own; no more is kept of them than the answer."""
+    raw = await request.body()
+    if len(raw) > MAX_REPLAY_BYTES:
+        invalid(f"operations: the body may have at most {MAX_REPLAY_BYTES} bytes, got {len(raw)}", param="operations")
     try:
-        body = _decode_replay(await request.body())
+        body = _decode_replay(raw)
     except msgspec.ValidationError as error:
         _refuse_field(error)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

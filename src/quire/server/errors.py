@@ -83,6 +83,14 @@ def too_many_connections(limit: int) -> ApiError:
     return _come_back(429, message, "server_overloaded", 1)
 
 
+def bodies_full(max_bytes: int) -> ApiError:
+    """There is no room for one more body; the rest of this one is not read."""
+    message = f"the bodies of all requests may have at most {max_bytes} bytes together (max_total_body_bytes)"
+    error = _come_back(429, message, "server_overloaded", 1)
+    error.headers["Connection"] = "close"
+    return error
+
+
 def _come_back(status: int, message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
     """Return an error that passes, and when to try again: in one second or more."""
     kind = "rate_limit_error" if status == 429 else "server_error"

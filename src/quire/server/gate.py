@@ -9,13 +9,14 @@ import hmac
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.errors import ApiError, error_response, shutting_down
-from quire.server.options import Limits
+from quire.server.body_bytes import BodiesFullError, HeldBody
+from quire.server.errors import ApiError, bodies_full, error_response, shutting_down
 from quire.server.service import Service
 
 _NO_KEY_NEEDED = frozenset({b"/health"})
 _FOR_BROWSERS = b"/debug/"   # what is below may also be asked for with a key that a browser's dialog took
 _KEY_NUMBER = "quire.key_number"  # of the scope
+_BODY = "quire.body"              # of the scope
 _ALWAYS_ANSWERED = frozenset({b"/health", b"/ready", b"/metrics", b"/version"})  # also while the server drains
 # Whoever asks for these wants a place in the queue. Where there is none he is told at once: a burst costs least so.
 _QUEUED = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/v1/prefixes", b"/tokenize", b"/detokenize"})
@@ -41,8 +42,11 @@ class Gate:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # uvicorn knows, and leaves the body out
         if scope["method"] == "POST":
-            receive = _BodyReader(scope, receive, self._service.options)
-        await self._app(scope, receive, send)
+            receive = _BodyReader(scope, receive, self._service)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            _release(scope)
 
     def _check(self, scope: Scope) -> None:
         path = scope["raw_path"]
@@ -72,9 +76,10 @@ class Gate:
 class _BodyReader:
     """Stands in for `receive`: the body comes whole, or as an ApiError to the route that reads it."""
 
-    def __init__(self, scope: Scope, receive: Receive, limits: Limits) -> None:
+    def __init__(self, scope: Scope, receive: Receive, service: Service) -> None:
+        self._scope, self._receive, self._service = scope, receive, service
         self._headers = dict(scope["headers"])
-        self._receive, self._max_bytes, self._limit_s = receive, limits.max_body_bytes, limits.receive_timeout
+        self._max_bytes, self._limit_s = service.options.max_body_bytes, service.options.receive_timeout
         self._is_read = False
 
     async def __call__(self) -> Message:
@@ -82,12 +87,22 @@ class _BodyReader:
             return await self._receive()
         self._is_read = True
         self._check_headers()
+        clock = asyncio.timeout(self._limit_s)
+        held = HeldBody(self._service.bodies, client_id_of(Request(self._scope)), lambda: clock.reschedule(0))
+        self._scope[_BODY] = held
         try:
-            async with asyncio.timeout(self._limit_s):
-                return await self._read()
+            async with clock:
+                return await self._read(held)
+        except BodiesFullError:
+            raise self._full() from None
         except TimeoutError:
+            if held.is_dropped:
+                raise self._full() from None
             message = f"the body took more than {self._limit_s:g} s (receive_timeout)"
             raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
+        finally:
+            if not held.is_complete:
+                held.release()
 
     def _check_headers(self) -> None:
         """Refuse by what is announced. A body without a content type is taken for JSON, as OpenAI's API does."""
@@ -103,17 +118,24 @@ class _BodyReader:
         if length.isdigit() and int(length) > self._max_bytes:
             raise self._too_large()
 
-    async def _read(self) -> Message:
+    async def _read(self, held: HeldBody) -> Message:
         body = bytearray()
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 return message
-            body += message.get("body", b"")
-            if len(body) > self._max_bytes:
+            piece = message.get("body", b"")
+            if len(body) + len(piece) > self._max_bytes:
                 raise self._too_large()
+            held.grow(len(piece))
+            body += piece
             if not message.get("more_body", False):
+                held.complete()
                 return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+    def _full(self) -> ApiError:
+        self._service.metrics.refused("server_overloaded")
+        return bodies_full(self._service.bodies.max_bytes)
 
     def _too_large(self) -> ApiError:
         message = f"the body is longer than {self._max_bytes} bytes (max_body_bytes)"
@@ -132,6 +154,17 @@ def client_id_of(request: Request) -> str:
         return f"key:{number}"
     host, port = request.scope.get("client") or ("", 0)     # none where the connection is a local socket
     return f"connection:{host}:{port}"
+
+
+def release_body(request: Request) -> None:
+    """Stop counting a request's body: its prompts are tokenized."""
+    _release(request.scope)
+
+
+def _release(scope: Scope) -> None:
+    held: HeldBody | None = scope.get(_BODY)
+    if held is not None:
+        held.release()
 
 
 def _password(credentials: bytes) -> bytes:

@@ -42,7 +42,9 @@ class Limits:
     max_headers: int = _bound(100, "headers of a request")
     max_header_bytes: int = _bound(32 << 10, "names and values of all headers of a request")
     max_body_bytes: int = _bound(4 << 20, "longest body of a request")
+    max_total_body_bytes: int = _bound(64 << 20, "bodies of all requests until their prompts are tokenized")
     max_json_depth: int = _bound(64, "lists and objects inside of each other in a body")
+    max_json_values: int = _bound(32768, "strings, lists and objects in a body")
     max_buffered_bytes: int = _bound(64 << 10, "of an answer that a connection holds for a slow reader")
     receive_timeout: float = _bound(30.0, "seconds for the head of a request, and for its body")
     send_timeout: float = _bound(30.0, "seconds in which a reader takes something of what waits for it")
@@ -55,6 +57,8 @@ class Limits:
     max_logprob_bytes: int = _bound(512 << 20, "reserved for logprobs of all calls under way, 16 bytes each")
     max_history_bytes: int = _bound(64 << 20, "of the calls that /v1/requests/{id}/explain knows")
     max_messages: int = _bound(4096, "messages of a conversation")
+    max_conversation_bytes: int = _bound(4 << 20, "messages of a conversation and the variables of its template")
+    max_template_variable_bytes: int = _bound(64 << 10, "variables of a chat template (chat_template_kwargs)")
     max_stop_strings: int = _bound(64, "stop strings of a request")
     max_stop_chars: int = _bound(1024, "longest stop string or bad word, in characters")
     max_bad_words: int = _bound(64, "bad words of a request")
@@ -78,6 +82,11 @@ class Limits:
         if self.max_pinned_prefixes > MAX_PINNED_PREFIXES:
             raise ConfigError(
                 f"max_pinned_prefixes must be at most {MAX_PINNED_PREFIXES}, got {self.max_pinned_prefixes}"
+            )
+        if self.max_total_body_bytes < 4 * self.max_body_bytes:
+            raise ConfigError(
+                f"max_total_body_bytes must be at least 4 times max_body_bytes ({self.max_body_bytes}), "
+                f"got {self.max_total_body_bytes}"
             )
 
 

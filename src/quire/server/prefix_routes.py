@@ -10,7 +10,7 @@ from quire.core.checks import refuse
 from quire.core.outputs import PinnedPrefix
 from quire.engine.input_processor import PreparedRequest, check_cache_salt
 from quire.server.errors import invalid
-from quire.server.gate import key_number_of
+from quire.server.gate import client_id_of, key_number_of
 from quire.server.openai.answering import json_response
 from quire.server.openai.bodies import PrefixBody, takes
 from quire.server.openai.decoding import read_body
@@ -67,7 +67,7 @@ async def _pin(
         return client.prepare_pin(client.inputs.tokenize(prompt).salted(salt))
 
     with service.let_in(1):
-        prepared = await service.in_thread(len(prompt), prepare)
+        prepared = await service.in_thread(len(prompt), prepare, client_id_of(request))
         stream = await client.add(prepared, external_id=str(record.request_id), arrival_s=arrival_s)
     try:
         output = await service.answers.run(anext(stream), request.receive)

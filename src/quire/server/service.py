@@ -13,6 +13,7 @@ import msgspec
 from quire.core.checks import shown
 from quire.engine.client import EngineClient
 from quire.engine.input_processor import PreparedRequest
+from quire.server.body_bytes import BodyBytes
 from quire.server.errors import (
     ApiError,
     as_api_error,
@@ -22,6 +23,7 @@ from quire.server.errors import (
     shutting_down,
     too_many_queued_tokens,
 )
+from quire.server.fair_turns import Lanes
 from quire.server.history import History
 from quire.server.logprob_room import LogprobRoom
 from quire.server.metrics import Metrics
@@ -67,15 +69,19 @@ class Service:
     # for prompts to become tokens, and tokens large answers; long prompts may hold up each other, and no short ones
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "prepare"))
     long_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "prepare long"))
+    thread_turns: Lanes = field(default_factory=lambda: Lanes(num_short=2, num_long=1))
+    decoding: Lanes = field(default_factory=Lanes)  # of large bodies, in slices on the event loop
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
     vital: tuple[asyncio.Task[Any], ...] = ()  # tasks without which the server is not well
     num_preparing: int = 0                    # requests let in and not yet sent to the engine
     num_preparing_tokens: int = 0             # prompt tokens x n of calls that are being sent to the engine
     num_pinning: int = 0                      # prefixes that are being computed, to be pinned
+    bodies: BodyBytes = field(init=False)     # that are received, decoded and tokenized
 
     def __post_init__(self) -> None:
         """Make what depends on the options."""
+        self.bodies = BodyBytes(self.options.max_total_body_bytes)
         self.history = History(self.options.max_history_bytes)
 
     def check_model(self, name: str | None) -> str:
@@ -87,10 +93,15 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
 
-    async def in_thread(self, num_chars: int, work: Callable[[], T]) -> T:
-        """Return what `work` returns, which is done off the event loop for so many characters, or token ids."""
-        threads = self.threads if num_chars <= LONG_CHARS else self.long_thread
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
+    async def in_thread(self, num_chars: int, work: Callable[[], T], client_id: str = "") -> T:
+        """Return what `work` returns, which is done off the event loop for so many characters, or token ids.
+
+        Clients take turns at the threads.
+        """
+        is_long = num_chars > LONG_CHARS
+        threads = self.long_thread if is_long else self.threads
+        async with self.thread_turns.turn(client_id, is_long=is_long):
+            return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def check_engine(self) -> None:
         """Raise ApiError 503 when the engine is dead or stalled, or a task that serves it has ended."""
@@ -129,9 +140,13 @@ class Service:
 
         A call of several prompts counts as that many. As `check_room`, and ApiError 400 if it could never take so many.
         """
-        limit = self.options.max_queued_requests
-        if num_requests > limit and not self.is_draining:
-            invalid(f"{num_requests} prompts in one call; at most {limit} may wait (max_queued_requests)", param=param)
+        limit, num_seats = self.options.max_queued_requests, self.client.ready.limits.max_num_seqs
+        if num_requests > limit + num_seats and not self.is_draining:
+            message = (
+                f"{num_requests} prompts in one call; at most {limit} may wait (max_queued_requests) "
+                f"and {num_seats} run (max_num_seqs)"
+            )
+            invalid(message, param=param)
         self.check_room(num_requests)
         self.num_preparing += num_requests
         try:

@@ -1,6 +1,6 @@
 """Renders chat templates in a process of their own, with limits: a template is a program from outside.
 
-One process renders one conversation after the other, a tenth of a millisecond each. One that it cannot do within its
+A process renders one conversation after the other, a tenth of a millisecond each. One that it cannot do within its
 limits costs it its life: that request is refused, and the next one gets a new process. Where it dies of something else,
 nobody can tell whether the template is to blame: that request fails, as with any fault of ours (500).
 """
@@ -18,6 +18,8 @@ from quire.core.errors import InvalidRequestError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.engine.child import start_module
 from quire.server.errors import overloaded, shutting_down
+from quire.server.fair_turns import FairTurns
+from quire.server.options import DEFAULT_LIMITS, Limits
 from quire.text import template_worker as worker
 from quire.text.chat_template import MAX_RENDERED_CHARS, Message
 from quire.text.template_worker import Refused, Render, Rendered, Reply, Start
@@ -25,28 +27,31 @@ from quire.text.tokenizer import Tokenizer
 
 START_LIMIT_S = 60.0                        # it takes a seventh of a second
 REPLY_LIMIT_S = 5 * worker.RENDER_LIMIT_S   # should a process not end itself: it was stopped, or does not want to
+SHORT_BYTES = 32 << 10                      # 10 ms at worst; a page of chat has 4 KiB
 MAX_REPLY_BYTES = 5 * MAX_RENDERED_CHARS    # a character has up to four bytes
 
+_UNSENDABLE = (OverflowError, TypeError, UnicodeEncodeError, RecursionError)
 _CANNOT_RENDER = "the model's chat template cannot render the messages"
 
 
 class TemplateRenderer:
-    """Conversations to text, off the event loop. Lives on one event loop; `close` it there."""
+    """Conversations to text, off the event loop. Lives on one event loop; `close` it there.
+
+    Long conversations are rendered by a process of their own, so that short ones never wait for them. Within a lane
+    clients take turns.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, *, max_waiting: int = 1024) -> None:
         self._tokenizer = tokenizer
         self._template = None if tokenizer is None else tokenizer.chat_template
         self._max_waiting = max_waiting
         self._num_waiting = 0
-        self._process: _TemplateProcess | None = None
-        self._turn = asyncio.Lock()
-        self._thread = ThreadPoolExecutor(1, "template")
-        self._is_closed = False
+        self._short, self._long = _Lane("template"), _Lane("template long")
 
     def warm_up(self) -> None:
         """Start the process ahead of the first render, which else waits for it. Takes a millisecond or two."""
-        if self._template is not None and self._process is None and not self._is_closed:
-            self._process = _TemplateProcess()
+        if self._template is not None:
+            self._short.warm_up()
 
     async def render(
         self,
@@ -55,6 +60,8 @@ class TemplateRenderer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+        client_id: str = "",
     ) -> str:
         """Return the text of a conversation. InvalidRequestError for what the messages or the template get wrong.
 
@@ -65,14 +72,18 @@ class TemplateRenderer:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
         if self._template is None:
             raise InvalidRequestError("the model has no chat template", param="messages")
+        _check_variables(variables or {}, limits)
         known = {**self._tokenizer.named_tokens, **(variables or {})}
         command = _frame(Render(messages, add_generation_prompt, continue_final_message, known))
+        most = limits.max_conversation_bytes
+        _check_bytes("messages", "a conversation", len(command), most, "max_conversation_bytes")
         if self._num_waiting >= self._max_waiting:
             raise overloaded(self._num_waiting, self._max_waiting, retry_after_s=1)
         self._num_waiting += 1
+        lane = self._short if len(command) <= SHORT_BYTES else self._long
         try:
-            async with self._turn:
-                reply = await self._ask(Start(self._template), command)
+            async with lane.turns.turn(client_id):
+                reply = await lane.ask(Start(self._template), command)
         finally:
             self._num_waiting -= 1
         if isinstance(reply, Refused):
@@ -81,19 +92,33 @@ class TemplateRenderer:
         return reply.text
 
     async def close(self) -> None:
-        """End the process. Whoever still waits is told that the server shuts down. Twice is fine."""
-        self._is_closed = True
-        self._thread.shutdown(wait=False)
-        await self._end_process()
+        """End the processes. Whoever still waits is told that the server shuts down. Twice is fine."""
+        await self._short.close()
+        await self._long.close()
 
-    async def _ask(self, start: Start, command: bytes) -> Reply:
+
+class _Lane:
+    """One process after the other, and the turns at it."""
+
+    def __init__(self, name: str) -> None:
+        self.turns = FairTurns()
+        self.process: _TemplateProcess | None = None
+        self._thread = ThreadPoolExecutor(1, name)
+        self._is_closed = False
+
+    def warm_up(self) -> None:
+        """Start a process if there is none."""
+        if self.process is None and not self._is_closed:
+            self.process = _TemplateProcess()
+
+    async def ask(self, start: Start, command: bytes) -> Reply:
         """Return the reply of the process that we have, if it still lives, or of a new one."""
-        if self._process is not None and not self._process.is_alive:
+        if self.process is not None and not self.process.is_alive:
             await self._end_process()
         if self._is_closed:
             raise shutting_down()
-        process, ask_in_thread = self._process or _TemplateProcess(), asyncio.get_running_loop().run_in_executor
-        self._process = process
+        process, ask_in_thread = self.process or _TemplateProcess(), asyncio.get_running_loop().run_in_executor
+        self.process = process
         try:
             if not process.is_ready:
                 await ask_in_thread(self._thread, process.ask, _frame(start), START_LIMIT_S)
@@ -108,9 +133,15 @@ class TemplateRenderer:
             await self._end_process()
             raise
 
+    async def close(self) -> None:
+        """End the process, and start none any more."""
+        self._is_closed = True
+        self._thread.shutdown(wait=False)
+        await self._end_process()
+
     async def _end_process(self) -> int:
         """End the process, if there is one, and return its exit status."""
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         return 0 if process is None else await process.end()
 
 
@@ -148,8 +179,23 @@ def _frame(message: Start | Render) -> bytes:
     """Return a message ready to be sent. InvalidRequestError for what msgpack cannot hold."""
     try:
         return frame(message)
-    except (OverflowError, TypeError, UnicodeEncodeError, RecursionError) as error:
+    except _UNSENDABLE as error:
         raise InvalidRequestError(f"{_CANNOT_RENDER}: {error}", param="messages") from error
+
+
+def _check_variables(variables: Mapping[str, Any], limits: Limits) -> None:
+    """Raise InvalidRequestError for template variables that cannot be sent, or have more bytes than the limit."""
+    try:
+        num_bytes = len(msgspec.msgpack.encode(variables)) if variables else 0
+    except _UNSENDABLE as error:
+        raise InvalidRequestError(f"{_CANNOT_RENDER}: {error}", param="messages") from error
+    limit = limits.max_template_variable_bytes
+    _check_bytes("chat_template_kwargs", "template variables", num_bytes, limit, "max_template_variable_bytes")
+
+
+def _check_bytes(param: str, what: str, num_bytes: int, limit: int, flag: str) -> None:
+    if num_bytes > limit:
+        raise InvalidRequestError(f"{what} may have at most {limit} bytes ({flag}), got {num_bytes}", param=param)
 
 
 def _failure(status: int, *, is_ready: bool) -> Exception:

@@ -71,6 +71,7 @@ BODIES: dict[str, list[Case]] = {
     "max_salt_chars": [
         Case(3, "cache_salt", COMPLETIONS, lambda n: completion(cache_salt="x" * n)),
     ],
+    "max_json_values": [Case(10, None, COMPLETIONS, lambda n: completion(unknown=["x"] * (n - 6)))],
     "max_json_depth": [Case(4, None, COMPLETIONS, nested, "invalid_json")],
 }
 # Of the connection, and of time: the tests that show them.
@@ -83,6 +84,13 @@ ELSEWHERE = {
     "max_headers": "tests/server/test_protocol.py::test_largest_head_is_taken",
     "max_header_bytes": "tests/server/test_protocol.py::test_largest_head_is_taken",
     "max_body_bytes": "tests/server/test_gate.py::test_body_of_exactly_the_limit_is_taken",
+    "max_total_body_bytes": "tests/server/test_body_bytes.py::test_bound_holds_whatever_comes",
+    "max_conversation_bytes": (
+        "tests/server/test_templates.py::test_bytes_of_a_conversation_and_of_its_variables_are_bounded"
+    ),
+    "max_template_variable_bytes": (
+        "tests/server/test_templates.py::test_bytes_of_a_conversation_and_of_its_variables_are_bounded"
+    ),
     "max_buffered_bytes": "tests/server/test_protocol.py::test_reader_who_is_slow_but_reads_is_not_dropped",
     "max_logprob_bytes": "tests/server/test_logprob_room.py::test_calls_share_one_budget",
     "max_history_bytes": "tests/server/test_history.py::test_bytes_are_bounded",

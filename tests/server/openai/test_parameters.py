@@ -21,6 +21,25 @@ def test_every_parameter_of_openai_is_known() -> None:
     assert options - UNSUPPORTED.keys() - WITHOUT_EFFECT == {"stream_options.include_usage"}
 
 
+# Request fields of vLLM's completions and chats, by its protocol module, besides OpenAI's.
+VLLM_FIELDS = (
+    "add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "best_of", "cache_salt",
+    "chat_template", "chat_template_kwargs", "continue_final_message", "documents", "echo", "guided_choice",
+    "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern",
+    "ignore_eos", "include_reasoning", "include_stop_str_in_output", "kv_transfer_params", "length_penalty",
+    "logits_processors", "logprob_token_ids", "media_io_kwargs", "min_p", "min_tokens", "mm_processor_kwargs",
+    "priority", "prompt_embeds", "prompt_logprobs", "repetition_detection", "repetition_penalty", "request_id",
+    "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens", "spaces_between_special_tokens",
+    "stop_token_ids", "structural_tag", "structured_outputs", "thinking_token_budget", "top_k",
+    "truncate_prompt_tokens", "use_beam_search", "vllm_xargs",
+)
+
+
+def test_every_field_of_vllm_is_known() -> None:
+    known = CompletionBody.model_fields.keys() | ChatBody.model_fields.keys() | UNSUPPORTED.keys() | WITHOUT_EFFECT
+    assert set(VLLM_FIELDS) <= known
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -41,6 +60,20 @@ def test_every_parameter_of_openai_is_known() -> None:
         ("parallel_tool_calls", False),
         ("structured_outputs", {"json": {}}),
         ("tools", "x" * 1_000_000),
+        ("add_special_tokens", False),
+        ("best_of", 2),
+        ("include_reasoning", False),
+        ("kv_transfer_params", {}),
+        ("logprob_token_ids", [5]),
+        ("media_io_kwargs", {"video": {}}),
+        ("mm_processor_kwargs", {"x": 1}),
+        ("prompt_embeds", "AAAA"),
+        ("repetition_detection", {}),
+        ("return_tokens_as_token_ids", True),
+        ("spaces_between_special_tokens", False),
+        ("structural_tag", "{}"),
+        ("thinking_token_budget", 5),
+        ("vllm_xargs", {"x": 1}),
     ],
 )
 def test_what_is_not_supported_yet_is_refused(name: str, value: object) -> None:

@@ -26,7 +26,7 @@ def test_forms_of_prompts() -> None:
     assert as_prompts([5, 6]) == [[5, 6]]
     assert as_prompts(["x", "y"]) == ["x", "y"]
     assert as_prompts([[5], [6, 7]]) == [[5], [6, 7]]
-    for wrong in (None, 5, True, {}, [], [True], [None], [{}], ["x", 5], [[5], 5]):
+    for wrong in (None, 5, True, {}, [], [True], [None], [{}], ["x", 5], [[5], 5], ["x", [5]], [[5], "x"]):
         with pytest.raises(InvalidRequestError, match="prompt must be text") as refused:
             as_prompts(wrong)
         assert refused.value.param == "prompt"
@@ -40,6 +40,20 @@ def test_token_ids_are_checked(server: OpenAIServer, prompt: Any) -> None:  # no
 
 def test_empty_prompt_is_as_long_as_what_the_tokenizer_adds(server: OpenAIServer) -> None:
     assert server.ask(COMPLETIONS, prompt="", max_tokens=1)["usage"]["prompt_tokens"] == 1
+
+
+def test_special_tokens_are_left_out_where_asked(server: OpenAIServer) -> None:
+    asked = {"max_tokens": 1, "return_token_ids": True, "temperature": 0}
+    for add in (True, False, None):
+        answer = server.ask(COMPLETIONS, prompt="The cat", add_special_tokens=add, **asked)
+        tokens = server.ask("/tokenize", prompt="The cat", add_special_tokens=add is not False)["tokens"]
+        assert answer["choices"][0]["prompt_token_ids"] == tokens
+        answer = server.ask(CHAT, messages=MESSAGES, add_special_tokens=add, **asked)
+        tokens = server.ask("/tokenize", messages=MESSAGES, add_special_tokens=add)["tokens"]
+        assert answer["prompt_token_ids"] == tokens
+        assert tokens[:2] == ([0, 0] if add else [0, tokens[1]])
+    status, error = server.refusal(COMPLETIONS, prompt="", add_special_tokens=False)
+    assert (status, error["param"]) == (400, "prompt")
 
 
 def test_one_bad_prompt_of_many_queues_none(server: OpenAIServer) -> None:
@@ -75,7 +89,8 @@ def test_chat_gets_as_many_tokens_as_fit(server: OpenAIServer) -> None:
 
 
 def test_prompts_of_a_call_are_bounded(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    status, error = server.refusal(COMPLETIONS, prompt=["x"] * 21)
+    assert len(server.ask(COMPLETIONS, prompt=["x"] * 28, max_tokens=1)["choices"]) == 28  # 8 seats, 20 places
+    status, error = server.refusal(COMPLETIONS, prompt=["x"] * 29)
     assert (status, error["param"]) == (400, "prompt")
     assert "20" in error["message"]
     limit(monkeypatch, server, max_choices=10)
@@ -98,10 +113,10 @@ def test_long_prompts_hold_up_no_short_ones(server: OpenAIServer, monkeypatch: p
     inputs, may_go_on = server.service.client.inputs, threading.Event()
     tokenize = inputs.tokenize
 
-    def tokenize_slowly(prompt: Any) -> TokenizedPrompt:  # noqa: ANN401 (JSON)
+    def tokenize_slowly(prompt: Any, **how: bool) -> TokenizedPrompt:  # noqa: ANN401 (JSON)
         if len(prompt) > 1000:
             may_go_on.wait()
-        return tokenize(prompt)
+        return tokenize(prompt, **how)
 
     monkeypatch.setattr("quire.server.service.LONG_CHARS", 1000)
     monkeypatch.setattr(inputs, "tokenize", tokenize_slowly)

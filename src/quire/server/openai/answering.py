@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from quire.core.errors import EngineError
 from quire.core.outputs import RequestOutput
 from quire.server.errors import ApiError
+from quire.server.gate import release_body
 from quire.server.open_answers import ClientGoneError
 from quire.server.openai.answer_format import DONE, AnswerFormat, event
 from quire.server.openai.generation import Generation, usage_of
@@ -32,6 +33,7 @@ async def answer_to(
 
     EngineDeadError, ApiError or ClientGoneError when it cannot be whole.
     """
+    release_body(request)
     if answer_format.call.body.stream:
         return EventStream(service, generation, answer_format)
     is_long = False

@@ -139,6 +139,7 @@ class GenerationBody(Body):
     bad_words: Annotated[Any, _as(_list_of(_TEXT), _NULL)] = None
     prompt_logprobs: Annotated[int | None, _integer(0)] = None
     return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
     cache_salt: Salt = None
     priority: Annotated[int | None, _integer(-MAX_PRIORITY, MAX_PRIORITY)] = None
     use_beam_search: bool | None = None

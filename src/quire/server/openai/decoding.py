@@ -14,12 +14,27 @@ from starlette.requests import Request
 
 from quire.core.checks import refuse, shown
 from quire.server.errors import invalid, unsupported
+from quire.server.fair_turns import run_at_once, run_sliced
+from quire.server.gate import client_id_of
+from quire.server.json_slices import (
+    SLICE_BYTES,
+    SLICE_VALUES,
+    JsonError,
+    Slices,
+    TooDeepError,
+    TooManyValuesError,
+    decoded,
+    loads,
+)
 from quire.server.openai.bodies import Body, StreamOptions
 from quire.server.options import DEFAULT_LIMITS, MAX_ELEMENTS, Limits
+from quire.server.service import Service
 
 log = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=Body)
+
+LONG_BYTES = 1 << 18      # a longer body is decoded in the lane of long ones
 
 _EXPECTED = "Input should be "  # how pydantic's messages begin
 _WORDS = {
@@ -53,20 +68,35 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM's
+    "add_special_tokens": (True,),
+    "best_of": (1,),
     "chat_template": (),
     "documents": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
     "stream_options.continuous_usage_stats": (False,),
+    "structural_tag": (),
     "structured_outputs": (),
+    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
+    "vllm_xargs": ({},),
 }
 
-# They tell the server who asks, what it may keep, and how to pad what it sends. They change no answer.
+# They name the client or the request, tell what may be kept, how to pad what is sent, or how to do what is refused.
 WITHOUT_EFFECT = frozenset((
+    "guided_decoding_backend", "guided_whitespace_pattern", "request_id",
     "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
     "stream_options.include_obfuscation", "user",
 ))
@@ -75,20 +105,35 @@ _MAX_NAMES_LOGGED = 8
 
 
 async def read_body(request: Request, body_type: type[B]) -> B:
-    """Return the body of a request. ApiError, or InvalidRequestError, names the first field that is wrong."""
-    return decode_body(await request.body(), body_type, request.app.state.service.options)
+    """Return the body of a request. ApiError, or InvalidRequestError, names the first field that is wrong.
+
+    A large body is decoded in slices: one slice per lane in a turn of the event loop, clients in rotation.
+    """
+    service: Service = request.app.state.service
+    raw = b"".join([piece async for piece in request.stream()])  # request.body() would keep it until the answer's end
+    if _is_small(raw):
+        return decode_body(raw, body_type, service.options)
+    async with service.decoding.turn(client_id_of(request), is_long=len(raw) > LONG_BYTES):
+        return await run_sliced(_body(raw, body_type, service.options))
 
 
 def decode_body(raw: bytes, body_type: type[B], limits: Limits = DEFAULT_LIMITS) -> B:
-    """Return the fields of a body, or raise as `read_body`."""
-    try:
-        given = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        invalid(f"the body is not valid JSON: {error}", code="invalid_json")
-    if not isinstance(given, dict):
-        invalid(f"the body must be a JSON object, got {type(given).__name__}")
-    if raw.count(b"[") + raw.count(b"{") > limits.max_json_depth:   # else it cannot be deeper
-        _check_depth(given, limits.max_json_depth)
+    """Return the fields of a body at once, or raise as `read_body`."""
+    return run_at_once(_body(raw, body_type, limits))
+
+
+def _is_small(raw: bytes) -> bool:
+    return len(raw) <= SLICE_BYTES and _most_values(raw) <= SLICE_VALUES
+
+
+def _most_values(raw: bytes) -> int:
+    """Return how many strings, lists and objects a text has at most."""
+    return raw.count(b"[") + raw.count(b"{") + raw.count(b'"') // 2
+
+
+def _body(raw: bytes, body_type: type[B], limits: Limits) -> Slices[B]:
+    given = yield from _object(raw, body_type, limits)
+    yield
     check_names(given, body_type.model_fields)
     for field in MAX_ELEMENTS.keys() & given.keys() & body_type.model_fields.keys():
         limit = getattr(limits, MAX_ELEMENTS[field])
@@ -97,21 +142,32 @@ def decode_body(raw: bytes, body_type: type[B], limits: Limits = DEFAULT_LIMITS)
     stream_options = given.get("stream_options")
     if "stream_options" in body_type.model_fields and isinstance(stream_options, dict):
         check_names(stream_options, StreamOptions.model_fields, "stream_options.")
+    yield
     try:
-        return body_type.model_validate(given)
+        body = body_type.model_validate({name: given[name] for name in body_type.model_fields.keys() & given.keys()})
     except ValidationError as error:
         _refuse_first(error)
+    yield
+    return body
 
 
-def _check_depth(body: object, limit: int) -> None:
-    """Raise ApiError 400 for more lists and objects inside of each other than `limit`, the body itself counted."""
-    level: list[Any] = [body]
-    for _ in range(limit):
-        inner = (value for outer in level for value in (outer.values() if isinstance(outer, dict) else outer))
-        level = [value for value in inner if isinstance(value, list | dict)]
-        if not level:
-            return
-    invalid(f"the body is nested deeper than {limit} levels (max_json_depth)", code="invalid_json")
+def _object(raw: bytes, body_type: type[B], limits: Limits) -> Slices[dict[str, Any]]:
+    """Return the JSON object of a body, with None for what no route knows."""
+    try:
+        if _is_small(raw) and _most_values(raw) <= min(limits.max_json_values, limits.max_json_depth):
+            given = loads(raw)
+        else:
+            wanted = body_type.model_fields.keys() | UNSUPPORTED.keys()
+            given = yield from decoded(raw, wanted, limits.max_json_depth, limits.max_json_values)
+    except TooDeepError as error:
+        invalid(f"the body is {error} (max_json_depth)", code="invalid_json")
+    except TooManyValuesError as error:
+        invalid(f"the body has {error} (max_json_values)")
+    except (msgspec.DecodeError, JsonError, UnicodeDecodeError, RecursionError) as error:
+        invalid(f"the body is not valid JSON: {error}", code="invalid_json")
+    if not isinstance(given, dict):
+        invalid(f"the body must be a JSON object, got {type(given).__name__}")
+    return given
 
 
 def _refuse_first(error: ValidationError) -> NoReturn:

@@ -5,6 +5,7 @@ Nothing is queued before all prompts of a call are ready.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from quire.core.checks import check_token_ids, refuse
@@ -30,9 +31,14 @@ def as_prompts(prompt: Any) -> list[Prompt]:  # noqa: ANN401 (JSON)
         return [prompt]
     is_list = isinstance(prompt, list) and bool(prompt)
     is_token_ids = is_list and type(prompt[0]) is int
-    if not is_list or not (is_token_ids or all(isinstance(one, str | list) for one in prompt)):
-        refuse("prompt", prompt, "text, a list of token ids, or a list of such prompts that is not empty")
+    if not is_list or not (is_token_ids or any(_all_are(kind, prompt) for kind in (str, list))):
+        expected = "text, a list of token ids, or a list that is not empty, of texts or of lists of token ids"
+        refuse("prompt", prompt, expected)
     return [prompt] if is_token_ids else prompt
+
+
+def _all_are(kind: type, prompts: list[Any]) -> bool:
+    return all(isinstance(prompt, kind) for prompt in prompts)
 
 
 def check_num_choices(num_prompts: int, n: int, limits: Limits) -> None:
@@ -45,23 +51,25 @@ def check_num_choices(num_prompts: int, n: int, limits: Limits) -> None:
 
 async def prepare_prompts(service: Service, call: Call, prompts: list[Prompt]) -> Call:
     """Return the call with a request for each prompt. InvalidRequestError for the first that cannot be served."""
-    return await _prepared(service, call, service.client.inputs.tokenize, prompts)
+    tokenize = partial(service.client.inputs.tokenize, add_special_tokens=call.body.add_special_tokens is not False)
+    return await _prepared(service, call, tokenize, prompts)
 
 
 async def prepare_chat(service: Service, call: Call, body: ChatBody) -> Call:
     """Return the call with the request for its conversation."""
-    text = await _rendered(service, body.messages, body)
-    return await _prepared(service, call, service.client.inputs.tokenize_rendered, [text])
+    text = await _rendered(service, body.messages, body, call.client_id)
+    tokenize = partial(service.client.inputs.tokenize_rendered, add_special_tokens=bool(body.add_special_tokens))
+    return await _prepared(service, call, tokenize, [text])
 
 
-async def tokenized(service: Service, body: TokenizeBody) -> bytes:
+async def tokenized(service: Service, body: TokenizeBody, client_id: str) -> bytes:
     """Return the answer to /tokenize."""
     tokenizer = _tokenizer(service)
     if (body.prompt is None) == (body.messages is None):
         invalid("give either prompt or messages", param="prompt")
     text, adds_special_tokens = body.prompt or "", body.add_special_tokens is not False
     if body.messages is not None:
-        text = await _rendered(service, body.messages, body)
+        text = await _rendered(service, body.messages, body, client_id)
         adds_special_tokens = bool(body.add_special_tokens)  # a template names them itself
 
     def answer() -> bytes:
@@ -75,10 +83,10 @@ async def tokenized(service: Service, body: TokenizeBody) -> bytes:
             "token_strs": Pieces(array(texts)) if body.return_token_strs else None,
         }))
 
-    return await service.in_thread(len(text), answer)
+    return await service.in_thread(len(text), answer, client_id)
 
 
-async def detokenized(service: Service, body: DetokenizeBody) -> bytes:
+async def detokenized(service: Service, body: DetokenizeBody, client_id: str) -> bytes:
     """Return the answer to /detokenize. Special tokens are part of the text."""
     tokenizer = _tokenizer(service)
 
@@ -88,7 +96,7 @@ async def detokenized(service: Service, body: DetokenizeBody) -> bytes:
             refuse("tokens", max(tokens), f"token ids below the vocabulary size of {vocab_size}")
         return encode({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
 
-    return await service.in_thread(len(body.tokens) if isinstance(body.tokens, list) else 0, answer)
+    return await service.in_thread(len(body.tokens) if isinstance(body.tokens, list) else 0, answer, client_id)
 
 
 def _tokenizer(service: Service) -> Tokenizer:
@@ -97,7 +105,9 @@ def _tokenizer(service: Service) -> Tokenizer:
     return service.client.tokenizer
 
 
-async def _rendered(service: Service, messages: list[ChatMessage], options: TemplateOptions) -> str:
+async def _rendered(
+    service: Service, messages: list[ChatMessage], options: TemplateOptions, client_id: str
+) -> str:
     """Return a conversation as the chat template writes it. InvalidRequestError if it cannot."""
     continues = bool(options.continue_final_message)
     begins = options.add_generation_prompt
@@ -109,6 +119,8 @@ async def _rendered(service: Service, messages: list[ChatMessage], options: Temp
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,
         variables=variables,
+        limits=service.options,
+        client_id=client_id,
     )
 
 
@@ -138,7 +150,7 @@ async def _prepared(
         priority, client_id = body.priority or 0, call.client_id
         return [service.client.prepare(prompt, params, call.beam, priority, client_id) for prompt in tokenized]
 
-    return replace(call, requests=await service.in_thread(sum(map(len, prompts)), prepare))
+    return replace(call, requests=await service.in_thread(sum(map(len, prompts)), prepare, call.client_id))
 
 
 def _check_total(num_tokens: int, params: SamplingParams, limits: Limits) -> None:

@@ -77,7 +77,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeBody)
     service.check_model(body.model)
     with service.let_in(1):
-        return json_response(await tokenized(service, body))
+        return json_response(await tokenized(service, body, client_id_of(request)))
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
@@ -87,7 +87,7 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeBody)
     service.check_model(body.model)
     with service.let_in(1, param="tokens"):
-        return json_response(await detokenized(service, body))
+        return json_response(await detokenized(service, body, client_id_of(request)))
 
 
 @router.get("/v1/models")

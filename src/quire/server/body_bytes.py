@@ -1,0 +1,110 @@
+"""Bytes of all request bodies that the server holds, from their first byte until their prompts are tokenized.
+
+One bound for all clients, in two parts: small bodies have a quarter of it to themselves, so that a few large ones that
+never end cannot keep them out. When a part is full, the client that holds the most of it loses the unfinished body that
+has waited longest for more bytes. A complete body is never dropped. One client holds at most half of a part.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+SMALL_BYTES = 16 << 10
+_SMALL_SHARE = 4          # one part in so many is for small bodies
+
+
+class BodiesFullError(Exception):
+    """There is no room for a body: it is dropped."""
+
+
+class BodyBytes:
+    """The bound, and the bodies under it. Lives on the event loop."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.small_bytes = min(SMALL_BYTES, max_bytes // 64)
+        self.small, self.large = _Part(max_bytes // _SMALL_SHARE), _Part(max_bytes - max_bytes // _SMALL_SHARE)
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes of all bodies."""
+        return self.small.num_bytes + self.large.num_bytes
+
+    def check(self) -> None:
+        """Assert that the counts agree with the bodies."""
+        for part in (self.small, self.large):
+            held = Counter[str]()
+            for body in part.bodies:
+                held[body.client_id] += body.num_bytes
+            assert +held == +part.num_client_bytes, (held, part.num_client_bytes)
+            assert part.num_bytes == held.total() <= part.max_bytes
+
+
+class _Part:
+    """Bodies of one kind, the longest without new bytes first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.bodies: dict[HeldBody, None] = {}
+        self.num_client_bytes = Counter[str]()
+        self.num_bytes = 0
+
+    def add(self, body: "HeldBody") -> None:
+        """Add a body with all its bytes, as the one that has grown last."""
+        self.bodies[body] = None
+        self.num_client_bytes[body.client_id] += body.num_bytes
+        self.num_bytes += body.num_bytes
+
+    def remove(self, body: "HeldBody") -> None:
+        """Remove a body and its bytes."""
+        del self.bodies[body]
+        self.num_bytes -= body.num_bytes
+        self.num_client_bytes[body.client_id] -= body.num_bytes
+        if not self.num_client_bytes[body.client_id]:
+            del self.num_client_bytes[body.client_id]
+
+    def make_room(self, newcomer: "HeldBody") -> None:
+        """Drop bodies of the clients that hold more than the newcomer's, or raise BodiesFullError."""
+        if self.num_client_bytes[newcomer.client_id] > self.max_bytes // 2:
+            raise BodiesFullError
+        while self.num_bytes > self.max_bytes:
+            unfinished = (body for body in self.bodies if not body.is_complete)
+            victim = max(unfinished, key=lambda body: self.num_client_bytes[body.client_id])  # of equals the first
+            if self.num_client_bytes[victim.client_id] <= self.num_client_bytes[newcomer.client_id]:
+                raise BodiesFullError
+            victim.drop()
+
+
+class HeldBody:
+    """One body. `on_drop` is called when it has to make room for another client's."""
+
+    def __init__(self, bodies: BodyBytes, client_id: str, on_drop: Callable[[], None]) -> None:
+        self.client_id, self.num_bytes, self.is_complete, self.is_dropped = client_id, 0, False, False
+        self._bodies, self._on_drop = bodies, on_drop
+        self._part: _Part | None = bodies.small
+        self._part.add(self)
+
+    def grow(self, num_bytes: int) -> None:
+        """Count bytes that have arrived. BodiesFullError if there is no room for them: release the body then."""
+        if self._part is None:
+            raise BodiesFullError
+        self._part.remove(self)
+        self.num_bytes += num_bytes
+        self._part = self._bodies.small if self.num_bytes <= self._bodies.small_bytes else self._bodies.large
+        self._part.add(self)
+        self._part.make_room(self)
+
+    def complete(self) -> None:
+        """Take down that the body has arrived."""
+        self.is_complete = True
+
+    def drop(self) -> None:
+        """Release the body for another one's sake."""
+        self.is_dropped = True
+        self.release()
+        self._on_drop()
+
+    def release(self) -> None:
+        """Give the body's bytes back. Twice is fine."""
+        if self._part is not None:
+            self._part.remove(self)
+            self._part = None

@@ -1,0 +1,310 @@
+"""Decoding of large JSON objects in slices, so that no call of the parser holds the event loop for long.
+
+A parser in C keeps the interpreter lock until it returns, in a thread too. So the text is scanned first, slice by
+slice: the scan finds the members of the object and the commas at which long values can be cut, and refuses a text that
+is nested too deep or has too many values. Then each member is decoded on its own, and a long list or object in batches.
+Members that the caller does not want are validated and never materialized.
+
+A value is a string, a list or an object here. Numbers, true, false and null are not counted: they are cheap, and lists
+of token ids are long.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Generator, Iterator
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+SLICE_BYTES = 1 << 16     # of text per slice: 1 ms of decoding where it is a list of numbers
+SLICE_VALUES = 2048       # values per slice: 0.5 ms of decoding
+_CUT_BYTES = 1 << 13      # between two places at which a list of numbers can be cut
+_MEMBER_BYTES = 256       # what the overhead of one member is equal to, in bytes of text
+
+_QUOTE, _OPENING, _CLOSING = ord('"'), b"[{", b"]}"
+_BLANK = b" \t\n\r"
+_TOKEN = re.compile(rb'"[^"]*+"?|[\[{]|[\]}]|[^"\[\]{}]++')
+_NAME = re.compile(rb'[ \t\n\r]*+("(?:[^"\\]|\\.){0,256}+")[ \t\n\r]*+:')  # a longer one is not split from its value
+_COLON = re.compile(rb"[ \t\n\r]*+:")
+_PLACE = re.compile(r"\(byte (\d+)\)")
+
+T = TypeVar("T")
+Slices = Generator[None, None, T]
+Decode = Callable[[bytes], Any]
+
+_decode_raw = msgspec.json.Decoder(msgspec.Raw).decode
+loads: Decode = msgspec.json.decode
+
+
+class JsonError(ValueError):
+    """The text is not valid JSON."""
+
+
+class TooDeepError(ValueError):
+    """The text has more lists and objects inside of each other than the limit."""
+
+
+class TooManyValuesError(ValueError):
+    """The text has more values than the limit."""
+
+
+class _Cut(NamedTuple):
+    """A comma: its place, the number of lists and objects around it, and the number of values before it."""
+
+    place: int
+    depth: int
+    num_values: int
+
+
+class _Member(NamedTuple):
+    """Places of a member of the object, from comma to comma; `key_stop` 0: it has no key."""
+
+    start: int
+    stop: int
+    key_start: int
+    key_stop: int
+
+
+def decoded(raw: bytes, wanted: Collection[str], max_depth: int, max_values: int) -> Slices[Any]:
+    """Return what a text says, and yield between two slices of the work. Of equal names the last counts.
+
+    A name of an object that is not `wanted` has None in place of its value. Of anything but an object only the type is
+    right. Raises JsonError, TooDeepError, or TooManyValuesError if the text has more than `max_values` values.
+    """
+    scan = _Scan(raw, max_depth, max_values)
+    yield from scan.run()
+    if scan.kind != b"{":
+        yield from _value(scan, 0, len(raw), _validated, depth=1)
+        return [] if scan.kind == b"[" else _at(0, loads, raw)
+    found: dict[str, Any] = {}
+    num_bytes = 0                                 # decoded since the last slice ended
+    for member in scan.members():
+        name, start = _key_of(raw, member)
+        value = yield from _value(scan, start, member.stop, loads if name in wanted else _validated)
+        found[name] = value if name in wanted else None
+        num_bytes += member.stop - member.start + _MEMBER_BYTES
+        if num_bytes > SLICE_BYTES:
+            num_bytes = 0
+            yield
+    return found
+
+
+class _Scan:
+    """Structure of a text: the members of the object, and commas. Brackets and commas inside strings do not count."""
+
+    def __init__(self, raw: bytes, max_depth: int, max_values: int) -> None:
+        self.raw, self._max_depth, self._max_values = raw, max_depth, max_values
+        self.cuts: list[_Cut] = []                # in the order of their places
+        self._keys: list[tuple[int, int]] = []    # places of the object's keys
+        self._depth = self._num_values = 0
+        self._start = self._stop = -1             # places of the object's brackets
+        self._string_start = -1                   # of a string that has not ended
+        self._awaits_key = False
+
+    def run(self) -> Slices[None]:
+        """Scan the whole text."""
+        place = 0
+        while place < len(self.raw):
+            stop = place + SLICE_BYTES
+            text = _without_escapes(self.raw[place:stop], is_last=stop >= len(self.raw))
+            yield from self._scan_slice(text, place)
+            place += len(text)
+            yield
+        if self._depth or self._string_start >= 0:
+            raise JsonError("Input data was truncated")
+        if self._start > 0 and self.raw[: self._start].strip(_BLANK):
+            raise JsonError("JSON is malformed: invalid character (byte 0)")
+        if self._stop >= 0 and self.raw[self._stop + 1 :].strip(_BLANK):
+            raise JsonError(f"JSON is malformed: trailing characters (byte {self._stop + 1})")
+
+    @property
+    def kind(self) -> bytes:
+        """The bracket that the text begins with; nothing if it has none."""
+        return self.raw[self._start : self._start + 1] if self._start >= 0 else b""
+
+    def members(self) -> Iterator[_Member]:
+        """Yield the members of the object."""
+        start, keys = self._start + 1, iter(self._keys)
+        if not self.cuts and not self.raw[start : self._stop].strip(_BLANK):
+            return
+        key = next(keys, (self._stop, 0))
+        for stop in chain((cut.place for cut in self.cuts if cut.depth == 1), (self._stop,)):
+            if start <= key[0] < stop:
+                yield _Member(start, stop, *key)
+                key = next(keys, (self._stop, 0))
+            else:
+                yield _Member(start, stop, start, 0)
+            start = stop + 1
+
+    def values_before(self, place: int) -> int:
+        """Count the values before a place, as of the first comma at or after it."""
+        number = bisect_left(self.cuts, place, key=_place_of)
+        return self.cuts[number].num_values if number < len(self.cuts) else self._num_values
+
+    def elements(self, start: int, stop: int, depth: int) -> Iterator[tuple[int, int]]:
+        """Yield the places at which elements end, and the values before; where they are numbers, only some."""
+        low, high = (bisect_left(self.cuts, place, key=_place_of) for place in (start, stop))
+        for number in range(low, high):
+            cut = self.cuts[number]
+            if cut.depth == depth:
+                yield cut.place, cut.num_values
+        yield stop, self.values_before(stop)
+
+    def _scan_slice(self, text: bytes, base: int) -> Slices[None]:
+        position = 0
+        if self._string_start >= 0:
+            position = text.find(b'"') + 1
+            if not position:
+                return
+            self._end_string(base + position)
+        for number, token in enumerate(_TOKEN.finditer(text, position)):
+            self._take(text, token.start(), token.end(), base)
+            if number % SLICE_VALUES == SLICE_VALUES - 1:
+                self._check_values()
+                yield
+        self._check_values()
+
+    def _check_values(self) -> None:
+        if self._num_values > self._max_values:
+            raise TooManyValuesError(f"more than {self._max_values} strings, lists and objects")
+
+    def _take(self, text: bytes, start: int, stop: int, base: int) -> None:
+        kind = text[start]
+        if kind == _QUOTE:
+            self._num_values += 1
+            self._string_start = base + start
+            if stop - start > 1 and text[stop - 1] == _QUOTE:
+                self._end_string(base + stop)
+        elif kind in _OPENING:
+            self._open(base + start)
+        elif kind in _CLOSING:
+            self._close(base + start)
+        else:
+            self._cut(text, start, stop, base)
+
+    def _open(self, place: int) -> None:
+        if self._depth == 0:
+            if self._start >= 0:
+                raise JsonError(f"JSON is malformed: trailing characters (byte {place})")
+            self._start, self._awaits_key = place, True
+        self._depth += 1
+        self._num_values += 1
+        if self._depth > self._max_depth:
+            raise TooDeepError(f"nested deeper than {self._max_depth} levels")
+
+    def _close(self, place: int) -> None:
+        if self._depth == 0:
+            raise JsonError(f"JSON is malformed: invalid character (byte {place})")
+        self._depth -= 1
+        if self._depth == 0:
+            self._stop = place
+
+    def _end_string(self, place: int) -> None:
+        if self._awaits_key and self._depth == 1:
+            self._keys.append((self._string_start, place))
+            self._awaits_key = False
+        self._string_start = -1
+
+    def _cut(self, text: bytes, start: int, stop: int, base: int) -> None:
+        """Take down the first and the last comma between two strings or brackets, and some of those in between."""
+        comma, last = text.find(b",", start, stop), text.rfind(b",", start, stop)
+        while comma >= 0:
+            self.cuts.append(_Cut(base + comma, self._depth, self._num_values))
+            if comma == last:
+                break
+            following = text.find(b",", comma + _CUT_BYTES, stop)
+            comma = last if following < 0 else following
+        if last >= 0 and self._depth == 1:
+            self._awaits_key = True
+
+
+def _without_escapes(text: bytes, *, is_last: bool) -> bytes:
+    """Return a slice in which each quote begins or ends a string; shorter by one if an escape begins with its last."""
+    if b"\\" not in text:
+        return text
+    plain = text.replace(b"\\\\", b"..").replace(b'\\"', b"..")
+    return plain[:-1] if plain.endswith(b"\\") and not is_last else plain
+
+
+def _key_of(raw: bytes, member: _Member) -> tuple[str, int]:
+    """Return the name of a member, and where its value begins."""
+    colon = _COLON.match(raw, member.key_stop)
+    if not member.key_stop or colon is None or raw[member.start : member.key_start].strip(_BLANK):
+        raise JsonError(f"JSON is malformed: expected a name and ':' (byte {member.start})")
+    name: str = _at(member.key_start, loads, raw[member.key_start : member.key_stop])
+    return name, colon.end()
+
+
+def _value(scan: _Scan, start: int, stop: int, decode: Decode, depth: int = 2) -> Slices[Any]:
+    """Return a value whose elements lie at `depth`: a long list or object in batches, anything else at once."""
+    text = scan.raw[start:stop].strip(_BLANK)
+    is_container = text[:1] + text[-1:] in (b"[]", b"{}") and bool(text[1:-1].strip(_BLANK))
+    if not is_container or not _is_long(len(text), scan.values_before(stop) - scan.values_before(start)):
+        return _at(start, decode, text)
+    brackets = text[:1] + text[-1:]
+    first = scan.raw.index(text[:1], start)
+    parts: list[Any] = []
+    for begin, end, is_alone in _batches(scan, first + 1, first + len(text) - 1, depth):
+        if is_alone and brackets == b"[]":
+            parts.append([(yield from _value(scan, begin, end, decode, depth + 1))])
+        elif is_alone and (name := _NAME.match(scan.raw, begin, end)):
+            key = _at(begin, loads, name[1])
+            parts.append({key: (yield from _value(scan, name.end(), end, decode, depth + 1))})
+        else:
+            parts.append(_batch(scan.raw, begin, end, decode, brackets))
+        yield
+    if decode is _validated:
+        return None
+    return list(chain.from_iterable(parts)) if brackets == b"[]" else dict(chain.from_iterable(map(dict.items, parts)))
+
+
+def _batch(raw: bytes, start: int, stop: int, decode: Decode, brackets: bytes) -> Any:  # noqa: ANN401 (JSON)
+    """Return adjacent elements of a list, or members of an object."""
+    text = raw[start:stop]
+    if not text.strip(_BLANK):
+        raise JsonError(f"JSON is malformed: expected a value (byte {start})")
+    return _at(start - 1, decode, brackets[:1] + text + brackets[1:])
+
+
+def _batches(scan: _Scan, start: int, stop: int, depth: int) -> Iterator[tuple[int, int, bool]]:
+    """Yield the pieces of a list or object, and whether a piece is one long element: those stand alone."""
+    start_values = scan.values_before(start)
+    element, element_values = start, start_values
+    for place, num_values in scan.elements(start, stop, depth):
+        if _is_long(place - element, num_values - element_values):
+            if element > start:
+                yield start, element - 1, False
+            yield element, place, True
+            start, start_values = place + 1, num_values
+        elif _is_long(place - start, num_values - start_values):
+            yield start, place, False
+            start, start_values = place + 1, num_values
+        element, element_values = place + 1, num_values
+    if start <= stop:
+        yield start, stop, False
+
+
+def _is_long(num_bytes: int, num_values: int) -> bool:
+    return num_bytes > SLICE_BYTES or num_values > SLICE_VALUES
+
+
+def _validated(text: bytes) -> None:
+    """Check that a text is JSON, and make nothing of it."""
+    _decode_raw(text)
+    text.decode()
+
+
+def _at(place: int, decode: Decode, text: bytes) -> Any:  # noqa: ANN401 (JSON)
+    """Decode a piece of the whole text that begins at `place`. JsonError tells where in the whole text it is wrong."""
+    try:
+        return decode(text)
+    except msgspec.DecodeError as error:
+        message = _PLACE.sub(lambda found: f"(byte {place + int(found[1])})", str(error))
+        raise JsonError(message) from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise JsonError(str(error)) from error
+
+
+def _place_of(cut: _Cut) -> int:
+    return cut.place
