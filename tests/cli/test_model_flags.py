@@ -9,11 +9,13 @@ from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM
 NOT_LANDED = {"tensor_parallel_size"}
 # What paging is compared with: for measurements, and a flag of `bench throughput` alone.
 BASELINES = {"memory_policy", "batching"}
+# Shares of clients, which only servers have: flags of `serve`.
+SHARES = {"max_kv_share_per_key"}
 
 
 def test_flags_are_the_engines_options() -> None:
     flags = {field.name for field in fields(EngineFlags)} - {"config"}
-    assert flags == {field.name for field in fields(EngineOptions)} - NOT_LANDED - BASELINES
+    assert flags == {field.name for field in fields(EngineOptions)} - NOT_LANDED - BASELINES - SHARES
 
 
 def test_defaults_are_the_engines() -> None:

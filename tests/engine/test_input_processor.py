@@ -245,3 +245,13 @@ def test_parameter_that_this_model_cannot_serve_is_refused_by_name(
 def test_parameters_of_another_type_are_refused(inputs: InputProcessor) -> None:
     with pytest.raises(InvalidRequestError, match="must be SamplingParams, got dict"):
         inputs.prepare(0, TokenizedPrompt(None, [1]), {"n": 1})  # type: ignore[arg-type]
+
+
+def test_fcfs_refuses_priorities() -> None:
+    ready = Ready(LIMITS, 64, VOCAB_SIZE, frozenset({EOS_ID}), "float32", "cpu", 0, 0, 0)
+    inputs = InputProcessor(None, ready, EngineOptions(scheduling_policy="fcfs"))
+    prompt = inputs.tokenize([1, 2])
+    assert inputs.prepare(0, prompt, SamplingParams()).request.priority == 0
+    with pytest.raises(InvalidRequestError, match="priority must be 0, .* scheduling_policy fcfs, got -3") as told:
+        inputs.prepare(1, prompt, SamplingParams(), priority=-3)
+    assert told.value.param == "priority"

@@ -47,6 +47,10 @@ def test_what_is_no_size_is_refused_by_name(text: int | str) -> None:
         ("seed", "zero"),
         ("enable_prefix_caching", "no"),
         ("max_logprobs", -1),
+        ("scheduling_policy", "lifo"),
+        ("max_kv_share_per_key", 0),
+        ("max_kv_share_per_key", 1.5),
+        ("max_kv_share_per_key", True),
     ],
 )
 def test_bad_setting_is_refused_by_name(setting: str, value: object) -> None:
@@ -88,3 +92,8 @@ def test_policies_that_do_not_go_together_are_refused() -> None:
 @pytest.mark.parametrize("sizes", [{"swap_space": "1GiB"}, {"num_swap_blocks": 1}], ids=str)
 def test_swapping_takes_a_swap_space_of_any_size(sizes: dict[str, Any]) -> None:
     EngineOptions(preemption_mode="swap", **sizes)
+
+
+def test_kv_share_needs_pages() -> None:
+    with pytest.raises(ConfigError, match=r"max_kv_share_per_key 0.5 needs memory_policy 'paged'"):
+        EngineOptions(max_kv_share_per_key=0.5, memory_policy="contiguous-max")

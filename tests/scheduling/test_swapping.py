@@ -5,7 +5,7 @@ import pytest
 from quire.core.config import PreemptionMode
 from quire.core.plan import MeasuredRates, StepPlan
 from quire.core.sequence import Request, SequenceStatus
-from quire.scheduling.policies import next_to_enter
+from quire.scheduling.policies import ByPriority, PassedOver
 from support.scheduling import Harness
 
 MODES: tuple[PreemptionMode, ...] = ("recompute", "swap", "auto")
@@ -242,11 +242,14 @@ def test_only_an_earlier_victim_comes_before_what_is_swapped_out() -> None:
     harness = Harness(100)
     new, lost, swapped, lost_later = [harness.add(4, max_tokens=4) for _ in range(4)]
     lost.num_preemptions = lost_later.num_preemptions = 1
+    next_to_enter = ByPriority().next_to_enter
     assert next_to_enter([], []) is None
     assert next_to_enter([], [swapped]) is swapped
     assert next_to_enter([lost_later], [swapped]) is swapped
     assert next_to_enter([lost, lost_later], [swapped]) is lost
     waiting = [new, lost, lost_later]
     assert next_to_enter(waiting, [swapped]) is lost, "nothing new, which may stand before it by priority"
-    assert next_to_enter(waiting, [swapped], num_passed=2) is swapped
+    passed = PassedOver()
+    passed.add(lost)
+    assert next_to_enter(waiting, [swapped], passed) is swapped
     assert next_to_enter(waiting, []) is new

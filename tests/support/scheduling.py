@@ -9,7 +9,7 @@ from typing import Any
 from quire.cache.block_table import NULL_BLOCK
 from quire.cache.contiguous import make_manager
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
-from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionMode, SchedulerConfig
+from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionMode, SchedulerConfig, SchedulingPolicy
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import SequenceDelta
 from quire.core.plan import UNMEASURED, MeasuredRates, StepPlan
@@ -56,6 +56,8 @@ class Harness:
     rates: MeasuredRates = UNMEASURED
     policy: MemoryPolicy = "paged"
     batching: Batching = "continuous"
+    scheduling_policy: SchedulingPolicy = "priority"
+    max_kv_share: float = 1.0
     outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
     logprobs: dict[tuple[int, int], float] = field(default_factory=dict)  # of whole answers of beam searches
@@ -68,7 +70,10 @@ class Harness:
                 self.num_blocks, self.block_size, self.window, self.caching, self.num_swap_blocks, self.policy
             )
         )
-        config = SchedulerConfig(self.max_num_seqs, self.budget, self.max_model_len, self.mode, self.batching)
+        config = SchedulerConfig(
+            self.max_num_seqs, self.budget, self.max_model_len, self.mode, self.batching, self.scheduling_policy,
+            self.max_kv_share,
+        )  # fmt: skip
         self.scheduler = make_scheduler(config, self.cache)
         self.executor = FakeExecutor(
             self.num_blocks,
@@ -89,11 +94,14 @@ class Harness:
         *,
         is_pin: bool = False,
         priority: int = 0,
+        client_id: str = "",
+        weight: float = 1.0,
         **params: object,
     ) -> Request:
         """Queue a request with a prompt of its own, so many tokens long, or with this one."""
         sampling = SamplingParams(**params)  # type: ignore[arg-type]
-        return self._add(prompt, sampling, None, eos, salt, is_pin=is_pin, priority=priority)
+        who = client_id, weight
+        return self._add(prompt, sampling, None, eos, salt, is_pin=is_pin, priority=priority, who=who)
 
     def add_beams(
         self,
@@ -103,9 +111,11 @@ class Harness:
         salt: str | None = None,
         *,
         priority: int = 0,
+        client_id: str = "",
     ) -> Request:
         """Queue a beam search."""
-        return self._add(prompt, as_sampling_params(beam), beam, eos, salt, priority=priority)
+        params = as_sampling_params(beam)
+        return self._add(prompt, params, beam, eos, salt, priority=priority, who=(client_id, 1.0))
 
     def _add(
         self,
@@ -117,12 +127,14 @@ class Harness:
         *,
         is_pin: bool = False,
         priority: int = 0,
+        who: tuple[str, float] = ("", 1.0),
     ) -> Request:
         request_id = len(self.requests)
         if isinstance(prompt, int):
             prompt = [(request_id * 7 + i) % VOCAB_SIZE for i in range(prompt)]
         request = make_request(request_id, prompt, params, frozenset(eos), beam)
         request.cache_salt, request.is_pin, request.priority = salt, is_pin, priority
+        request.client_id, request.weight = who
         self.scheduler.add(request)
         self.requests[request_id] = request
         return request
@@ -187,7 +199,10 @@ class Harness:
         plan = scheduler.schedule()
         assert not before or before[0] in scheduler.running, "the first in order gave way"
         for victim in (request for request in before if request not in scheduler.running):
-            assert all(request.turn < victim.turn for request in scheduler.admitted), "let in past a victim"
+            assert all(
+                request.turn < victim.turn or (self.max_kv_share < 1 and request.client_id != victim.client_id)
+                for request in scheduler.admitted
+            ), "let in past a victim"
         if scheduler.swapped:
             assert all(request.num_preemptions > 0 for request in scheduler.admitted), "let in past a swapped request"
             first = scheduler.swapped[0].turn
@@ -282,7 +297,7 @@ def random_run(seed: int, *, crowded: bool = False) -> Harness:
 
     Crowded: long answers that come in all at once, in a pool for few of them, so that most are preempted.
     """
-    rng = random.Random(seed)
+    rng, policies = random.Random(seed), random.Random(f"policies of {seed}")
     block_size = rng.choice([1, 2, 3, 4] if crowded else [1, 2, 3, 4, 4, 8, 16])
     longest_prompt = rng.choice([3, 12] if crowded else [3, 12, 40])
     typical_blocks = (longest_prompt + 40 * (1 if crowded else rng.randint(1, 2))) // block_size + 1
@@ -297,7 +312,10 @@ def random_run(seed: int, *, crowded: bool = False) -> Harness:
         num_swap_blocks=rng.choice([0, 1, typical_blocks // 2, *[10 * typical_blocks] * 4]),
         mode=rng.choice(["auto", "recompute", "swap", "swap"]),
         rates=MeasuredRates(*(rng.choice([None, *[rng.uniform(1, 100)] * 5]) for _ in range(3))),
+        scheduling_policy=policies.choice(["priority", "fair", "fair"]),
+        max_kv_share=policies.choice([1.0, 1.0, policies.random() or 1.0]),
     )
+    num_clients = policies.choice([1, 2, 5])
     prompts = RandomPrompts(rng, longest_prompt)
     arrivals_left = rng.randint(*((6, 20) if crowded else (1, 12)))
     arrival_rate = 1.0 if crowded else rng.choice([0.1, 1.0])
@@ -309,14 +327,16 @@ def random_run(seed: int, *, crowded: bool = False) -> Harness:
             arrivals_left -= 1
             with suppress(InvalidRequestError):
                 eos, salt = rng.sample(range(VOCAB_SIZE), rng.choice([1, 2])), rng.choice([None, None, "salt"])
-                prompt = prompts.draw(harness)
+                prompt, client_id = prompts.draw(harness), f"client {policies.randrange(num_clients)}"
                 if rng.random() < pin_rate:
                     harness.pin(prompt, salt)
                 elif rng.random() < beam_rate:
-                    harness.add_beams(prompt, random_beams(rng), eos, salt, priority=rng.choice(priorities))
+                    priority = rng.choice(priorities)
+                    harness.add_beams(prompt, random_beams(rng), eos, salt, priority=priority, client_id=client_id)
                 else:
                     params = random_params(rng, crowded=crowded)
-                    harness.add(prompt, eos, salt, priority=rng.choice(priorities), **params)
+                    who = {"client_id": client_id, "weight": policies.choice([0.5, 1.0, 3.0])}
+                    harness.add(prompt, eos, salt, priority=rng.choice(priorities), **who, **params)
         if harness.requests and rng.random() < early_end_rate:
             victim = rng.choice(list(harness.requests))
             is_abort = rng.random() < 0.5

@@ -14,7 +14,7 @@ import typer
 import quire
 from quire.cli.flag_groups import flag_field, load_config
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
-from quire.core.config import PreemptionMode
+from quire.core.config import PreemptionMode, SchedulingPolicy
 from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 from quire.engine.options import (
@@ -84,6 +84,9 @@ class EngineFlags:
         True, "keep what has been computed, and find it again for prompts that begin alike"
     )
     preemption_mode: PreemptionMode = _engine("auto", "how a preempted request comes back")
+    scheduling_policy: SchedulingPolicy = _engine(
+        "priority", "order of admission: by priority, by arrival (fcfs), or by the service of each client (fair)"
+    )
     cpu_isa: CpuIsa = _engine("auto", "instruction set of the CPU's kernels; auto is the best there is")
     seed: int = _engine(0, "of requests that bring none")
     max_logprobs: int = _engine(20, "highest logprobs and prompt_logprobs of a request")

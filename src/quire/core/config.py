@@ -8,6 +8,7 @@ from quire.core.errors import ConfigError
 Recovery = Literal["recompute", "swap"]                # how a preempted request comes back
 PreemptionMode = Literal["auto", "recompute", "swap"]  # auto: the cheaper of the two
 MemoryPolicy = Literal["paged", "contiguous-max", "contiguous-pow2", "contiguous-oracle"]
+SchedulingPolicy = Literal["priority", "fcfs", "fair"]  # order of admission: see quire.scheduling.policies
 Batching = Literal["continuous", "static"]             # whether requests join and leave between steps, or all at once
 
 KERNEL_BLOCK_SIZES = (8, 16, 32, 64, 128)  # tokens; cache and scheduler by themselves take any size from 1 up
@@ -51,8 +52,12 @@ class SchedulerConfig:
     max_model_len: int = 2048              # prompt and output together, tokens
     preemption_mode: PreemptionMode = "auto"
     batching: Batching = "continuous"
+    scheduling_policy: SchedulingPolicy = "priority"
+    max_kv_share: float = 1.0              # of the KV blocks that the running requests of one client may hold
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.max_kv_share <= 1:
+            raise ConfigError(f"max_kv_share must be above 0 and at most 1, got {self.max_kv_share}")

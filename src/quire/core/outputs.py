@@ -8,8 +8,9 @@ import msgspec
 from quire.core.logprob_table import Logprobs, LogprobTable
 
 FinishReason = Literal["stop", "length", "abort"]
-# What keeps a request waiting: no seats, no blocks, a step that is full, its own prefix being computed, swapped ones.
-WaitReason = Literal["max_num_seqs", "kv_blocks", "token_budget", "pending_prefix", "swapped_first"]
+# What keeps a request waiting: no seats, no blocks, a step that is full, its own prefix being computed, swapped ones,
+# the blocks that others of its client hold.
+WaitReason = Literal["max_num_seqs", "kv_blocks", "token_budget", "pending_prefix", "swapped_first", "kv_share"]
 WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 
 

@@ -74,6 +74,7 @@ class Request:
     priority: int = 0                 # lower is served first
     owner: str = ""                   # label of who asked: see quire.core.owner_labels
     client_id: str = ""               # whose share it takes: "key:3", or the connection where there is no key
+    weight: float = 1.0               # of its client, under the policy `fair`
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
     prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)  # of positions 1, 2, ... as far as computed
     turn: Turn = (0, 0)               # place in line, given by the scheduler at arrival; not the order of ids, which

@@ -79,7 +79,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self.limits, self.max_logprobs = ready.limits, options.max_logprobs
         self._vocab_size, self._eos_token_ids = ready.vocab_size, ready.eos_token_ids
-        self._engine_seed = options.seed
+        self._engine_seed, self._policy = options.seed, options.scheduling_policy
         self.owners = owners or OwnerLabels()
         self._last_checked: tuple[SamplingParams, BeamSearchParams | None, tuple[tuple[int, ...], ...]] | None = None
 
@@ -173,6 +173,7 @@ class InputProcessor:
         beam: BeamSearchParams | None = None,
         priority: int = 0,
         client_id: str = "",
+        weight: float = 1.0,
     ) -> PreparedRequest:
         """Return a request that the scheduler will take, or raise InvalidRequestError.
 
@@ -195,15 +196,26 @@ class InputProcessor:
             bad_words_token_ids=bad_words,
             beam=beam,
             cache_salt=prompt.cache_salt,
-            priority=check_priority(priority),
+            priority=self.check_priority(priority),
             owner=self.owners.label(prompt.key_number, prompt.cache_salt),
             client_id=client_id,
+            weight=weight,
         )
         return PreparedRequest(request, prompt)
 
-    def prepare_pin(self, request_id: int, prompt: TokenizedPrompt) -> PreparedRequest:
+    def check_priority(self, priority: object) -> int:
+        """Return a priority. InvalidRequestError for anything else, and where the policy is `fcfs` for any but 0."""
+        level = check_priority(priority)
+        if level != 0 and self._policy == "fcfs":
+            message = f"priority must be 0, the only one with scheduling_policy fcfs, got {level}"
+            raise InvalidRequestError(message, param="priority")
+        return level
+
+    def prepare_pin(
+        self, request_id: int, prompt: TokenizedPrompt, client_id: str = "", weight: float = 1.0
+    ) -> PreparedRequest:
         """Return a request that computes a prefix, which is then kept; its output means nothing. As `prepare`."""
-        prepared = self.prepare(request_id, prompt, _ANY_TOKEN)
+        prepared = self.prepare(request_id, prompt, _ANY_TOKEN, client_id=client_id, weight=weight)
         prepared.request.is_pin = True
         return prepared
 

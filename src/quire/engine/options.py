@@ -5,7 +5,7 @@ import sys
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
-from quire.core.config import KERNEL_BLOCK_SIZES, Batching, MemoryPolicy, PreemptionMode
+from quire.core.config import KERNEL_BLOCK_SIZES, Batching, MemoryPolicy, PreemptionMode, SchedulingPolicy
 from quire.core.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -19,6 +19,7 @@ MAX_NUM_SEQS = 1 << 16  # every row is a place for max_model_len tokens
 _CHOICES = {
     "dtype": Dtype, "device": Device, "cpu_isa": CpuIsa, "preemption_mode": PreemptionMode,
     "memory_policy": MemoryPolicy, "batching": Batching,
+    "scheduling_policy": SchedulingPolicy,
 }  # fmt: skip
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -63,6 +64,8 @@ class EngineOptions:
     seed: int = 0
     max_logprobs: int = 20
     cpu_isa: str = "auto"
+    scheduling_policy: str = "priority"
+    max_kv_share_per_key: float = 1.0
 
     def __post_init__(self) -> None:
         """Check names, types and ranges; what depends on the model is checked when it is known."""
@@ -84,6 +87,7 @@ class EngineOptions:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be a number above 0, at most 1, got {share!r}")
+        self._check_kv_share()
         self._check_swap()
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
@@ -91,6 +95,13 @@ class EngineOptions:
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         if self.tensor_parallel_size != 1:
             raise ConfigError(f"tensor_parallel_size {self.tensor_parallel_size!r} is not supported yet, only 1")
+
+    def _check_kv_share(self) -> None:
+        share = self.max_kv_share_per_key
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"max_kv_share_per_key must be a number above 0, at most 1, got {share!r}")
+        if share < 1 and self.memory_policy != "paged":
+            raise ConfigError(f"max_kv_share_per_key {share} needs memory_policy 'paged', got {self.memory_policy!r}")
 
     def _check_swap(self) -> None:
         swap_bytes = 0 if self.swap_space is None else parse_bytes(self.swap_space, "swap_space", low=0)

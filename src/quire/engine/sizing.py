@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import cast
 
-from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionMode, SchedulerConfig
+from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionMode, SchedulerConfig, SchedulingPolicy
 from quire.core.errors import ConfigError
 from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions, parse_bytes
 
@@ -102,6 +102,8 @@ def size_engine(
         max_model_len=min(longest, capacity),
         preemption_mode=cast(PreemptionMode, options.preemption_mode),
         batching=cast(Batching, options.batching),
+        scheduling_policy=cast(SchedulingPolicy, options.scheduling_policy),
+        max_kv_share=options.max_kv_share_per_key,
     )
     cache = CacheConfig(
         num_blocks,

@@ -230,6 +230,7 @@ def as_request(number: int, item: WorkItem, n: int = 1, beam_width: int | None =
         seed=number,
         max_tokens=item.output_len,
         beam=beam,
+        client_id=item.client_id,
     )
 
 

@@ -82,3 +82,9 @@ def latencies(timelines: Sequence[Timeline]) -> dict[str, Distribution]:
         "e2e_s": [timeline.e2e_s for timeline in timelines],
     }
     return {name: distribution(sample) for name, sample in samples.items() if sample}
+
+
+def jain_index(shares: Sequence[float]) -> float:
+    """Return how equal some shares are (Jain et al. 1984): 1 if all are the same, 1 / n if one has everything."""
+    squares = sum(share * share for share in shares)
+    return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0

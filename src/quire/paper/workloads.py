@@ -33,6 +33,7 @@ class WorkItem:
     prompt_token_ids: list[int]
     output_len: int
     arrival_s: float | None = None
+    client_id: str = ""
 
 
 class _TokenIds(msgspec.Struct):

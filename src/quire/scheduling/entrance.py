@@ -66,7 +66,7 @@ class Entrance:
         num_seats = self._roster.num_seats + self._num_kept + len(request.live)
         if num_seats > self._max_num_seqs:
             return "max_num_seqs"
-        num_spare = self._cache.num_free_blocks - self._num_promised - self._head_room(num_seats)
+        num_spare = self._cache.num_free_blocks - self._num_promised - self.head_room(num_seats)
         return None if self._roster.num_seats == 0 or num_spare >= 0 else "kv_blocks"
 
     def num_spare_blocks(self, request: Request, match: PrefixMatch) -> int:
@@ -75,7 +75,7 @@ class Entrance:
         A request that was preempted in this very step has no room: somebody else took one of its blocks.
         """
         num_seats = self._roster.num_seats + len(request.live)
-        num_needed = self._known_blocks(request) - match.num_in_use + self._head_room(num_seats)
+        num_needed = self.known_blocks(request) - match.num_in_use + self.head_room(num_seats)
         return self._cache.num_free_blocks - self._num_promised - num_needed
 
     def num_spare_blocks_on_return(self, request: Request) -> int:
@@ -83,13 +83,13 @@ class Entrance:
         swapped = [sequence.seq_id for sequence in request.live if sequence.status is SequenceStatus.SWAPPED]
         num_seats = self._roster.num_seats + len(request.live)
         num_needed = self._cache.num_blocks_to_swap_in(swapped) + self._blocks_to_come(request)
-        return self._cache.num_free_blocks - self._num_promised - num_needed - self._head_room(num_seats)
+        return self._cache.num_free_blocks - self._num_promised - num_needed - self.head_room(num_seats)
 
-    def _head_room(self, num_seats: int) -> int:
+    def head_room(self, num_seats: int) -> int:
         """Return how many blocks so many sequences are likely to take soon: with large blocks, fewer than one each."""
         return self._cache.blocks_for(num_seats * min(HEAD_ROOM, self._cache.block_size))
 
-    def _known_blocks(self, request: Request) -> int:
+    def known_blocks(self, request: Request) -> int:
         """Return the blocks that all known tokens of a waiting request will take, its prompt shared by all branches."""
         cache, live = self._cache, request.live
         shared = live[0].num_prompt_tokens // cache.block_size

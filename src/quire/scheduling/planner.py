@@ -16,8 +16,9 @@ from quire.core.outputs import WaitReason
 from quire.core.sequence import NO_ROW, Request, Sequence
 from quire.scheduling.budget import LongPrompts
 from quire.scheduling.entrance import Entrance
+from quire.scheduling.kv_shares import KVShares
 from quire.scheduling.plan_builder import PlanBuilder
-from quire.scheduling.policies import ByPriority
+from quire.scheduling.policies import ByPriority, PassedOver
 from quire.scheduling.recovery import RecoveryPolicy
 from quire.scheduling.roster import Roster
 
@@ -31,17 +32,20 @@ class Planner:
 
     def __init__(
         self, budget: int, roster: Roster, entrance: Entrance, recovery: RecoveryPolicy, order: ByPriority,
-        cache: KVCacheManager,
+        cache: KVCacheManager, shares: KVShares,
     ) -> None:  # fmt: skip
+        self._shares = shares
         self._roster, self._entrance, self._recovery = roster, entrance, recovery
         self._order, self._cache = order, cache
         self._long_prompts = LongPrompts(budget, self._contenders)
+        self._line: list[Request] = []  # running requests as this step plans them; the last is preempted first
         self.step = PlanBuilder()       # that is being planned, or is under way
 
     def open(self, step: PlanBuilder) -> None:
         """Begin to plan a step."""
         self.step = step
         self._entrance.open()
+        self._shares.open()
         self._roster.hold_ups.open()
         self._long_prompts.open()
         if self._cache.can_find and self._needs_prefixes():
@@ -57,11 +61,24 @@ class Planner:
         if self._entrance.may_admit():
             yield from self._roster.swapped or self._roster.waiting
 
+    def preempt_excess(self) -> None:
+        """Preempt the requests that take their clients past their shares. They come back by recomputation.
+
+        Swapped-out requests return whatever their clients hold, so these would be moved to and fro.
+        """
+        for request in self._shares.excess():
+            request.num_preemptions += 1
+            request.num_recomputed_tokens = request.num_swapped_blocks = 0
+            self.step.preempted.append(request.request_id)
+            self._recovery.count("recompute")
+            self._roster.lose(request)
+
     # --- who runs -------------------------------------------------------------------------------------------------
 
     def plan_running(self, budget: int) -> int:
         """Plan running requests in order. Return the budget left."""
-        running, index = self._roster.running, 0
+        running, index = self._order.in_line(self._roster.running), 0
+        self._line = running
         try:
             while budget > 0 and index < len(running):
                 self.step.at = running[index]
@@ -80,7 +97,7 @@ class Planner:
         """Return the sequences of the running requests from `index` on that have one token to compute, up to one that
         has more, or is a gang: what most requests of most steps are."""
         sequences = []
-        running = self._roster.running
+        running = self._line
         for place in range(index, min(index + budget, len(running))):    # islice would walk to `index` from the start
             live = running[place].live
             first = live[0]
@@ -92,7 +109,7 @@ class Planner:
 
     def _plan_decodes(self, index: int, sequences: list[Sequence]) -> int:
         """Plan one token of each of these, all at once. Return of how many: the last ones may have to give way."""
-        running, step, updates = self._roster.running, self.step, dict[int, TableUpdate | None]()
+        running, step, updates = self._line, self.step, dict[int, TableUpdate | None]()
         try:
             for place in self._cache.append_where_room([sequence.seq_id for sequence in sequences]):
                 if index + place >= len(running):
@@ -159,9 +176,8 @@ class Planner:
             try:
                 return self._cache.append(sequence.seq_id, num_tokens)
             except OutOfBlocksError:
-                running = self._roster.running
-                assert len(running) > 1, "the first in order is never preempted"
-                victim = self._order.victim(running)
+                assert len(self._line) > 1, "the first in order is never preempted"
+                victim = self._line.pop()
                 self.preempt(victim)
                 if victim is request:
                     raise GaveWayError from None
@@ -188,12 +204,16 @@ class Planner:
 
     def admit(self, budget: int) -> WaitReason | None:
         """Let swapped and waiting requests run, in order, while rows, blocks and budget last. Return what does not."""
-        roster, entrance, passed = self._roster, self._entrance, None
+        roster, entrance, passed = self._roster, self._entrance, PassedOver()
         while (request := roster.next_to_enter(passed)) is not None:
             self.step.at = request
             if budget <= 0:
                 return "token_budget"
             is_swapped = request in roster.swapped
+            if not is_swapped and self._shares.exceeds(request):
+                passed.add_client(request.client_id)
+                roster.hold_ups.pass_over(request, "kv_share")
+                continue
             if (shortage := entrance.shortage(request)) is not None:
                 return "swapped_first" if is_swapped else shortage
             if is_swapped:
@@ -203,7 +223,7 @@ class Planner:
                 continue
             match = entrance.match(request)
             if match.is_pending:
-                passed = request
+                passed.add(request)
                 entrance.pass_over(request)
                 roster.hold_ups.pass_over(request, "pending_prefix")
                 continue
@@ -214,7 +234,7 @@ class Planner:
             if share == 0:
                 if request.num_preemptions or not self._long_prompts.may_be_passed():
                     return "token_budget"                               # nobody takes the blocks of who gave way
-                passed = request
+                passed.add(request)
                 roster.hold_ups.pass_over(request, "token_budget")
                 continue
             budget -= self._let_in(request, match if num_spare > 0 else match.of_whole_blocks(), share)
@@ -224,6 +244,7 @@ class Planner:
         """Swap a request in, and plan its next tokens. Return how many."""
         self.step.admitted.append(request)
         self.step.plan.swap_ins.extend(self._roster.swap_in(request))
+        self._note_admitted(request)
         for sequence in request.live:
             if sequence.row != NO_ROW:
                 self.step.begin_row(request, sequence, self._cache.block_array(sequence.seq_id))
@@ -238,12 +259,14 @@ class Planner:
         """
         self.step.admitted.append(request)
         self._roster.let_in(request)
+        self._note_admitted(request)
         first, *others = request.live
         self._begin(request, first, match)
         if request.num_preemptions == 0:
             request.num_cached_tokens = first.num_computed_tokens
             if request.params.prompt_logprobs is None:
                 self._cache.note_query(first.num_prompt_tokens, first.num_computed_tokens)
+            self._order.charge_prompt(request)
         if first.num_output_tokens > 0 and self._entrance.has_prompt(request, match):
             for other in others:
                 self._begin(request, other, self._entrance.match_sequence(request, other).of_whole_blocks())
@@ -252,6 +275,10 @@ class Planner:
         used = self._advance_gang(request, budget)
         self._entrance.promise(request)
         return used
+
+    def _note_admitted(self, request: Request) -> None:
+        self._line.append(request)
+        self._shares.admit(request)
 
     # --- sequences begin ------------------------------------------------------------------------------------------
 

@@ -1,17 +1,44 @@
-"""Who comes first, and who gives way: the scheduler's policies, small and replaceable. A third is in recovery.py."""
+"""Queue ordering and preemption-victim policies, small and replaceable. The choice of a recovery is in recovery.py.
 
-from itertools import islice
+A policy gives each request its turn, chooses the next request to admit, and orders the running ones. `ByPriority` is
+the default and the interface; `FirstComeFirstServed` and `FairShare` (fair_share.py) replace parts of it.
+"""
 
-from quire.core.sequence import Request, Turn
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from quire.core.sequence import Request, Sequence, Turn
 
 AGEING_STEPS = 1024  # what one level of priority is worth: half a minute to a few, where a step takes 30 to 200 ms
 
 
-class ByPriority:
-    """Serve the lower priority first, equal ones in order of arrival; preempt in the opposite order.
+class PassedOver:
+    """Waiting requests that one step does not admit, although it may admit later ones."""
 
-    A request takes its place when it comes, for good: that of a request of priority 0 which came AGEING_STEPS later for
-    each level. So those who wait age: nobody is overtaken by who comes so many steps after him, and the first in order
+    def __init__(self) -> None:
+        self.requests: set[Request] = set()
+        self.clients: set[str] = set()      # all requests of these, further ones included
+        self.last: Request | None = None    # in order
+
+    def add(self, request: Request) -> None:
+        """Pass over one request."""
+        self.requests.add(request)
+        self.last = request
+
+    def add_client(self, client_id: str) -> None:
+        """Pass over all waiting requests of a client."""
+        self.clients.add(client_id)
+
+    def __contains__(self, request: Request) -> bool:
+        """Return whether a request is passed over."""
+        return request in self.requests or request.client_id in self.clients
+
+
+class ByPriority:
+    """Admit the lower priority first, equal ones in order of arrival; preempt in the opposite order.
+
+    The turn of a request is fixed at arrival: that of a request of priority 0 which came AGEING_STEPS later for each
+    level. So waiting requests age: none is overtaken by one that arrives so many steps later, and the first in order
     stays the first until then. With one priority for all this is first come, first served (Kwon et al. 2023, 4.5).
     """
 
@@ -23,29 +50,68 @@ class ByPriority:
         self._num_steps += 1
 
     def turn(self, request: Request, number: int) -> Turn:
-        """Return the place of a new arrival; `number` tells it from all others, and is higher than theirs."""
+        """Return the turn of a new arrival; `number` tells it from all others, and is higher than theirs."""
         return self._num_steps + AGEING_STEPS * request.priority, number
 
-    def victim(self, running: list[Request]) -> Request:
-        """Choose whom to preempt: the last in order. `running` is in order and not empty."""
-        return running[-1]
+    def add(self, request: Request) -> None:
+        """Note a new request, which has its turn and is about to be queued."""
+
+    def queue(self, request: Request) -> None:
+        """Note that a request waits: a new one, or one that is preempted, or not held any more."""
+
+    def remove(self, request: Request) -> None:
+        """Note that a request waits no more: it is about to be admitted or held, or has ended."""
+
+    def admit(self, request: Request) -> Turn:
+        """Note that a request is admitted, for the first time or again. Return its turn from now on."""
+        return request.turn
+
+    def end(self, request: Request) -> None:
+        """Note that a request has ended."""
+
+    def charge_prompt(self, request: Request) -> None:
+        """Note how much of a prompt is computed: the request has just been admitted for the first time."""
+
+    def charge_outputs(self, sampled: Iterable[tuple[Request, Sequence]]) -> None:
+        """Note the tokens that a step has sampled, by request."""
+
+    def next_to_enter(
+        self, waiting: list[Request], swapped: list[Request], passed: PassedOver | None = None
+    ) -> Request | None:
+        """Return the next request to admit that is not passed over; None if there is none. Both lists are by turn.
+
+        While anything is swapped out nothing new is admitted: of the waiting requests only a preempted one before it.
+        """
+        first = 0
+        if passed is not None and passed.last is not None:
+            first = bisect_right(waiting, passed.last.turn, key=turn_of)
+        for index in range(first, len(waiting)):
+            request = waiting[index]
+            if swapped and request.turn > swapped[0].turn:
+                break
+            if swapped and not request.num_preemptions:
+                continue
+            if passed is None or request.client_id not in passed.clients:
+                return request
+            passed.last = request                                       # it is looked at once in a step
+        return swapped[0] if swapped else None
+
+    def in_line(self, running: list[Request]) -> list[Request]:
+        """Return the running requests, which are given by turn, as they are planned: the last one is preempted first.
+
+        The first by turn stays the first, so it is never preempted, and all admitted requests finish.
+        """
+        return running.copy()
+
+
+class FirstComeFirstServed(ByPriority):
+    """Admit requests in order of arrival, whatever their priority."""
+
+    def turn(self, request: Request, number: int) -> Turn:
+        """Return the turn of a new arrival."""
+        return 0, number
 
 
 def turn_of(request: Request) -> Turn:
-    """Return a request's place in line."""
+    """Return a request's turn."""
     return request.turn
-
-
-def next_to_enter(waiting: list[Request], swapped: list[Request], num_passed: int = 0) -> Request | None:
-    """Return who is to run next, when so many waiting requests are passed over; None if there is nobody.
-
-    While anything is swapped out nothing new comes in: of those that wait, only who was preempted and is before it.
-    """
-    if not swapped:
-        return waiting[num_passed] if num_passed < len(waiting) else None
-    for request in islice(waiting, num_passed, None):
-        if request.turn > swapped[0].turn:
-            break
-        if request.num_preemptions:
-            return request
-    return swapped[0]

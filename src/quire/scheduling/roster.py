@@ -6,20 +6,20 @@ returns to its place; in most cases that is the front, for only those that wait 
 prefix are passed over.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 
 from quire.cache.manager import KVCacheManager
 from quire.core.plan import BlockCopy
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
 from quire.scheduling.hold_ups import HoldUps
-from quire.scheduling.policies import next_to_enter, turn_of
+from quire.scheduling.policies import ByPriority, PassedOver, turn_of
 
 
 class Roster:
     """All requests of a scheduler, by id and in line."""
 
-    def __init__(self, cache: KVCacheManager, max_num_seqs: int) -> None:
-        self._cache = cache
+    def __init__(self, cache: KVCacheManager, max_num_seqs: int, policy: ByPriority) -> None:
+        self._cache, self._policy = cache, policy
         self.requests: dict[int, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -30,11 +30,10 @@ class Roster:
         self.num_seats = 0              # unfinished sequences of running requests
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
 
-    def next_to_enter(self, passed: Request | None = None) -> Request | None:
-        """Return the next request to admit, of those behind `passed` if they wait; None if there is none."""
+    def next_to_enter(self, passed: PassedOver | None = None) -> Request | None:
+        """Return the next request to admit that is not passed over; None if there is none."""
         queue = self._returning if self.swapped else self.waiting  # no new one is admitted before a swapped one
-        num_passed = 0 if passed is None else bisect_right(queue, passed.turn, key=turn_of)
-        return next_to_enter(queue, self.swapped, num_passed)
+        return self._policy.next_to_enter(queue, self.swapped, passed)
 
     # --- from one place to the next -------------------------------------------------------------------------------
 
@@ -46,6 +45,7 @@ class Roster:
     def let_in(self, request: Request) -> None:
         """Move a request from its queue to those that run: it has its seats, and no rows yet."""
         self._leave(request)
+        request.turn = self._policy.admit(request)
         self.hold_ups.end(request)
         insort(self.running, request, key=turn_of)
         self.num_seats += len(request.live)
@@ -114,8 +114,10 @@ class Roster:
 
     def _insert(self, request: Request, queue: list[Request]) -> None:
         insort(queue, request, key=turn_of)
-        if queue is self.waiting and request.num_preemptions:
-            insort(self._returning, request, key=turn_of)
+        if queue is self.waiting:
+            self._policy.queue(request)
+            if request.num_preemptions:
+                insort(self._returning, request, key=turn_of)
 
     def _leave(self, request: Request) -> None:
         queues = (self.running, self.waiting, self.swapped, self.held)
@@ -123,8 +125,10 @@ class Roster:
         del queue[bisect_left(queue, request.turn, key=turn_of)]
         if queue is self.running:
             self.num_seats -= len(request.live)
-        elif queue is self.waiting and request.num_preemptions:
-            del self._returning[bisect_left(self._returning, request.turn, key=turn_of)]
+        elif queue is self.waiting:
+            self._policy.remove(request)
+            if request.num_preemptions:
+                del self._returning[bisect_left(self._returning, request.turn, key=turn_of)]
 
     def _take_back(self, sequence: Sequence) -> None:
         """Free the row and the blocks of a sequence; where a step has failed, it may have the one without the other."""

@@ -4,7 +4,7 @@ One rule and no phases: a sequence has known tokens and computed tokens, and a s
 first by at most the token budget. Chunked prefill, decoding, recomputation after a preemption and what is found in the
 prefix cache all follow from it.
 
-Requests are served in the order of their turns: by priority with ageing, first come, first served among equals. While
+Requests are served in the order of a policy: by priority with ageing, by arrival, or by shares of clients. While
 anything is swapped out nothing new is let in. The first in order never gives way, and no request is accepted that could
 not finish alone: what is accepted always finishes. `Roster` knows where each request stands, `Planner` writes plans.
 Pure Python: no torch, no clock, no I/O.
@@ -16,7 +16,7 @@ from itertools import count, repeat
 
 from quire.cache.contiguous import ContiguousManager
 from quire.cache.manager import KVCacheManager
-from quire.core.config import SchedulerConfig
+from quire.core.config import SchedulerConfig, SchedulingPolicy
 from quire.core.outputs import SequenceDelta
 from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
 from quire.core.seeds import branch_seed
@@ -25,11 +25,13 @@ from quire.core.token_ids import TokenIds, pack_tokens
 from quire.scheduling.beam_search import BeamSearches
 from quire.scheduling.entrance import Entrance
 from quire.scheduling.failed_steps import check_running, concerned_by, lose
+from quire.scheduling.fair_share import FairShare
+from quire.scheduling.kv_shares import KVShares
 from quire.scheduling.limits import AdmissionLimits
 from quire.scheduling.pinning import check_pinnable, check_pinned, num_pinned_blocks
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.planner import Planner
-from quire.scheduling.policies import ByPriority
+from quire.scheduling.policies import ByPriority, FirstComeFirstServed
 from quire.scheduling.recording import outcome
 from quire.scheduling.recovery import RecoveryPolicy
 from quire.scheduling.reservation import ReservingEntrance
@@ -46,14 +48,16 @@ class Scheduler:
         self.limits = AdmissionLimits(
             cache.num_blocks, cache.block_size, config.max_num_seqs, config.max_model_len
         )
-        self.roster = Roster(cache, config.max_num_seqs)
+        self.order = _make_order(config)
+        self.roster = Roster(cache, config.max_num_seqs, self.order)
         self.waiting, self.running, self.swapped = self.roster.waiting, self.roster.running, self.roster.swapped
         self.hold_ups = self.roster.hold_ups
         self.entrance = _make_entrance(config, cache, self.roster)
         self.recovery = RecoveryPolicy(config.preemption_mode, cache.block_size)
-        self.order = ByPriority()
+        max_blocks = None if config.max_kv_share == 1 else int(config.max_kv_share * cache.num_blocks)
+        self._shares = KVShares(max_blocks, self.running, self.entrance.known_blocks, self.entrance.head_room)
         self.planner = Planner(
-            config.max_num_batched_tokens, self.roster, self.entrance, self.recovery, self.order, cache
+            config.max_num_batched_tokens, self.roster, self.entrance, self.recovery, self.order, cache, self._shares
         )
         self._ahead: PlanBuilder | None = None      # the step after the one under way, if it has been planned already
         self._beams = BeamSearches(cache)
@@ -97,6 +101,7 @@ class Scheduler:
         ]
         request.turn = self.order.turn(request, request.live[0].seq_id)
         self.entrance.check_admissible(request)
+        self.order.add(request)
         self.roster.add(request)
         self._beams.begin(request)
         if request.is_pin:
@@ -129,6 +134,7 @@ class Scheduler:
         """End a branch for good; with the last one the request ends."""
         self.roster.end(request, sequence)
         if not request.live:
+            self.order.end(request)
             self._beams.end(request)
             if request.is_pin:
                 self._note_pins()
@@ -153,6 +159,7 @@ class Scheduler:
             return self.planner.step.plan
         self.planner.open(step := PlanBuilder())
         plan = self._open(step)
+        self.planner.preempt_excess()
         self._admit(self.planner.plan_running(self.config.max_num_batched_tokens))
         step.at = None
         assert not plan.is_empty or not self.roster.requests, "requests are here, but none of them can run"
@@ -160,7 +167,7 @@ class Scheduler:
 
     def plan_ahead(self) -> StepPlan | None:
         """Return the step after the one under way, to be recorded after it; None where it cannot be planned yet."""
-        if self.cache.has_window or self.entrance.has_room_for_next():
+        if self.cache.has_window or self.entrance.has_room_for_next() or self._shares.has_excess():
             return None
         self._ahead = plan_ahead(
             self.planner.step, self.running, self.roster.num_seats, self.config.max_num_batched_tokens, self.cache
@@ -197,6 +204,7 @@ class Scheduler:
         self.recovery.note_step(result)
         for chunk in result.prompt_logprobs:
             self._take_prompt_logprobs(chunk)
+        self.order.charge_outputs(step.sampled)
         self._record(step, result)
         return self.take_deltas()
 
@@ -305,3 +313,10 @@ def _make_entrance(config: SchedulerConfig, cache: KVCacheManager, roster: Roste
     if isinstance(cache, ContiguousManager):
         return ReservingEntrance(roster, cache, config.max_num_seqs, config.max_model_len)
     return Entrance(roster, cache, config.max_num_seqs)
+
+
+def _make_order(config: SchedulerConfig) -> ByPriority:
+    orders: dict[SchedulingPolicy, type[ByPriority]] = {
+        "priority": ByPriority, "fcfs": FirstComeFirstServed, "fair": FairShare,
+    }  # fmt: skip
+    return orders[config.scheduling_policy]()

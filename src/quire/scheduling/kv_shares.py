@@ -1,0 +1,92 @@
+"""Shares of the KV blocks by client: a request that would take its client past its share waits.
+
+A request counts with the blocks of all its known tokens, as if it shared none with other requests, and with the head
+room that admission keeps. When the running requests of a client grow past its share, its latest ones are preempted, to
+be computed again. The last request of a client always may run, whatever it takes: all admitted requests finish.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from quire.core.sequence import Request
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What the running requests of a client hold."""
+
+    num_blocks: int = 0
+    num_seats: int = 0
+    num_requests: int = 0
+
+
+class KVShares:
+    """Counts the blocks of each client's running requests, once in a step where it is asked. Changes nothing."""
+
+    def __init__(
+        self, max_blocks: int | None, running: list[Request], known_blocks: Callable[[Request], int],
+        head_room: Callable[[int], int],
+    ) -> None:  # fmt: skip
+        """`max_blocks`: of one client; None: no limit. `known_blocks`, `head_room`: as admission counts them."""
+        self._max_blocks, self._running = max_blocks, running
+        self._known_blocks, self._head_room = known_blocks, head_room
+        self._holdings: dict[str, _Holding] | None = None
+
+    def open(self) -> None:
+        """Begin a step: requests have grown since."""
+        self._holdings = None
+
+    def exceeds(self, request: Request) -> bool:
+        """Return whether a request that waits has to wait for others of its client to end."""
+        if self._max_blocks is None:
+            return False
+        holding = self._counted().get(request.client_id)
+        if holding is None:
+            return False
+        head_room = self._head_room(holding.num_seats + len(request.live))
+        return holding.num_blocks + self._known_blocks(request) + head_room > self._max_blocks
+
+    def admit(self, request: Request) -> None:
+        """Count a request that has just been admitted."""
+        if self._holdings is not None:
+            self._count(self._holdings, request)
+
+    def has_excess(self) -> bool:
+        """Return whether a client holds more than its share, as of now."""
+        self.open()
+        is_over = bool(self.excess())
+        self.open()
+        return is_over
+
+    def excess(self) -> list[Request]:
+        """Return the requests to preempt so that no client holds more than its share, the latest of each client."""
+        if self._max_blocks is None:
+            return []
+        holdings = self._counted()
+        over = {client for client, each in holdings.items() if each.num_blocks > self._max_blocks}
+        victims = []
+        for request in reversed(self._running) if over else ():
+            holding = holdings[request.client_id]
+            if request.client_id in over and holding.num_requests > 1 and holding.num_blocks > self._max_blocks:
+                holding.num_blocks -= self._known_blocks(request)
+                holding.num_seats -= len(request.live)
+                holding.num_requests -= 1
+                victims.append(request)
+        return victims
+
+    def _counted(self) -> dict[str, _Holding]:
+        if self._holdings is None:
+            self._holdings = self._count_all(self._running)
+        return self._holdings
+
+    def _count_all(self, requests: Iterable[Request]) -> dict[str, _Holding]:
+        holdings: dict[str, _Holding] = {}
+        for request in requests:
+            self._count(holdings, request)
+        return holdings
+
+    def _count(self, holdings: dict[str, _Holding], request: Request) -> None:
+        holding = holdings.setdefault(request.client_id, _Holding())
+        holding.num_blocks += self._known_blocks(request)
+        holding.num_seats += len(request.live)
+        holding.num_requests += 1
