@@ -171,7 +171,7 @@ class LLM:
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """Return what is pinned, in the order in which it was."""
         _ = self._engine  # a closed LLM says so
-        return list(self._pinned.of(0))
+        return [pin.prefix for pin in self._pinned.of(None)]
 
     def kv_stats(self) -> KVStats:
         """Return the state of the KV cache between two steps."""

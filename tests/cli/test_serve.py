@@ -118,3 +118,44 @@ def test_prefix_caching_is_on_unless_it_is_switched_off(run: Run, started: Start
         assert run("serve", *arguments).code == 0
         engine, _ = started.pop()
         assert engine.enable_prefix_caching is enabled
+
+
+def test_shares_of_keys_reach_the_engine_and_the_server(run: Run, started: Started) -> None:
+    ran = run(
+        "serve", "--api-key", "one", "--api-key", "two", "--operator-api-key", "op", "--key-weights", "2,1",
+        "--scheduling-policy", "fair", "--max-kv-share-per-key", "0.5", "--max-requests-per-key", "9",
+        "--allow-client-priority", "--max-pinned-share", "0.3", "--max-pinned-share-per-key", "0.1", "--pin-ttl", "0",
+        "--max-pinned-prefixes", "0",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    ((engine, options),) = started
+    assert (engine.scheduling_policy, engine.max_kv_share_per_key) == ("fair", 0.5)
+    assert (options.key_weights, options.operator_api_key, options.allow_client_priority) == ((2.0, 1.0), "op", True)
+    assert (options.max_requests_per_key, options.max_pinned_prefixes, options.pin_ttl) == (9, 0, 0)
+    assert (options.max_pinned_share, options.max_pinned_share_per_key) == (0.3, 0.1)
+
+
+def test_operators_key_comes_from_the_environment_and_is_not_told(
+    run: Run, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_OPERATOR_API_KEY", "do-not-tell")
+    assert options_of(run, started).operator_api_key == "do-not-tell"
+    assert "do-not-tell" not in run("serve", "--help").out
+    assert "do-not-tell" not in run("serve", "--port", "-1").err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--key-weights", "two"), "key_weights must be"),
+        (("--key-weights", "2"), "for the 0 keys"),
+        (("--operator-api-key", "a b"), "operator_api_key must not"),
+        (("--max-pinned-share", "2"), "max_pinned_share must be above 0 and at most 1, got 2.0"),
+        (("--scheduling-policy", "lifo"), "lifo"),
+    ],
+)
+def test_share_that_cannot_work_is_named(run: Run, started: Started, flags: tuple[str, str], told: str) -> None:
+    ran = run("serve", *flags)
+    assert ran.code != 0
+    assert told in ran.err
+    assert started == []

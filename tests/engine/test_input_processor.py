@@ -252,6 +252,6 @@ def test_fcfs_refuses_priorities() -> None:
     inputs = InputProcessor(None, ready, EngineOptions(scheduling_policy="fcfs"))
     prompt = inputs.tokenize([1, 2])
     assert inputs.prepare(0, prompt, SamplingParams()).request.priority == 0
-    with pytest.raises(InvalidRequestError, match="priority must be 0, .* scheduling_policy fcfs, got -3") as told:
+    with pytest.raises(InvalidRequestError, match=r"priority must be 0, .* scheduling_policy fcfs, got -3") as told:
         inputs.prepare(1, prompt, SamplingParams(), priority=-3)
     assert told.value.param == "priority"

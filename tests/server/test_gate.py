@@ -3,10 +3,12 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
 from starlette.requests import Request
+from starlette.responses import Response
 
 from quire.server.gate import client_id_of
 from support.http_app import ask, make_app
@@ -61,6 +63,55 @@ def test_anything_else_does_not(header: str) -> None:
 def test_two_authorizations_are_none() -> None:
     headers = [("Authorization", "Bearer first-key"), ("Authorization", "Bearer wrong")]
     assert ask(make_app(api_key=KEYS), "GET", "/version", headers=headers).status_code == 401
+
+
+# --- the operator -----------------------------------------------------------------------------------------------------
+
+
+def client_of(header: str | None, **options: Any) -> tuple[int, str]:  # noqa: ANN401 (those of ServerOptions)
+    """Return the status of a request with this header, and the client that it is taken for."""
+    app = make_app(**options)
+
+    @app.get("/who")
+    async def who(request: Request) -> Response:
+        return Response(client_id_of(request))
+
+    response = ask(app, "GET", "/who", headers={} if header is None else {"Authorization": header})
+    return response.status_code, response.text
+
+
+def test_operators_key_opens_what_a_key_opens() -> None:
+    options = {"api_key": KEYS, "operator_api_key": "the-operator"}
+    assert client_of("Bearer the-operator", **options) == (200, "operator")
+    assert client_of(f"Bearer {KEYS[0]}", **options) == (200, "key:1")
+    assert client_of("Bearer the-operator", api_key=KEYS)[0] == 401
+
+
+def test_operators_key_alone_does_not_close_the_server() -> None:
+    assert client_of("Bearer the-operator", operator_api_key="the-operator") == (200, "operator")
+    assert client_of(None, operator_api_key="the-operator")[1].startswith("connection:")
+    assert client_of("Bearer another", operator_api_key="the-operator")[1].startswith("connection:")
+
+
+# --- shares of the queue ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/prefixes", "/tokenize"])
+def test_client_with_too_many_requests_is_refused_before_its_body_is_read(path: str) -> None:
+    app = make_app(max_requests_per_key=3, api_key=KEYS)
+    loads = app.state.service.loads
+    held = loads.hold("key:1", 3)
+    mine, other = ({"Authorization": b"Bearer " + key.encode()} for key in KEYS)
+    response = ask(app, "POST", path, content=b"no JSON", headers=mine)
+    assert (response.status_code, code_of(response)) == (429, "key_limit")
+    assert response.json()["error"]["type"] == "rate_limit_error"
+    assert int(response.headers["Retry-After"]) >= 1
+    assert "at most 3 may (max_requests_per_key)" in response.text
+    assert ask(app, "POST", path, content=b"no JSON", headers=other).status_code == 400
+    page = ask(app, "GET", "/metrics", headers=mine).text
+    assert re.search(r'^quire:requests_refused_total\{.*reason="key_limit".*\} 1.0$', page, re.MULTILINE)
+    held.release()
+    assert ask(app, "POST", path, content=b"no JSON", headers=mine).status_code == 400
 
 
 # --- a full queue -----------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
     "quire:swap_seconds_total": [{}],
     "quire:recompute_seconds_total": [{}],
     "quire:recovery_saved_seconds_total": [{}],
-    "quire:requests_refused_total": [{"reason": reason} for reason in ("server_overloaded", "shutting_down")],
+    "quire:requests_refused_total": [{"reason": reason} for reason in REFUSALS],
     "quire:requests_failed_total": [{"reason": reason} for reason in ("request_failed", "engine_unhealthy")],
     "quire:requests_aborted_total": [{}],
     "quire:engine_restarts_total": [{}],
@@ -400,7 +400,7 @@ def test_refusals_are_counted_by_reason() -> None:
     for reason in (*REFUSALS, "server_overloaded"):
         metrics.refused(reason)
     counts = Page(metrics).by("quire:requests_refused_total", "reason")
-    assert counts == {"server_overloaded": 2, "shutting_down": 1}
+    assert counts == {"server_overloaded": 2, "shutting_down": 1, "key_limit": 1}
     with pytest.raises(KeyError):
         metrics.refused("moon phase")
 

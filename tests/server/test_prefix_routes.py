@@ -29,7 +29,7 @@ def options(demo_model: Path) -> EngineOptions:
 
 @pytest.fixture(scope="module")
 def running_server(demo_model: Path) -> Iterator[OpenAIServer]:
-    with openai_server(options(demo_model), max_queued_requests=20, max_n=8) as server:
+    with openai_server(options(demo_model), max_queued_requests=20, max_n=8, max_pinned_share=1.0) as server:
         yield server
 
 
@@ -83,7 +83,8 @@ def test_pin_is_made_listed_found_and_deleted(server: OpenAIServer) -> None:
     assert pinned["id"].startswith("prefix-")
     assert pinned["created"] > 0
     shape = {"id": pinned["id"], "object": "prefix", "created": pinned["created"], "num_tokens": 41, "num_blocks": 3}
-    assert pinned == shape
+    assert pinned == shape | {"expires": pinned["expires"]}
+    assert pinned["expires"] - pinned["created"] in (3600, 3601)
     assert listed(server) == [pinned]
     assert num_pinned(server) == 3
     assert 'quire:kv_blocks_pinned 3.0\n' in server.http.get("/metrics").text
@@ -200,6 +201,92 @@ def test_pins_are_those_of_a_key(demo_model: Path) -> None:
         assert server.http.get(PREFIXES, headers=ours).json()["data"] == [pinned]
         assert server.http.delete(f"{PREFIXES}/{pinned['id']}", headers=ours).json()["deleted"] is True
         assert server.http.get(PREFIXES, headers=ours).json()["data"] == []
+
+
+# --- bounds over all clients, and the operator ------------------------------------------------------------------------
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def pin(server: OpenAIServer, key: str | None = None, *, num_tokens: int = 320, first: int = 5) -> httpx.Response:
+    """Pin a prefix of its own: 20 blocks."""
+    body = {"prompt": [first, *[7] * (num_tokens - 1)]}
+    return server.http.post(PREFIXES, json=body, headers={} if key is None else bearer(key))
+
+
+def test_shares_of_the_cache_bound_the_pins_of_a_key_and_of_all(demo_model: Path) -> None:
+    """Of 512 blocks 51 may be pinned by one key, and 102 by all; the operator has no share of its own."""
+    limits = {"max_pinned_share": 0.2, "max_pinned_share_per_key": 0.1, "operator_api_key": "op"}
+    with openai_server(options(demo_model), api_key=("a", "b"), **limits) as server:
+        assert [pin(server, "a", first=first).status_code for first in (1, 2, 3)] == [200, 200, 400]
+        error = pin(server, "a", first=3).json()["error"]
+        assert error["param"] == "prompt"
+        assert error["message"] == (
+            "the prefix takes 20 KV blocks, and pins of this key hold 40 already, but of all 512 (num_kv_blocks) they "
+            "may hold 51 (max_pinned_share_per_key 0.1)"
+        )
+        assert [pin(server, "b", first=first).status_code for first in (4, 5)] == [200, 200]
+        assert [pin(server, "op", first=first).status_code for first in (6, 7)] == [200, 400]
+        assert "102 (max_pinned_share 0.2)" in pin(server, "op", first=7).json()["error"]["message"]
+        assert pin(server, "op", first=7, num_tokens=16).status_code == 200, "a block"
+        server.wait_until(lambda: len(server.service.loads) == 0)
+
+
+def test_pins_under_way_count_towards_the_share(demo_model: Path) -> None:
+    with openai_server(options(demo_model), max_n=8, max_pinned_share=0.05) as server, occupied(server):
+        with post(server, PREFIXES, prompt=[7] * 320):
+            server.wait_until(lambda: num_pinned(server) == 20)
+            status, error = server.refusal(PREFIXES, prompt=[8] * 160)
+            assert (status, error["param"]) == (400, "prompt")
+            assert "pins hold 20 already" in error["message"]
+        server.wait_until(lambda: num_pinned(server) == 0)
+
+
+def test_operator_lists_and_deletes_the_pins_of_all_keys(demo_model: Path) -> None:
+    with openai_server(options(demo_model), api_key=("a", "b"), operator_api_key="op") as server:
+        pins = [pin(server, key, first=first).json() for first, key in enumerate(("a", "b", "op"), 1)]
+        seen = server.http.get(PREFIXES, headers=bearer("op")).json()["data"]
+        assert seen == [
+            pinned | {"owner": owner} for pinned, owner in zip(pins, ("key-1", "key-2", "operator"), strict=True)
+        ]
+        assert server.http.get(PREFIXES, headers=bearer("a")).json()["data"] == [pins[0]]
+        assert server.http.delete(f"{PREFIXES}/{pins[2]['id']}", headers=bearer("a")).status_code == 404
+        for pinned in pins:
+            assert server.http.delete(f"{PREFIXES}/{pinned['id']}", headers=bearer("op")).status_code == 200
+        server.wait_until(lambda: num_pinned(server) == 0)
+
+
+def test_pin_expires_although_no_request_looks_for_it(demo_model: Path) -> None:
+    with openai_server(options(demo_model), pin_ttl=0.2) as server:
+        assert pin(server).json()["num_blocks"] == 20
+        server.wait_until(lambda: num_pinned(server) == 0 and server.service.client.state.pins == ())
+        assert listed(server) == []
+        assert server.service.client.pinned._on_removal == {}
+
+
+def test_pin_without_a_time_limit_has_no_timer(demo_model: Path) -> None:
+    with openai_server(options(demo_model), pin_ttl=0) as server:
+        pinned = pin(server).json()
+        assert pinned["expires"] is None
+        assert server.service.client.pinned._on_removal == {}
+        assert delete(server, pinned["id"]).status_code == 200
+
+
+def test_timer_goes_with_its_pin(server: OpenAIServer) -> None:
+    pinned = server.ask(PREFIXES, prompt=PREFIX)
+    assert list(server.service.client.pinned._on_removal) == [pinned["id"]]
+    delete(server, pinned["id"])
+    assert server.service.client.pinned._on_removal == {}
+
+
+def test_routes_can_be_switched_off() -> None:
+    app = make_app(max_pinned_prefixes=0)
+    for method, path in (("POST", PREFIXES), ("GET", PREFIXES), ("DELETE", PREFIXES + "/x")):
+        response = ask(app, method, path, json={} if method == "POST" else None)
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_url")
+    assert PREFIXES not in ask(app, "GET", "/openapi.json").json()["paths"]
 
 
 def test_client_that_goes_leaves_nothing_pinned(server: OpenAIServer) -> None:

@@ -126,3 +126,32 @@ def test_call_with_more_tokens_than_may_ever_wait_is_refused_for_good() -> None:
     assert (error.status, error.param) == (400, "n")
     assert "101" in error.message
     assert "100 may wait (max_queued_tokens)" in error.message
+
+
+# --- requests of a client ---------------------------------------------------------------------------------------------
+
+
+def test_hold_is_released_with_the_call_unless_it_is_kept(service: Service) -> None:
+    with service.let_in(2, client_id="key:1") as first:
+        assert service.loads["key:1"] == 2
+        first.keep()
+    with pytest.raises(RuntimeError), service.let_in(1, client_id="key:1"):
+        raise RuntimeError
+    assert service.loads["key:1"] == 2
+    first.release()
+    first.release()
+    assert (service.loads["key:1"], len(service.loads)) == (0, 0)
+
+
+def test_one_client_does_not_take_the_places_of_another() -> None:
+    service: Service = make_app(max_queued_requests=9, max_requests_per_key=3).state.service
+    with service.let_in(2, client_id="key:1"), service.let_in(3, client_id="key:2"):
+        with pytest.raises(ApiError) as refused, service.let_in(2, client_id="key:1"):
+            pass
+        assert (refused.value.status, refused.value.code) == (429, "key_limit")
+        with service.let_in(1, client_id="key:1"):
+            assert service.loads["key:1"] == 3
+    with pytest.raises(ApiError) as refused, service.let_in(4, client_id="key:1"):
+        pass
+    assert (refused.value.status, refused.value.param) == (400, "prompt")
+    assert "max_requests_per_key" in refused.value.message

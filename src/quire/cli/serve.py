@@ -1,11 +1,11 @@
 """`quire serve`: an OpenAI-compatible server over one model."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from quire.cli.flag_groups import flag_field, with_flag_groups
 from quire.cli.model_flags import EngineFlags
-from quire.server.options import Limits, ServerOptions
+from quire.server.options import Limits, ServerOptions, parse_key_weights
 from quire.server.start import start
 
 _flag = partial(flag_field, panel="Server")
@@ -21,6 +21,15 @@ class ServerFlags:
         [], "the model's name for clients (repeatable)", show_default="the model's path or id", metavar="NAME"
     )
     api_key: list[str] = _flag([], "a key that lets clients in (repeatable); better as QUIRE_API_KEY", metavar="KEY")
+    operator_api_key: str | None = _flag(
+        None, "the operator's key: priorities, pins of all keys; better as QUIRE_OPERATOR_API_KEY", metavar="KEY"
+    )
+    key_weights: list[str] = _flag(
+        [], "shares of the keys under the policy fair, as 2,1 or KEY=WEIGHT (repeatable)", metavar="WEIGHTS"
+    )
+    allow_client_priority: bool = _flag(
+        False, "grant all clients a priority below 0", "--allow-client-priority"
+    )
     allow_unauthenticated: bool = _flag(
         False, "serve everyone who reaches a host that is not of this machine alone", "--allow-unauthenticated"
     )
@@ -39,10 +48,12 @@ class ServerFlags:
         """Return the options. ConfigError for a value that cannot work."""
         values = asdict(self) | asdict(limits)
         names, keys = tuple(values.pop("served_model_name")), tuple(values.pop("api_key"))
-        return ServerOptions(served_model_name=names, api_key=keys, **values)
+        weights = parse_key_weights(values.pop("key_weights"))
+        return ServerOptions(served_model_name=names, api_key=keys, key_weights=weights, **values)
 
 
 @with_flag_groups
 def serve(engine: EngineFlags, server: ServerFlags, limits: Limits) -> None:
     """Serve a model over HTTP, as OpenAI's API does."""
-    start(engine.options(), server.options(limits))
+    options = server.options(limits)
+    start(replace(engine.options(), max_kv_share_per_key=options.max_kv_share_per_key), options)

@@ -146,6 +146,7 @@ class PinnedPrefix:
     num_tokens: int
     num_blocks: int    # that hold it; prefixes that begin alike share some
     created: int       # seconds since 1970
+    expires: int | None = None  # likewise, when it is unpinned by itself; None: never
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import threading
 
 MAX_LABELS = 32      # of keys, and as many of salts: under all keys and none together, by first appearance
 OTHER = "other"
+OPERATOR = -1        # the number of the operator's key
 UNLABELLED = ""      # came without a key, and without a salt
 
 _DIGEST_CHARS = 8
@@ -23,13 +24,13 @@ class OwnerLabels:
         self._lock = threading.Lock()
 
     def label(self, key_number: int, salt: str | None) -> str:
-        """Return the label of the key `key_number` (from 1, 0 for none) together with a salt.
+        """Return the label of the key `key_number` (from 1, 0 for none, OPERATOR) together with a salt.
 
         A salt that finds no label left counts as its key alone, or as OTHER; so are keys above `max_labels`.
         """
         if key_number > self._max_labels:
             return OTHER
-        key = f"key-{key_number}" if key_number else UNLABELLED
+        key = "operator" if key_number == OPERATOR else f"key-{key_number}" if key_number else UNLABELLED
         if salt is None:
             return key
         digest = hashlib.sha256(salt.encode()).hexdigest()[:_DIGEST_CHARS]

@@ -128,10 +128,10 @@ class EngineClient:
 
     def prepare(
         self, prompt: TokenizedPrompt, params: SamplingParams, beam: BeamSearchParams | None = None, priority: int = 0,
-        client_id: str = "",
+        client_id: str = "", weight: float = 1.0,
     ) -> PreparedRequest:  # fmt: skip
         """Check a request and number it. InvalidRequestError names what is wrong. For any thread; takes its time."""
-        return self.inputs.prepare(next(self.request_ids), prompt, params, beam, priority, client_id)
+        return self.inputs.prepare(next(self.request_ids), prompt, params, beam, priority, client_id, weight)
 
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
@@ -157,18 +157,27 @@ class EngineClient:
 
     # --- pinned prefixes ------------------------------------------------------------------------------------------
 
-    def prepare_pin(self, prompt: TokenizedPrompt) -> PreparedRequest:
+    def prepare_pin(self, prompt: TokenizedPrompt, client_id: str = "", weight: float = 1.0) -> PreparedRequest:
         """As `prepare`, for a request that pins its prompt. Once it has ended, `pinned.add` it, or `unpin` it."""
-        return self.inputs.prepare_pin(next(self.pinned.request_ids), prompt)
+        return self.inputs.prepare_pin(next(self.pinned.request_ids), prompt, client_id, weight)
 
     def unpin(self, request_id: int) -> None:
         """Let go of what a request has pinned, or end it."""
         self._send(wire.Abort(request_id))
 
-    async def unpin_prefix(self, prefix_id: str, key_number: int = 0) -> None:
-        """Let a key's pinned prefix go; its blocks are given up on return. UnknownPrefixError if it has no such one."""
+    async def unpin_prefix(self, prefix_id: str, key_number: int | None = 0) -> None:
+        """Unpin a prefix of a key (None: any); its blocks are free on return. UnknownPrefixError if there is none."""
         self._raise_if_dead()
         await self._ask(wire.Abort(self.pinned.remove(prefix_id, key_number)))
+
+    def expire_prefix(self, prefix_id: str, ttl_s: float) -> None:
+        """Unpin a prefix after some seconds, unless it has been unpinned by then."""
+
+        def expire() -> None:
+            self.unpin(self.pinned.remove(prefix_id, None))
+
+        timer = asyncio.get_running_loop().call_later(ttl_s, expire)
+        self.pinned.on_removal(prefix_id, timer.cancel)
 
     def _note_state(self, state: EngineState) -> None:
         """Take down where the engine stands; hold requests against limits without what is pinned now."""

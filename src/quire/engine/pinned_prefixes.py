@@ -5,9 +5,11 @@ accident, or by guessing, what another one needs.
 """
 
 import itertools
+import math
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from quire.cache.block_table import blocks_for
 from quire.core.checks import shown
@@ -16,34 +18,56 @@ from quire.core.outputs import PinnedPrefix
 from quire.core.sequence import Request
 
 
+class Pin(NamedTuple):
+    """A pinned prefix, the number of its request, and that of its API key: from 1, 0 for none, or the operator's."""
+
+    prefix: PinnedPrefix
+    request_id: int
+    key_number: int
+
+
 class PinnedPrefixes:
     """Each pin that was computed and not yet unpinned, in the order in which they were pinned."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._pinned: dict[str, tuple[PinnedPrefix, int, int]] = {}  # with the numbers of the request and of its key
+        self._pinned: dict[str, Pin] = {}
+        self._on_removal: dict[str, Callable[[], None]] = {}
         self.request_ids = itertools.count(-1, -1)  # of those that are to pin: others' seeds come of theirs, from 0 up
 
     def __len__(self) -> int:
         """Count them."""
         return len(self._pinned)
 
-    def of(self, key_number: int) -> Iterator[PinnedPrefix]:
-        """Yield what its owner knows of each that came with this API key, numbered from 1; 0: without one."""
-        return (prefix for prefix, _, owner in self._pinned.values() if owner == key_number)
+    def of(self, key_number: int | None) -> Iterator[Pin]:
+        """Yield each that came with this API key, numbered from 1; 0: without one; None: all."""
+        return (pin for pin in self._pinned.values() if key_number in (None, pin.key_number))
 
-    def add(self, request: Request, key_number: int = 0) -> PinnedPrefix:
-        """Take in a prefix that a request has computed."""
-        num_tokens = len(request.prompt_token_ids)
+    def num_blocks(self, key_number: int | None) -> int:
+        """Return how many blocks the pins of a key have; one that two pins share counts twice. None: of all keys."""
+        return sum(pin.prefix.num_blocks for pin in self.of(key_number))
+
+    def add(self, request: Request, key_number: int = 0, ttl_s: float | None = None) -> PinnedPrefix:
+        """Add a prefix that a request has computed. `ttl_s`: after that its owner removes it."""
+        num_tokens, now_s = len(request.prompt_token_ids), time.time()
         num_blocks = blocks_for(num_tokens, self._block_size)
-        prefix = PinnedPrefix(f"prefix-{uuid.uuid4().hex}", num_tokens, num_blocks, int(time.time()))
-        self._pinned[prefix.id] = prefix, request.request_id, key_number
+        expires = None if ttl_s is None else math.ceil(now_s + ttl_s)
+        prefix = PinnedPrefix(f"prefix-{uuid.uuid4().hex}", num_tokens, num_blocks, int(now_s), expires)
+        self._pinned[prefix.id] = Pin(prefix, request.request_id, key_number)
         return prefix
 
-    def remove(self, prefix_id: str, key_number: int = 0) -> int:
-        """Forget a prefix and return the number of its request. UnknownPrefixError if the key has none of that id."""
+    def on_removal(self, prefix_id: str, call: Callable[[], None]) -> None:
+        """Call a function when a prefix is removed."""
+        self._on_removal[prefix_id] = call
+
+    def remove(self, prefix_id: str, key_number: int | None = 0) -> int:
+        """Forget a prefix and return the number of its request. UnknownPrefixError if the key has none of that id.
+
+        None stands for all keys.
+        """
         found = self._pinned.get(prefix_id) if isinstance(prefix_id, str) else None
-        if found is None or found[2] != key_number:
+        if found is None or key_number not in (None, found.key_number):
             raise UnknownPrefixError(f"there is no pinned prefix {shown(prefix_id)}")
         del self._pinned[prefix_id]
-        return found[1]
+        self._on_removal.pop(prefix_id, lambda: None)()
+        return found.request_id

@@ -42,7 +42,9 @@ def create_app(service: Service) -> FastAPI:
         title="Quire", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS
     )
     app.state.service = service
-    modules = [system_routes, routes, prefix_routes, explain_routes]
+    modules = [system_routes, routes, explain_routes]
+    if service.options.max_pinned_prefixes:
+        modules.append(prefix_routes)
     if service.options.enable_debug:
         modules.append(debug_routes)
     for module in modules:

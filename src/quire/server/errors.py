@@ -77,6 +77,12 @@ def no_logprob_room(num_bytes: int, limit: int) -> ApiError:
     return _come_back(429, message, "server_overloaded", RETRY_AFTER_S)
 
 
+def key_limit(num_held: int, limit: int, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
+    """One client has too many requests already."""
+    message = f"{num_held} requests of this key wait or run already, and at most {limit} may (max_requests_per_key)"
+    return _come_back(429, message, "key_limit", retry_after_s)
+
+
 def too_many_connections(limit: int) -> ApiError:
     """There is no room for one more client, whatever it wants."""
     message = f"{limit} connections are open already, the most that this server holds"

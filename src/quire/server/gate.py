@@ -9,6 +9,7 @@ import hmac
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.core.owner_labels import OPERATOR
 from quire.server.body_bytes import BodiesFullError, HeldBody
 from quire.server.errors import ApiError, bodies_full, error_response, shutting_down
 from quire.server.service import Service
@@ -27,7 +28,11 @@ class Gate:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
-        self._key_digests = [_digest(key.encode()) for key in service.options.api_key]
+        options = service.options
+        self._keys = [(number, _digest(key.encode())) for number, key in enumerate(options.api_key, 1)]
+        if options.operator_api_key is not None:
+            self._keys.append((OPERATOR, _digest(options.operator_api_key.encode())))
+        self._needs_key = bool(options.api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with an error. A route that is asked for the head alone sees GET."""
@@ -52,7 +57,7 @@ class Gate:
         path = scope["raw_path"]
         is_for_browsers = self._service.options.enable_debug and path.startswith(_FOR_BROWSERS)
         scope[_KEY_NUMBER] = self._key_number(scope, takes_basic=is_for_browsers)
-        if self._key_digests and path not in _NO_KEY_NEEDED and not scope[_KEY_NUMBER]:
+        if self._needs_key and path not in _NO_KEY_NEEDED and not scope[_KEY_NUMBER]:
             message = "this server needs one of its keys, as a header 'Authorization: Bearer KEY'"
             schemes = 'Bearer, Basic realm="Quire: any user name, a key as password", charset="UTF-8"'
             headers = {"WWW-Authenticate": schemes if is_for_browsers else "Bearer"}
@@ -61,16 +66,19 @@ class Gate:
             self._service.metrics.refused("shutting_down")
             raise shutting_down()
         if path in _QUEUED and scope["method"] == "POST":
-            self._service.check_room(1)
+            self._service.check_room(1, _client_id(scope))
 
     def _key_number(self, scope: Scope, *, takes_basic: bool) -> int:
-        """Return which key the request carries, from 1; 0 for none. Takes the same time whichever is, or nearly is."""
+        """Return which key the request carries, from 1, or OPERATOR; 0 for none.
+
+        Takes the same time whichever is, or nearly is.
+        """
         sent = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (sent[0] if len(sent) == 1 else b"").partition(b" ")
         is_basic = takes_basic and scheme.lower() == b"basic"
         digest = _digest(_password(key.strip()) if is_basic else key.strip())
-        matches = [hmac.compare_digest(digest, known) for known in self._key_digests]
-        return matches.index(True) + 1 if any(matches) and (is_basic or scheme.lower() == b"bearer") else 0
+        matches = [number for number, known in self._keys if hmac.compare_digest(digest, known)]
+        return matches[0] if matches and (is_basic or scheme.lower() == b"bearer") else 0
 
 
 class _BodyReader:
@@ -143,16 +151,20 @@ class _BodyReader:
 
 
 def key_number_of(request: Request) -> int:
-    """Return the number of the key that a request came with, from 1; 0 where there are no keys."""
+    """Return the number of the key that a request came with, from 1, or OPERATOR; 0 where there are no keys."""
     number: int = request.scope[_KEY_NUMBER]
     return number
 
 
 def client_id_of(request: Request) -> str:
     """Return the client whose share of the server a request takes: its API key, or its connection without one."""
-    if number := key_number_of(request):
-        return f"key:{number}"
-    host, port = request.scope.get("client") or ("", 0)     # none where the connection is a local socket
+    return _client_id(request.scope)
+
+
+def _client_id(scope: Scope) -> str:
+    if number := scope[_KEY_NUMBER]:
+        return "operator" if number == OPERATOR else f"key:{number}"
+    host, port = scope.get("client") or ("", 0)     # none where the connection is a local socket
     return f"connection:{host}:{port}"
 
 

@@ -132,5 +132,5 @@ class History:
             for requests in self._calls.values()
             if requests
             and (past := requests[0].prompt).key_number == prompt.key_number
-            and (prompt.key_number > 0 or past.cache_salt == prompt.cache_salt)
+            and (prompt.key_number != 0 or past.cache_salt == prompt.cache_salt)
         ]

@@ -28,7 +28,7 @@ from quire.server.histograms import RequestHistograms
 Labels = dict[str, str]
 Sample = tuple[Labels, float]  # all samples of a family have the same labels in the same order
 
-REFUSALS = ("server_overloaded", "shutting_down")  # codes of the errors that clients get
+REFUSALS = ("server_overloaded", "shutting_down", "key_limit")  # codes of the errors that clients get
 FAILURES = ("request_failed", "engine_unhealthy")
 REFS = ("1", "2", "3-4", "5-8", "9+")               # keys of KVStats.ref_counts
 

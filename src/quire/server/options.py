@@ -5,6 +5,8 @@ bound is refused before anything is done for it, by the status in docs/reference
 """
 
 import ipaddress
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -23,6 +25,10 @@ _RANGES = {                            # of ServerOptions, with the unit
     "restart_engine": (0, 1000, ""),
     "shutdown_timeout": (0, _LONGEST_S, " seconds"),
 }
+
+
+_MAX_KEYS = 1 << 16     # with a weight
+_MAY_BE_OFF = frozenset({"max_requests_per_key", "max_pinned_prefixes", "pin_ttl"})  # by 0
 
 
 def _bound(default: float, text: str) -> Any:  # noqa: ANN401 (stands for the field)
@@ -66,7 +72,12 @@ class Limits:
     max_allowed_token_ids: int = _bound(4096, "allowed tokens of a request")
     max_logit_bias: int = _bound(4096, "entries of logit_bias")
     max_salt_chars: int = _bound(1024, "longest cache_salt, in characters")
-    max_pinned_prefixes: int = _bound(MAX_PINNED_PREFIXES, "prefixes that may be pinned at a time")
+    max_requests_per_key: int = _bound(0, "requests of a key (or connection) that wait or run; 0 is no limit")
+    max_kv_share_per_key: float = _bound(1.0, "share of the KV blocks that the requests of a key may hold")
+    max_pinned_prefixes: int = _bound(MAX_PINNED_PREFIXES, "prefixes that may be pinned at a time; 0 is none")
+    max_pinned_share: float = _bound(0.25, "share of the KV blocks that may be pinned")
+    max_pinned_share_per_key: float = _bound(0.125, "share of the KV blocks that one key may pin")
+    pin_ttl: float = _bound(3600.0, "seconds until a prefix is unpinned; 0 is never")
     max_metric_labels: int = _bound(MAX_LABELS, "API keys with a metric label of their own, and as many cache_salts")
 
     def __post_init__(self) -> None:
@@ -77,6 +88,12 @@ class Limits:
                 object.__setattr__(self, one.name, parse_bytes(value, one.name))
             elif one.name.endswith("_timeout") and not 0 < value <= _LONGEST_S:
                 raise ConfigError(f"{one.name} must be above 0 and at most {_LONGEST_S:g} seconds, got {value}")
+            elif "_share" in one.name:
+                if not 0 < value <= 1:
+                    raise ConfigError(f"{one.name} must be above 0 and at most 1, got {value}")
+            elif one.name in _MAY_BE_OFF:
+                if not 0 <= value < math.inf:
+                    raise ConfigError(f"{one.name} must be at least 0, got {value}")
             elif one.name.startswith("max_") and value < 1:
                 raise ConfigError(f"{one.name} must be at least 1, got {value}")
         if self.max_pinned_prefixes > MAX_PINNED_PREFIXES:
@@ -110,7 +127,10 @@ class ServerOptions(Limits):
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: tuple[str, ...] = ()          # empty: the model's path or id
-    api_key: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = field(default=(), repr=False)
+    operator_api_key: str | None = field(default=None, repr=False)
+    key_weights: tuple[float, ...] = ()              # of api_key, in its order; 1 for those without
+    allow_client_priority: bool = False
     allow_unauthenticated: bool = False
     stall_limit: float = 10.0                        # seconds
     start_timeout: float = START_TIMEOUT_S           # seconds
@@ -129,6 +149,8 @@ class ServerOptions(Limits):
                 raise ConfigError(f"{name} must be from {low} to {high:g}{unit}, got {getattr(self, name)}")
         if any(len(key.split()) != 1 or key != key.strip() for key in self.api_key):  # no client could send it
             raise ConfigError("api_key must not be empty or have spaces")
+        self._check_operator_key()
+        self._check_key_weights()
         if not all(name and name.isprintable() for name in self.served_model_name):
             raise ConfigError("served_model_name must not be empty or have control characters")
         if not (self.api_key or self.allow_unauthenticated or _is_loopback(self.host)):
@@ -136,6 +158,41 @@ class ServerOptions(Limits):
                 f"host {self.host} can be reached by others: set api_key, or allow_unauthenticated to serve everyone, "
                 f"or host to 127.0.0.1"
             )
+
+    def weight_of(self, key_number: int) -> float:
+        """Return the weight of a key, from 1; that of all others is 1."""
+        return self.key_weights[key_number - 1] if 0 < key_number <= len(self.key_weights) else 1.0
+
+    def _check_operator_key(self) -> None:
+        key = self.operator_api_key
+        if key is not None and (len(key.split()) != 1 or key != key.strip()):
+            raise ConfigError("operator_api_key must not be empty or have spaces")
+        if key is not None and key in self.api_key:
+            raise ConfigError("operator_api_key must not be one of api_key")
+
+    def _check_key_weights(self) -> None:
+        if len(self.key_weights) > len(self.api_key):
+            raise ConfigError(
+                f"key_weights must be for the {len(self.api_key)} keys of api_key, got {len(self.key_weights)} weights"
+            )
+        for weight in self.key_weights:
+            if not 0 < weight < math.inf:
+                raise ConfigError(f"key_weights must be above 0 and finite, got {weight}")
+
+
+def parse_key_weights(texts: Sequence[str]) -> tuple[float, ...]:
+    """Return the weights of keys from texts such as "2,1" (of the first keys) or "3=0.5" (of the third key)."""
+    weights: dict[int, float] = {}
+    for number, text in enumerate((part for each in texts for part in each.split(",")), 1):
+        key, _, weight = text.rpartition("=")
+        try:
+            place = int(key) if key else number
+            weights[place] = float(weight)
+        except ValueError:
+            place = 0
+        if not 1 <= place <= _MAX_KEYS:
+            raise ConfigError(f"key_weights must be weights such as 2,1 or KEY=WEIGHT such as 1=2, got {text!r}")
+    return tuple(weights.get(place, 1.0) for place in range(1, max(weights, default=0) + 1))
 
 
 def _is_loopback(host: str) -> bool:

@@ -25,10 +25,12 @@ from quire.server.errors import (
 )
 from quire.server.fair_turns import Lanes
 from quire.server.history import History
+from quire.server.key_loads import Hold, KeyLoads
 from quire.server.logprob_room import LogprobRoom
 from quire.server.metrics import Metrics
 from quire.server.open_answers import OpenAnswers
 from quire.server.options import ServerOptions
+from quire.server.pins_under_way import PinsUnderWay
 from quire.server.templates import TemplateRenderer
 from quire.server.turns import Turns
 
@@ -66,6 +68,7 @@ class Service:
     logprob_room: LogprobRoom = field(default_factory=LogprobRoom)
     turns: Turns = field(default_factory=Turns)
     answers: OpenAnswers = field(default_factory=OpenAnswers)
+    loads: KeyLoads = field(default_factory=KeyLoads)
     # for prompts to become tokens, and tokens large answers; long prompts may hold up each other, and no short ones
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "prepare"))
     long_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "prepare long"))
@@ -76,8 +79,8 @@ class Service:
     vital: tuple[asyncio.Task[Any], ...] = ()  # tasks without which the server is not well
     num_preparing: int = 0                    # requests let in and not yet sent to the engine
     num_preparing_tokens: int = 0             # prompt tokens x n of calls that are being sent to the engine
-    num_pinning: int = 0                      # prefixes that are being computed, to be pinned
     bodies: BodyBytes = field(init=False)     # that are received, decoded and tokenized
+    pinning: PinsUnderWay = field(default_factory=PinsUnderWay)
 
     def __post_init__(self) -> None:
         """Make what depends on the options."""
@@ -115,11 +118,11 @@ class Service:
             message = f"the engine has work and made no progress for more than {limit_s:g} s (stall_limit)"
             raise engine_unhealthy(message)
 
-    def check_room(self, num_requests: int) -> None:
+    def check_room(self, num_requests: int, client_id: str = "") -> None:
         """Raise ApiError 503 while shutting down or without an engine that works, 429 if the queue has no such room.
 
-        Beyond the queue's bound, so many are let in as there are free seats while nobody waits: a burst shall not be
-        turned away from an idle engine.
+        429 also where this client has too many requests (max_requests_per_key). Beyond the queue's bound, so many are
+        let in as there are free seats while nobody waits: a burst shall not be turned away from an idle engine.
         """
         if self.is_draining:
             self.metrics.refused("shutting_down")
@@ -129,30 +132,41 @@ class Service:
         except ApiError as error:
             self.metrics.failed(str(error.code))
             raise
+        if (refusal := self.loads.refusal(client_id, num_requests, self.options.max_requests_per_key)) is not None:
+            self.metrics.refused("key_limit")
+            raise refusal
         limit, num_queued = self.options.max_queued_requests, self.num_preparing + self.client.num_queued
         if num_queued + num_requests > limit + self.client.num_free_seats:
             self.metrics.refused("server_overloaded")
             raise overloaded(num_queued, limit, self.metrics.seconds_until_room(num_queued))
 
     @contextmanager
-    def let_in(self, num_requests: int, param: str = "prompt") -> Iterator[None]:
+    def let_in(self, num_requests: int, param: str = "prompt", client_id: str = "") -> Iterator[Hold]:
         """Hold places in the queue while requests are tokenized and sent; raise before any work if there are none.
 
         A call of several prompts counts as that many. As `check_room`, and ApiError 400 if it could never take so many.
+        The hold is the client's: what runs the requests keeps it until they have ended.
         """
-        limit, num_seats = self.options.max_queued_requests, self.client.ready.limits.max_num_seqs
-        if num_requests > limit + num_seats and not self.is_draining:
-            message = (
-                f"{num_requests} prompts in one call; at most {limit} may wait (max_queued_requests) "
-                f"and {num_seats} run (max_num_seqs)"
-            )
-            invalid(message, param=param)
-        self.check_room(num_requests)
+        self._check_call(num_requests, param)
+        self.check_room(num_requests, client_id)
         self.num_preparing += num_requests
+        hold = self.loads.hold(client_id, num_requests)
         try:
-            yield
+            yield hold
         finally:
             self.num_preparing -= num_requests
+            if not hold.is_kept:
+                hold.release()
+
+    def _check_call(self, num_requests: int, param: str) -> None:
+        """Raise ApiError 400 for a call of more prompts than could ever be taken at once."""
+        num_queued, num_seats = self.options.max_queued_requests, self.client.ready.limits.max_num_seqs
+        limit, per_key = num_queued + num_seats, self.options.max_requests_per_key
+        bounds = f"{num_queued} may wait (max_queued_requests) and {num_seats} run (max_num_seqs)"
+        if 0 < per_key < limit:
+            limit, bounds = per_key, f"{per_key} may wait or run (max_requests_per_key)"
+        if num_requests > limit and not self.is_draining:
+            invalid(f"{num_requests} prompts in one call; at most {bounds}", param=param)
 
     @contextmanager
     def hold_tokens(self, requests: Iterable[PreparedRequest]) -> Iterator[None]:

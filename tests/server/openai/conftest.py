@@ -13,7 +13,7 @@ from support.openai_server import OpenAIServer, openai_server
 def running_server(demo_model: Path) -> Iterator[OpenAIServer]:
     """Return a server that takes few requests at once, so that others wait."""
     engine = EngineOptions(model=str(demo_model), max_num_seqs=8, max_model_len=1024, num_kv_blocks=512)
-    with openai_server(engine, max_queued_requests=20, max_n=8) as server:
+    with openai_server(engine, max_queued_requests=20, max_n=8, allow_client_priority=True) as server:
         yield server
 
 

@@ -10,6 +10,7 @@ from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.engine.output_processor import OutputKind
 from quire.engine.request_stream import RequestStream
 from quire.server.history import PastRequest
+from quire.server.key_loads import Hold
 from quire.server.logprob_room import Reservation
 from quire.server.openai.answer_format import Call, Json
 from quire.server.service import RequestRecord, Service
@@ -26,8 +27,9 @@ class Generation:
 
     def __init__(
         self, service: Service, call: Call, streams: Sequence[RequestStream], record: RequestRecord,
-        reserved: Reservation,
+        reserved: Reservation, hold: Hold,
     ) -> None:  # fmt: skip
+        self._hold = hold.keep()
         self._call, self._streams, self._record, self._history = call, streams, record, service.history
         self._reserved, self._turns = reserved, service.turns
         self._num_taken = 0                               # pieces of outputs, since the loop had a turn
@@ -39,10 +41,11 @@ class Generation:
         self._history.add(call.id, self.past)
 
     @classmethod
-    async def begin(cls, service: Service, call: Call, record: RequestRecord, arrival_s: float) -> Self:
+    async def begin(cls, service: Service, call: Call, record: RequestRecord, arrival_s: float, hold: Hold) -> Self:
         """Queue all requests of a call, or none. EngineDeadError if there is no engine any more.
 
-        ApiError 429 or 400 if their tokens are too many to wait, or there is no room for their logprobs.
+        ApiError 429 or 400 if their tokens are too many to wait, or there is no room for their logprobs. `hold`: the
+        places of its client, which are released when the call has ended.
         """
         kind: OutputKind = "delta" if call.body.stream else "final"
         streams: list[RequestStream] = []
@@ -61,7 +64,7 @@ class Generation:
             reserved.release()
             _abort(streams)
             raise
-        return cls(service, call, streams, record, reserved)
+        return cls(service, call, streams, record, reserved, hold)
 
     async def last_outputs(self) -> list[RequestOutput]:
         """Wait for the end of every prompt's request, each of kind "final"."""
@@ -84,6 +87,7 @@ class Generation:
     def end(self) -> None:
         """Abort what still runs, and record what there was."""
         _abort(self._streams)
+        self._hold.release()
         self._history.end(self._call.id)
         fill(self._record, self.past, self._call.params.n)
 

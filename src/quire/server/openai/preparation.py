@@ -147,8 +147,8 @@ async def _prepared(
             limits.check_admissible(len(tokenized[-1].token_ids), params.max_tokens or 1, params.n)
             num_tokens += len(tokenized[-1].token_ids)
             _check_total(num_tokens, params, service.options)
-        priority, client_id = body.priority or 0, call.client_id
-        return [service.client.prepare(prompt, params, call.beam, priority, client_id) for prompt in tokenized]
+        weight, priority, client_id = service.options.weight_of(call.key_number), body.priority or 0, call.client_id
+        return [service.client.prepare(prompt, params, call.beam, priority, client_id, weight) for prompt in tokenized]
 
     return replace(call, requests=await service.in_thread(sum(map(len, prompts)), prepare, call.client_id))
 

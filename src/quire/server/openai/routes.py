@@ -9,7 +9,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from quire.engine.input_processor import check_cache_salt, check_priority
+from quire.core.owner_labels import OPERATOR
+from quire.engine.input_processor import check_cache_salt
 from quire.server.errors import invalid
 from quire.server.gate import client_id_of, key_number_of
 from quire.server.openai.answer_format import Call
@@ -47,10 +48,10 @@ async def create_completion(request: Request) -> Response:
     if body.echo and service.client.tokenizer is None:
         invalid("the model has no tokenizer: there is no text to echo", param="echo")
     record.num_prompts = len(prompts)
-    with service.let_in(len(prompts)):
+    with service.let_in(len(prompts), client_id=call.client_id) as hold:
         call = await prepare_prompts(service, call, prompts)
         answer_format = await _completion_format(service, call, echo=bool(body.echo))
-        generation = await Generation.begin(service, call, record, arrival_s)
+        generation = await Generation.begin(service, call, record, arrival_s, hold)
     return await answer_to(request, service, generation, answer_format)
 
 
@@ -62,11 +63,11 @@ async def create_chat_completion(request: Request) -> Response:
     call, record = _begun(request, service, body, "chatcmpl")
     check_num_choices(1, call.params.n, service.options)
     record.num_prompts = 1
-    with service.let_in(1, param="messages"):
+    with service.let_in(1, param="messages", client_id=call.client_id) as hold:
         with field_names(body):
             call = await prepare_chat(service, call, body)
         answer_format = ChatFormat(call, service.client.tokenizer)
-        generation = await Generation.begin(service, call, record, arrival_s)
+        generation = await Generation.begin(service, call, record, arrival_s, hold)
     return await answer_to(request, service, generation, answer_format)
 
 
@@ -76,8 +77,9 @@ async def tokenize(request: Request) -> Response:
     service = _service(request)
     body = await read_body(request, TokenizeBody)
     service.check_model(body.model)
-    with service.let_in(1):
-        return json_response(await tokenized(service, body, client_id_of(request)))
+    client_id = client_id_of(request)
+    with service.let_in(1, client_id=client_id):
+        return json_response(await tokenized(service, body, client_id))
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
@@ -86,8 +88,9 @@ async def detokenize(request: Request) -> Response:
     service = _service(request)
     body = await read_body(request, DetokenizeBody)
     service.check_model(body.model)
-    with service.let_in(1, param="tokens"):
-        return json_response(await detokenized(service, body, client_id_of(request)))
+    client_id = client_id_of(request)
+    with service.let_in(1, param="tokens", client_id=client_id):
+        return json_response(await detokenized(service, body, client_id))
 
 
 @router.get("/v1/models")
@@ -138,6 +141,17 @@ def _begun(
     params = sampling_params(body, service)
     check_cache_salt(body.cache_salt, service.options.max_salt_chars)
     beam = beam_search_params(body, params, service)
-    check_priority(body.priority or 0)
     key_number, client_id = key_number_of(request), client_id_of(request)
+    _check_priority(service, body.priority or 0, key_number)
     return Call(call_id, model, int(time.time()), body, params, beam, key_number, client_id), record
+
+
+def _check_priority(service: Service, priority: int, key_number: int) -> None:
+    """Raise ApiError 400 for a priority that this client may not have: one below 0 comes before all others'."""
+    level = service.client.inputs.check_priority(priority)
+    if level < 0 and key_number != OPERATOR and not service.options.allow_client_priority:
+        message = (
+            f"priority must be 0 or more, got {level}: below 0 it needs the operator's key (operator_api_key), or a "
+            f"server that grants it to all clients (allow_client_priority)"
+        )
+        invalid(message, param="priority", code="unsupported_parameter")
