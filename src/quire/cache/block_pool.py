@@ -11,16 +11,21 @@ Invariant after every call: a block is in use (it has owners), cached (it has no
 
 from array import array
 from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.eviction import EvictionQueue
 from quire.cache.prefix_tree import PrefixTree
+from quire.cache.slices import in_slices, run_to_the_end
 from quire.core.block_map import BlockState
 from quire.core.errors import EngineError
 
 BlockArray = NDArray[np.int64]  # block ids; as arguments of a pool no block is listed twice
+
+_PART = 2**16  # blocks that NumPy looks at in one slice of a check
 
 
 class OutOfBlocksError(EngineError):
@@ -63,8 +68,8 @@ class BlockPool:
         assert 0 <= block < self.num_blocks, f"no block {block} in a pool of {self.num_blocks}"
         return self._ref_counts[block]
 
-    def ref_counts(self, blocks: BlockArray) -> NDArray[np.int32]:
-        """Return the number of owners of each of several blocks."""
+    def ref_counts(self, blocks: BlockArray | slice = slice(None)) -> NDArray[np.int32]:
+        """Return the number of owners of each of several blocks, of all by default."""
         return self._ref_counts_view[blocks]
 
     def state(self, block: int) -> BlockState:
@@ -155,14 +160,32 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert that free and cached blocks are exactly those without an owner, each listed once."""
-        cached = [block for block in range(self.num_blocks) if block in self._cached]
-        free = sorted([*self._freed, *range(self._next_unused, self.num_blocks), *cached])
-        ownerless = [block for block, owners in enumerate(self._ref_counts) if owners == 0]
-        assert free == ownerless, f"free list {free}, blocks without an owner {ownerless}"
-        assert min(self._ref_counts) >= 0, f"negative reference count in {self._ref_counts}"
-        counted, walked = self.count_blocks_by_owners(), Counter(self._ref_counts)
-        assert counted == walked, f"blocks by owners are {walked}, but {counted} were counted"
-        assert len(cached) == len(self._cached), "a cached block that is none of ours"
-        self._cached.check()
-        findable = [b for b in ownerless if self._tree is not None and b in self._tree]
-        assert cached == findable, f"cached {cached}, but the tree has {findable} without an owner"
+        run_to_the_end(self.checking())
+
+    def checking(self) -> Iterator[None]:
+        """Check in slices."""
+        listed = np.zeros(self.num_blocks, dtype=np.uint8)
+        listed[self._next_unused :] = 1
+        for blocks in in_slices(chain(self._freed, self._cached)):
+            np.add.at(listed, blocks, 1)
+            yield
+        walked = Counter[int]()
+        for start in range(0, self.num_blocks, _PART):
+            part = slice(start, start + _PART)
+            counts = self._ref_counts_view[part]
+            assert counts.min() >= 0, f"negative reference count in {counts}"
+            wrong = np.flatnonzero(listed[part] != (counts == 0))
+            assert not len(wrong), f"free list or cached: {start + wrong}, of {counts[wrong]} owners"
+            walked.update(dict(enumerate(np.bincount(counts).tolist())))
+            yield
+        counted = self.count_blocks_by_owners()
+        assert counted == +walked, f"blocks by owners are {walked}, but {counted} were counted"
+        yield from self._cached.checking()
+        for blocks in in_slices(range(self.num_blocks if self._tree is not None else 0)):
+            findable = [block for block in blocks if self._is_findable(block) and block not in self._cached]
+            assert not findable, f"blocks {findable} are in the tree without an owner, but not cached"
+            yield
+
+    def _is_findable(self, block: int) -> bool:
+        """A block without an owner that is in the tree."""
+        return self._ref_counts[block] == 0 and self._tree is not None and block in self._tree

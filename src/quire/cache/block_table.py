@@ -232,13 +232,15 @@ class BlockTable:
 
     def check(self) -> None:
         """Assert what must hold for this table whoever else shares its blocks."""
-        columns, dropped = self.blocks, self._num_dropped
+        columns, dropped = self.as_array(), self._num_dropped
         assert len(columns) == blocks_for(self.num_filled, self._block_size), f"{self.num_filled} tokens in {columns}"
         assert self._num_stored - self.num_tokens <= 1, f"{self._num_stored} stored of {self.num_tokens} tokens"
-        assert columns[:dropped] == [NULL_BLOCK] * dropped, f"{dropped} columns dropped in {columns}"
-        assert all(self._pool.ref_count(block) > 0 for block in columns[dropped:]), f"a free block in {columns}"
+        assert (columns[:dropped] == NULL_BLOCK).all(), f"{dropped} columns dropped in {columns}"
+        assert NULL_BLOCK not in columns[dropped:], f"no block {NULL_BLOCK} was dropped in {columns}"
+        assert self._pool.ref_counts(columns[dropped:]).all(), f"a free block in {columns}"
         assert self._writable_end in {self.num_tokens, len(columns) * self._block_size}, f"end {self._writable_end}"
-        assert self._writable_end == self.num_tokens or self._pool.ref_count(columns[-1]) == 1, "shared but writable"
+        is_own = self._writable_end == self.num_tokens or self._pool.ref_count(self.columns[-1]) == 1
+        assert is_own, "shared but writable"
 
     def _twin(self, pool: BlockPool, columns: "array[int]") -> "BlockTable":
         """Return a table of the same tokens that shares these blocks of a pool."""

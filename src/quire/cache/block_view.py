@@ -1,7 +1,7 @@
 """The blocks of a pool as people, and checks, see them: state, references, and the tables that hold them."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,29 +56,33 @@ def count_holders(tables: Iterable[BlockTable], num_blocks: int) -> NDArray[np.i
     return holders[:num_blocks]
 
 
-def check_blocks(
+def checking_blocks(
     pool: BlockPool, tables: Mapping[int, BlockTable], held_besides: Iterable[int], block_size: int
-) -> None:
-    """Assert that pool and tables are sound, and that each block has as many owners as tables and others hold it.
+) -> Iterator[None]:
+    """Assert, in slices, that pool and tables are sound, and that each block has as many owners as it has holders.
 
     A block that several tables hold must hold equally many tokens of each: none may write while others share.
     """
-    pool.check()
-    filled = dict[int, int]()
+    yield from pool.checking()
+    filled_by_block = np.full(pool.num_blocks, -1, dtype=np.int32)
     for holder, table in tables.items():
         table.check()
-        for column, block in enumerate(table.columns):
-            if block == NULL_BLOCK:
-                continue
-            num_filled = min(block_size, table.num_filled - column * block_size)
-            assert filled.setdefault(block, num_filled) == num_filled, f"holder {holder} wrote into {block}"
+        blocks = table.as_array()
+        filled = np.minimum(block_size, table.num_filled - block_size * np.arange(len(blocks)))[blocks != NULL_BLOCK]
+        blocks = blocks[blocks != NULL_BLOCK]
+        before = filled_by_block[blocks]
+        wrong = blocks[(before != filled) & (before != -1)]
+        assert not len(wrong), f"holder {holder} wrote into {', '.join(map(str, wrong))}"
+        filled_by_block[blocks] = filled
+        yield
     check_holders(pool, tables.values(), held_besides)
+    yield
 
 
 def check_holders(pool: BlockPool, tables: Iterable[BlockTable], held_besides: Iterable[int]) -> None:
     """Assert that each block has as many owners as tables and others hold it."""
     holders = count_holders(tables, pool.num_blocks)
     np.add.at(holders, list(held_besides), 1)
-    owners = pool.ref_counts(np.arange(pool.num_blocks))
+    owners = pool.ref_counts()
     wrong = np.flatnonzero(owners != holders)
     assert not len(wrong), f"blocks {wrong} have {owners[wrong]} owners, but held {holders[wrong]} times"

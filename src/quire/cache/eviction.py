@@ -7,9 +7,14 @@ again: each release moves a block at most twice, so an eviction takes constant t
 """
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
 
 from quire.cache.prefix_tree import PrefixTree
+from quire.cache.slices import in_slices, run_to_the_end
 
 
 class EvictionQueue:
@@ -26,6 +31,10 @@ class EvictionQueue:
     def __contains__(self, block: int) -> bool:
         """Whether a block is cached."""
         return block in self._order or block in self._set_aside
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the cached blocks, the least recently used first but for those set aside, which come before."""
+        return chain(self._set_aside, self._order)
 
     def __len__(self) -> int:
         """Count the cached blocks."""
@@ -86,14 +95,21 @@ class EvictionQueue:
             self._order.move_to_end(parent, last=False)
 
     def check(self) -> None:
-        """Assert that cached children are counted, and that none but their parents are set aside."""
-        tree, counted = self._tree, Counter[int]()
-        for block in [*self._order, *self._set_aside]:
+        """Assert that cached children are counted, and that only blocks that have some are set aside."""
+        run_to_the_end(self.checking())
+
+    def checking(self) -> Iterator[None]:
+        """Check in slices."""
+        tree, counted = self._tree, np.zeros(len(self._num_children), dtype=np.int32)
+        for blocks in in_slices(self):
             assert tree is not None, "cached without a tree"
-            assert block in tree, f"block {block} is cached, but has left the tree"
-            counted[tree.parent(block)] += 1
+            gone = [block for block in blocks if block not in tree]
+            assert not gone, f"cached blocks {gone} have left the tree"
+            parents = np.array([tree.parent(block) for block in blocks])
+            np.add.at(counted, parents[parents < len(counted)], 1)
+            yield
         assert self._order.keys().isdisjoint(self._set_aside), "a cached block that is listed twice"
-        for block, num_children in enumerate(self._num_children):
-            assert num_children == counted[block], f"{num_children} cached children of {block} were counted"
+        for block in np.flatnonzero(np.frombuffer(self._num_children, dtype=np.int32) != counted).tolist():
+            raise AssertionError(f"{self._num_children[block]} cached children of {block} were counted")
         without = [block for block in self._set_aside if not self._num_children[block]]
         assert not without, f"blocks {without} were set aside without a cached child"

@@ -7,15 +7,16 @@ call that fails changes nothing.
 A step is what lies between two calls of `end_step`: each sequence appends at most once in it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from quire.cache.block_pool import BlockArray, BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate, blocks_for
-from quire.cache.block_view import check_blocks, count_blocks, count_holders, histogram, view_blocks
+from quire.cache.block_view import checking_blocks, count_blocks, count_holders, histogram, view_blocks
 from quire.cache.prefix_cache import NO_MATCH, Awaited, PrefixCache, PrefixMatch
 from quire.cache.prefix_tree import NONE, PrefixTree, Scope
+from quire.cache.slices import run_to_the_end
 from quire.cache.swap_space import Footprint, SwapSpace
 from quire.core.block_map import BlockEntry, Tier
 from quire.core.config import CacheConfig
@@ -361,14 +362,19 @@ class KVCacheManager:
 
     def check(self) -> None:
         """Assert every invariant: tables, pool and tree sound, reference counts equal to holders, nothing leaked."""
-        check_blocks(self._pool, self._holders(), self._held_besides(), self.block_size)
+        run_to_the_end(self.checking())
+
+    def checking(self) -> Iterator[None]:
+        """Do what `check` does in slices of about a millisecond. To be dropped when anything changes between two."""
+        yield from checking_blocks(self._pool, self._holders(), self._held_besides(), self.block_size)
         if self._swap is not None:
-            self._swap.check()
+            yield from self._swap.checking()
             both = [seq_id for seq_id in self._tables if seq_id in self._swap]
             assert not both, f"sequences {both} are in the cache and in the swap space"
-        self._prefixes.check()
+        yield from self._prefixes.checking()
         for table in self._tables.values():
             self._prefixes.check_path(table)
+            yield
 
     def _new_table(self, num_reserved: int) -> BlockTable:
         return BlockTable(self._pool, self.block_size)

@@ -7,7 +7,7 @@ sequence adopts it and frees its own: equal content is stored once. A match goes
 ends: that block is copied, and only what differs is computed. What is pinned is found like all else, to its last token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import NULL_BLOCK, BlockTable
 from quire.cache.pins import Pins
 from quire.cache.prefix_tree import NONE, Path, PrefixTree, Scope
+from quire.cache.slices import in_slices
 
 
 class Awaited(NamedTuple):
@@ -252,15 +253,21 @@ class PrefixCache:
             path.num_blocks = 0
         return None if table.columns[0] == NULL_BLOCK else self._tree.open_root(path.scope)
 
-    def check(self) -> None:
-        """Assert that the tree is sound, that what is pending has an owner, and that what is pinned can be found."""
-        self._tree.check()
+    def checking(self) -> Iterator[None]:
+        """Assert, in slices, that the tree is sound, that what is pending has an owner, and what is pinned is found."""
+        yield from self._tree.checking()
         ownerless = [block for block in self._tree.pending if self._pool.ref_count(block) == 0]
         assert not ownerless, f"nobody computes the pending blocks {ownerless}"
         self.pins.check()
+        yield
         for pin in self.pins.values():
-            full = pin.table.blocks[: len(pin.token_ids) // self._size]
-            assert list(self._tree.walk(pin.scope, pin.token_ids, len(pin.token_ids))) == full, f"{full} is not found"
+            nodes, num_found = self._tree.walk(pin.scope, pin.token_ids, len(pin.token_ids)), 0
+            for found in in_slices(nodes):
+                assert pin.table.columns[num_found : num_found + len(found)].tolist() == found, f"{found} is not pinned"
+                num_found += len(found)
+                yield
+            num_full = len(pin.token_ids) // self._size
+            assert num_found == num_full, f"a pin of {num_full} full blocks is not found: {num_found} are"
 
     def check_path(self, table: BlockTable) -> None:
         """Assert that the blocks of a table's path stand in the tree under its tokens, as far as they are there."""

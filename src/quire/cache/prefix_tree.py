@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from itertools import count, islice
 from struct import Struct
 
+import numpy as np
+
+from quire.cache.slices import in_slices, run_to_the_end
+
 Scope = Hashable
 
 NONE = -1
@@ -178,19 +182,36 @@ class PrefixTree:
 
     def check(self) -> None:
         """Assert that keys, links and roots agree and that every parent is there."""
-        nodes = [block for block, key in enumerate(self._keys) if key is not None]
-        assert len(nodes) == len(self._blocks), f"{len(nodes)} nodes, {len(self._blocks)} keys"
-        listed = [child for parent in self._youngest for child in self.children(parent)]
-        assert sorted(listed) == nodes, f"nodes {nodes}, but listed as children {sorted(listed)}"
-        for block in nodes:
-            key, parent = self._keys[block], self._parents[block]
-            assert key is not None
-            assert self._blocks[key] == block, f"the key of {block} leads to {self._blocks[key]}"
-            assert int.from_bytes(key[:_PARENT_BYTES], sys.byteorder) == parent, f"{block} is not below {parent}"
-            assert parent in self._scopes or self._keys[parent] is not None, f"{block} has lost its parent {parent}"
+        run_to_the_end(self.checking())
+
+    def checking(self) -> Iterator[None]:
+        """Check in slices."""
+        num_nodes, keys = 0, self._keys
+        for blocks in in_slices(range(len(keys))):
+            nodes = [block for block in blocks if keys[block] is not None]
+            num_nodes += len(nodes)
+            for block in nodes:
+                self._check_node(block)
+            yield
+        assert num_nodes == len(self._blocks), f"{num_nodes} nodes, {len(self._blocks)} keys"
+        num_listed = np.zeros(len(keys), dtype=np.int32)
+        for listed in in_slices(child for parent in self._youngest for child in self.children(parent)):
+            np.add.at(num_listed, listed, 1)
+            yield
+        for blocks in in_slices(range(len(keys))):
+            wrong = [block for block in blocks if num_listed[block] != (keys[block] is not None)]
+            assert not wrong, f"blocks {wrong} are listed as children {num_listed[wrong]} times"
+            yield
         assert {root: scope for scope, root in self._roots.items()} == self._scopes, "scopes and roots disagree"
         assert self._scopes.keys() <= self._youngest.keys(), "a root without children"
-        assert all(self._keys[block] is not None for block in self.pending), "a pending block is not in the tree"
+        assert all(keys[block] is not None for block in self.pending), "a pending block is not in the tree"
+
+    def _check_node(self, block: int) -> None:
+        key, parent = self._keys[block], self._parents[block]
+        assert key is not None
+        assert self._blocks[key] == block, f"the key of {block} leads to {self._blocks[key]}"
+        assert int.from_bytes(key[:_PARENT_BYTES], sys.byteorder) == parent, f"{block} is not below {parent}"
+        assert parent in self._scopes or self._keys[parent] is not None, f"{block} has lost its parent {parent}"
 
 
 def as_bytes(token_ids: Sequence[int]) -> bytes:

@@ -5,7 +5,7 @@ block moves once however many hold it. The copying itself is the step's, and wha
 the step reads back is held until the step is over, or another could be written over it. Kwon et al. 2023, section 4.5.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 from quire.cache.block_pool import BlockArray, BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable
 from quire.cache.block_view import check_holders, view_blocks
+from quire.cache.slices import run_to_the_end
 from quire.core.block_map import BlockEntry
 from quire.core.outputs import KVStats
 from quire.core.plan import BlockCopy
@@ -142,11 +143,17 @@ class SwapSpace:
 
     def check(self) -> None:
         """Assert that pool and tables are sound, and reference counts equal to holders."""
-        self._pool.check()
+        run_to_the_end(self.checking())
+
+    def checking(self) -> Iterator[None]:
+        """Check in slices."""
+        yield from self._pool.checking()
         for table in self._tables.values():
             table.check()
+            yield
         held_besides = [block for blocks in self._sources for block in blocks.tolist()]
         check_holders(self._pool, self._tables.values(), held_besides)
+        yield
 
     def _distinct_blocks(self, seq_ids: Iterable[int]) -> BlockArray:
         return distinct_blocks(map(self.table, seq_ids), self._pool.num_blocks)

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-QUIET_S = 10.0  # without work, until the engine looks for lost blocks: 0.2 seconds for 500,000, so not between requests
+QUIET_S = 10.0  # without work, until the engine looks for lost blocks: a second for 500,000, so not between requests
 OWNERS_S = 0.5  # at least, between two counts of blocks by owner, which walk all block tables ...
 OWNERS_SHARE = 0.01  # ... and take no more of the time than this
 
@@ -90,6 +90,7 @@ class EngineLoop:
         self._owners_due_s = 0.0
         self._quiet_since_s = time.monotonic()  # the end of the last step
         self._is_checked = False                # since then
+        self._checking: Iterator[None] | None = None  # what is left of the check under way
 
     def run(self) -> NoReturn:
         """Step for as long as the process lives."""
@@ -102,7 +103,10 @@ class EngineLoop:
                 self._rest()
 
     def _obey(self, message: bytes) -> None:
-        match wire.decode_command(message):
+        command = wire.decode_command(message)
+        if not isinstance(command, wire.ShowBlocks):
+            self._checking = None               # begins anew: what it has seen changes
+        match command:
             case wire.Add(request):
                 try:
                     self._engine.add(request)
@@ -112,7 +116,7 @@ class EngineLoop:
                 self._engine.abort(request_id)
             case wire.Finish(request_id, index):
                 self._engine.finish(request_id, index)
-            case wire.ShowBlocks(_, first, count, tier) as command:
+            case wire.ShowBlocks(_, first, count, tier):
                 self._send(wire.BlocksShown(command, self._engine.block_map(first, count, tier)))
             case wire.Start():
                 raise AssertionError("started twice")
@@ -133,19 +137,27 @@ class EngineLoop:
         """Say that all is done, and sleep until the next command.
 
         When nothing has run for a while, whoever has asked what meanwhile, look once for lost blocks and rows: a leak
-        shall be found by us, not by users.
+        shall be found by us, not by users. A command waits for a slice of that, about a millisecond.
         """
         self._pulse.rest()
         self._send(wire.Idle(self._state()))
-        command: bytes | None = None
         if not self._is_checked:
-            due_s = self._quiet_since_s + QUIET_S
-            with suppress(Empty):
-                command = self._commands.get(timeout=max(0.0, due_s - time.monotonic()))
-            if time.monotonic() >= due_s:
-                self._engine.scheduler.check()
-                self._is_checked = True
-        self._obey(self._commands.get() if command is None else command)
+            pause_s = self._quiet_since_s + QUIET_S - time.monotonic()
+            if pause_s > 0:
+                with suppress(Empty):
+                    return self._obey(self._commands.get(timeout=pause_s))
+            while self._check_a_slice() and self._commands.empty():
+                pass
+        return self._obey(self._commands.get())
+
+    def _check_a_slice(self) -> bool:
+        """Go on with the check for lost blocks; False if that was the last of it."""
+        if self._checking is None:
+            self._checking = self._engine.scheduler.checking()
+        for _ in self._checking:
+            return True
+        self._is_checked, self._checking = True, None
+        return False
 
     def _state(self) -> EngineState:
         scheduler = self._engine.scheduler

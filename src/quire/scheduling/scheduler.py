@@ -10,12 +10,13 @@ not finish alone: what is accepted always finishes. `Roster` knows where each re
 Pure Python: no torch, no clock, no I/O.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from itertools import count, repeat
 
 from quire.cache.contiguous import ContiguousManager
 from quire.cache.manager import KVCacheManager
+from quire.cache.slices import run_to_the_end
 from quire.core.config import SchedulerConfig, SchedulingPolicy
 from quire.core.outputs import SequenceDelta
 from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
@@ -300,8 +301,12 @@ class Scheduler:
     # --- invariants -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert what must hold between steps. For tests, and for an idle engine."""
-        self.cache.check()
+        """Assert what must hold between steps."""
+        run_to_the_end(self.checking())
+
+    def checking(self) -> Iterator[None]:
+        """Do what `check` does in slices of about a millisecond, for an idle engine; drop it when anything changes."""
+        yield from self.cache.checking()
         self.roster.check()
         assert self.roster.num_seats <= self.config.max_num_seqs
         check_running(self.running, self._ahead, self.cache)
