@@ -9,6 +9,7 @@ import pytest
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.sequence import Request
 from quire.core.token_ids import TokenIds
+from quire.scheduling import admission_work
 from support.counted_calls import CountedCalls
 from support.scheduling import Harness
 
@@ -104,3 +105,43 @@ def test_step_of_a_wide_beam_search_makes_no_calls_per_block_of_the_prompt() -> 
         harness.add_beams(num_tokens, BeamSearchParams(16, 12, ignore_eos=True))
         counts.append(max(calls_of_steps(harness, 8)[2:]))
     assert counts[1] < 1.5 * counts[0], counts
+
+
+def burst(num_tokens: int) -> Harness:
+    """Return a scheduler in whose first step one request computes a prefix for 40 others."""
+    harness = Harness(num_blocks=3000, max_num_seqs=64, budget=400, caching=True)
+    common = [7] * num_tokens
+    for index in range(41):
+        harness.add([*common, index % 8, index // 8], max_tokens=20, ignore_eos=True)
+    return harness
+
+
+def test_requests_behind_a_pending_prefix_do_not_walk_it_again() -> None:
+    """Eight steps compute the prefix; only its own blocks and a few calls for each request are visited in each."""
+    short, long = (calls_of_steps(burst(num_tokens), num_steps) for num_tokens, num_steps in ((400, 1), (3000, 7)))
+    assert max(long[1:]) < 2 * short[0], (short, long)
+
+
+def test_burst_behind_a_cached_prefix_is_admitted_without_a_walk_for_each_request() -> None:
+    counts = []
+    for num_tokens in (400, 3200):
+        harness = burst(num_tokens)
+        while not harness.outputs:
+            harness.step()
+        counts.append(max(calls_of_steps(harness, 2)))
+    assert counts[1] < 1.5 * counts[0], counts
+
+
+def test_burst_is_admitted_in_order_over_steps_that_each_do_a_bounded_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_work, "MAX_WORK", 1000)
+    harness = burst(400)
+    admitted, most = list[int](), 0
+    while harness.scheduler.waiting:
+        harness.step()
+        ids = [request.request_id for request in harness.scheduler.admitted]
+        admitted, most = admitted + ids, max(most, len(ids))
+    assert admitted == sorted(admitted)
+    assert 1 < most < 10
+    harness.run()
+    for request in harness.requests.values():
+        harness.assert_right(request)

@@ -125,6 +125,8 @@ class BlockPool:
 
     def share_all(self, blocks: BlockArray) -> None:
         """Add one owner to each of several blocks in use or cached."""
+        if not len(blocks):
+            return                                          # most sequences begin so
         owners = self._owners_of(blocks)
         if not owners.all():
             for block in blocks[owners == 0].tolist():

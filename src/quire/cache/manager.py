@@ -75,9 +75,15 @@ class KVCacheManager:
         """Whether a sequence has a block table, in the cache or in the swap space."""
         return seq_id in self._tables or (self._swap is not None and seq_id in self._swap)
 
-    def match(self, token_ids: Sequence[int], stop: int, scope: Scope = None) -> PrefixMatch:
-        """Return what is cached of token_ids[:stop] in a scope. Take it before the next call that changes anything."""
-        return self._prefixes.match(token_ids, stop, scope)
+    def match(
+        self, token_ids: Sequence[int], stop: int, scope: Scope = None, like: int | None = None
+    ) -> PrefixMatch:
+        """Return what is cached of token_ids[:stop] in a scope. Take it before the next call that changes anything.
+
+        `like`: a sequence, there or not, that may begin with the same tokens; its blocks are found without a walk.
+        """
+        table = None if like is None or self._window is not None else self._tables.get(like)
+        return self._prefixes.match(token_ids, stop, scope, table)
 
     def still_awaits(self, awaited: Awaited, token_ids: Sequence[int]) -> Awaited | None:
         """Return what a pending match of these tokens in an earlier step waits for now, None if it is to be repeated.

@@ -15,8 +15,9 @@ from typing import NamedTuple
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import NULL_BLOCK, BlockTable
 from quire.cache.pins import Pins
-from quire.cache.prefix_tree import NONE, Path, PrefixTree, Scope
+from quire.cache.prefix_tree import NONE, Path, PrefixTree, Scope, as_bytes
 from quire.cache.slices import in_slices
+from quire.core.token_ids import num_equal_tokens
 
 
 class Awaited(NamedTuple):
@@ -36,7 +37,7 @@ class PrefixMatch(NamedTuple):
     `num_tokens` need not be computed: those of `blocks`, all full, then the first `num_inside` of `source`, a block
     that is copied. The last token that was asked for is never among them, even if its block is. `num_in_use`: how
     many of `blocks` have an owner, so that one more costs nothing. `awaited`: the sequence that computes the block
-    after these in this step, if there is one.
+    after these in this step, if there is one. `num_known`: how many of `blocks` were found without a look into the tree.
     """
 
     blocks: Sequence[int] = ()
@@ -45,6 +46,7 @@ class PrefixMatch(NamedTuple):
     num_inside: int = 0
     num_in_use: int = 0
     awaited: Awaited | None = None
+    num_known: int = 0
 
     @property
     def is_pending(self) -> bool:
@@ -75,19 +77,37 @@ class PrefixCache:
 
     # --- looking up -----------------------------------------------------------------------------------------------
 
-    def match(self, token_ids: Sequence[int], stop: int, scope: Scope) -> PrefixMatch:
-        """Find what is there of token_ids[:stop]. Changes nothing."""
-        tree, pool, blocks, num_in_use = self._tree, self._pool, list[int](), 0
-        for block in tree.walk(scope, token_ids, stop):
+    def match(
+        self, token_ids: Sequence[int], stop: int, scope: Scope, like: BlockTable | None = None
+    ) -> PrefixMatch:
+        """Find what is there of token_ids[:stop]. Changes nothing. `like`: a table in whose blocks to look first."""
+        tree, pool = self._tree, self._pool
+        blocks = [] if like is None else self._common_blocks(like, token_ids, stop, scope)
+        num_known = num_in_use = len(blocks)                # the table owns them
+        for block in tree.walk(scope, token_ids, stop, blocks.copy()):
             if block in tree.pending:
                 num_tokens = len(blocks) * self._size
                 awaited = Awaited(self._computing[block], num_tokens + self._size, stop)
-                return PrefixMatch(blocks, num_tokens, num_in_use=num_in_use, awaited=awaited)
+                return PrefixMatch(blocks, num_tokens, num_in_use=num_in_use, awaited=awaited, num_known=num_known)
             blocks.append(block)
             num_in_use += pool.ref_count(block) > 0
         source, num_inside = self._match_inside(blocks, token_ids, stop, scope)
         num_tokens = min(len(blocks) * self._size + num_inside, stop - 1)
-        return PrefixMatch(blocks, num_tokens, source, num_inside, num_in_use)
+        return PrefixMatch(blocks, num_tokens, source, num_inside, num_in_use, num_known=num_known)
+
+    def _common_blocks(self, table: BlockTable, token_ids: Sequence[int], stop: int, scope: Scope) -> list[int]:
+        """Return the first blocks of a table that hold token_ids[:stop] and can be found; not all that there are.
+
+        Compares memory, so it costs a fiftieth of a walk. For tables that hold all of their blocks: no window.
+        """
+        path = table.path
+        if path is None or path.is_arriving or path.scope != scope:
+            return []
+        num_blocks = min(path.num_blocks if path.pending is None else path.pending[0], stop // self._size)
+        if num_blocks == 0 or path.token_ids[: self._size] != token_ids[: self._size]:
+            return []
+        num_blocks = num_equal_tokens(path.token_ids, token_ids, num_blocks * self._size) // self._size
+        return table.columns[:num_blocks].tolist() if table.columns[num_blocks - 1] in self._tree else []
 
     def _match_inside(
         self, blocks: list[int], token_ids: Sequence[int], stop: int, scope: Scope
@@ -128,11 +148,11 @@ class PrefixCache:
 
     # --- a sequence's path ----------------------------------------------------------------------------------------
 
-    def begin(self, table: BlockTable, token_ids: list[int], scope: Scope, num_found: int, *, keeps_all: bool) -> None:
+    def begin(self, table: BlockTable, token_ids: Sequence[int], scope: Scope, num_found: int, *, keeps_all: bool) -> None:
         """Give a table a path that begins with `num_found` blocks of a match."""
         table.path = Path(token_ids, scope, num_found, keeps_all)
 
-    def fork(self, parent: BlockTable, child: BlockTable, token_ids: list[int] | None) -> None:
+    def fork(self, parent: BlockTable, child: BlockTable, token_ids: Sequence[int] | None) -> None:
         """Let a fork go on where its parent is; without tokens of its own it has no path, and cannot be found."""
         if parent.path is None or token_ids is None:
             child.path = None
@@ -155,12 +175,13 @@ class PrefixCache:
         path, stop = table.path, num_tokens // self._size
         if path is None or path.is_arriving or path.num_blocks >= stop:
             return
-        tree, node = self._tree, self._last_node(path, table)
-        for column in range(path.num_blocks, stop):
+        tree, node, first = self._tree, self._last_node(path, table), path.num_blocks
+        packed = as_bytes(path.token_ids[first * self._size : stop * self._size])
+        for column in range(first, stop):
             block = table.columns[column]
             if node is None or block == NULL_BLOCK:
                 return
-            key = self._key(node, path, column)
+            key = tree.key_at(node, packed, column - first)
             found = tree.find(key)
             if found is None:
                 tree.insert(node, key, block)

@@ -23,8 +23,10 @@ Scope = Hashable
 
 NONE = -1
 MAX_CHILDREN_SEEN = 8  # of one node, when a match ends inside of a block
-_TOKEN_BITS = 32
+_TOKEN_BYTES = 4
+_TOKEN_BITS = 8 * _TOKEN_BYTES
 _PARENT_BYTES = 8
+_pack_parent = Struct("=q").pack
 
 
 @dataclass(slots=True)
@@ -43,14 +45,13 @@ class PrefixTree:
     """Nodes of `block_size` tokens each; at most one for each of `num_blocks` blocks."""
 
     __slots__ = (
-        "_blocks", "_key", "_keys", "_new_roots", "_older", "_parents", "_roots", "_scopes", "_younger", "_youngest",
+        "_blocks", "_keys", "_new_roots", "_older", "_parents", "_roots", "_scopes", "_younger", "_youngest",
         "block_size", "pending",
     )  # fmt: skip
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.pending: set[int] = set()                          # nodes that nobody can use yet
-        self._key = Struct(f"=q{block_size}i").pack             # parent and token ids -> key
         self._blocks: dict[bytes, int] = {}                     # by key
         self._keys: list[bytes | None] = [None] * num_blocks    # by block, as the next three; None: no node
         self._parents = [NONE] * num_blocks
@@ -83,7 +84,12 @@ class PrefixTree:
 
     def key(self, parent: int, token_ids: Sequence[int]) -> bytes:
         """Return the name of the node that has these `block_size` tokens below `parent`, whether it is there or not."""
-        return self._key(parent, *token_ids)
+        return _pack_parent(parent) + as_bytes(token_ids)
+
+    def key_at(self, parent: int, packed: bytes, index: int) -> bytes:
+        """Return the name of the node below `parent` that has the tokens of block `index` of `packed`: `as_bytes`."""
+        num_bytes = self.block_size * _TOKEN_BYTES
+        return _pack_parent(parent) + packed[index * num_bytes : (index + 1) * num_bytes]
 
     def find(self, key: bytes) -> int | None:
         """Return the node of this name, pending or not, or None."""
@@ -139,11 +145,19 @@ class PrefixTree:
             yield child
             child = self._older[child]
 
-    def walk(self, scope: Scope, token_ids: Sequence[int], stop: int) -> Iterator[int]:
-        """Yield the nodes that hold token_ids[:stop] block by block, pending ones too, as far as blocks are full."""
-        node, size = self._roots.get(scope), self.block_size
-        for start in range(0, stop - size + 1, size):
-            node = None if node is None else self._blocks.get(self._key(node, *token_ids[start : start + size]))
+    def walk(
+        self, scope: Scope, token_ids: Sequence[int], stop: int, known: Sequence[int] = ()
+    ) -> Iterator[int]:
+        """Yield the nodes that hold token_ids[:stop] block by block, pending ones too, as far as blocks are full.
+
+        `known`: the first of them, which are not yielded.
+        """
+        node, num_bytes = known[-1] if known else self._roots.get(scope), self.block_size * _TOKEN_BYTES
+        if node is None:
+            return
+        packed = as_bytes(token_ids[len(known) * self.block_size : stop])
+        for start in range(0, len(packed) - num_bytes + 1, num_bytes):
+            node = self._blocks.get(_pack_parent(node) + packed[start : start + num_bytes])
             if node is None:
                 return
             yield node

@@ -26,6 +26,21 @@ def pack_tokens(token_ids: Sequence[int]) -> PackedTokens:
     return packed
 
 
+def num_equal_tokens(left: Sequence[int], right: Sequence[int], stop: int) -> int:
+    """Return how many of the first `stop` tokens two sequences have in common at their beginnings: both have as many.
+
+    Prompts are compared where they are: a copy of 400 KB costs ten times as much as the comparison.
+    """
+    differing = np.flatnonzero(_first_tokens(left, stop) != _first_tokens(right, stop))
+    return int(differing[0]) if len(differing) else stop
+
+
+def _first_tokens(token_ids: Sequence[int], stop: int) -> NDArray[np.int32]:
+    if isinstance(token_ids, TokenIds) and stop <= len(token_ids.prompt):
+        return np.frombuffer(token_ids.prompt, dtype=np.int32)[:stop]
+    return np.array(token_ids[:stop], dtype=np.int32)
+
+
 class TokenIds(Sequence[int]):
     """A list of token ids that grows at its end. `prompt` is shared and never changed; `output` is the sequence's own.
 
@@ -58,6 +73,8 @@ class TokenIds(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | PackedTokens:
         num_prompt = len(self.prompt)
         if isinstance(index, slice):
+            if index.stop is not None and 0 <= index.stop <= num_prompt and (index.start or 0) >= 0:
+                return self.prompt[index]
             start, stop, step = index.indices(len(self))
             assert step == 1, f"a slice with step {step}"
             if stop <= num_prompt:

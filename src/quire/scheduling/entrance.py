@@ -9,6 +9,8 @@ from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
 from quire.core.outputs import WaitReason
 from quire.core.sequence import Request, Sequence, SequenceStatus
+from quire.scheduling.admission_work import AdmissionWork
+from quire.scheduling.prefix_lookups import PrefixLookups
 from quire.scheduling.roster import Roster
 
 HEAD_ROOM = 16  # tokens, but one block at most
@@ -21,6 +23,8 @@ class Entrance:
         self._roster, self._cache, self._max_num_seqs = roster, cache, max_num_seqs
         self._num_promised = 0  # blocks
         self._num_kept = 0      # seats
+        self.work = AdmissionWork()
+        self._lookups = PrefixLookups(cache, self.work)
 
     # --- room -----------------------------------------------------------------------------------------------------
 
@@ -34,6 +38,13 @@ class Entrance:
     def open(self) -> None:
         """Begin a step: nothing is promised yet."""
         self._num_promised = self._num_kept = 0
+        self.work.open()
+        self._lookups.open()
+
+    def note_begun(self, sequence: Sequence, num_blocks: int) -> None:
+        """Note a sequence that begins in a row, with so many blocks."""
+        self.work.note_row(num_blocks)
+        self._lookups.note_begun(sequence)
 
     def promise(self, request: Request) -> None:
         """Keep blocks back for what is known of a gang's branches that this step does not reach."""
@@ -121,14 +132,14 @@ class Entrance:
         if request.params.prompt_logprobs is not None:
             return NO_MATCH
         first = request.live[0]
-        match = self.match_sequence(request, first)
+        match = self._lookups.match_first(request, first.num_tokens)
         if len(request.live) == 1 or first.num_output_tokens == 0 or self.has_prompt(request, match):
             return match
-        return self._cache.match(first.token_ids, first.num_prompt_tokens, request.cache_salt)
+        return self._lookups.match_first(request, first.num_prompt_tokens)
 
     def match_sequence(self, request: Request, sequence: Sequence) -> PrefixMatch:
         """Look up what one branch begins with."""
-        return self._cache.match(sequence.token_ids, sequence.num_tokens, request.cache_salt)
+        return self._lookups.match(request, sequence, sequence.num_tokens)
 
     def has_prompt(self, request: Request, match: PrefixMatch) -> bool:
         """Whether a match has the whole prompt, but for a block that is not full: no branch has to wait for another."""

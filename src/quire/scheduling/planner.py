@@ -13,6 +13,7 @@ from quire.cache.block_table import TableUpdate
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
 from quire.core.outputs import WaitReason
+from quire.core.plan import BlockCopy
 from quire.core.sequence import NO_ROW, Request, Sequence
 from quire.scheduling.budget import LongPrompts
 from quire.scheduling.entrance import Entrance
@@ -207,7 +208,7 @@ class Planner:
         roster, entrance, passed = self._roster, self._entrance, PassedOver()
         while (request := roster.next_to_enter(passed)) is not None:
             self.step.at = request
-            if budget <= 0:
+            if budget <= 0 or entrance.work.is_done:
                 return "token_budget"
             is_swapped = request in roster.swapped
             if not is_swapped and self._shares.exceeds(request):
@@ -247,7 +248,7 @@ class Planner:
         self._note_admitted(request)
         for sequence in request.live:
             if sequence.row != NO_ROW:
-                self.step.begin_row(request, sequence, self._cache.block_array(sequence.seq_id))
+                self._begin_row(request, sequence)
         used = self._advance_gang(request, budget)
         self._entrance.promise(request)
         return used
@@ -291,13 +292,18 @@ class Planner:
         )  # fmt: skip
         sequence.num_computed_tokens = self._cache.num_tokens(sequence.seq_id)
         request.num_recomputed_tokens += self._recovery.note_return(sequence, sequence.num_computed_tokens)
-        self.step.begin_row(request, sequence, self._cache.block_array(sequence.seq_id), copy)
+        self._begin_row(request, sequence, copy)
+
+    def _begin_row(self, request: Request, sequence: Sequence, copy: BlockCopy | None = None) -> None:
+        block_ids = self._cache.block_array(sequence.seq_id)
+        self.step.begin_row(request, sequence, block_ids, copy)
+        self._entrance.note_begun(sequence, len(block_ids))
 
     def _fork(self, request: Request, first: Sequence, other: Sequence) -> None:
         """Let `other` share all blocks of `first`, and draw its first token from the same logits if it has none."""
         self._roster.give_row(other)
         self._cache.fork(first.seq_id, other.seq_id, other.token_ids)
-        self.step.begin_row(request, other, self._cache.block_array(other.seq_id))
+        self._begin_row(request, other)
         self.step.forked.append(other)
         if other.num_output_tokens == 0 and request.beam is None:
             self.step.sample(request, other)
