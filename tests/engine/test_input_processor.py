@@ -29,14 +29,30 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_folder(save(byte_fallback(), folder, chat_template=CHAT_TEMPLATE))
 
 
-def make_inputs(tokenizer: Tokenizer | None) -> InputProcessor:
-    ready = Ready(LIMITS, 64, VOCAB_SIZE, frozenset({EOS_ID}), "float32", "cpu", 0, 0, 0)
+def make_inputs(
+    tokenizer: Tokenizer | None, eos_token_ids: frozenset[int] = frozenset({EOS_ID}), vocab_size: int = VOCAB_SIZE
+) -> InputProcessor:
+    ready = Ready(LIMITS, 64, vocab_size, eos_token_ids, "float32", "cpu", 0, 0, 0)
     return InputProcessor(tokenizer, ready, EngineOptions(seed=ENGINE_SEED, max_logprobs=5))
 
 
 @pytest.fixture
 def inputs(tokenizer: Tokenizer) -> InputProcessor:
     return make_inputs(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "expected"), [(VOCAB_SIZE, {7, EOS_ID}), (EOS_ID, {7})], ids=["known", "not of the model"]
+)
+def test_tokenizers_end_of_sequence_token_ends_an_answer_too(
+    tokenizer: Tokenizer, vocab_size: int, expected: set[int]
+) -> None:
+    assert tokenizer.eos_token_id == EOS_ID
+    inputs = make_inputs(tokenizer, frozenset({7}), vocab_size)
+    tokens = TokenizedPrompt(None, [0])
+    assert inputs.prepare(0, tokens, SamplingParams()).request.eos_token_ids == expected
+    assert inputs.prepare(0, tokens, SamplingParams(ignore_eos=True)).request.eos_token_ids == frozenset()
+    assert make_inputs(None, frozenset({7})).prepare(0, tokens, SamplingParams()).request.eos_token_ids == {7}
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

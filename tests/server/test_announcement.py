@@ -41,6 +41,12 @@ def test_table_tells_of_the_swap_space(capsys: pytest.CaptureFixture[str]) -> No
     assert "swap 200 blocks of 16: 3,200 tokens, 3.1 MiB" in shown
 
 
+def test_table_tells_of_a_missing_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    announce("tiny", "http://host:1", ready(1, 16), has_tokenizer=False)
+    assert "tokenizer none: prompts must be token ids" in " ".join(capsys.readouterr().out.split())
+    assert "tokenizer" not in table(capsys, num_blocks=1, max_model_len=16)
+
+
 def test_ready_line_is_the_last(capsys: pytest.CaptureFixture[str]) -> None:
     assert table(capsys, num_blocks=1, max_model_len=16).endswith(" Quire is serving tiny on http://host:1")
 

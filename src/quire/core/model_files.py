@@ -26,6 +26,17 @@ def file_inside(folder: Path, name: str) -> Path:
     return path
 
 
+def read_bytes(folder: Path, name: str) -> bytes:
+    """Return the content of file `name` of `folder`. ModelError names it if it is missing or too large."""
+    path = file_inside(folder, name)
+    try:
+        if path.stat().st_size > MAX_TEXT_BYTES:
+            raise ModelError(f"{path}: larger than {MAX_TEXT_BYTES} bytes")
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from error
+
+
 def read_text(folder: Path, name: str) -> str:
     """Return the text of file `name` of `folder`. ModelError names it if it is missing, too large or no UTF-8."""
     path = file_inside(folder, name)

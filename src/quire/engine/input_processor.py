@@ -65,6 +65,14 @@ def check_cache_salt(cache_salt: object, max_chars: int = MAX_SALT_CHARS) -> str
     return None if cache_salt is None else check_text("cache_salt", cache_salt, max_chars)
 
 
+def _eos_token_ids(tokenizer: Tokenizer | None, ready: Ready) -> frozenset[int]:
+    """Return the ids that end an answer: those of the model's config, and the one that the tokenizer names."""
+    token_id = None if tokenizer is None else tokenizer.eos_token_id
+    if token_id is None or token_id >= ready.vocab_size:
+        return ready.eos_token_ids
+    return ready.eos_token_ids | {token_id}
+
+
 def check_priority(priority: object) -> int:
     """Return a priority. InvalidRequestError for anything else."""
     return check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
@@ -78,7 +86,7 @@ class InputProcessor:
     ) -> None:
         self._tokenizer = tokenizer
         self.limits, self.max_logprobs = ready.limits, options.max_logprobs
-        self._vocab_size, self._eos_token_ids = ready.vocab_size, ready.eos_token_ids
+        self._vocab_size, self._eos_token_ids = ready.vocab_size, _eos_token_ids(tokenizer, ready)
         self._engine_seed, self._policy = options.seed, options.scheduling_policy
         self.owners = owners or OwnerLabels()
         self._last_checked: tuple[SamplingParams, BeamSearchParams | None, tuple[tuple[int, ...], ...]] | None = None

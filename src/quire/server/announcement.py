@@ -13,7 +13,7 @@ from quire.engine.wire import Ready
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
-def announce(name: str, url: str, ready: Ready, stream: TextIO | None = None) -> None:
+def announce(name: str, url: str, ready: Ready, stream: TextIO | None = None, *, has_tokenizer: bool = True) -> None:
     """Print the table and the ready line to `stream`, by default stdout.
 
     A stream that cannot be written to (closed pipe, full device) is no reason not to serve: the text is dropped.
@@ -21,6 +21,8 @@ def announce(name: str, url: str, ready: Ready, stream: TextIO | None = None) ->
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in _rows(name, ready):
         table.add_row(*row)
+    if not has_tokenizer:
+        table.add_row("tokenizer", "none: prompts must be token ids")
     printed = io.StringIO()  # a console that captures writes to its stream all the same
     Console(file=printed, width=Console().width, highlight=False, markup=False, emoji=False).print(table)
     out = sys.stdout if stream is None else stream

@@ -63,7 +63,8 @@ async def _run(child: EngineChild, engine: EngineOptions, options: ServerOptions
     http = HttpServer(create_app(service), options)
     try:
         await http.start(listener, options.host)
-        announce(service.names[0], url_of(listener, options.host), service.client.ready)
+        has_tokenizer = service.client.tokenizer is not None
+        announce(service.names[0], url_of(listener, options.host), service.client.ready, has_tokenizer=has_tokenizer)
         status = await _serve(service, http, signals, engine)
         await http.end()
         return status

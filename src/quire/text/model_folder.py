@@ -11,6 +11,7 @@ from typing import Any
 from quire.core.model_files import read_json_object, read_text
 
 TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS_OF_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 
@@ -26,22 +27,22 @@ class TextSettings:
 
 def read_text_settings(folder: Path) -> TextSettings:
     """Read the settings of `folder`. Files that are not there count as empty; ModelError names a broken one."""
-    config = _object_if_any(folder, "special_tokens_map.json") | _object_if_any(folder, "tokenizer_config.json")
-    named = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+    config = object_if_any(folder, "special_tokens_map.json") | object_if_any(folder, CONFIG_FILE)
+    named = {name: text for name in NAMED_TOKENS if (text := token_text(config.get(name))) is not None}
     special = list(named.values())
     for field in _LISTS_OF_TOKENS:
         tokens = config.get(field)
-        texts = map(_token_text, tokens.values() if isinstance(tokens, dict) else _list(tokens))
+        texts = map(token_text, tokens.values() if isinstance(tokens, dict) else _list(tokens))
         special.extend(text for text in texts if text is not None)
     return TextSettings(named, tuple(dict.fromkeys(special)), _chat_template(folder, config))
 
 
-def _object_if_any(folder: Path, name: str) -> dict[str, Any]:
+def object_if_any(folder: Path, name: str) -> dict[str, Any]:
     """Return the object in a JSON file, or {} when it is not there."""
     return read_json_object(folder, name) if (folder / name).exists() else {}
 
 
-def _token_text(token: object) -> str | None:
+def token_text(token: object) -> str | None:
     """Return the text of a token that is given as a string or as an object with a `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) and text else None
@@ -56,7 +57,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """Return the template of the newest kind of file that has one; of several named ones, the default."""
     if (folder / "chat_template.jinja").exists():
         return read_text(folder, "chat_template.jinja")
-    template: Any = _object_if_any(folder, "chat_template.json").get("chat_template", config.get("chat_template"))
+    template: Any = object_if_any(folder, "chat_template.json").get("chat_template", config.get("chat_template"))
     named = {str(each.get("name")): each.get("template") for each in _list(template) if isinstance(each, dict)}
     template = (template if isinstance(template, dict) else named).get("default", template)
     return template if isinstance(template, str) else None

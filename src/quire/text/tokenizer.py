@@ -1,9 +1,10 @@
 """The model's tokenizer: text to token ids and back, as transformers would do it for the same folder.
 
-A thin layer over the `tokenizers` library. It reads `tokenizer.json`, makes the tokens special that the other files
-of the folder call special, and switches truncation and padding off: they serve training, and would cut prompts in
-silence. Whether a beginning-of-sequence token is added is the post-processor's business, written in `tokenizer.json`;
-like transformers from 5.0 on, `add_bos_token` of `tokenizer_config.json` is not looked at beside it.
+A thin layer over the `tokenizers` library. It reads `tokenizer.json`, or an older format (`tokenizer_files.py`), makes
+the tokens special that the other files of the folder call special, and switches truncation and padding off: they serve
+training, and would cut prompts in silence. Whether a beginning-of-sequence token is added is the post-processor's
+business, written in `tokenizer.json`; like transformers from 5.0 on, `add_bos_token` of `tokenizer_config.json` is not
+looked at beside it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,11 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from quire.core.errors import InvalidRequestError, ModelError
-from quire.core.model_files import read_text
 from quire.text.chat_template import ChatTemplate
 from quire.text.longest_token import LongestToken, longest_token
 from quire.text.model_folder import TOKENIZER_FILE, TextSettings, read_text_settings
 from quire.text.token_bytes import TokenBytes, decoding_rule
+from quire.text.tokenizer_files import read_backend, tokenizer_file, warn_of_no_tokenizer
 
 _ANCHOR_TEXT = "a"
 _SHORT_TOKENS = 4096
@@ -52,20 +53,32 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
         """Load the tokenizer of a model folder. ModelError naming the file when one is missing or broken."""
-        text, settings = read_text(folder, TOKENIZER_FILE), read_text_settings(folder)
+        name, settings = tokenizer_file(folder) or TOKENIZER_FILE, read_text_settings(folder)
         try:
-            tokenizer = cls(Backend.from_str(text), settings)
+            tokenizer = cls(read_backend(folder, name), settings)
             tokenizer.encode(_ANCHOR_TEXT)  # a broken post-processor shows only when it is used
+        except ModelError:
+            raise
         except BaseException as error:  # the library raises Exception itself; its panics are not even that
             if isinstance(error, Exception) or type(error).__name__ == _PANIC:
-                raise ModelError(f"{folder}/{TOKENIZER_FILE} is not a tokenizer that can be loaded: {error}") from error
+                raise ModelError(f"{folder}/{name} is not a tokenizer that can be loaded: {error}") from error
             raise
         return tokenizer
 
     @classmethod
     def from_folder_if_any(cls, folder: Path) -> Self | None:
-        """Load the tokenizer of a model folder, or return None when it has none: its model takes token ids."""
-        return cls.from_folder(folder) if (folder / TOKENIZER_FILE).exists() else None
+        """Load the tokenizer of a model folder, or warn and return None if it has none: its model takes token ids."""
+        if tokenizer_file(folder) is not None:
+            return cls.from_folder(folder)
+        warn_of_no_tokenizer(folder)
+        return None
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the end-of-sequence token that the tokenizer's files name, if they name one that it has."""
+        text = self.named_tokens.get("eos_token")
+        token_id: int | None = None if text is None else self._backend.token_to_id(text)
+        return token_id
 
     # --- text to tokens and back ----------------------------------------------------------------------------------
 

@@ -1,0 +1,156 @@
+"""SentencePiece models (Kudo and Richardson 2018) from tokenizer.model: Llama and Mistral without tokenizer.json.
+
+The file is a protobuf message, of which few fields matter: pieces with scores and kinds, the algorithm, how a text is
+normalized. BPE keeps no list of merges: two pieces merge if the result is a piece, the highest score first.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from quire.core.errors import ModelError
+from quire.core.model_files import read_bytes
+
+MODEL_FILE = "tokenizer.model"
+MAX_PIECE_CHARS = 128  # pieces are tried at every cut; SentencePiece's own default is 16
+UNIGRAM, BPE = 1, 2                          # TrainerSpec.model_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # SentencePiece.type
+SPACE = "▁"
+
+
+@dataclass(slots=True)
+class SentencePieceModel:
+    """What of a ModelProto makes a tokenizer; the defaults are the format's."""
+
+    pieces: list[tuple[str, float, int]] = field(default_factory=list)  # text, score, kind
+    algorithm: int = UNIGRAM
+    has_byte_fallback: bool = False
+    unknown_id: int = 0
+    charsmap: bytes = b""
+    adds_space: bool = True
+    joins_spaces: bool = True
+
+    @classmethod
+    def parse(cls, message: bytes) -> "SentencePieceModel":
+        """Read a ModelProto. Raises ValueError, IndexError, KeyError or struct.error for anything else."""
+        model = cls()
+        for number, value in _fields(message):
+            if number == 1 and isinstance(value, bytes):
+                piece = dict(_fields(value))
+                score = struct.unpack("<f", _bytes(piece.get(2, b"\0\0\0\0")))[0]
+                model.pieces.append((_bytes(piece[1]).decode(), score, int(piece.get(3, NORMAL))))
+            elif number == 2 and isinstance(value, bytes):
+                trainer = dict(_fields(value))
+                model.algorithm = int(trainer.get(3, UNIGRAM))
+                model.has_byte_fallback = bool(trainer.get(35, 0))
+                model.unknown_id = int(trainer.get(40, 0))
+            elif number == 3 and isinstance(value, bytes):
+                normalizer = dict(_fields(value))
+                model.charsmap = _bytes(normalizer.get(2, b""))
+                model.adds_space, model.joins_spaces = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1))
+        return model
+
+
+def read_sentencepiece(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    """Return the tokenizer of tokenizer.model; `config` is tokenizer_config.json's object.
+
+    Raises ModelError for a file that is no such model, or one of whole words or single characters.
+    """
+    path = folder / MODEL_FILE
+    try:
+        model = SentencePieceModel.parse(read_bytes(folder, MODEL_FILE))
+        unknown = model.pieces[model.unknown_id][0]
+    except (ValueError, IndexError, KeyError, struct.error) as error:
+        raise ModelError(f"{path}: not a SentencePiece model: {error!r:.200}") from error
+    if model.algorithm not in (UNIGRAM, BPE):
+        raise ModelError(f"{path}: of SentencePiece's algorithms only BPE and Unigram are supported")
+    if any(len(text) > MAX_PIECE_CHARS for text, *_ in model.pieces):
+        raise ModelError(f"{path}: has a piece of more than {MAX_PIECE_CHARS} characters")
+    tokenizer = Tokenizer(_bpe(model, unknown) if model.algorithm == BPE else _unigram(model))
+    is_added = (UNKNOWN, CONTROL, USER_DEFINED)
+    for text, _, kind in model.pieces:
+        if kind in is_added:
+            tokenizer.add_tokens([AddedToken(text, normalized=False, special=kind != USER_DEFINED)])
+    _set_normalizer(tokenizer, model, is_legacy=config.get("legacy") is not False)
+    tokenizer.decoder = _decoder(model)
+    return tokenizer
+
+
+def _bpe(model: SentencePieceModel, unknown: str) -> models.BPE:
+    vocabulary = {text: index for index, (text, *_) in enumerate(model.pieces)}
+    ranked = []
+    for text, score, kind in model.pieces:
+        if kind in (NORMAL, USER_DEFINED):
+            splits = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+            known = [(a, b) for a, b in splits if a in vocabulary and b in vocabulary]
+            ranked += [(-score, vocabulary[a], vocabulary[b], a, b) for a, b in known]
+    merges = [(a, b) for *_, a, b in sorted(ranked)]
+    return models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=model.has_byte_fallback)
+
+
+def _unigram(model: SentencePieceModel) -> models.Unigram:
+    scores = [(text, score) for text, score, _ in model.pieces]
+    return models.Unigram(scores, unk_id=model.unknown_id, byte_fallback=model.has_byte_fallback)
+
+
+def _set_normalizer(tokenizer: Tokenizer, model: SentencePieceModel, *, is_legacy: bool) -> None:
+    """Let spaces become low lines, with one before the text; if not legacy, none after a special token."""
+    parts: list[normalizers.Normalizer] = []
+    if model.charsmap:
+        parts.append(normalizers.Precompiled(model.charsmap))
+    if model.joins_spaces:
+        parts += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if is_legacy:
+        parts += [normalizers.Prepend(SPACE)] if model.adds_space else []
+        parts.append(normalizers.Replace(" ", SPACE))
+    else:
+        scheme = "first" if model.adds_space else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme, split=False)
+    if parts:
+        tokenizer.normalizer = normalizers.Sequence(parts)
+
+
+def _decoder(model: SentencePieceModel) -> decoders.Decoder:
+    fallback = [decoders.ByteFallback()] if model.has_byte_fallback else []
+    strip = [decoders.Strip(" ", 1, 0)] if model.adds_space else []
+    return decoders.Sequence([decoders.Replace(SPACE, " "), *fallback, decoders.Fuse(), *strip])
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
+    """Yield number and value of each field of a protobuf message: bytes, or an integer for a varint."""
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = _varint(message, at)
+            yield key >> 3, value
+            continue
+        if kind not in (1, 2, 5):
+            raise ValueError(f"wire type {kind} at byte {at}")
+        size, at = _varint(message, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
+        if at + size > len(message):
+            raise ValueError(f"a field of {size} bytes at byte {at} of {len(message)}")
+        yield key >> 3, message[at : at + size]
+        at += size
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise ValueError(f"an integer of more than 10 bytes before byte {at}")
+
+
+def _bytes(value: bytes | int) -> bytes:
+    if not isinstance(value, bytes):
+        raise ValueError(f"expected bytes, got {value}")
+    return value

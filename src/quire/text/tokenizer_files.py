@@ -1,0 +1,103 @@
+"""Tokenizer files of a model folder: tokenizer.json, tokenizer.model, or vocab.json with merges.txt.
+
+The first that is there wins. The latter two say nothing of special tokens around a text, so tokenizer_config.json does.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from quire.core.errors import ModelError
+from quire.core.model_files import read_text
+from quire.text.byte_level_bpe import VOCAB_FILE, has_byte_level_bpe, read_byte_level_bpe
+from quire.text.model_folder import CONFIG_FILE, TOKENIZER_FILE, object_if_any, token_text
+from quire.text.sentencepiece import MODEL_FILE, read_sentencepiece
+
+log = logging.getLogger(__name__)
+
+ADDED_TOKENS_FILE = "added_tokens.json"
+_OTHER_FILES = ("*.model", "*.tiktoken", "tekken.json", VOCAB_FILE, "merges.txt")  # what a folder may have instead
+
+
+def tokenizer_file(folder: Path) -> str | None:
+    """Return the name of the file that the tokenizer of `folder` is read from, or None if it has none that is read."""
+    for name in (TOKENIZER_FILE, MODEL_FILE):
+        if (folder / name).exists():
+            return name
+    return VOCAB_FILE if has_byte_level_bpe(folder) else None
+
+
+def warn_of_no_tokenizer(folder: Path) -> None:
+    """Log that prompts can only be token ids, and what would help."""
+    found = sorted({path.name for pattern in _OTHER_FILES for path in folder.glob(pattern)})
+    log.warning(
+        "%s has no tokenizer: prompts must be token ids, chats and texts are refused. Needed is tokenizer.json, "
+        "tokenizer.model, or vocab.json with merges.txt; %s. transformers' AutoTokenizer.from_pretrained(...)"
+        ".save_pretrained(...) writes tokenizer.json",
+        folder,
+        f"found only {', '.join(found)}" if found else "none of them is there",
+    )
+
+
+def read_backend(folder: Path, name: str) -> Tokenizer:
+    """Return the tokenizer in file `name` of `folder`, one of those that `tokenizer_file` returns.
+
+    Raises ModelError, or what the `tokenizers` library raises for a broken file.
+    """
+    if name == TOKENIZER_FILE:
+        return Tokenizer.from_str(read_text(folder, name))
+    readers: dict[str, Callable[[Path, dict[str, Any]], Tokenizer]] = {
+        MODEL_FILE: read_sentencepiece, VOCAB_FILE: read_byte_level_bpe
+    }  # fmt: skip
+    config = object_if_any(folder, CONFIG_FILE)
+    tokenizer = readers[name](folder, config)
+    _add_tokens(tokenizer, folder, config)
+    _set_template(tokenizer, folder, config, adds_bos=name == MODEL_FILE)
+    return tokenizer
+
+
+def _add_tokens(tokenizer: Tokenizer, folder: Path, config: dict[str, Any]) -> None:
+    """Add the tokens that the folder's JSON files declare beside the vocabulary, under the ids that they declare."""
+    by_id: dict[int, AddedToken] = {}
+    for text, token_id in object_if_any(folder, ADDED_TOKENS_FILE).items():
+        by_id[_id(token_id, folder, ADDED_TOKENS_FILE)] = AddedToken(text, normalized=False)
+    declared = config.get("added_tokens_decoder")
+    for key, entry in (declared if isinstance(declared, dict) else {}).items():
+        text = token_text(entry)
+        if text is None:
+            raise ModelError(f"{folder / CONFIG_FILE}: added_tokens_decoder {key!r:.80} has no content")
+        flags = {flag: entry.get(flag) is True for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        by_id[_id(int(key) if str(key).isdecimal() else key, folder, CONFIG_FILE)] = AddedToken(text, **flags)
+    for token_id, token in sorted(by_id.items()):
+        tokenizer.add_tokens([token])
+        if tokenizer.token_to_id(token.content) != token_id:
+            raise ModelError(
+                f"{folder}: added token {token.content!r:.80} has id {tokenizer.token_to_id(token.content)} after the "
+                f"vocabulary, but is declared with id {token_id}"
+            )
+
+
+def _id(value: object, folder: Path, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
+        raise ModelError(f"{folder / name}: expected a token id, got {value!r:.80}")
+    return value
+
+
+def _set_template(tokenizer: Tokenizer, folder: Path, config: dict[str, Any], *, adds_bos: bool) -> None:
+    """Put the special tokens around a text for which the config asks; `adds_bos`: a first one is the default."""
+    named = object_if_any(folder, "special_tokens_map.json") | config
+    first = token_text(named.get("bos_token")) or ("<s>" if adds_bos else None)
+    last = token_text(named.get("eos_token"))
+    flags = {"bos": config.get("add_bos_token", adds_bos) is True, "eos": config.get("add_eos_token") is True}
+    around = {"bos": first if flags["bos"] else None, "eos": last if flags["eos"] else None}
+    used = [(text, tokenizer.token_to_id(text)) for text in around.values() if text is not None]
+    for text, token_id in used:
+        if token_id is None:
+            raise ModelError(f"{folder / CONFIG_FILE}: the special token {text!r:.80} is not in the vocabulary")
+    if used:
+        parts = [*([around["bos"]] if around["bos"] else []), "$A", *([around["eos"]] if around["eos"] else [])]
+        tokenizer.post_processor = TemplateProcessing(single=parts, special_tokens=used)
