@@ -97,6 +97,15 @@ ELSEWHERE = {
     "receive_timeout": "tests/server/test_protocol.py::test_head_that_does_not_come_is_a_timeout",
     "send_timeout": "tests/server/test_protocol.py::test_reader_who_takes_nothing_is_dropped_and_his_answer_ends",
     "max_pinned_prefixes": "tests/server/test_prefix_routes.py::test_pins_are_bounded",
+    "max_requests_per_key": "tests/server/test_key_shares.py::test_requests_of_a_key_are_bounded_whatever_they_ask_for",
+    "max_kv_share_per_key": (
+        "tests/scheduling/test_kv_shares.py::test_request_past_the_share_waits_and_other_clients_pass"
+    ),
+    "max_pinned_share": "tests/server/test_prefix_routes.py::test_pins_under_way_count_towards_the_share",
+    "max_pinned_share_per_key": (
+        "tests/server/test_prefix_routes.py::test_shares_of_the_cache_bound_the_pins_of_a_key_and_of_all"
+    ),
+    "pin_ttl": "tests/server/test_prefix_routes.py::test_pin_expires_although_no_request_looks_for_it",
     "max_metric_labels": "tests/core/test_owner_labels.py::test_keys_beyond_the_limit_are_other",
     "idle_timeout": "tests/server/test_protocol.py::test_connection_without_a_request_is_closed_after_a_while",
 }
@@ -145,6 +154,6 @@ def test_reference_lists_every_limit_with_its_flag_and_default() -> None:
     for field in fields(Limits):
         shown = rows[field.name.replace("_", "-")].replace(",", "")
         sizes = {"KiB": 1 << 10, "MiB": 1 << 20}
-        number = re.fullmatch(r"(\d+)(KiB|MiB|)", shown)
+        number = re.fullmatch(r"(\d+|\d\.\d+)(KiB|MiB|)", shown)
         assert number is not None, shown
-        assert int(number[1]) * sizes.get(number[2], 1) == field.default
+        assert float(number[1]) * sizes.get(number[2], 1) == field.default
