@@ -67,11 +67,12 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, config: dict[str, Any]) -> N
         by_id[_id(token_id, folder, ADDED_TOKENS_FILE)] = AddedToken(text, normalized=False)
     declared = config.get("added_tokens_decoder")
     for key, entry in (declared if isinstance(declared, dict) else {}).items():
-        text = token_text(entry)
-        if text is None:
+        content = token_text(entry)
+        if content is None:
             raise ModelError(f"{folder / CONFIG_FILE}: added_tokens_decoder {key!r:.80} has no content")
-        flags = {flag: entry.get(flag) is True for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")}
-        by_id[_id(int(key) if str(key).isdecimal() else key, folder, CONFIG_FILE)] = AddedToken(text, **flags)
+        given = entry if isinstance(entry, dict) else {}
+        flags = {flag: given.get(flag) is True for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        by_id[_id(int(key) if str(key).isdecimal() else key, folder, CONFIG_FILE)] = AddedToken(content, **flags)
     for token_id, token in sorted(by_id.items()):
         tokenizer.add_tokens([token])
         if tokenizer.token_to_id(token.content) != token_id:
