@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 test: $(STAMP) ## run the tests in JOBS=2 processes (under 15 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not fuzz and not matrix" -n $(JOBS) --dist loadfile $(ARGS)
 
-fuzz: $(STAMP) ## run the long random tests
+fuzz: $(STAMP) ## run the long random tests from a fresh seed, which is printed (QUIRE_FUZZ_SEED repeats it)
 	$(BIN)/python -m pytest -m fuzz --timeout 0 $(ARGS)
 
 matrix: $(STAMP) ## run the whole cross product of settings

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support import stdlib_guard
+from support.fuzz_seeds import first_seed
 
 # A slow machine is no failure: random tests assert what happens, never how long it takes. And what passes here passes
 # everywhere: the examples are the same each time. `make fuzz` draws others.
@@ -47,6 +48,14 @@ def pytest_configure(config: pytest.Config) -> None:
     from support import margin
 
     margin.turn_on()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Print the seed of the long random tests, if they are chosen: a header would not be seen in a quiet run."""
+    if session.config.option.markexpr == "fuzz":
+        seed = first_seed()
+        line = f"random runs begin with seed {seed}: QUIRE_FUZZ_SEED={seed} repeats them"
+        session.config.get_terminal_writer().line(line)
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,10 @@
 
 The model names pages instead of blocks, counts owners by looking at every table, and keeps the bytes: what was
 written where. So a test sees not only wrong counts but one sequence's tokens under another's. Hypothesis searches
-and shrinks in the default run, the same examples each time. The long run draws operations from seeds; a failure
-names its own, QUIRE_FUZZ_SEED replays it, QUIRE_FUZZ_STEPS sets the length of the run.
+and shrinks in the default run, the same examples each time. The long run draws operations from seeds
+(support/fuzz_seeds.py).
 """
 
-import os
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, TableUpdate
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
+from support.fuzz_seeds import STEPS_PER_RUN, fuzz
 
 MAX_SEQUENCES = 8
 DROPPED = None
@@ -266,7 +266,7 @@ TestCacheMachine = CacheMachine.TestCase
 
 def random_life(rng: random.Random, num_steps: int) -> None:
     """One cache from start to end: `num_steps` operations, a check after each, everything free at the end."""
-    twin = Twin(rng.randint(1, 80), rng.choice((1, 2, 3, 4, 8)), rng.choice((None, None, rng.randint(1, 16))))
+    twin = Twin(rng.randint(1, 80), rng.choice((1, 2, 3, 4, 8)), rng.choice((None, rng.randint(1, 16))))
     for _ in range(num_steps):
         random_step(twin, rng)
         twin.check()
@@ -301,12 +301,4 @@ def random_step(twin: Twin, rng: random.Random) -> None:
 @pytest.mark.fuzz
 @pytest.mark.timeout(3600)
 def test_a_million_random_steps_keep_every_promise() -> None:
-    first_seed = int(os.environ.get("QUIRE_FUZZ_SEED") or random.SystemRandom().randrange(2**32))
-    num_steps = int(os.environ.get("QUIRE_FUZZ_STEPS") or 10**6)
-    steps_per_life = 500
-    for seed in range(first_seed, first_seed + -(-num_steps // steps_per_life)):
-        try:
-            random_life(random.Random(seed), steps_per_life)
-        except BaseException as fault:
-            fault.add_note(f"replay with QUIRE_FUZZ_SEED={seed} QUIRE_FUZZ_STEPS={steps_per_life}")
-            raise
+    fuzz(lambda seed: random_life(random.Random(seed), STEPS_PER_RUN), 10**6)

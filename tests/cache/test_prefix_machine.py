@@ -6,10 +6,9 @@ position shows a block that was shared wrongly, given up too early, written twic
 garbage in all that it was to write, in the swap space too.
 
 As in the test of the cache without prefixes, hypothesis searches in the default run, and the
-long one draws from seeds; QUIRE_FUZZ_SEED replays one.
+long one draws from seeds (support/fuzz_seeds.py).
 """
 
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import Awaited, PrefixMatch
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
+from support.fuzz_seeds import STEPS_PER_RUN, fuzz
 
 MAX_SEQUENCES = 6
 MAX_PINS = 4
@@ -150,6 +150,18 @@ class World:
             writer=(parent.writer or parent) if parent.is_in_step else None,
         )
         self.known.append(tokens)
+
+    def refork(self, parent_id: int, child_id: int) -> None:
+        """Let a beam be replaced by a fork of another, between two steps."""
+        if parent_id == child_id or any(each.is_in_step for each in self.live.values()):
+            return
+        parent, tokens = self.live[parent_id], self.live[parent_id].tokens.copy()
+        self.cache.refork(parent_id, child_id, tokens)
+        table = self.cache.block_ids(child_id)
+        assert table == self.cache.block_ids(parent_id) == self.cache.block_array(child_id).tolist()
+        self.live[child_id] = Live(tokens, parent.scope, table, parent.num_computed)
+        self.known.append(tokens)
+        self.seen["reforked"] += 1
 
     def pin(self, seq_id: int) -> None:
         """Pin a sequence that has computed all that it was given, and has not let go of anything."""
@@ -435,7 +447,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(1, 16),
         block_size=st.integers(1, 4),
-        window=st.none() | st.none() | st.integers(1, 9),
+        window=st.none() | st.integers(1, 9),
         num_swap_blocks=st.integers(1, 24),
     )
     def begin_world(self, num_blocks: int, block_size: int, window: int | None, num_swap_blocks: int) -> None:
@@ -490,6 +502,11 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, MAX_SEQUENCES - 1))
     def fork(self, index: int) -> None:
         self.world.fork(self.pick(index))
+
+    @precondition(has_sequences)
+    @rule(parent=st.integers(0, MAX_SEQUENCES - 1), child=st.integers(0, MAX_SEQUENCES - 1))
+    def refork(self, parent: int, child: int) -> None:
+        self.world.refork(self.pick(parent), self.pick(child))
 
     @precondition(lambda self: self.has_sequences() and len(self.world.pinned) < MAX_PINS)
     @rule(index=st.integers(0, MAX_SEQUENCES - 1))
@@ -549,7 +566,7 @@ TestPrefixMachine = PrefixMachine.TestCase
 
 def random_life(rng: random.Random, num_steps: int) -> Counter[str]:
     """One cache from start to end: `num_steps` operations, a check after each. Returns what it has seen."""
-    window = rng.choice((None, None, rng.randint(1, 16)))
+    window = rng.choice((None, rng.randint(1, 4), rng.randint(1, 16)))
     world = World(rng.randint(1, 40), rng.choice((1, 2, 3, 4, 8)), window, rng.randint(1, 40))
     for _ in range(num_steps):
         random_step(world, rng)
@@ -583,7 +600,7 @@ def random_verb(world: World, rng: random.Random, seq_id: int, has_room: bool) -
     """Something happens to a sequence, or to all of them."""
     verbs = {
         "one": 50, "chunk": 15, "fork": 8, "free": 8, "end": 30, "fail": 1, "publish": 20, "retract": 6, "swap": 8,
-        "pin": 6, "unpin": 4,
+        "pin": 6, "unpin": 4, "refork": 8,
     }  # fmt: skip
     verb = rng.choices(list(verbs), list(verbs.values()))[0]
     if verb == "one":
@@ -592,6 +609,8 @@ def random_verb(world: World, rng: random.Random, seq_id: int, has_room: bool) -
         world.append(seq_id, rng.randint(0, 20))
     elif verb == "fork" and has_room:
         world.fork(seq_id)
+    elif verb == "refork":
+        world.refork(seq_id, rng.choice(list(world.live)))
     elif verb == "pin" and len(world.pinned) < MAX_PINS:
         world.pin(seq_id)
     elif verb == "unpin" and world.pinned:
@@ -617,7 +636,7 @@ def test_random_lives_see_everything_that_can_happen() -> None:
     for seed in range(20):
         seen += random_life(random.Random(seed), 200)
     assert set(seen) == {
-        *("found", "inside", "pending", "full", "adopted", "stored", "evicted", "pinned", "tail"),
+        *("reforked", "found", "inside", "pending", "full", "adopted", "stored", "evicted", "pinned", "tail"),
         *("swapped_out", "shared_out", "swap space full", "retracted", "copy_retracted"),
         *("swapped_in", "waits on", "found_on_return", "no room to return", "swapped ended"),
     }
@@ -626,12 +645,4 @@ def test_random_lives_see_everything_that_can_happen() -> None:
 @pytest.mark.fuzz
 @pytest.mark.timeout(3600)
 def test_a_million_random_steps_keep_every_promise() -> None:
-    first_seed = int(os.environ.get("QUIRE_FUZZ_SEED") or random.SystemRandom().randrange(2**32))
-    num_steps = int(os.environ.get("QUIRE_FUZZ_STEPS") or 10**6)
-    steps_per_life = 500
-    for seed in range(first_seed, first_seed + -(-num_steps // steps_per_life)):
-        try:
-            random_life(random.Random(seed), steps_per_life)
-        except BaseException as fault:
-            fault.add_note(f"replay with QUIRE_FUZZ_SEED={seed} QUIRE_FUZZ_STEPS={steps_per_life}")
-            raise
+    fuzz(lambda seed: random_life(random.Random(seed), STEPS_PER_RUN), 10**6)

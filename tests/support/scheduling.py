@@ -292,13 +292,14 @@ def random_params(rng: random.Random, *, crowded: bool) -> dict[str, Any]:
     }
 
 
-def random_run(seed: int, *, crowded: bool = False) -> Harness:
+def random_run(seed: int, *, crowded: bool = False, windowed: bool = False) -> Harness:
     """Random pool, limits, requests, beams, stops, aborts, pins, failures; safety after each step, liveness at the end.
 
     Crowded: long answers that come in all at once, in a pool for few of them, so that most are preempted.
+    Windowed: with a sliding window, prefix caching and small blocks, whatever else is drawn.
     """
     rng, policies = random.Random(seed), random.Random(f"policies of {seed}")
-    block_size = rng.choice([1, 2, 3, 4] if crowded else [1, 2, 3, 4, 4, 8, 16])
+    block_size = rng.choice([1, 2, 3, 4] if crowded or windowed else [1, 2, 3, 4, 4, 8, 16])
     longest_prompt = rng.choice([3, 12] if crowded else [3, 12, 40])
     typical_blocks = (longest_prompt + 40 * (1 if crowded else rng.randint(1, 2))) // block_size + 1
     harness = Harness(
@@ -307,8 +308,8 @@ def random_run(seed: int, *, crowded: bool = False) -> Harness:
         max_num_seqs=24 if crowded else rng.choice([1, 8, 8, 16]),
         budget=rng.choice([1, 2, 3, 7, 16, 64]),
         max_model_len=rng.choice([60, 1 << 20]),
-        window=rng.choice([None, None, None, rng.randint(1, 24)]),
-        caching=rng.random() < 0.7,
+        window=rng.choice([*[None] * (0 if windowed else 3), rng.randint(1, 24)]),
+        caching=rng.random() < 0.7 or windowed,
         num_swap_blocks=rng.choice([0, 1, typical_blocks // 2, *[10 * typical_blocks] * 4]),
         mode=rng.choice(["auto", "recompute", "swap", "swap"]),
         rates=MeasuredRates(*(rng.choice([None, *[rng.uniform(1, 100)] * 5]) for _ in range(3))),
