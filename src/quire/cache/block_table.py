@@ -276,7 +276,9 @@ class BlockTable:
         self.columns.extend(fresh)
         self.num_tokens = end
         self._writable_end = len(self.columns) * self._block_size
-        return self._update(first_column, copy) if fresh or self._first_replaced is not None else None
+        if self._first_replaced is not None:
+            return self._update(first_column, copy)
+        return TableUpdate(first_column, fresh, copy) if fresh else None
 
     def _append_stored(self, count: int) -> TableUpdate:
         """Append the last of the tokens that the blocks hold already."""
