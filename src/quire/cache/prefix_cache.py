@@ -37,7 +37,7 @@ class PrefixMatch(NamedTuple):
     `num_tokens` need not be computed: those of `blocks`, all full, then the first `num_inside` of `source`, a block
     that is copied. The last token that was asked for is never among them, even if its block is. `num_in_use`: how
     many of `blocks` have an owner, so that one more costs nothing. `awaited`: the sequence that computes the block
-    after these in this step, if there is one. `num_known`: how many of `blocks` were found without a look into the tree.
+    after these in this step, if there is one. `num_known`: how many of `blocks` were found in a table.
     """
 
     blocks: Sequence[int] = ()
@@ -148,7 +148,9 @@ class PrefixCache:
 
     # --- a sequence's path ----------------------------------------------------------------------------------------
 
-    def begin(self, table: BlockTable, token_ids: Sequence[int], scope: Scope, num_found: int, *, keeps_all: bool) -> None:
+    def begin(
+        self, table: BlockTable, token_ids: Sequence[int], scope: Scope, num_found: int, *, keeps_all: bool
+    ) -> None:
         """Give a table a path that begins with `num_found` blocks of a match."""
         table.path = Path(token_ids, scope, num_found, keeps_all)
 

@@ -48,7 +48,8 @@ class NewRow:
 class RowFork(NamedTuple):
     """A beam goes on in `row`, from the first `num_tokens` tokens of row `source`, with `token_id` behind them.
 
-    Both rows are of one request, so they hold the same prompt. Where it stays in its row, that is `source`, too, and keeps its block table; else `block_ids` is the whole table.
+    Both rows are of one request, so they hold the same prompt. Where it stays in its row, that is `source`, too, and
+    keeps its block table; else `block_ids` is the whole table.
     """
 
     row: int

@@ -1,7 +1,7 @@
-"""Known tokens of a sequence: the prompt, one copy for all branches of a request, then the branch's own output.
+"""Known tokens of a sequence: the prompt, shared by all branches of a request, then the branch's output.
 
-A prompt of 128,000 tokens with n = 64 is held once, and a fork costs as much as its output is long. The prompt is packed
-into 4 bytes a token, as in rows of the worker and in keys of the prefix tree, so slices of it are copied as memory.
+A prompt of 128,000 tokens with n = 64 is held once, and a fork costs as much as its output is long. The prompt is
+packed into 4 bytes a token, as in rows of the worker and in keys of the prefix tree: slices of it are copied as memory.
 """
 
 from array import array

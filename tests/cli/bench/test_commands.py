@@ -93,6 +93,15 @@ def test_control_plane_is_measured_for_each_number_of_sequences(run: Run, tmp_pa
         assert 0 < values["low"] <= values["median"] <= values["high"]
 
 
+def test_growth_of_the_control_plane_is_measured_for_each_length(run: Run, tmp_path: Path) -> None:
+    growth = ("--growth", "--lengths", 20, "--lengths", 50, "--repeats", 1)
+    record = figures(run, tmp_path, "control-plane", *growth)
+    assert record["benchmark"] == "control-plane-growth"
+    names = ("burst of 256", "fork of 64", "64 beams")
+    assert list(record["figures"]) == [f"{name}, {length} tokens" for name in names for length in (20, 50)]
+    assert all(values["low"] > 0 for values in record["figures"].values())
+
+
 def test_command_names_take_underscores(run: Run, tmp_path: Path) -> None:
     record = figures(run, tmp_path, "control_plane", "--num_seqs", 2, "--steps", 2, "--repeats", 1)
     assert record["benchmark"] == "control-plane"

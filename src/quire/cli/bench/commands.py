@@ -134,12 +134,18 @@ class ControlPlaneFlags:
     steps: int = flag_field(200, "timed steps of a repeat", min=1)
     prompt_len: int = flag_field(128, "tokens of a prompt, at least", min=1)
     block_size: int = flag_field(16, "tokens per KV block", min=1)
+    growth: bool = flag_field(False, "time the longest step by the length of prompts instead", "--growth")
+    lengths: list[int] = flag_field([1024, 8192, 32_768, 131_072], "tokens of prompts (--growth; repeatable)", min=1)
 
 
 @with_flag_groups
 def control_plane(load: ControlPlaneFlags, run: RunFlags) -> None:
     """Time scheduler, batch preparation and token handling without a model: microseconds per sequence and step."""
     from quire.cli.bench.control_plane import us_per_sequence_and_step  # noqa: PLC0415 (--help loads no torch)
+
+    if load.growth:
+        _control_plane_growth(load, run)
+        return
 
     def measure(num_seqs: int) -> float:
         return us_per_sequence_and_step(num_seqs, load.steps, load.prompt_len, load.block_size)
@@ -149,6 +155,24 @@ def control_plane(load: ControlPlaneFlags, run: RunFlags) -> None:
     facts = {"load": asdict(load), "machine": machine_facts()}
     report.print_tables("control plane, us per sequence and step", report.SPREAD_COLUMNS, record["figures"], facts)
     report.write_json(run.json, {"benchmark": "control-plane"} | record | facts)
+
+
+def _control_plane_growth(load: ControlPlaneFlags, run: RunFlags) -> None:
+    """Time the longest step of bursts, forks and beam searches, in milliseconds."""
+    from quire.cli.bench.control_plane_growth import CASES, longest_step_ms  # noqa: PLC0415 (--help loads no torch)
+
+    for make in CASES.values():
+        longest_step_ms(make(1))                # warms up
+    repeats = {
+        f"{name}, {length} tokens": [longest_step_ms(make(length)) for _ in range(run.repeats)]
+        for name, make in CASES.items()
+        for length in load.lengths
+    }
+    record = report.spread_record(repeats)
+    facts = {"load": {"lengths": load.lengths}, "machine": machine_facts()}
+    title = "control plane, ms of the longest step, nothing computed"
+    report.print_tables(title, report.SPREAD_COLUMNS, record["figures"], facts)
+    report.write_json(run.json, {"benchmark": "control-plane-growth"} | record | facts)
 
 
 for command in (throughput, latency, serve, control_plane, calibrate):
