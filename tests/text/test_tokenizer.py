@@ -57,8 +57,10 @@ def test_ids_of_known_texts(tokenizer_folder: Path, request: pytest.FixtureReque
         assert tokenizer.decode(expected[name][key]) == text
 
 
-def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("direction", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_encoded_or_decoded(tmp_path: Path, direction: str) -> None:
     tokenizer, text = Tokenizer.from_folder(small_folder(tmp_path)), "a long text " * 100_000
+    given: Any = text if direction == "encode" else tokenizer.encode(text)
     may_run, has_run = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -70,7 +72,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
     sys.setswitchinterval(60)  # the other thread runs when this one lets it, and not else
     try:
         may_run.set()
-        tokenizer.encode(text)
+        getattr(tokenizer, direction)(given)
         assert has_run.is_set()
     finally:
         sys.setswitchinterval(interval_s)
