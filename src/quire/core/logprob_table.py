@@ -7,7 +7,7 @@ has; a `Logprob` object per candidate takes ten times the memory, and seconds to
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
@@ -78,7 +78,7 @@ class LogprobTable(msgspec.Struct, array_like=True):
         ends = memoryview(self.ends).cast("q")[start:stop].tolist()
         last = ends[-1] if ends else begin
         token_ids = memoryview(self.token_ids).cast("i")[begin:last].tolist()
-        logprobs = memoryview(self.logprobs).cast("d")[begin:last].tolist()
+        logprobs = cast(list[float], memoryview(self.logprobs).cast("d")[begin:last].tolist())
         ranks = memoryview(self.ranks).cast("i")[begin:last].tolist()
         bounds = [0, *(end - begin for end in ends)]
         return [(token_ids[low:high], logprobs[low:high], ranks[low:high]) for low, high in pairwise(bounds)]

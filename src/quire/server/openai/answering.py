@@ -5,7 +5,7 @@ then, and clients with a time limit see that they are heard. What goes wrong lat
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -56,7 +56,7 @@ def json_response(answer: object) -> Response:
 class LongAnswer(Response):
     """A whole answer that is written and sent in pieces, each in a turn of the event loop, as fast as it is read."""
 
-    def __init__(self, service: Service, generation: Generation | None, pieces: Iterator[bytes]) -> None:
+    def __init__(self, service: Service, generation: Generation | None, pieces: Iterable[bytes]) -> None:
         self.status_code, self.background = 200, None
         self.init_headers({"content-type": "application/json"})
         self._service, self._generation, self._pieces = service, generation, pieces

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import msgspec
 
 encode = msgspec.json.Encoder().encode
+_SLICE_BYTES = 1024  # what is longer was a slice of work, however short its JSON is
 _GAP = b"\x00"  # inside a string it would be escaped
 
 
@@ -60,8 +61,7 @@ def array(slices: Iterable[bytes]) -> Iterator[bytes]:
     yield b"["
     between = b""
     for each in slices:
-        yield between
-        yield each[1:-1]
+        yield between + each[1:-1]
         between = b","
     yield b"]"
 
@@ -78,12 +78,12 @@ def array_of(values: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
 
 
 def joined(pieces: Iterable[bytes], least_bytes: int) -> Iterator[bytes]:
-    """Yield the same bytes in pieces of at least `least_bytes`, but for the last."""
+    """Yield the same bytes in pieces of a turn's work: at least `least_bytes`, or two slices of a long value."""
     held: list[bytes] = []
     num_bytes = 0
     for piece in pieces:
         held.append(piece)
-        num_bytes += len(piece)
+        num_bytes += len(piece) if len(piece) < _SLICE_BYTES else max(len(piece), least_bytes // 2)
         if num_bytes >= least_bytes:
             yield b"".join(held)
             held, num_bytes = [], 0
