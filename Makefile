@@ -20,7 +20,7 @@ generate: export QUIRE_PROMPT := $(value PROMPT)
 generate: export QUIRE_TEMPERATURE ?= 0.7
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test fuzz matrix soak lint serve generate \
+.PHONY: help set-up test fuzz matrix soak hostile-soak lint serve generate \
         bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
@@ -48,6 +48,9 @@ matrix: $(STAMP) ## run the whole cross product of settings
 
 soak: $(STAMP) ## load a server for MINUTES=10 with all that goes wrong; fails if anything grows (120 nightly)
 	PYTHONPATH=tests $(BIN)/python tests/soak.py $(MINUTES)
+
+hostile-soak: $(STAMP) ## what honest clients notice of hostile ones, in alternating phases, for MINUTES=10 (20 before a release)
+	$(BIN)/python bench/hostile_soak.py --minutes $(MINUTES)
 
 lint: $(STAMP) ## check style, types and the floors
 	$(BIN)/ruff check .
