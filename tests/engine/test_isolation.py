@@ -214,7 +214,7 @@ def test_all_requests_may_be_aborted() -> None:
     harness.assert_right(late)
 
 
-@pytest.mark.parametrize("policy", ["paged", "swapping", "contiguous-max", "static"])
+@pytest.mark.parametrize("policy", ["paged", "fair", "swapping", "contiguous-max", "static"])
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_culprits_fail_alone(policy: str, overlaps: bool, seed: int) -> None:
@@ -225,7 +225,8 @@ def test_random_culprits_fail_alone(policy: str, overlaps: bool, seed: int) -> N
             beams = random_beams(rng)
             harness.add_beams(rng.randint(1, 12), BeamSearchParams(min(3, beams.beam_width), max_tokens=8))
         else:
-            harness.add(rng.randint(1, 12), **random_params(rng, crowded=False))
+            params = random_params(rng, crowded=False)
+            harness.add(rng.randint(1, 12), client_id=str(len(harness.requests) % 3), **params)
     poisoned = rng.sample(sorted(harness.requests), rng.randint(0, 2))
     fails = holding(harness, poisoned, num_tokens=rng.choice([0, 4, 14]))
     transient = rng.sample(range(1, 60), 0 if poisoned else 1)
@@ -238,8 +239,11 @@ def test_random_culprits_fail_alone(policy: str, overlaps: bool, seed: int) -> N
 
 def random_harness(rng: random.Random, policy: str) -> Harness:
     settings = {"max_num_seqs": 16, "budget": rng.choice([5, 16, 64]), "max_model_len": 64}
-    if policy == "paged":
-        return Harness(rng.choice([90, 200]), caching=rng.random() < 0.7, window=rng.choice([None, 8]), **settings)
+    if policy in ("paged", "fair"):
+        caching, window = rng.random() < 0.7, rng.choice([None, 8])
+        order = "fair" if policy == "fair" else "priority"
+        num_blocks = rng.choice([90, 200])
+        return Harness(num_blocks, caching=caching, window=window, scheduling_policy=order, **settings)
     if policy == "swapping":
         return Harness(60, num_swap_blocks=400, mode="swap", caching=rng.random() < 0.5, **settings)
     batching = "static" if policy == "static" else "continuous"
