@@ -20,6 +20,7 @@ def test_server_without_an_engine_is_neither() -> None:
     for url in ("/health", "/ready"):
         response = ask(app, "GET", url)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unhealthy")
+        assert response.json()["error"]["message"] == "the engine process ended"
         assert int(response.headers["Retry-After"]) >= 1
 
 

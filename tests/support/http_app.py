@@ -30,7 +30,7 @@ class StandInEngine:
     """What the shell of the server looks at; no request reaches it."""
 
     def __init__(self) -> None:
-        self.is_alive = True
+        self.is_alive, self.death_reason = True, "the engine process ended"
         self.num_queued = self.num_free_seats = self.num_queued_tokens = 0
         self.stalled_s = 0.0
         self.tokenizer = None

@@ -246,6 +246,11 @@ class EngineClient:
         return not self._death.done()
 
     @property
+    def death_reason(self) -> str:
+        """Why the engine no longer answers; for a client that is not alive."""
+        return self._death.result()
+
+    @property
     def stalled_s(self) -> float:
         """Seconds since the engine has come any further, although it has work; 0 while it has none."""
         return 0.0 if self._has_rest else time.monotonic() - self._last_progress_s

@@ -109,7 +109,7 @@ class Service:
     def check_engine(self) -> None:
         """Raise ApiError 503 when the engine is dead or stalled, or a task that serves it has ended."""
         if not self.client.is_alive:
-            raise engine_unhealthy("the engine process has ended")
+            raise engine_unhealthy(self.client.death_reason)
         for task in self.vital:
             if task.done():
                 raise engine_unhealthy(f"the server's {task.get_name()} has ended")
