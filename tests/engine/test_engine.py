@@ -95,8 +95,11 @@ def test_step_that_fails_while_it_is_recorded_loses_no_token(
         harness.assert_right(request)
 
 
-@pytest.mark.parametrize("policy", ["paged", "contiguous-oracle"])
-@pytest.mark.parametrize("point", ["free", "fork", "block_ids"])
+@pytest.mark.parametrize(
+    ("policy", "point"),
+    [("paged", "refork"), ("paged", "block_array"),
+     ("contiguous-oracle", "free"), ("contiguous-oracle", "fork"), ("contiguous-oracle", "block_array")],
+)  # fmt: skip
 @pytest.mark.parametrize("nth", range(1, 9, 2))
 def test_search_that_cannot_go_on_fails_alone(
     monkeypatch: pytest.MonkeyPatch, policy: MemoryPolicy, point: str, nth: int

@@ -178,9 +178,9 @@ class BeamSearches:
         cache, live = self._cache, request.live
         moved = [(live[index], live[each.beam], each) for index, each in placed if index != each.beam]
         for child, parent, each in moved:
-            child.token_ids = parent.token_ids.fork()
-            child.num_computed_tokens = parent.num_computed_tokens
-            cache.refork(parent.seq_id, child.seq_id, child.token_ids)
+            token_ids = parent.token_ids.fork()
+            cache.refork(parent.seq_id, child.seq_id, token_ids)
+            child.token_ids, child.num_computed_tokens = token_ids, parent.num_computed_tokens
             blocks = cache.block_array(child.seq_id)
             self._row_forks.append(RowFork(child.row, parent.row, child.num_tokens, each.token_id, blocks))
         for index, each in placed:
