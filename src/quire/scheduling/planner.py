@@ -23,6 +23,8 @@ from quire.scheduling.policies import ByPriority, PassedOver
 from quire.scheduling.recovery import RecoveryPolicy
 from quire.scheduling.roster import Roster
 
+_DECODES_AT_ONCE = 256  # where decodes and gangs alternate, each run of decodes looks at no more requests than this
+
 
 class GaveWayError(Exception):
     """The request that was being planned is the last in order itself, and has been preempted."""
@@ -98,12 +100,11 @@ class Planner:
         """Return the sequences of the running requests from `index` on that have one token to compute, up to one that
         has more, or is a gang: what most requests of most steps are."""
         sequences = []
-        running = self._line
-        for place in range(index, min(index + budget, len(running))):    # islice would walk to `index` from the start
-            live = running[place].live
+        for request in self._line[index : index + min(budget, _DECODES_AT_ONCE)]:
+            live = request.live
             first = live[0]
-            num_known = first.num_prompt_tokens + len(first.token_ids.output)   # num_tokens, but quicker
-            if num_known - first.num_computed_tokens != 1 or len(live) > 1 or first.row == NO_ROW:
+            num_missing = first.num_prompt_tokens + len(first.token_ids.output) - first.num_computed_tokens
+            if num_missing != 1 or len(live) > 1 or first.row == NO_ROW:
                 break
             sequences.append(first)
         return sequences

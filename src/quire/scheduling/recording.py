@@ -15,7 +15,7 @@ def outcome(request: Request, sequence: Sequence, token: int, logprobs: TokenLog
     delta = SequenceDelta(request.request_id, sequence.index, [token])
     if logprobs is not None:
         delta.logprobs = [logprobs]
-    if request.prompt_logprobs and num_output_tokens == 1 and sequence.index == 0:
+    if num_output_tokens == 1 and sequence.index == 0 and request.prompt_logprobs:
         delta.prompt_logprobs = request.prompt_logprobs
     if num_output_tokens >= request.max_tokens:
         delta.finish_reason = "length"
