@@ -1,7 +1,7 @@
 """Pauses of a server's event loop, and of an honest stream, under one hostile request of each kind at its bounds.
 
     python bench/pauses.py                              # the demo model
-    python bench/pauses.py --source OTHER/src           # the package of another checkout, for a comparison
+    python bench/pauses.py --python OTHER/.venv/bin/python   # a server of another checkout, for a comparison
     python bench/pauses.py --only explain --only n=64
 
 A real `quire serve` runs; one connection asks for `/health` again and again, and one reads a stream of tokens.
@@ -12,7 +12,6 @@ compared with those of the row `nothing`. Everything shares this machine: its co
 
 import http.client
 import json
-import os
 import re
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from urllib.parse import urlsplit
 import typer
 
 READY = re.compile(r"Quire is serving .+ on (http://\S+)")
-QUIRE = (sys.executable, "-c", "from quire.cli.main import main; main()")
+QUIRE = ("-c", "from quire.cli.main import main; main()")
 ENGINE_FLAGS = ("--max-model-len", "2048", "--num-kv-blocks", "12000", "--max-num-seqs", "256")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WARM_S, LIMIT_S = 0.5, 120.0
@@ -162,13 +161,10 @@ def send(url: str, asks: list[Ask]) -> str:
 
 
 @contextmanager
-def server(source: Path | None) -> Iterator[str]:
-    """Run a server on a free port; yield its URL."""
-    environment = os.environ | ({} if source is None else {"PYTHONPATH": str(source.resolve())})
-    command = [*QUIRE, "serve", "--port", "0", *ENGINE_FLAGS]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    )
+def server(python: Path) -> Iterator[str]:
+    """Run a server on a free port with this interpreter; yield its URL."""
+    command = [str(python), *QUIRE, "serve", "--port", "0", *ENGINE_FLAGS]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None
         ready = next((found for line in process.stdout if (found := READY.search(line))), None)
@@ -181,14 +177,14 @@ def server(source: Path | None) -> Iterator[str]:
 
 
 def main(
-    source: Annotated[Path | None, typer.Option(help="src folder of the checkout to measure")] = None,
+    python: Annotated[Path, typer.Option(help="interpreter of the environment to measure")] = Path(sys.executable),
     only: Annotated[list[str] | None, typer.Option(help="kinds (repeatable); all if left out")] = None,
 ) -> None:
     """Print the table."""
     print(f"{'':30} {'/health, ms':>17} {'tokens, ms':>17}")
     print(f"{'hostile request':30} {'max':>8} {'p99':>8} {'max':>8} {'p99':>8}  seconds  status")
     # a process of its own: a client that reads megabytes would hold up the probes' threads
-    with server(source) as url, ProcessPoolExecutor(1, get_context("spawn")) as hostile:
+    with server(python) as url, ProcessPoolExecutor(1, get_context("spawn")) as hostile:
         hostile.submit(send, url, [completion()]).result()
         for name, asks in kinds().items():
             if only and name not in only:
