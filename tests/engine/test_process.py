@@ -45,6 +45,7 @@ from quire.engine.wire import (
     Report,
     ShowBlocks,
     Stepped,
+    is_add,
 )
 from quire.model.resolve import DEMO_MODEL
 from quire.scheduling.limits import AdmissionLimits
@@ -457,6 +458,24 @@ def kv_of(report: Report) -> KVStats:
     assert isinstance(report, Stepped | Idle)
     assert report.state.kv is not None
     return report.state.kv
+
+
+def test_burst_of_requests_is_added_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "ADDED_BYTES", 3 * len(frame(request(1))))
+    script = Script([request(number) for number in range(1, 9)])
+    steps = [report.state for report in script.run() if isinstance(report, Stepped)]
+    assert [state.num_running + state.num_waiting for state in steps[:4]] == [4, 8, 8, 8], "a bound is passed by one"
+    ended = [delta for report in script.reports if isinstance(report, Stepped) for delta in report.deltas]
+    assert sorted(delta.request_id for delta in ended if delta.finish_reason is not None) == [*range(1, 9)]
+
+
+def test_abort_does_not_wait_behind_requests_that_are_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "ADDED_BYTES", 1)
+    script = Script([request(1)], [], [*(request(number) for number in range(2, 6)), Abort(5), Abort(1)])
+    steps = [report for report in script.run() if isinstance(report, Stepped)]
+    assert [step.state.num_running for step in steps[:5]] == [1, 1, 1, 2, 3], "the first was aborted before others came"
+    assert {delta.request_id for step in steps[2:] for delta in step.deltas} == {2, 3, 4}
+    assert all(is_add(frame(command)[LENGTH_BYTES:]) == isinstance(command, Add) for command in (request(1), Abort(1)))
 
 
 def test_abort_frees_its_blocks_before_the_next_step() -> None:

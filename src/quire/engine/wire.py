@@ -143,6 +143,14 @@ class BlocksShown(msgspec.Struct, tag="blocks_shown", array_like=True, frozen=Tr
 Report = Located | Ready | Failed | Stepped | Idle | Alive | Refused | BlocksShown
 
 
+_ADD_HEAD = b"\x92" + msgspec.msgpack.encode("add")  # an array of two: the tag, and the request
+
+
+def is_add(message: bytes) -> bool:
+    """Return whether a command is an Add, without decoding it."""
+    return message.startswith(_ADD_HEAD)
+
+
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
 decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decode
 
