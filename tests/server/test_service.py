@@ -118,6 +118,17 @@ def test_queued_tokens_are_bounded_in_sum() -> None:
     assert service.num_preparing_tokens == 0
 
 
+def test_request_that_has_been_sent_is_counted_once() -> None:
+    service: Service = make_app(max_queued_tokens=100).state.service
+    requests = [prepared(10, n=4), prepared(60)]
+    with service.hold_tokens(requests) as sent:
+        service.client.num_queued_tokens = 40  # type: ignore[misc]
+        sent(requests[0])
+        assert service.num_preparing_tokens == 60
+        assert "100 prompt tokens x n wait already" in token_refusal(service, prepared(1)).message
+    assert service.num_preparing_tokens == 0
+
+
 def test_call_with_more_tokens_than_may_ever_wait_is_refused_for_good() -> None:
     service: Service = make_app(max_queued_tokens=100).state.service
     with service.hold_tokens([prepared(25, n=4)]):

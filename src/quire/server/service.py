@@ -169,9 +169,10 @@ class Service:
             invalid(f"{num_requests} prompts in one call; at most {bounds}", param=param)
 
     @contextmanager
-    def hold_tokens(self, requests: Iterable[PreparedRequest]) -> Iterator[None]:
+    def hold_tokens(self, requests: Iterable[PreparedRequest]) -> Iterator[Callable[[PreparedRequest], None]]:
         """Hold room for a call's prompt tokens x n while its requests are sent; raise before any is.
 
+        Gives the function to call for each request that has been sent: from then on the engine's client counts it.
         ApiError 429 while too many wait, 400 if the call alone has more than may ever wait.
         """
         num_tokens = sum(prepared.request.num_queued_tokens for prepared in requests)
@@ -182,11 +183,18 @@ class Service:
             self.metrics.refused("server_overloaded")
             retry_after_s = self.metrics.seconds_until_room(self.num_preparing + self.client.num_queued)
             raise too_many_queued_tokens(num_queued, limit, retry_after_s)
+        num_unsent = num_tokens
+
+        def sent(prepared: PreparedRequest) -> None:
+            nonlocal num_unsent
+            num_unsent -= prepared.request.num_queued_tokens
+            self.num_preparing_tokens -= prepared.request.num_queued_tokens
+
         self.num_preparing_tokens += num_tokens
         try:
-            yield
+            yield sent
         finally:
-            self.num_preparing_tokens -= num_tokens
+            self.num_preparing_tokens -= num_unsent
 
     def told(self, error: Exception) -> ApiError:
         """Return what a client is told of an error that its call has run into, and count it if it is not the call's."""

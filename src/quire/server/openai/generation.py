@@ -52,10 +52,11 @@ class Generation:
         reserved = service.logprob_room.reserve([each.request for each in call.requests], service.options)
         num_tokens = 0                            # sent since the last turn of the loop
         try:
-            with service.hold_tokens(call.requests):
+            with service.hold_tokens(call.requests) as sent:
                 for number, request in enumerate(call.requests, start=1):
                     stream = await service.client.add(request, external_id=call.id, arrival_s=arrival_s, kind=kind)
                     streams.append(stream)
+                    sent(request)
                     num_tokens += len(request.prompt.token_ids)
                     if number % _ADDED_AT_ONCE == 0 or num_tokens > _ADDED_TOKENS:
                         num_tokens = 0
