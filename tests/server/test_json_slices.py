@@ -94,6 +94,36 @@ def test_depth_and_values_are_bounded() -> None:
         run_at_once(decoded(b'{"a": [[1, 2, null], "[[", {}]}', "a", 3, 5))
 
 
+def size(value: object) -> tuple[int, int]:
+    """Return how deep a value is nested, and how many strings, lists and objects it has."""
+    if not isinstance(value, list | dict):
+        return 0, isinstance(value, str)
+    names = len(value) if isinstance(value, dict) else 0
+    inner = [size(each) for each in (value.values() if isinstance(value, dict) else value)]
+    return 1 + max((depth for depth, _ in inner), default=0), 1 + names + sum(number for _, number in inner)
+
+
+@pytest.mark.parametrize("slice_bytes", [7, 64, 1000])
+def test_bounds_are_exact_wherever_slices_end(slice_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_slices, "SLICE_BYTES", slice_bytes)
+    rng = random.Random(slice_bytes)
+    for _ in range(300):
+        whole = {f"{number}": value(rng, 1) for number in range(rng.choice([1, 2, 6]))}
+        raw, (depth, num_values) = json.dumps(whole, ensure_ascii=rng.random() < 0.5).encode(), size(whole)
+        assert run_at_once(decoded(raw, whole, depth, num_values)) == whole
+        with pytest.raises(TooManyValuesError):
+            run_at_once(decoded(raw, whole, depth, num_values - 1))
+        with pytest.raises(TooDeepError):
+            run_at_once(decoded(raw, whole, depth - 1, NO_LIMIT))
+
+
+def test_text_with_too_many_values_is_refused_before_it_is_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_slices._Scan, "_take", lambda *arguments: pytest.fail("scanned"))
+    for raw in (b'{"a":[' + b"[]," * 10_000 + b"1]}", b'{"a":[' + b'"x",' * 10_000 + b"1]}", b'{"a":' * 10_000):
+        with pytest.raises((TooManyValuesError, TooDeepError)):
+            run_at_once(decoded(raw, "a", 64, 5_000))
+
+
 def test_what_is_not_wanted_is_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bytes] = []
     monkeypatch.setattr(json_slices, "loads", lambda text: seen.append(text) or msgspec.json.decode(text))

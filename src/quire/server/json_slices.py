@@ -16,12 +16,15 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 
 SLICE_BYTES = 1 << 16     # of text per slice: 1 ms of decoding where it is a list of numbers
 SLICE_VALUES = 2048       # values per slice: 0.5 ms of decoding
 _CUT_BYTES = 1 << 13      # between two places at which a list of numbers can be cut
 _MEMBER_BYTES = 256       # what the overhead of one member is equal to, in bytes of text
 
+_NESTING = np.zeros(256, dtype=np.int32)  # by the byte: how it changes the depth
+_NESTING[list(b"[{")], _NESTING[list(b"]}")] = 1, -1
 _QUOTE, _OPENING, _CLOSING = ord('"'), b"[{", b"]}"
 _BLANK = b" \t\n\r"
 _TOKEN = re.compile(rb'"[^"]*+"?|[\[{]|[\]}]|[^"\[\]{}]++')
@@ -104,6 +107,7 @@ class _Scan:
 
     def run(self) -> Slices[None]:
         """Scan the whole text."""
+        yield from self._check_size()
         place = 0
         while place < len(self.raw):
             stop = place + SLICE_BYTES
@@ -117,6 +121,29 @@ class _Scan:
             raise JsonError("JSON is malformed: invalid character (byte 0)")
         if self._stop >= 0 and self.raw[self._stop + 1 :].strip(_BLANK):
             raise JsonError(f"JSON is malformed: trailing characters (byte {self._stop + 1})")
+
+    def _check_size(self) -> Slices[None]:
+        """Refuse a text with too many values, or nested too deep, at a hundredth of the cost of scanning it."""
+        place = num_values = depth = 0
+        is_inside = False                         # of a string
+        while place < len(self.raw):
+            stop = place + SLICE_BYTES
+            text = _without_escapes(self.raw[place:stop], is_last=stop >= len(self.raw))
+            parts = text.split(b'"')
+            outside = b"".join(parts[is_inside::2])
+            num_strings = len(parts[not is_inside :: 2]) - is_inside
+            num_brackets = outside.count(b"[") + outside.count(b"{")
+            if num_brackets > self._max_depth - depth:
+                depths = depth + np.cumsum(_NESTING[np.frombuffer(outside, dtype=np.uint8)])
+                if depths.max() > self._max_depth:
+                    raise TooDeepError(f"nested deeper than {self._max_depth} levels")
+            depth += num_brackets - outside.count(b"]") - outside.count(b"}")
+            num_values += num_strings + num_brackets
+            if num_values > self._max_values:
+                raise TooManyValuesError(f"more than {self._max_values} strings, lists and objects")
+            is_inside ^= len(parts) % 2 == 0
+            place += len(text)
+            yield
 
     @property
     def kind(self) -> bytes:
@@ -161,13 +188,7 @@ class _Scan:
         for number, token in enumerate(_TOKEN.finditer(text, position)):
             self._take(text, token.start(), token.end(), base)
             if number % SLICE_VALUES == SLICE_VALUES - 1:
-                self._check_values()
                 yield
-        self._check_values()
-
-    def _check_values(self) -> None:
-        if self._num_values > self._max_values:
-            raise TooManyValuesError(f"more than {self._max_values} strings, lists and objects")
 
     def _take(self, text: bytes, start: int, stop: int, base: int) -> None:
         kind = text[start]
@@ -190,8 +211,6 @@ class _Scan:
             self._start, self._awaits_key = place, True
         self._depth += 1
         self._num_values += 1
-        if self._depth > self._max_depth:
-            raise TooDeepError(f"nested deeper than {self._max_depth} levels")
 
     def _close(self, place: int) -> None:
         if self._depth == 0:
