@@ -1,9 +1,9 @@
 """Decoding of large JSON objects in slices, so that no call of the parser holds the event loop for long.
 
-A parser in C keeps the interpreter lock until it returns, in a thread too. So the text is scanned first, slice by
-slice: the scan finds the members of the object and the commas at which long values can be cut, and refuses a text that
-is nested too deep or has too many values. Then each member is decoded on its own, and a long list or object in batches.
-Members that the caller does not want are validated and never materialized.
+A parser in C keeps the interpreter lock until it returns, in a thread too. So the work is done slice by slice. First
+depth and values are counted, which is cheap, and a text with too much of either is refused. Then a scan finds the
+members of the object and the commas at which long values can be cut. Then each member is decoded on its own, and a long
+list or object in batches. Members that the caller does not want are validated and never materialized.
 
 A value is a string, a list or an object here. Numbers, true, false and null are not counted: they are cheap, and lists
 of token ids are long.
@@ -123,7 +123,7 @@ class _Scan:
             raise JsonError(f"JSON is malformed: trailing characters (byte {self._stop + 1})")
 
     def _check_size(self) -> Slices[None]:
-        """Refuse a text with too many values, or nested too deep, at a hundredth of the cost of scanning it."""
+        """Raise TooDeepError or TooManyValuesError if the text is past a bound. Takes 1 to 4 % of a scan's time."""
         place = num_values = depth = 0
         is_inside = False                         # of a string
         while place < len(self.raw):
