@@ -22,8 +22,8 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli.bench.machine import machine_facts
-from quire.paper.statistics import Spread, spread
-from quire.paper.workloads import random_workload
+from quire.sim.statistics import Spread, spread
+from quire.sim.workloads import random_workload
 
 QUIRE = (sys.executable, "-c", "from quire.cli.main import main; main()")
 PEER_WORKLOADS = Path(__file__).parents[1] / "../shared/peers/workloads.json"

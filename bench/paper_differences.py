@@ -18,15 +18,15 @@ import typer
 
 from quire.core.plan import StepPlan
 from quire.paper import runs
-from quire.paper.cost import CostModel
-from quire.paper.datasets import DATASETS, due_times, workload
-from quire.paper.hardware import HARDWARE, PAPER_SEQUENCE_S, PAPER_STEP_S
-from quire.paper.models import read_model, set_up
 from quire.paper.runs import FASTER_TRANSFORMER, MAX, ORACLE, PAGED, QUIRE, SYSTEMS, Point
 from quire.paper.serving import SUSTAINED_S
-from quire.paper.simulation import Answer, SimulatedRun, Simulation
-from quire.paper.workloads import Lengths, WorkItem, with_random_prompts
 from quire.scheduling import entrance
+from quire.sim.cost import CostModel
+from quire.sim.datasets import DATASETS, due_times, workload
+from quire.sim.hardware import HARDWARE, PAPER_SEQUENCE_S, PAPER_STEP_S
+from quire.sim.models import read_model, set_up
+from quire.sim.simulation import Answer, SimulatedRun, Simulation
+from quire.sim.workloads import Lengths, WorkItem, with_random_prompts
 
 CLOSE = 1.05  # two rates, one over the other
 Make = Callable[[int], list[WorkItem]]

@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli.bench.machine import client_facts
-from quire.paper.workloads import WorkItem, token_id_workload
+from quire.sim.workloads import WorkItem, token_id_workload
 from side_by_side import roster, table
 from side_by_side.calibration import Calibration
 from side_by_side.contest import Contest, ContestRecord

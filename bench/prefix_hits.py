@@ -35,8 +35,8 @@ import typer
 from quire.cli.bench.machine import client_facts
 from quire.core.config import CacheConfig
 from quire.core.sequence import Request
-from quire.paper.traces import HASH_SPAN, TraceRow, read_trace
-from quire.paper.workloads import open_text
+from quire.sim.traces import HASH_SPAN, TraceRow, read_trace
+from quire.sim.workloads import open_text
 from without_model import OUTPUT_TOKEN, Clients, InOrder, engine_without_model, request_of, run_all
 
 DATA = Path(__file__).parents[1] / "../shared/data"

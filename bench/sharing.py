@@ -28,10 +28,10 @@ from quire.core.config import CacheConfig
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
 from quire.engine.engine import Engine
-from quire.paper.datasets import DATA_FOLDER, DATASETS
 from quire.paper.plots import Lines, drawn, rendered
 from quire.paper.runs import Meter
-from quire.paper.workloads import fitting
+from quire.sim.datasets import DATA_FOLDER, DATASETS
+from quire.sim.workloads import fitting
 from without_model import InOrder, always_the_same, engine_without_model, request_of, run_all
 
 BLOCK_SIZE = 16

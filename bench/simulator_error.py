@@ -2,7 +2,7 @@
 
 Rounds of calibrating and serving, in turn; then the machine is fitted to the medians of all rounds, every load is
 simulated on it, and what came of that stands beside the medians of what was measured. Both run the same loop
-(`quire.paper.simulation`): the same scheduler and cache, once with the model and once with the cost model.
+(`quire.sim.simulation`): the same scheduler and cache, once with the model and once with the cost model.
 
     python bench/simulator_error.py [MODEL] --rounds 5
     OMP_NUM_THREADS=1 python bench/simulator_error.py [MODEL] --cpu-time    # on a machine that others use, too
@@ -23,13 +23,13 @@ from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.plan import StepPlan, StepResult
 from quire.engine.sizing import free_memory_bytes
 from quire.execution.executor import Executor
-from quire.paper.calibration import StepSize, fit_hardware, step_sizes
-from quire.paper.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel
-from quire.paper.datasets import DATA_FOLDER, due_times, workload
-from quire.paper.models import read_model
-from quire.paper.simulation import SimulatedRun, Simulation, paged_scheduler
-from quire.paper.statistics import latencies
-from quire.paper.workloads import WorkItem, renewed
+from quire.sim.calibration import StepSize, fit_hardware, step_sizes
+from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel
+from quire.sim.datasets import DATA_FOLDER, due_times, workload
+from quire.sim.models import read_model
+from quire.sim.simulation import SimulatedRun, Simulation, paged_scheduler
+from quire.sim.statistics import latencies
+from quire.sim.workloads import WorkItem, renewed
 
 NUM_BLOCKS, MAX_SEQS, MAX_LEN = 2048, 64, 2048
 Figures = dict[str, float]

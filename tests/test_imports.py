@@ -31,7 +31,7 @@ def modules_after(statement: str) -> set[str]:
 
 TORCHLESS_FLOORS = [
     *("quire", "quire.core", "quire.text", "quire.cache", "quire.scheduling"),
-    *("quire.server", "quire.paper", "quire.cli"),
+    *("quire.server", "quire.sim", "quire.paper", "quire.cli"),
 ]
 SERVER_SIDE = ["quire.engine.client", "quire.engine.child", "quire.engine.process"]  # the last until it has to load
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from quire.paper.statistics import Spread, spread
+from quire.sim.statistics import Spread, spread
 from side_by_side.contest import ContestRecord, Run
 from side_by_side.roster import OURS, OURS_UNCACHED
 

@@ -6,7 +6,7 @@ import pytest
 
 from quire import LLM
 from quire.cli.bench.passes import watched_pass
-from quire.paper.workloads import length_workload
+from quire.sim.workloads import length_workload
 
 LENGTHS = Path(__file__).parents[2] / "../shared/data/sharegpt_sample_turns.csv.gz"
 BLOCK_SIZE = 16

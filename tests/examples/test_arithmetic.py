@@ -9,10 +9,10 @@ from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
 from quire.model.footprint import kv_bytes_per_token, kv_heads_per_rank
 from quire.model.spec import DecoderSpec
-from quire.paper.datasets import DATASETS
-from quire.paper.models import read_model
-from quire.paper.planning import KV_DTYPE_BYTES
-from quire.paper.workloads import read_columns, read_lengths
+from quire.sim.datasets import DATASETS
+from quire.sim.models import read_model
+from quire.sim.planning import KV_DTYPE_BYTES
+from quire.sim.workloads import read_columns, read_lengths
 from support.zero_model import spec_of
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

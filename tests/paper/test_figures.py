@@ -9,9 +9,9 @@ from quire.core.errors import ConfigError
 from quire.core.plan import StepPlan
 from quire.paper import pictures, serving
 from quire.paper.figures import FIGURES, Comparison, Result, Settings, chosen
-from quire.paper.models import set_up
 from quire.paper.runs import Outcome, Point
 from quire.paper.serving import sustained_rate
+from quire.sim.models import set_up
 
 SETTINGS = Settings(trace_s=2.0, data=Path("no such folder"))
 

@@ -5,7 +5,7 @@ from protocol import Loaded, Request, Settings, obey
 import quire
 from quire import LLM
 from quire.cli.bench.passes import latency_pass
-from quire.paper.workloads import WorkItem
+from quire.sim.workloads import WorkItem
 
 
 def load(settings: Settings) -> Loaded:

@@ -10,10 +10,10 @@ from quire.cli.flag_groups import JSON, flag_field, with_flag_groups
 from quire.cli.model_flags import EngineFlags
 from quire.engine.options import parse_bytes
 from quire.engine.sizing import free_memory_bytes
-from quire.paper.hardware import Hardware, read_hardware
-from quire.paper.models import Model, read_model
-from quire.paper.planning import MemoryPlan, plan_memory, stored_parameters
 from quire.server.announcement import in_units
+from quire.sim.hardware import Hardware, read_hardware
+from quire.sim.models import Model, read_model
+from quire.sim.planning import MemoryPlan, plan_memory, stored_parameters
 
 _device = partial(flag_field, panel="Device")
 

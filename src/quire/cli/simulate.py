@@ -13,13 +13,13 @@ from quire.cli.flag_groups import JSON, flag_field, with_flag_groups
 from quire.cli.model_flags import EngineFlags
 from quire.cli.plan import DeviceFlags
 from quire.core.errors import ConfigError
-from quire.paper.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR, CostModel
-from quire.paper.datasets import DATA_FOLDER, due_times, workload
-from quire.paper.hardware import Hardware
-from quire.paper.models import read_model
-from quire.paper.planning import KV_DTYPE_BYTES, MemoryPlan
-from quire.paper.simulation import SimulatedRun, Simulation, paged_scheduler
-from quire.paper.statistics import Timeline, distribution, latencies
+from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR, CostModel
+from quire.sim.datasets import DATA_FOLDER, due_times, workload
+from quire.sim.hardware import Hardware
+from quire.sim.models import read_model
+from quire.sim.planning import KV_DTYPE_BYTES, MemoryPlan
+from quire.sim.simulation import SimulatedRun, Simulation, paged_scheduler
+from quire.sim.statistics import Timeline, distribution, latencies
 
 _load = partial(flag_field, panel="Load")
 

@@ -1,1 +1,1 @@
-"""The paper's evaluation and what plans capacity: workloads, hardware and models as data, a simulator. No torch."""
+"""Figures of the paper's evaluation, simulated: tables, plots and a report. No torch."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.core.errors import ConfigError
-from quire.paper.datasets import DATA_FOLDER
 from quire.paper.plots import Panel
+from quire.sim.datasets import DATA_FOLDER
 
 Row = dict[str, str | float]
 Make = Callable[["Settings"], "Result"]

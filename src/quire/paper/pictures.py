@@ -8,12 +8,12 @@ from quire.cache.contiguous import make_manager
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
 from quire.model.footprint import kv_bytes_per_token
-from quire.paper.datasets import workload
 from quire.paper.figures import Comparison, Result, Row, Settings, figure
-from quire.paper.models import read_model, set_up
 from quire.paper.plots import Bars, Blocks, Grid, Histogram, Lines, Panel
 from quire.paper.runs import MAX, MAX_MODEL_LEN, ORACLE, PAGED, POW2, SYSTEMS
 from quire.scheduling.reservation import num_reserved_tokens
+from quire.sim.datasets import workload
+from quire.sim.models import read_model, set_up
 
 GB = 1e9
 NUM_LENGTHS = 5000

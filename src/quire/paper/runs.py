@@ -16,12 +16,12 @@ from quire.cache.contiguous import make_manager
 from quire.core.config import Batching, CacheConfig, MemoryPolicy, Recovery, SchedulerConfig
 from quire.core.plan import StepPlan
 from quire.core.sequence import NO_ROW, Request, Sequence
-from quire.paper.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR
-from quire.paper.datasets import DATA_FOLDER, due_times, workload
-from quire.paper.models import set_up
-from quire.paper.simulation import Simulation
 from quire.scheduling.scheduler import Scheduler
 from quire.scheduling.static_batching import make_scheduler
+from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR
+from quire.sim.datasets import DATA_FOLDER, due_times, workload
+from quire.sim.models import set_up
+from quire.sim.simulation import Simulation
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -10,7 +10,6 @@ from typing import NamedTuple, get_args
 from quire.core.config import Recovery
 from quire.core.plan import StepPlan
 from quire.paper.figures import Comparison, Result, Row, Settings, figure
-from quire.paper.models import set_up
 from quire.paper.plots import Bars, Lines
 from quire.paper.runs import (
     FASTER_TRANSFORMER,
@@ -25,6 +24,7 @@ from quire.paper.runs import (
     map_processes,
     run_all,
 )
+from quire.sim.models import set_up
 
 ORCAS = (MAX, POW2, ORACLE)
 LIMIT_S = 0.5       # normalized latency up to which curves are drawn

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from quire.cli.bench.diagnosis import Limits, Observation, diagnose, observe
-from quire.paper.statistics import Timeline
+from quire.sim.statistics import Timeline
 
 LATE = Observation(num_prompt_tokens=200, ttft_s=0.9, itl_s=0.02)
 HALTING = Observation(num_prompt_tokens=200, ttft_s=0.05, itl_s=0.08)

@@ -17,8 +17,8 @@ from quire.cli.bench.http_load import (
     first_model,
     open_session,
 )
-from quire.paper.arrivals import Schedule
-from quire.paper.workloads import WorkItem
+from quire.sim.arrivals import Schedule
+from quire.sim.workloads import WorkItem
 from support.completions_server import DONE, Body, CompletionsServer, Stream, all_tokens, event, token_chunk
 
 ITEMS = [WorkItem([7, index], output_len=2 + index) for index in range(5)]

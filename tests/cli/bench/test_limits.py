@@ -3,7 +3,7 @@
 import pytest
 
 from quire.cli.bench.diagnosis import Limits
-from quire.paper.statistics import Timeline
+from quire.sim.statistics import Timeline
 
 TIMELINE = Timeline(0.0, [1.0, 1.25, 2.0], num_tokens=6)  # TTFT 1, gaps 0.25 and 0.75, TPOT 0.2, end to end 2
 

@@ -6,7 +6,7 @@ import pytest
 
 from quire import LLM, KVStats
 from quire.cli.bench.passes import kv_use, latency_pass, throughput_pass, watched_pass
-from quire.paper.workloads import WorkItem
+from quire.sim.workloads import WorkItem
 
 WORKLOAD = [WorkItem([7] * num_prompt_tokens, output_len) for num_prompt_tokens, output_len in
             [(5, 9), (20, 3), (3, 1), (40, 6), (8, 8)]]

@@ -10,8 +10,8 @@ from quire.cli.bench.find_rate import Probe, RateFinder
 from quire.cli.bench.flags import ArrivalFlags, SearchFlags
 from quire.cli.bench.http_load import AnswerStream, LoadRun, SentRequest
 from quire.cli.bench.server import Measured
-from quire.paper.arrivals import Schedule
-from quire.paper.workloads import WorkItem
+from quire.sim.arrivals import Schedule
+from quire.sim.workloads import WorkItem
 
 
 class SlowingServer:

@@ -5,8 +5,8 @@ import pytest
 from quire.cli.bench.diagnosis import Limits
 from quire.cli.bench.http_load import AnswerStream, Failure, LoadRun, SentRequest
 from quire.cli.bench.serve_report import request_records, sentence, serve_record
-from quire.paper.arrivals import Schedule
-from quire.paper.workloads import WorkItem
+from quire.sim.arrivals import Schedule
+from quire.sim.workloads import WorkItem
 
 REFUSED = Failure("429 server_overloaded", "too many")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.core.sampling_params import SamplingParams
-from quire.paper.calibration import StepSize
+from quire.sim.calibration import StepSize
 
 if TYPE_CHECKING:
     from quire.llm import LLM

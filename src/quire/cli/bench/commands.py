@@ -26,10 +26,10 @@ from quire.cli.bench.passes import latency_pass, throughput_pass, watched_pass
 from quire.cli.flag_groups import COMMAND_SETTINGS, JSON, flag, flag_field, with_flag_groups
 from quire.cli.model_flags import EngineFlags
 from quire.engine.sizing import free_memory_bytes
-from quire.paper.calibration import fit_hardware, step_sizes
-from quire.paper.hardware import write_hardware
-from quire.paper.models import read_model
-from quire.paper.workloads import renewed
+from quire.sim.calibration import fit_hardware, step_sizes
+from quire.sim.hardware import write_hardware
+from quire.sim.models import read_model
+from quire.sim.workloads import renewed
 
 if TYPE_CHECKING:
     from quire.llm import LLM

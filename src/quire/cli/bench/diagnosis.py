@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.paper.statistics import Timeline, distribution
+from quire.sim.statistics import Timeline, distribution
 
 TTFT_LIMIT_S = 0.5   # where a run has no limits of its own: what a reader takes for an immediate answer,
 ITL_LIMIT_S = 0.05   # and for a fluent one

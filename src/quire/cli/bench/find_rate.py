@@ -11,8 +11,8 @@ from quire.cli.bench.diagnosis import Limits
 from quire.cli.bench.flags import ArrivalFlags, SearchFlags
 from quire.cli.bench.http_load import SentRequest
 from quire.cli.bench.server import Measured, ServerUnderTest
-from quire.paper.arrivals import Schedule, poisson_arrivals
-from quire.paper.workloads import WorkItem, renewed
+from quire.sim.arrivals import Schedule, poisson_arrivals
+from quire.sim.workloads import WorkItem, renewed
 
 _FEWEST_REQUESTS = 10   # of a probe: a share of fewer says nothing
 _SHORTEST_END_S = 10.0  # for the answers to the last arrivals of a short probe

@@ -8,9 +8,9 @@ from quire.cli.bench.diagnosis import Limits
 from quire.cli.flag_groups import JSON, flag_field
 from quire.core.config import Batching, MemoryPolicy
 from quire.core.errors import ConfigError
-from quire.paper.arrivals import ArrivalKind, Schedule, poisson_arrivals, trace_arrivals
-from quire.paper.traces import TraceSlice, is_trace, trace_workload
-from quire.paper.workloads import WorkItem, length_workload, random_workload, token_id_workload
+from quire.sim.arrivals import ArrivalKind, Schedule, poisson_arrivals, trace_arrivals
+from quire.sim.traces import TraceSlice, is_trace, trace_workload
+from quire.sim.workloads import WorkItem, length_workload, random_workload, token_id_workload
 
 _DEFAULT_NUM_RANDOM = 64
 _workload = partial(flag_field, panel="Workload")

@@ -17,9 +17,9 @@ import msgspec
 
 from quire.cli import openai_stream
 from quire.core.errors import EngineError
-from quire.paper.arrivals import Schedule
-from quire.paper.statistics import Timeline
-from quire.paper.workloads import WorkItem
+from quire.sim.arrivals import Schedule
+from quire.sim.statistics import Timeline
+from quire.sim.workloads import WorkItem
 
 _CONNECT_S = 10.0
 _KEEP_ALIVE_S = 2.0   # below the servers' 5 s and more, else a request meets a connection that is just being closed

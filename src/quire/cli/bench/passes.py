@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from quire.core.outputs import KVStats
 from quire.core.sampling_params import SamplingParams
-from quire.paper.statistics import Timeline
-from quire.paper.workloads import WorkItem
+from quire.sim.statistics import Timeline
+from quire.sim.workloads import WorkItem
 
 if TYPE_CHECKING:
     from quire.llm import LLM

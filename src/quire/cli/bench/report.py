@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.cli.bench.flags import WorkloadFlags
-from quire.paper.statistics import Distribution, Spread, Timeline, latencies, spread
-from quire.paper.workloads import WorkItem
+from quire.sim.statistics import Distribution, Spread, Timeline, latencies, spread
+from quire.sim.workloads import WorkItem
 
 Record = dict[str, Any]
 

@@ -14,7 +14,7 @@ from quire.cli.bench.machine import client_facts
 from quire.cli.bench.serve_report import request_records, sentence, serve_record
 from quire.cli.bench.server import Measured, ServerUnderTest, server_under_test
 from quire.core.errors import ConfigError, EngineError
-from quire.paper.workloads import WorkItem
+from quire.sim.workloads import WorkItem
 
 _INTERRUPTED = 130
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from quire.cli.bench.diagnosis import Limits, diagnose, observe
 from quire.cli.bench.http_load import LoadRun, SentRequest
 from quire.cli.bench.report import Record
-from quire.paper.statistics import latencies
+from quire.sim.statistics import latencies
 
 _KV_NAMES = (
     *("mean_kv_usage", "peak_kv_usage", "mean_tail_waste", "peak_tail_waste"),

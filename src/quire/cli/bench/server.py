@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.cli.bench.flags import ServerFlags
 from quire.cli.bench.http_load import HttpLoad, LoadRun, SentRequest, Target, first_model, open_session
 from quire.cli.bench.report import Record
-from quire.paper.arrivals import Schedule
-from quire.paper.workloads import WorkItem
+from quire.sim.arrivals import Schedule
+from quire.sim.workloads import WorkItem
 
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 KV_USAGE, TAIL_WASTE = "vllm:kv_cache_usage_perc", "quire:kv_tail_waste_ratio"

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.cli.flag_groups import check_output, flag_field, with_flag_groups
-from quire.paper.datasets import DATA_FOLDER
 from quire.paper.figures import FIGURES, Result, Settings, as_json, chosen
+from quire.sim.datasets import DATA_FOLDER
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from quire import LLM
 from quire.cli.bench.passes import greedy_requests
-from quire.paper.datasets import workload
 from quire.paper.figures import Comparison, Result, Row, Settings, figure
 from quire.paper.plots import Bars
 from quire.paper.runs import ORACLE, PAGED, POW2, SYSTEMS
-from quire.paper.workloads import WorkItem
+from quire.sim.datasets import workload
+from quire.sim.workloads import WorkItem
 
 MAX_MODEL_LEN, NUM_SEQUENCES_RESERVED = 512, 4  # the pool holds so many sequences of that length
 NOTE = (

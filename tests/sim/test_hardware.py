@@ -7,8 +7,8 @@ import pytest
 
 from quire.core.errors import ConfigError, ModelError
 from quire.model.footprint import kv_bytes_per_token, num_parameters
-from quire.paper.hardware import HARDWARE, CurvePoint, Hardware, read_hardware, write_hardware
-from quire.paper.models import SET_UPS, read_model, set_up
+from quire.sim.hardware import HARDWARE, CurvePoint, Hardware, read_hardware, write_hardware
+from quire.sim.models import SET_UPS, read_model, set_up
 
 
 def test_written_hardware_is_read(tmp_path: Path) -> None:

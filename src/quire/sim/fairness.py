@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
-from quire.paper.cost import CostModel
-from quire.paper.simulation import Answer, SimulatedRun, Simulation, paged_scheduler
-from quire.paper.statistics import jain_index
-from quire.paper.workloads import random_workload
+from quire.sim.cost import CostModel
+from quire.sim.simulation import Answer, SimulatedRun, Simulation, paged_scheduler
+from quire.sim.statistics import jain_index
+from quire.sim.workloads import random_workload
 
 LIGHT, HEAVY = "light", "heavy"
 

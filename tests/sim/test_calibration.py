@@ -7,10 +7,10 @@ import pytest
 from quire.core.errors import ConfigError
 from quire.core.plan import StepPlan
 from quire.model.spec import DecoderSpec
-from quire.paper.calibration import StepSize, fit_hardware, step_sizes
-from quire.paper.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel
-from quire.paper.hardware import CurvePoint, Hardware
-from quire.paper.models import read_model
+from quire.sim.calibration import StepSize, fit_hardware, step_sizes
+from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel
+from quire.sim.hardware import CurvePoint, Hardware
+from quire.sim.models import read_model
 
 SPEC = read_model("OPT-13B").spec
 KNOWN = Hardware(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.paper.statistics import Distribution, Spread, Timeline, distribution, latencies, spread
+from quire.sim.statistics import Distribution, Spread, Timeline, distribution, latencies, spread
 
 
 def test_timeline_of_several_tokens() -> None:

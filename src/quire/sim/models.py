@@ -12,8 +12,8 @@ from quire.model.config import dtype_name, read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.resolve import resolve_model
 from quire.model.spec import DecoderSpec
-from quire.paper.cost import PAGED_ATTENTION_FACTOR, CostModel
-from quire.paper.hardware import HARDWARE, PAPER_SEQUENCE_S, PAPER_STEP_S
+from quire.sim.cost import PAGED_ATTENTION_FACTOR, CostModel
+from quire.sim.hardware import HARDWARE, PAPER_SEQUENCE_S, PAPER_STEP_S
 
 
 def _opt(num_layers: int, num_heads: int) -> dict[str, object]:

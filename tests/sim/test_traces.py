@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.paper.traces import TraceSlice, is_trace, trace_workload
-from quire.paper.workloads import WorkItem
+from quire.sim.traces import TraceSlice, is_trace, trace_workload
+from quire.sim.workloads import WorkItem
 
 DATA = Path(__file__).parents[3] / "../shared/data"
 needs_shared = pytest.mark.skipif(not DATA.exists(), reason="../shared/data is not here")

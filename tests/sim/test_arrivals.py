@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.paper.arrivals import Schedule, poisson_arrivals, trace_arrivals
-from quire.paper.workloads import WorkItem
+from quire.sim.arrivals import Schedule, poisson_arrivals, trace_arrivals
+from quire.sim.workloads import WorkItem
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])

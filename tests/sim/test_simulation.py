@@ -4,11 +4,11 @@ import pytest
 
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.plan import StepPlan
-from quire.paper.datasets import due_times, workload
-from quire.paper.models import set_up
-from quire.paper.simulation import SimulatedRun, Simulation, paged_scheduler
-from quire.paper.workloads import WorkItem, random_workload
 from quire.scheduling.scheduler import Scheduler
+from quire.sim.datasets import due_times, workload
+from quire.sim.models import set_up
+from quire.sim.simulation import SimulatedRun, Simulation, paged_scheduler
+from quire.sim.workloads import WorkItem, random_workload
 
 COST = set_up("OPT-13B").cost_model()
 

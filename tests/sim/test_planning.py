@@ -9,9 +9,9 @@ from quire.core.errors import ConfigError, ModelError
 from quire.engine import assembly
 from quire.engine.assembly import assemble
 from quire.engine.options import EngineOptions
-from quire.paper.hardware import HARDWARE, Hardware
-from quire.paper.models import read_model
-from quire.paper.planning import plan_memory, stored_parameters
+from quire.sim.hardware import HARDWARE, Hardware
+from quire.sim.models import read_model
+from quire.sim.planning import plan_memory, stored_parameters
 from support.zero_model import FAMILIES, write_zero_model
 
 MIB = 2**20

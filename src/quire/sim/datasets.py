@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.errors import ConfigError
-from quire.paper.arrivals import poisson_arrivals, trace_arrivals
-from quire.paper.traces import TraceSlice, is_trace, trace_workload
-from quire.paper.workloads import (
+from quire.sim.arrivals import poisson_arrivals, trace_arrivals
+from quire.sim.traces import TraceSlice, is_trace, trace_workload
+from quire.sim.workloads import (
     NO_LIMIT,
     Lengths,
     WorkItem,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from quire.core.errors import ConfigError
 from quire.model.footprint import CPU_PACKING, DTYPE_BYTES, kv_bytes_per_token, num_layer_weights
 from quire.model.spec import DecoderSpec
-from quire.paper.hardware import CurvePoint, Hardware
+from quire.sim.hardware import CurvePoint, Hardware
 
 DECODES = (1, 2, 4, 8, 16, 32, 64)          # sequences of a step, one token each
 PREFILLS = (64, 128, 256, 512, 1024, 2048)  # tokens of a prompt

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from quire.core.errors import ConfigError
-from quire.paper.workloads import WorkItem
+from quire.sim.workloads import WorkItem
 
 ArrivalKind = Literal["trace", "poisson", "burst", "closed"]
 

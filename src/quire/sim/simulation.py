@@ -20,10 +20,10 @@ from quire.core.sequence import Request
 from quire.engine.engine import Engine
 from quire.execution.executor import Executor
 from quire.execution.simulated import SimulatedExecutor
-from quire.paper.cost import CostModel
-from quire.paper.statistics import Timeline
-from quire.paper.workloads import WorkItem
 from quire.scheduling.scheduler import Scheduler
+from quire.sim.cost import CostModel
+from quire.sim.statistics import Timeline
+from quire.sim.workloads import WorkItem
 
 
 @dataclass(slots=True)

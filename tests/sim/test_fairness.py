@@ -3,11 +3,11 @@
 import pytest
 
 from quire.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
-from quire.paper.cost import CostModel
-from quire.paper.fairness import HEAVY, LIGHT, Service, serve
-from quire.paper.hardware import read_hardware
-from quire.paper.models import read_model
-from quire.paper.statistics import jain_index
+from quire.sim.cost import CostModel
+from quire.sim.fairness import HEAVY, LIGHT, Service, serve
+from quire.sim.hardware import read_hardware
+from quire.sim.models import read_model
+from quire.sim.statistics import jain_index
 
 
 def served(policy: SchedulingPolicy, num_blocks: int) -> Service:

@@ -22,8 +22,8 @@ from quire.model.footprint import (
     num_parameters,
     weight_bytes,
 )
-from quire.paper.hardware import Hardware
-from quire.paper.models import Model
+from quire.sim.hardware import Hardware
+from quire.sim.models import Model
 
 KV_DTYPE_BYTES = DTYPE_BYTES | {"fp8": 1}
 MAX_HEADER_BYTES = 100 * 2**20  # as in safetensors itself

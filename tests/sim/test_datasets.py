@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.paper.datasets import DATASETS, due_times, workload
-from quire.paper.workloads import WorkItem
+from quire.sim.datasets import DATASETS, due_times, workload
+from quire.sim.workloads import WorkItem
 
 SHARED = Path(__file__).parents[2] / "../shared/data"
 NOWHERE = Path("/no/such/folder")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.paper.workloads import WorkItem, length_workload, random_workload, renewed, token_id_workload
+from quire.sim.workloads import WorkItem, length_workload, random_workload, renewed, token_id_workload
 
 SHARED = Path(__file__).parents[3] / "../shared"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="../shared is not here")

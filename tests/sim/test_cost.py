@@ -4,9 +4,9 @@ import pytest
 
 from quire.core.plan import BlockCopy, StepPlan
 from quire.model.config import spec_from_config
-from quire.paper.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel
-from quire.paper.hardware import CurvePoint, Hardware
-from quire.paper.models import CONFIGS
+from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel
+from quire.sim.hardware import CurvePoint, Hardware
+from quire.sim.models import CONFIGS
 
 OPT_13B = spec_from_config(CONFIGS["OPT-13B"])
 MACHINE = Hardware(

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from quire.core.errors import ConfigError
-from quire.paper.workloads import WorkItem, converted, read_header, read_records
+from quire.sim.workloads import WorkItem, converted, read_header, read_records
 
 _COLUMNS: dict[str, Callable[[str], Any]] = {"arrival_s": float, "prompt_tokens": int, "output_tokens": int}
 HASH_SPAN = 512  # tokens that one of Mooncake's hash ids stands for
