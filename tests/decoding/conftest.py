@@ -8,8 +8,8 @@ import torch
 
 from quire.core.plan import NewRow
 from quire.decoding.sampler import SampledTokens, sample
-from quire.decoding.samples import Samples
-from quire.decoding.state import SamplingState
+from quire.decoding.sampling_batch import SamplingBatch
+from quire.decoding.sampling_state import SamplingState
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.sampling import SamplingOps
@@ -32,13 +32,13 @@ def sample_rows(ops: SamplingOps) -> SampleRows:
         vocab_size = logits.shape[1]
         state = SamplingState(max(new.row for new in new_rows) + 1, vocab_size)
         longest = max(len(new.token_ids) for new in new_rows)
-        # Places past a row's tokens hold what an earlier sequence left there.
+        # LogitIndices past a row's tokens hold what an earlier sequence left there.
         token_ids = np.full((len(state.features), longest + 3), vocab_size - 1, dtype=np.int32)
         for new in new_rows:
             state.set(new)
             token_ids[new.row, : len(new.token_ids)] = new.token_ids
         rows = np.array([new.row for new in new_rows])
         num_tokens = np.array([len(new.token_ids) for new in new_rows])
-        return sample(Samples.of(state, rows, token_ids, num_tokens), torch.from_numpy(logits.copy()), ops)
+        return sample(SamplingBatch.of(state, rows, token_ids, num_tokens), torch.from_numpy(logits.copy()), ops)
 
     return sample_rows

@@ -9,8 +9,8 @@ from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import branch_seed
 from quire.decoding.sampler import sample
-from quire.decoding.samples import Samples
-from quire.decoding.state import SamplingState
+from quire.decoding.sampling_batch import SamplingBatch
+from quire.decoding.sampling_state import SamplingState
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.sampling import SamplingOps
 
@@ -36,7 +36,7 @@ def draw_many(
     rows = np.repeat(np.arange(len(seeds)), num_indices)
     num_tokens = 1 + np.tile(np.arange(num_indices), len(seeds))
     batch = torch.from_numpy(logits).expand(len(rows), -1)
-    sampled = sample(Samples.of(state, rows, np.zeros((len(seeds), 1), np.int32), num_tokens), batch, ops)
+    sampled = sample(SamplingBatch.of(state, rows, np.zeros((len(seeds), 1), np.int32), num_tokens), batch, ops)
     return np.array(sampled.token_ids).reshape(len(seeds), num_indices)
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.decoding.sampler import SampledTokens, sample
-from quire.decoding.samples import Samples
-from quire.decoding.state import SamplingState
+from quire.decoding.sampling_batch import SamplingBatch
+from quire.decoding.sampling_state import SamplingState
 from quire.kernels.philox import uniforms
 from quire.kernels.sampling import SamplingOps
 
@@ -160,7 +160,7 @@ def test_a_draw_is_the_philox_number_of_its_seed_and_index(ops: SamplingOps) -> 
     state.set(NewRow(0, [1, 2, 3], 3, [], SamplingParams(), seed=42))
     num_tokens = np.arange(3, 203)
     rows, token_ids = np.zeros(200, dtype=int), np.zeros((1, 300), np.int32)
-    sampled = sample(Samples.of(state, rows, token_ids, num_tokens), torch.zeros(200, 10), ops)
+    sampled = sample(SamplingBatch.of(state, rows, token_ids, num_tokens), torch.zeros(200, 10), ops)
     numbers = uniforms(np.full(200, 42, dtype=np.uint64), np.arange(200))
     assert sampled.token_ids == np.floor(numbers * 10).astype(int).tolist()
 
@@ -217,7 +217,7 @@ def test_new_owner_of_a_row_gets_nothing_that_the_last_one_asked_for(ops: Sampli
     state.set(NewRow(0, [0], 1, [], params, seed=0))
     state.set(NewRow(0, [0], 1, [], SamplingParams(temperature=0), seed=0))
     logits = torch.tensor([[0.0, 1.0, 3.0, 2.0, 3.0]])
-    samples = Samples.of(state, np.array([0]), np.zeros((1, 4), np.int32), np.array([1]))
+    samples = SamplingBatch.of(state, np.array([0]), np.zeros((1, 4), np.int32), np.array([1]))
     assert sample(samples, logits, ops)[:2] == ([2], None)
 
 

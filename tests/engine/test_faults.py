@@ -22,8 +22,8 @@ from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import SequenceDelta
 from quire.core.sequence import Request
 from quire.decoding.sampler import SampledTokens
-from quire.decoding.samples import Samples
-from quire.decoding.state import BIAS
+from quire.decoding.sampling_batch import SamplingBatch
+from quire.decoding.sampling_state import BIAS
 from quire.engine.branch_output import BranchOutput
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.process import EngineLoop
@@ -263,7 +263,7 @@ def test_row_that_cannot_be_sampled_fails_alone(
     """Whatever it is that its parameters do to the sampler."""
     sample = worker.sample
 
-    def fail_for_bias(samples: Samples, logits: Tensor, ops: SamplingOps) -> SampledTokens:
+    def fail_for_bias(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> SampledTokens:
         if samples.using(BIAS).size:
             raise IndexError("no such token")
         return sample(samples, logits, ops)

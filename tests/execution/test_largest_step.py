@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.execution.decode_graphs import idle_batch
+from quire.execution.cuda_graphs import dummy_batch
 from quire.execution.largest_step import GRAPHS_SHARE, CudaMeter, bytes_left
 from quire.kernels.back_end import REFERENCE, cuda_back_end
 from quire.kernels.token_choice import Draws
@@ -65,7 +65,7 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(tmp_path: Path, block_size
         tried = kernels.copy()
         cache = KVCache.allocate(model.spec, 40, block_size, model.dtype, model.back_end)
         for num_seqs, num_tokens in ((1, 1), (3, 3), (2, 50)):
-            hidden = model.forward(idle_batch(num_seqs, num_tokens, 5, model.device), cache)
+            hidden = model.forward(dummy_batch(num_seqs, num_tokens, 5, model.device), cache)
             logits = model.logits(hidden[:num_seqs])
             narrow, wide = np.ones(num_seqs, np.float32), np.ones(num_seqs)
             draws = Draws(narrow, narrow, narrow.astype(np.int32), wide, wide)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from quire.engine import assembly
-from quire.execution import overlapped_worker
+from quire.execution import async_cuda_executor
 from quire.execution.largest_step import bytes_left
 from quire.kernels import back_end, linear
 from quire.kernels.block_copy import copy_blocks
@@ -136,7 +136,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, *h
 
 
 class Graphs:
-    """Stands in for `CudaGraphs`: what was captured runs again, and leaves its result where it did at first."""
+    """Stands in for `CudaGraphCapture`: what was captured runs again, and leaves its result where it did at first."""
 
     def __call__(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Return the replay of a call."""
@@ -172,7 +172,7 @@ def turn_on(replace_by: Callable[[object, str, object], None] = setattr) -> None
     )
     replace_by(back_end, "cuda_back_end", lambda head_dim=8: imitated)
     replace_by(triton_linear, "activate", lambda x, name: _kernel(linear._ACTIVATIONS[name])(x))
-    replace_by(overlapped_worker, "CudaGraphs", Graphs)
+    replace_by(async_cuda_executor, "CudaGraphCapture", Graphs)
     replace_by(assembly, "CUDA_SWAP_BYTES", SWAP_BYTES)
     replace_by(assembly, "bytes_left", lambda model, *sizes: bytes_left(model, 2, 4, *sizes[2:]))
     logits, generator = Decoder.logits, torch.Generator().manual_seed(0)

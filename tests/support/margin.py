@@ -21,9 +21,9 @@ from quire import LLM, RequestOutput
 from quire.core.plan import NewRow
 from quire.core.seeds import branch_seed
 from quire.core.sequence import Request
-from quire.decoding.edits import apply_edits
-from quire.decoding.samples import Samples
-from quire.decoding.state import SamplingState
+from quire.decoding.logits_processors import apply_edits
+from quire.decoding.sampling_batch import SamplingBatch
+from quire.decoding.sampling_state import SamplingState
 from quire.kernels.back_end import REFERENCE
 from quire.kernels.philox import uniforms
 from quire.kernels.sampling import TORCH
@@ -81,7 +81,7 @@ def beyond_margin(asked: Asked, index: int, tokens: list[int], margin: float | N
     numbers = uniforms(np.full(len(tokens), seed, np.uint64), np.arange(len(tokens)))
     beyond = []
     for place, (token, number) in enumerate(zip(tokens, numbers.tolist(), strict=True)):
-        samples = Samples.of(state, np.array([0]), known, np.array([len(prompt) + place]))
+        samples = SamplingBatch.of(state, np.array([0]), known, np.array([len(prompt) + place]))
         own = logits[place : place + 1].clone()
         apply_edits(samples, own, TORCH)
         values = own[0].double().numpy()

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.outputs import TokenLogprobs
-from quire.decoding.edits import apply_edits
-from quire.decoding.samples import Samples
-from quire.decoding.state import EDITS, LOGPROBS, SAMPLED, SCALED
+from quire.decoding.logits_processors import process_logits
+from quire.decoding.sampling_batch import SamplingBatch
+from quire.decoding.sampling_state import LOGITS_PROCESSED, LOGPROBS, SAMPLED, SCALED
 from quire.kernels.sampling import TORCH, SamplingOps, Tokens
 from quire.kernels.token_choice import Draws
 
@@ -45,7 +45,7 @@ class SampledTokens(NamedTuple):
     failures: Mapping[int, str] = {}
 
 
-def sample(samples: Samples, logits: Tensor, ops: SamplingOps = TORCH) -> SampledTokens:
+def sample(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = TORCH) -> SampledTokens:
     """Choose one token per sample, from logits float32 [num_samples, vocab].
 
     Steps 1 and 2, and beams' temperatures, edit `logits`: do not use them afterwards.
@@ -54,7 +54,7 @@ def sample(samples: Samples, logits: Tensor, ops: SamplingOps = TORCH) -> Sample
     if wanted & SCALED:
         _scale(samples, logits)
     raw, raw_rows = logits, asking
-    if asking.size and wanted & EDITS:  # a copy of those rows alone
+    if asking.size and wanted & LOGITS_PROCESSED:  # a copy of those rows alone
         raw, raw_rows = logits[torch.from_numpy(asking).to(logits.device)], np.arange(len(asking))
     choice = _choose(samples, logits, wanted, ops)
     chosen = choice.numpy(force=True) if isinstance(choice, Tensor) else choice
@@ -71,7 +71,7 @@ def sample(samples: Samples, logits: Tensor, ops: SamplingOps = TORCH) -> Sample
     return SampledTokens(chosen.tolist(), records, failures)
 
 
-def draw(samples: Samples, logits: Tensor, ops: SamplingOps = TORCH) -> Tensor:
+def sample_async(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = TORCH) -> Tensor:
     """Do what `sample` does without waiting for a device; for samples of which none asks for logprobs.
 
     Returns int64 [2, num_samples], where the logits are: the tokens, and whether each has a finite logit.
@@ -83,8 +83,8 @@ def draw(samples: Samples, logits: Tensor, ops: SamplingOps = TORCH) -> Tensor:
     return torch.stack([tokens, logits.gather(1, tokens[:, None])[:, 0].isfinite()])
 
 
-def sampled_tokens(drawn: Tensor) -> SampledTokens:
-    """Return what `sample` would have, from what `draw` has given."""
+def to_sampled_tokens(drawn: Tensor) -> SampledTokens:
+    """Return what `sample` would have, from what `sample_async` has given."""
     token_ids, is_sound = drawn.tolist()
     return SampledTokens(token_ids, None, {i: NOT_FINITE for i, sound in enumerate(is_sound) if not sound})
 
@@ -131,7 +131,7 @@ def _token_logprobs(
     return [TokenLogprobs(ids[:end], values[:end], ranks[:end]) for ids, values, ranks, end in entries]
 
 
-def _scale(samples: Samples, logits: Tensor) -> None:
+def _scale(samples: SamplingBatch, logits: Tensor) -> None:
     """Divide the logits of beams by their temperatures. The highest goes off first, so that none becomes infinite."""
     scaled = samples.using(SCALED)
     temperatures = samples.take(scaled).settings()["temperature"]
@@ -139,10 +139,10 @@ def _scale(samples: Samples, logits: Tensor) -> None:
         logits[index] = (logits[index] - logits[index].amax()) / temperature
 
 
-def _choose(samples: Samples, logits: Tensor, wanted: int, ops: SamplingOps) -> Tokens:
+def _choose(samples: SamplingBatch, logits: Tensor, wanted: int, ops: SamplingOps) -> Tokens:
     """Edit the logits; return the tokens [num_samples]: drawn where the temperature is above 0, else the highest."""
-    if wanted & EDITS:
-        apply_edits(samples, logits, ops)
+    if wanted & LOGITS_PROCESSED:
+        process_logits(samples, logits, ops)
     if not wanted & SAMPLED:
         return ops.choose_tokens(logits)
     settings = samples.settings()

@@ -23,11 +23,11 @@ from quire.engine.sizing import (
     table_positions,
 )
 from quire.engine.wire import Ready
+from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.batch import PersistentBatch
 from quire.execution.device_memory import empty_host_cache, memory_of, pinned_bytes, use_exact_products
 from quire.execution.executor import Executor, LocalExecutor
 from quire.execution.largest_step import CudaMeter, bytes_left
-from quire.execution.overlapped_worker import OverlappedWorker
 from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import CudaSwapper, Swapper
 from quire.execution.worker import Worker
@@ -98,7 +98,7 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
         kv_bytes_per_token=limits.kv_bytes_per_token,
         num_swap_blocks=cache_config.num_swap_blocks,
     )
-    engine = Engine(scheduler, executor, overlaps=isinstance(executor, OverlappedWorker))
+    engine = Engine(scheduler, executor, overlaps=isinstance(executor, AsyncCudaExecutor))
     return AssembledEngine(engine, InputProcessor(tokenizer, ready, options), tokenizer, model, ready)
 
 
@@ -163,7 +163,7 @@ def _cuda_meter(device: torch.device) -> CudaMeter:
 def _executor(model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None) -> Executor:
     """Return what runs plans: beside the host where the device can do that."""
     if model.device.type == "cuda":
-        return OverlappedWorker(model, cache, batch, swapper)
+        return AsyncCudaExecutor(model, cache, batch, swapper)
     return LocalExecutor(Worker(model, cache, batch, swapper).execute)
 
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.core.plan import NewRow, RowFork, StepPlan
-from quire.decoding.state import SamplingState
+from quire.decoding.sampling_state import SamplingState
 from quire.model.batch import ForwardBatch
 
 IntArray = NDArray[np.int64]
@@ -103,7 +103,7 @@ class PersistentBatch:
             logit_rows=query_starts[1:][entries].astype(np.int64) - 1,
         )
 
-    def refer(self, inputs: StepInputs) -> IntArray:
+    def write_placeholders(self, inputs: StepInputs) -> IntArray:
         """Let -1 - row stand for each token that is being sampled; return the rows' owners, for `record`."""
         self.record(inputs, (-1 - inputs.sample_rows).tolist())
         owners: IntArray = self._owners[inputs.sample_rows]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from quire.core.errors import ConfigError
-from quire.execution.decode_graphs import SIZES, idle_batch
+from quire.execution.cuda_graphs import SIZES, dummy_batch
 from quire.execution.device_memory import memory_of
 from quire.kernels.token_choice import Draws
 from quire.model.decoder import Decoder
@@ -63,7 +63,7 @@ def bytes_left(
     tensors = [*cache.keys, *cache.values]
     model.back_end.copy_blocks(tensors, tensors, torch.tensor([0]), torch.tensor([1]))
     meter.forget()
-    largest = idle_batch(num_seqs, num_tokens, max_blocks, model.device)
+    largest = dummy_batch(num_seqs, num_tokens, max_blocks, model.device)
     logits = model.logits(model.forward(largest, cache)[:num_seqs])
     ones, singles = np.ones(len(logits)), np.ones(len(logits), np.float32)
     draws = Draws(singles, singles, ones.astype(np.int32), ones, ones)
@@ -72,7 +72,7 @@ def bytes_left(
     peak_bytes = meter.peak_bytes()
     held_bytes = meter.forget()
     num_decodes = min(num_seqs, SIZES[-1])
-    model.forward(idle_batch(num_decodes, num_decodes, max_blocks, model.device), cache)
+    model.forward(dummy_batch(num_decodes, num_decodes, max_blocks, model.device), cache)
     peak_bytes += meter.peak_bytes() - held_bytes
     meter.forget()
     free_bytes, total_bytes = meter.free_and_total_bytes()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.core.plan import MeasuredRates, PromptLogprobsChunk, StepPlan, StepResult
 from quire.decoding.sampler import NOT_FINITE, SampledTokens, is_finite, join, prompt_logprobs, sample
-from quire.decoding.samples import Samples
+from quire.decoding.sampling_batch import SamplingBatch
 from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.rates import Rate
 from quire.execution.swapper import Swapper
@@ -88,9 +88,9 @@ class Worker:
     def _draw(self, inputs: StepInputs, logits: Tensor, which: slice) -> SampledTokens:
         return sample(self._samples(inputs, which), logits, self._model.back_end.sampling)
 
-    def _samples(self, inputs: StepInputs, which: slice) -> Samples:
+    def _samples(self, inputs: StepInputs, which: slice) -> SamplingBatch:
         batch = self._batch
-        return Samples.of(
+        return SamplingBatch.of(
             batch.sampling, inputs.sample_rows[which], batch.token_ids, inputs.sample_num_tokens[which]
         )
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire import LLM
-from quire.execution.overlapped_worker import OverlappedWorker
+from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.kernels.back_end import cuda_back_end
 from support.cuda_engine import PROMPTS, check_sharing, differences_beyond_margin, tokens_of
 from support.random_model import write_random_model
@@ -23,7 +23,7 @@ def interpreted(**settings: object) -> LLM:
     """Make an engine whose ops are those of a GPU, on tensors in host memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.engine.assembly.choose_back_end", lambda *args, **kwargs: cuda_back_end())
-        patch.setattr("quire.engine.assembly._executor", OverlappedWorker)
+        patch.setattr("quire.engine.assembly._executor", AsyncCudaExecutor)
         return LLM(device="cpu", **settings)  # type: ignore[arg-type]
 
 

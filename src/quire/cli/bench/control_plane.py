@@ -13,7 +13,7 @@ from quire.core.sequence import Request
 from quire.engine.engine import Engine
 from quire.execution.batch import PersistentBatch
 from quire.execution.executor import LocalExecutor
-from quire.execution.null import NullWorker
+from quire.execution.null_worker import NullWorker
 from quire.scheduling.scheduler import Scheduler
 
 _VOCAB_SIZE = 32_000

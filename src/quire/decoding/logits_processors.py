@@ -12,19 +12,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.decoding.samples import Samples
-from quire.decoding.state import ALLOWED, BAD_WORDS, BIAS, MIN_TOKENS, NAMING, PENALTIES
+from quire.decoding.sampling_batch import SamplingBatch
+from quire.decoding.sampling_state import ALLOWED, BAD_WORDS, BIAS, MIN_TOKENS, PENALTIES, TOKEN_LISTS
 from quire.kernels.penalties import Penalties
 from quire.kernels.sampling import SamplingOps
 from quire.kernels.upload import upload
 
 FEW_TOKENS = 64
-Places = tuple[Tensor, Tensor]  # sample and token id of each place, both int64 [num_places], on the logits' device
+LogitIndices = tuple[Tensor, Tensor]  # sample and token id of each index, both int64 [num], on the logits' device
 
 
-def apply_edits(samples: Samples, logits: Tensor, ops: SamplingOps) -> None:
+def process_logits(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> None:
     """Edit `logits` [num_samples, vocab] in place."""
-    lists = {i: samples.state.token_lists(samples.rows[i]) for i in samples.using(NAMING).tolist()}
+    lists = {i: samples.state.token_lists(samples.rows[i]) for i in samples.using(TOKEN_LISTS).tolist()}
     _keep_allowed(logits, {i: lists[i].allowed_ids for i in samples.using(ALLOWED).tolist()})
     forbidden = {i: lists[i].early_stop_ids for i in samples.using(MIN_TOKENS).tolist()}
     for i in samples.using(BAD_WORDS).tolist():
@@ -36,7 +36,7 @@ def apply_edits(samples: Samples, logits: Tensor, ops: SamplingOps) -> None:
     _penalize(samples, logits, ops)
 
 
-def _places(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> Places:
+def _logit_indices(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> LogitIndices:
     """Return where in `logits` the ids of each sample stand."""
     samples = np.repeat(np.fromiter(ids, dtype=np.int64, count=len(ids)), [len(tokens) for tokens in ids.values()])
     return upload(samples, logits.device), upload(np.concatenate(list(ids.values())), logits.device)
@@ -51,7 +51,7 @@ def _keep_allowed(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> None:
     """Forbid everything but the ids given."""
     if not ids:
         return
-    places = _places(logits, ids)
+    places = _logit_indices(logits, ids)
     kept = logits[places]
     logits.index_fill_(0, _rows(logits, ids), -torch.inf)
     logits[places] = kept
@@ -62,7 +62,7 @@ def _forbid(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> None:
     ids = {sample: tokens for sample, tokens in ids.items() if tokens.size}
     if not ids:
         return
-    places = _places(logits, ids)
+    places = _logit_indices(logits, ids)
     before = logits[places]
     logits[places] = -torch.inf
     rows = _rows(logits, ids)
@@ -70,20 +70,20 @@ def _forbid(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> None:
         rows = rows[logits[:, :FEW_TOKENS][rows].amax(dim=1) == -torch.inf]
         if not len(rows):
             return
-    gives_way = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-    gives_way[rows] = logits[rows].amax(dim=1) == -torch.inf
-    logits[places] = torch.where(gives_way[places[0]], before, -torch.inf)
+    is_relaxed = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    is_relaxed[rows] = logits[rows].amax(dim=1) == -torch.inf
+    logits[places] = torch.where(is_relaxed[places[0]], before, -torch.inf)
 
 
 def _add_bias(logits: Tensor, ids: dict[int, NDArray[np.int64]], values: Sequence[NDArray[np.float32]]) -> None:
     """Add a bias to each id given; no id stands twice in one sample."""
     if not ids:
         return
-    places = _places(logits, ids)
+    places = _logit_indices(logits, ids)
     logits[places] = logits[places] + upload(np.concatenate(values), logits.device)
 
 
-def _penalize(samples: Samples, logits: Tensor, ops: SamplingOps) -> None:
+def _penalize(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> None:
     """Apply repetition, presence and frequency penalties, computed anew from the known tokens."""
     penalized = samples.using(PENALTIES)
     if not penalized.size:

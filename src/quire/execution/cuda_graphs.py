@@ -25,7 +25,7 @@ Replay = Callable[[], Tensor]                    # runs the graph, returns its h
 Capture = Callable[[Callable[[], Tensor]], Replay]
 
 
-class DecodeGraphs:
+class CudaGraphRunner:
     """The graphs of one model and cache. `forward` computes a batch; `capture` makes a graph of a call."""
 
     def __init__(
@@ -68,14 +68,14 @@ class DecodeGraphs:
             size = self._largest
         self._wanted.pop(size, None)
         self._graphs[size] = None
-        inputs = idle_batch(size, size, self._max_blocks, self._device)
+        inputs = dummy_batch(size, size, self._max_blocks, self._device)
         try:
             self._graphs[size] = inputs, self._capture(lambda: self._forward(inputs))
         except RuntimeError:
             log.exception("decodes of %d rows run without a graph", size)
 
 
-def idle_batch(num_rows: int, num_tokens: int, max_blocks: int, device: torch.device) -> ForwardBatch:
+def dummy_batch(num_rows: int, num_tokens: int, max_blocks: int, device: torch.device) -> ForwardBatch:
     """Return a batch whose rows are of no sequence: their tokens see nothing and write nothing."""
     return ForwardBatch(
         token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
@@ -96,7 +96,7 @@ def _fill(inputs: ForwardBatch, batch: ForwardBatch, num_rows: int) -> None:
     inputs.block_tables[:num_rows, : batch.block_tables.shape[1]].copy_(batch.block_tables)
 
 
-class CudaGraphs:
+class CudaGraphCapture:
     """A `Capture`. All graphs draw on one pool of memory, for they never run at the same time.
 
     Nothing random is captured, and nothing that waits: a model's layers neither draw nor look at what they compute.

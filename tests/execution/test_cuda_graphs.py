@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.execution.decode_graphs import SIZES, WANTED_BEFORE_CAPTURE, DecodeGraphs
+from quire.execution.cuda_graphs import SIZES, WANTED_BEFORE_CAPTURE, CudaGraphRunner
 from quire.model.batch import ForwardBatch
 
 MAX_BLOCKS = 5
@@ -47,11 +47,11 @@ def recorder() -> Recorder:
 
 
 @pytest.fixture
-def graphs(recorder: Recorder) -> DecodeGraphs:
-    return DecodeGraphs(recorder.forward, MAX_BLOCKS, torch.device("cpu"), recorder.capture)
+def graphs(recorder: Recorder) -> CudaGraphRunner:
+    return CudaGraphRunner(recorder.forward, MAX_BLOCKS, torch.device("cpu"), recorder.capture)
 
 
-def want(graphs: DecodeGraphs, num_rows: int) -> None:
+def want(graphs: CudaGraphRunner, num_rows: int) -> None:
     for _ in range(WANTED_BEFORE_CAPTURE):
         assert graphs.run(batch_of(num_rows)) is None
         graphs.capture_one()
@@ -59,7 +59,7 @@ def want(graphs: DecodeGraphs, num_rows: int) -> None:
 
 
 def test_largest_size_is_captured_first(recorder: Recorder) -> None:
-    graphs = DecodeGraphs(recorder.forward, MAX_BLOCKS, torch.device("cpu"), recorder.capture, max_rows=20)
+    graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, torch.device("cpu"), recorder.capture, max_rows=20)
     for _ in range(WANTED_BEFORE_CAPTURE):
         assert graphs.run(batch_of(3)) is None
     graphs.capture_one()
@@ -70,7 +70,7 @@ def test_largest_size_is_captured_first(recorder: Recorder) -> None:
     assert len(recorder.seen[-1].context_lens) == 4
 
 
-def test_size_is_captured_once_it_has_been_wanted_often(graphs: DecodeGraphs, recorder: Recorder) -> None:
+def test_size_is_captured_once_it_has_been_wanted_often(graphs: CudaGraphRunner, recorder: Recorder) -> None:
     for _ in range(WANTED_BEFORE_CAPTURE - 1):
         assert graphs.run(batch_of(3)) is None
         graphs.capture_one()
@@ -83,7 +83,7 @@ def test_size_is_captured_once_it_has_been_wanted_often(graphs: DecodeGraphs, re
     assert graphs.run(batch_of(3)) is not None
 
 
-def test_one_size_is_captured_at_a_time(graphs: DecodeGraphs, recorder: Recorder) -> None:
+def test_one_size_is_captured_at_a_time(graphs: CudaGraphRunner, recorder: Recorder) -> None:
     for num_rows in (1, 2, 200):
         for _ in range(WANTED_BEFORE_CAPTURE):
             graphs.run(batch_of(num_rows))
@@ -92,7 +92,7 @@ def test_one_size_is_captured_at_a_time(graphs: DecodeGraphs, recorder: Recorder
         assert recorder.num_captured == expected
 
 
-def test_batch_is_padded_with_rows_of_no_sequence(graphs: DecodeGraphs, recorder: Recorder) -> None:
+def test_batch_is_padded_with_rows_of_no_sequence(graphs: CudaGraphRunner, recorder: Recorder) -> None:
     want(graphs, 7)
     for num_rows in (8, 6):  # what the larger batch left is covered
         batch = batch_of(num_rows)
@@ -106,7 +106,7 @@ def test_batch_is_padded_with_rows_of_no_sequence(graphs: DecodeGraphs, recorder
     assert torch.equal(seen.block_tables[:6, :2], batch.block_tables)
 
 
-def test_prompts_and_batches_above_the_last_size_run_as_they_are(graphs: DecodeGraphs, recorder: Recorder) -> None:
+def test_prompts_and_batches_above_the_last_size_run_as_they_are(graphs: CudaGraphRunner, recorder: Recorder) -> None:
     for _ in range(WANTED_BEFORE_CAPTURE + 1):
         assert graphs.run(batch_of(3, counts=2)) is None
         assert graphs.run(batch_of(SIZES[-1] + 1)) is None
@@ -121,7 +121,7 @@ def test_size_that_cannot_be_captured_runs_without_from_then_on(
         recorder.num_captured += 1
         raise torch.OutOfMemoryError("the card is full")
 
-    graphs = DecodeGraphs(recorder.forward, MAX_BLOCKS, torch.device("cpu"), capture)
+    graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, torch.device("cpu"), capture)
     for _ in range(3):
         want(graphs, 7)
     assert recorder.num_captured == 2

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.plan import StepPlan, StepResult
-from quire.decoding.sampler import SampledTokens, draw, sampled_tokens
-from quire.decoding.state import LOGPROBS
+from quire.decoding.sampler import SampledTokens, sample_async, to_sampled_tokens
+from quire.decoding.sampling_state import LOGPROBS
 from quire.execution.batch import PersistentBatch, StepInputs
-from quire.execution.decode_graphs import CudaGraphs, DecodeGraphs
+from quire.execution.cuda_graphs import CudaGraphCapture, CudaGraphRunner
 from quire.execution.device_memory import upload_step
 from quire.execution.swapper import Swapper
 from quire.execution.worker import Worker
@@ -29,31 +29,31 @@ from quire.model.kv_cache import KVCache
 log = logging.getLogger(__name__)
 
 
-class Started(NamedTuple):
+class StepInFlight(NamedTuple):
     """A step that the device may still be at work on."""
 
     inputs: StepInputs
     owners: NDArray[np.int64]         # of the rows that are sampled for
     hidden: Tensor                    # [T, hidden]
-    sampled: SampledTokens | Tensor   # what `draw` gave, on its way to the host; or all of it, where logprobs are asked
+    sampled: SampledTokens | Tensor   # of `sample_async`, being copied to the host; complete with logprobs
     event: torch.cuda.Event | None    # it has arrived
     num_prefilled: int                # tokens; 0 where there is nothing but decodes
     swap_s: float
     started_s: float
 
 
-class OverlappedWorker(Worker):
+class AsyncCudaExecutor(Worker):
     """An `Executor` of its own: several steps may be submitted before the first is collected."""
 
     def __init__(self, model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None) -> None:
         super().__init__(model, cache, batch, swapper)
-        self._steps: deque[Started] = deque()
+        self._steps: deque[StepInFlight] = deque()
         self._last_tokens = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=model.device)  # by row
         self._collected_s = 0.0
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: CudaGraphRunner | None = None
         if model.device.type == "cuda":
             num_rows, max_blocks = batch.block_tables.shape
-            self._graphs = DecodeGraphs(self._forward, max_blocks, model.device, CudaGraphs(), num_rows)
+            self._graphs = CudaGraphRunner(self._forward, max_blocks, model.device, CudaGraphCapture(), num_rows)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         return self._model.forward(batch, self._cache)
@@ -83,10 +83,10 @@ class OverlappedWorker(Worker):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         num_prefilled = sum(plan.counts) if max(plan.counts) > 1 else 0
-        owners = self._batch.refer(inputs)
+        owners = self._batch.write_placeholders(inputs)
         if self._graphs is not None:
             self._graphs.capture_one()
-        self._steps.append(Started(inputs, owners, hidden, sampled, event, num_prefilled, swap_s, started_s))
+        self._steps.append(StepInFlight(inputs, owners, hidden, sampled, event, num_prefilled, swap_s, started_s))
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
@@ -94,7 +94,7 @@ class OverlappedWorker(Worker):
         step = self._steps.popleft()
         if step.event is not None:
             step.event.synchronize()
-        sampled = sampled_tokens(step.sampled) if isinstance(step.sampled, Tensor) else step.sampled
+        sampled = to_sampled_tokens(step.sampled) if isinstance(step.sampled, Tensor) else step.sampled
         self._batch.record(step.inputs, sampled.token_ids, step.owners)
         before_s, self._collected_s = self._collected_s, time.perf_counter()
         if step.num_prefilled:
@@ -111,7 +111,7 @@ class OverlappedWorker(Worker):
             return self._sample(inputs, hidden, logit_rows)
         try:
             samples = self._samples(inputs, slice(None))
-            return draw(samples, self._model.logits(hidden[logit_rows]), self._model.back_end.sampling)
+            return sample_async(samples, self._model.logits(hidden[logit_rows]), self._model.back_end.sampling)
         except Exception:
             log.exception("the samples of a step are drawn again")
         return self._sample(inputs, hidden, logit_rows)

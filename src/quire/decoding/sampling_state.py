@@ -24,8 +24,8 @@ BIAS = 1 << 4
 PENALTIES = 1 << 5
 LOGPROBS = 1 << 6
 SCALED = 1 << 7  # the logprobs are of logits divided by the temperature
-NAMING = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS  # they name tokens
-EDITS = NAMING | PENALTIES                        # they change logits
+TOKEN_LISTS = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS  # they name tokens
+LOGITS_PROCESSED = TOKEN_LISTS | PENALTIES                        # they change logits
 
 ROW_DTYPE = np.dtype(
     [
@@ -92,7 +92,7 @@ class SamplingState:
         features = _features(new)
         self.features[new.row] = features
         self.settings[new.row] = _settings(new, self.vocab_size)
-        self.lists[new.row] = TokenLists.of(new, self._bad_words_of(new)) if features & NAMING else None
+        self.lists[new.row] = TokenLists.of(new, self._bad_words_of(new)) if features & TOKEN_LISTS else None
 
     def _bad_words_of(self, new: NewRow) -> BadWords:
         if new.bad_words_token_ids is not self._words:

@@ -1,14 +1,14 @@
-"""Samples: what a step draws, apart from its logits. One record, which functions hand on instead of five arguments."""
+"""SamplingBatch: the samples of a step without their logits, one record instead of five arguments."""
 
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.decoding.state import MIN_TOKENS, SamplingState
+from quire.decoding.sampling_state import MIN_TOKENS, SamplingState
 
 
-class Samples(NamedTuple):
+class SamplingBatch(NamedTuple):
     """The samples of a step, one for each row of its logits.
 
     features uint32 [num_samples], the flags of `SamplingState` that each uses in this step; rows int64 [num_samples],
@@ -29,7 +29,7 @@ class Samples(NamedTuple):
         rows: NDArray[np.int64],
         token_ids: NDArray[np.int32],
         num_tokens: NDArray[np.int64],
-    ) -> "Samples":
+    ) -> "SamplingBatch":
         """Look up what each sample uses in this step: min_tokens only until there are as many."""
         features = state.features[rows]
         early = np.flatnonzero(features & MIN_TOKENS)
@@ -48,7 +48,7 @@ class Samples(NamedTuple):
         """Return the samples that use any of `features`, ascending."""
         return np.flatnonzero(self.features & features)
 
-    def take(self, which: NDArray[np.int64]) -> "Samples":
+    def take(self, which: NDArray[np.int64]) -> "SamplingBatch":
         """Return some of the samples, in the order given."""
         return self._replace(features=self.features[which], rows=self.rows[which], num_tokens=self.num_tokens[which])
 
