@@ -33,7 +33,7 @@ TORCHLESS_FLOORS = [
     *("quire", "quire.core", "quire.text", "quire.cache", "quire.scheduling"),
     *("quire.server", "quire.sim", "quire.paper", "quire.cli"),
 ]
-SERVER_SIDE = ["quire.engine.client", "quire.engine.child", "quire.engine.process"]  # the last until it has to load
+SERVER_SIDE = ["quire.engine.client", "quire.engine.launcher", "quire.engine.process"]  # the last until it has to load
 
 
 @pytest.mark.parametrize("name", TORCHLESS_FLOORS)

@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _engines_may_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.child.END_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("quire.engine.launcher.STOP_TIMEOUT_S", 60.0)

@@ -14,8 +14,8 @@ import uvloop
 from quire import LLM, SamplingParams
 from quire.core.errors import InvalidRequestError, RequestFailedError, UnknownPrefixError
 from quire.core.outputs import CompletionOutput, PinnedPrefix, RequestOutput, SequenceDelta
-from quire.engine.branch_output import BranchOutput
 from quire.engine.client import EngineClient
+from quire.engine.completion_builder import CompletionBuilder
 from quire.engine.input_processor import Prompt, TokenizedPrompt
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind
@@ -434,9 +434,9 @@ def test_abort_wakes_who_waits(client: EngineClient, runner: asyncio.Runner) -> 
 def test_fault_in_the_output_of_one_request_fails_that_request_alone(
     client: EngineClient, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
-    extend, num_extended = BranchOutput.extend, 0
+    extend, num_extended = CompletionBuilder.extend, 0
 
-    def failing(branch: BranchOutput, delta: SequenceDelta) -> None:
+    def failing(branch: CompletionBuilder, delta: SequenceDelta) -> None:
         nonlocal num_extended
         num_extended += delta.request_id == victim
         if delta.request_id == victim and num_extended == 3:
@@ -456,7 +456,7 @@ def test_fault_in_the_output_of_one_request_fails_that_request_alone(
         return (await read(bystander))[-1]
 
     victim = -1
-    monkeypatch.setattr(BranchOutput, "extend", failing)
+    monkeypatch.setattr(CompletionBuilder, "extend", failing)
     assert len(runner.run(run()).outputs[0].token_ids) == 40
     assert client.is_alive
 

@@ -24,11 +24,11 @@ from quire.core.sequence import Request
 from quire.decoding.sampler import SampledTokens
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import BIAS
-from quire.engine.branch_output import BranchOutput
+from quire.engine.completion_builder import CompletionBuilder
+from quire.engine.heartbeat import Heartbeat
+from quire.engine.messages import Add, Idle, Report, Stepped
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.process import EngineLoop
-from quire.engine.pulse import Pulse
-from quire.engine.wire import Add, Idle, Report, Stepped
 from quire.execution import worker
 from quire.execution.swapper import Swapper
 from quire.kernels.sampling import SamplingOps
@@ -152,7 +152,7 @@ class Run:
             self._outputs.add(prepared, external_id=str(len(self.ids)), arrival_s=0.0)
             self.ids.append(prepared.request.request_id)
         with pytest.raises(OverError):
-            EngineLoop(self._engine, self._commands, self._take, Pulse(lambda: 0, lambda: None)).run()
+            EngineLoop(self._engine, self._commands, self._take, Heartbeat(lambda: 0, lambda: None)).run()
         assert len(self._outputs) == 0, "somebody waits in vain"
 
     def _send(self, request: Request) -> None:
@@ -215,7 +215,7 @@ POINTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "swap out": (Swapper, "_move", moves("out")),
     "swap in": (Swapper, "_move", moves("in")),
     "logits": (Decoder, "logits", always),
-    "detokenize": (BranchOutput, "extend", always),
+    "detokenize": (CompletionBuilder, "extend", always),
     "sample": (worker, "sample", always),
 }
 

@@ -12,8 +12,8 @@ from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import arrival_seed
 from quire.engine.input_processor import InputProcessor, TokenizedPrompt
+from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
-from quire.engine.wire import Ready
 from quire.scheduling.limits import AdmissionLimits
 from quire.text.tokenizer import Tokenizer
 from support.small_tokenizers import CHAT_TEMPLATE, byte_fallback, byte_level, save

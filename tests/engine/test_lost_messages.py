@@ -13,12 +13,12 @@ import pytest
 from quire import SamplingParams
 from quire.core.outputs import RequestOutput
 from quire.engine import client as client_module
-from quire.engine import wire
-from quire.engine.child import EngineChild
+from quire.engine import messages
 from quire.engine.client import EngineClient
+from quire.engine.launcher import EngineProcess
+from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
-from quire.engine.request_stream import RequestStream
-from quire.engine.wire import EngineDeadError
+from quire.engine.streams import RequestStream
 from support.engine_process import TIMEOUT_S, Recorder, add, holds_nothing, is_at_rest, read, until
 from support.fake_executor import expected_tokens
 from support.scripted_engine import FAULT, failing, spawn_scripted
@@ -49,7 +49,7 @@ async def ask(client: EngineClient) -> list[list[int] | BaseException]:
     return outcomes
 
 
-async def run(child: EngineChild) -> bool:
+async def run(child: EngineProcess) -> bool:
     """Whether an engine has served all to the end. If it has not, it has died, and each request has ended or knows."""
     try:
         client = await EngineClient.connect(child, EngineOptions(), Recorder())
@@ -68,7 +68,7 @@ async def run(child: EngineChild) -> bool:
     return is_alive
 
 
-def fail_each_hit(spawn: Callable[[int], EngineChild]) -> int:
+def fail_each_hit(spawn: Callable[[int], EngineProcess]) -> int:
     """Return how many hits there were."""
     nth = 1
     while not asyncio.run(run(spawn(nth))):
@@ -85,10 +85,10 @@ def test_command_that_the_engine_cannot_take_is_its_end() -> None:
 
 
 def test_report_that_the_server_cannot_take_is_the_engines_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = wire.decode_report
+    decode = messages.decode_report
 
-    def spawn(nth: int) -> EngineChild:
-        monkeypatch.setattr(wire, "decode_report", failing(decode, nth))
+    def spawn(nth: int) -> EngineProcess:
+        monkeypatch.setattr(messages, "decode_report", failing(decode, nth))
         return spawn_scripted()
 
     assert fail_each_hit(spawn) >= 5

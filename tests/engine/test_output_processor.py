@@ -15,7 +15,7 @@ from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import Admission, FinishReason, RequestOutput, SequenceDelta, TokenLogprobs
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
-from quire.engine.branch_output import BranchOutput
+from quire.engine.completion_builder import CompletionBuilder
 from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
 from quire.engine.output_processor import PART_TOKENS, SLICE_UNITS, OutputKind, OutputProcessor, ProcessedStep
 from quire.text.tokenizer import Tokenizer
@@ -579,14 +579,14 @@ def test_fault_in_one_request_takes_nothing_from_the_others(
 ) -> None:
     processor = start(tokenizer)
     processor.add(prepare(8, [5], SamplingParams(n=2)), external_id="b", arrival_s=100.0)
-    fault, extend = RuntimeError("no such byte"), BranchOutput.extend
+    fault, extend = RuntimeError("no such byte"), CompletionBuilder.extend
 
-    def failing(branch: BranchOutput, delta: SequenceDelta) -> None:
+    def failing(branch: CompletionBuilder, delta: SequenceDelta) -> None:
         if (delta.request_id, delta.index) == (8, 1):
             raise fault
         extend(branch, delta)
 
-    monkeypatch.setattr(BranchOutput, "extend", failing)
+    monkeypatch.setattr(CompletionBuilder, "extend", failing)
     tokens = tokens_of(tokenizer, " the")
     deltas = [SequenceDelta(8, 0, tokens), SequenceDelta(8, 1, tokens), SequenceDelta(7, 0, tokens)]
     step = processor.process(deltas, 101.0)

@@ -22,14 +22,11 @@ from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import KVStats
 from quire.engine import client as client_module
 from quire.engine import process
-from quire.engine.child import EngineChild
 from quire.engine.client import EngineClient
 from quire.engine.engine import Engine
-from quire.engine.options import EngineOptions
-from quire.engine.process import EngineLoop
-from quire.engine.pulse import Pulse
-from quire.engine.request_stream import RequestStream
-from quire.engine.wire import (
+from quire.engine.heartbeat import Heartbeat
+from quire.engine.launcher import EngineProcess
+from quire.engine.messages import (
     Abort,
     Add,
     Alive,
@@ -47,6 +44,9 @@ from quire.engine.wire import (
     Stepped,
     is_add,
 )
+from quire.engine.options import EngineOptions
+from quire.engine.process import EngineLoop
+from quire.engine.streams import RequestStream
 from quire.model.resolve import DEMO_MODEL
 from quire.scheduling.limits import AdmissionLimits
 from support.engine_process import (
@@ -97,7 +97,7 @@ def test_engine_that_cannot_start_says_why_as_llm_does(
     tmp_path: Path, options_in: Callable[[Path], EngineOptions], error: type[Exception]
 ) -> None:
     options = options_in(tmp_path)
-    child = EngineChild.spawn(options)
+    child = EngineProcess.spawn(options)
     with pytest.raises(error) as told:
         asyncio.run(EngineClient.connect(child, options, Recorder()))
     assert child.process.returncode is not None
@@ -109,7 +109,7 @@ def test_engine_that_cannot_start_says_why_as_llm_does(
 
 def test_engine_that_dies_while_it_loads_is_dead() -> None:
     options = EngineOptions()
-    child = EngineChild.spawn(options)
+    child = EngineProcess.spawn(options)
     child.process.kill()
     with pytest.raises(EngineDeadError, match=r"ended while it loaded \(killed by signal 9, Killed\)"):
         asyncio.run(EngineClient.connect(child, options, Recorder()))
@@ -122,7 +122,7 @@ def test_engine_that_nobody_waits_for_is_ended(
     factory: Callable[[], asyncio.AbstractEventLoop], patience_s: float
 ) -> None:
     options = EngineOptions()
-    child = EngineChild.spawn(options)
+    child = EngineProcess.spawn(options)
 
     async def run() -> None:
         connecting = asyncio.create_task(EngineClient.connect(child, options, Recorder()))
@@ -136,7 +136,7 @@ def test_engine_that_nobody_waits_for_is_ended(
 
 
 def test_engine_whose_server_dies_while_it_loads_ends_by_itself() -> None:
-    child = EngineChild.spawn(EngineOptions())
+    child = EngineProcess.spawn(EngineOptions())
     child.connection.recv(1)  # of `Located`: torch and the weights come next
     child.connection.close()
     assert child.process.wait(TIMEOUT_S) == 0
@@ -398,7 +398,7 @@ def test_engine_ends_with_any_of_its_threads() -> None:
     assert b"ZeroDivisionError" in ended.stderr
 
 
-def stand_in_engine(last_bytes: bytes, then: str = "pass") -> EngineChild:
+def stand_in_engine(last_bytes: bytes, then: str = "pass") -> EngineProcess:
     """Return a process that says it is ready and what comes last, waits for a word, and ends with status 7."""
     limits = AdmissionLimits(10, 16, 10, 160)
     ready = Ready(limits, 100, 100, frozenset(), "none", "none", 0, 0, 0)
@@ -407,13 +407,13 @@ def stand_in_engine(last_bytes: bytes, then: str = "pass") -> EngineChild:
     ours, theirs = socket.socketpair()
     with theirs:
         child = subprocess.Popen([sys.executable, "-c", code], stdin=theirs)
-    return EngineChild(child, ours)
+    return EngineProcess(child, ours)
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
-NO_PULSE = Pulse(lambda: 0, lambda: None)
+NO_HEARTBEAT = Heartbeat(lambda: 0, lambda: None)
 
 
 class Script:
@@ -429,7 +429,8 @@ class Script:
         self._answers = iter(answers)
 
     def run(self) -> list[Report]:
-        loop = EngineLoop(Engine(self.harness.scheduler, self.harness.executor), self._commands, self._take, NO_PULSE)
+        engine = Engine(self.harness.scheduler, self.harness.executor)
+        loop = EngineLoop(engine, self._commands, self._take, NO_HEARTBEAT)
         with pytest.raises(Script.OverError):
             loop.run()
         return self.reports
@@ -570,7 +571,7 @@ def test_lost_block_is_found_when_the_quiet_lasts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(process, "QUIET_S", 0.0)
     harness = Harness(num_blocks=64)
     harness.cache._pool.allocate(1)
-    loop = EngineLoop(Engine(harness.scheduler, harness.executor), SimpleQueue(), lambda report: None, NO_PULSE)
+    loop = EngineLoop(Engine(harness.scheduler, harness.executor), SimpleQueue(), lambda report: None, NO_HEARTBEAT)
     with pytest.raises(AssertionError, match="but held"):
         loop.run()
 
@@ -589,7 +590,7 @@ def test_lost_block_is_found_although_somebody_watches_the_blocks(monkeypatch: p
             num_looks += 1
             commands.put(frame(ShowBlocks(num_looks, 0, 1))[LENGTH_BYTES:])
 
-    loop = EngineLoop(Engine(harness.scheduler, harness.executor), commands, look, NO_PULSE)
+    loop = EngineLoop(Engine(harness.scheduler, harness.executor), commands, look, NO_HEARTBEAT)
     with pytest.raises(AssertionError, match="but held"):
         loop.run()
     assert 20 <= num_looks < 40, "a slice of the check between two commands is enough"

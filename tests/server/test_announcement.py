@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from quire.engine.wire import Ready
+from quire.engine.messages import Ready
 from quire.scheduling.limits import AdmissionLimits
 from quire.server.announcement import announce
 

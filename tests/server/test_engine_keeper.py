@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 
 from quire.core.errors import ConfigError
-from quire.engine.child import EngineChild
+from quire.engine.launcher import EngineProcess
+from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
-from quire.engine.wire import EngineDeadError
 from quire.server.engine_keeper import keep_engine
 from quire.server.metrics import Metrics
 from quire.server.options import ServerOptions
@@ -120,7 +120,7 @@ def test_pauses_grow_and_the_last_reason_is_told() -> None:
     async def pause(seconds: float) -> None:
         pauses.append(seconds)
 
-    def spawn(_: EngineOptions) -> EngineChild:
+    def spawn(_: EngineOptions) -> EngineProcess:
         raise ConfigError(f"no memory {len(pauses)}")
 
     service: Any = Service()

@@ -6,7 +6,7 @@ import pytest
 from fastapi import FastAPI, Query
 
 from quire.core.errors import ContextLengthError
-from quire.engine.wire import EngineDeadError
+from quire.engine.messages import EngineDeadError
 from quire.server.errors import ApiError
 from support.http_app import ask, make_app
 

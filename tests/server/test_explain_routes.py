@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.engine.messages import Stepped
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import ProcessedStep
-from quire.engine.wire import Stepped
 from quire.server import explain_routes
 from support.openai_server import LIMIT_S, OpenAIServer, openai_server
 

@@ -13,12 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.core.errors import InvalidRequestError, RequestFailedError
 from quire.core.outputs import Admission, FinishReason, KVStats, RequestMetrics, RequestOutput
 from quire.core.sampling_params import SamplingParams
-from quire.engine.child import EngineChild
 from quire.engine.client import EngineClient
+from quire.engine.launcher import EngineProcess
+from quire.engine.messages import EngineDeadError, EngineState, Stepped
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import EndedRequest, ProcessedStep
-from quire.engine.request_stream import RequestStream
-from quire.engine.wire import EngineDeadError, EngineState, Stepped
+from quire.engine.streams import RequestStream
 from quire.server.admission_rate import LONGEST_S
 from quire.server.errors import RETRY_AFTER_S, shutting_down
 from quire.server.metrics import REFUSALS, Metrics
@@ -226,7 +226,7 @@ async def crowded_run() -> tuple[list[RequestOutput], Page]:
     """
     metrics = Watched()
     options = EngineOptions(num_kv_blocks=16, max_model_len=160, enable_prefix_caching=False)  # else all share a prompt
-    client = await EngineClient.connect(EngineChild.spawn(options), options, metrics)
+    client = await EngineClient.connect(EngineProcess.spawn(options), options, metrics)
     try:
         branches = SamplingParams(max_tokens=60, ignore_eos=True, seed=1, n=2)
         line = SamplingParams(max_tokens=60, temperature=0, stop=["\n"], min_tokens=2)

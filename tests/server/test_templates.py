@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from quire.core.errors import InvalidRequestError
-from quire.engine.child import start_module
+from quire.engine.launcher import start_module
 from quire.server import templates
 from quire.server.errors import ApiError, as_api_error
 from quire.server.options import DEFAULT_LIMITS

@@ -11,14 +11,14 @@ from pathlib import Path
 from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import Logprob, RequestOutput
 from quire.core.sampling_params import SamplingParams
-from quire.engine.branch_output import logprob_dict
-from quire.engine.child import EngineChild
 from quire.engine.client import EngineClient, Observer
+from quire.engine.completion_builder import logprob_dict
 from quire.engine.input_processor import Prompt
+from quire.engine.launcher import EngineProcess
+from quire.engine.messages import EngineState, Stepped
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import EndedRequest, OutputKind, ProcessedStep
-from quire.engine.request_stream import RequestStream
-from quire.engine.wire import EngineState, Stepped
+from quire.engine.streams import RequestStream
 from quire.text.tokenizer import Tokenizer
 
 TIMEOUT_S = 120.0 # nothing here takes long, but the machine may be busy
@@ -47,7 +47,7 @@ class Recorder:
 
 async def connect(options: EngineOptions, observer: Observer | None = None) -> EngineClient:
     """Return a client of a new engine process."""
-    return await EngineClient.connect(EngineChild.spawn(options), options, observer or Recorder())
+    return await EngineClient.connect(EngineProcess.spawn(options), options, observer or Recorder())
 
 
 async def add(

@@ -12,10 +12,10 @@ import pytest
 import uvloop
 
 from quire.engine import client as client_module
-from quire.engine.child import EngineChild
 from quire.engine.client import EngineClient
+from quire.engine.launcher import EngineProcess
+from quire.engine.messages import Report
 from quire.engine.options import EngineOptions
-from quire.engine.wire import Report
 from quire.server.app import create_app
 from quire.server.http_server import HttpServer
 from quire.server.listener import bind, url_of
@@ -35,7 +35,7 @@ Json = dict[str, Any]
 class OpenAIServer:
     """A server that runs. Its service may only be touched by what `on_loop` runs."""
 
-    def __init__(self, url: str, service: Service, loop: asyncio.AbstractEventLoop, child: EngineChild) -> None:
+    def __init__(self, url: str, service: Service, loop: asyncio.AbstractEventLoop, child: EngineProcess) -> None:
         self.url, self.service, self.child = url, service, child
         self._loop = loop
         self.http = httpx.Client(base_url=url, timeout=LIMIT_S)
@@ -123,7 +123,7 @@ def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServe
     async def serve() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")  # small tensors: threads that wait for each other make them slow
-            child = EngineChild.spawn(engine)
+            child = EngineProcess.spawn(engine)
         metrics = Metrics(NAME)
         client = await EngineClient.connect(child, engine, metrics)
         service = Service(client, ServerOptions(**options), (NAME,), metrics, TemplateRenderer(client.tokenizer))

@@ -16,18 +16,18 @@ from typing import Any, NoReturn
 
 from quire.core.frames import frame
 from quire.core.plan import StepResult
-from quire.engine import process, wire
-from quire.engine.child import EngineChild
+from quire.engine import messages, process
 from quire.engine.engine import Engine
+from quire.engine.heartbeat import Heartbeat
+from quire.engine.launcher import EngineProcess
+from quire.engine.messages import Located, Ready, Start
 from quire.engine.options import EngineOptions
-from quire.engine.pulse import Pulse
-from quire.engine.wire import Located, Ready, Start
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS = 16, 40_000, 64
 FAULT = "the device is gone"
 
 
-def spawn_scripted(point: str = "", nth: int = 0) -> EngineChild:
+def spawn_scripted(point: str = "", nth: int = 0) -> EngineProcess:
     """Start the process; it fails at the `nth` hit of a point, if one is named."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -37,7 +37,7 @@ def spawn_scripted(point: str = "", nth: int = 0) -> EngineChild:
             env={"PYTHONPATH": ":".join(filter(None, sys.path))},
         )
     ours.sendall(frame(Start(EngineOptions())))
-    return EngineChild(child, ours)
+    return EngineProcess(child, ours)
 
 
 def serve(connection: process.Connection, commands: SimpleQueue[bytes]) -> NoReturn:
@@ -64,8 +64,8 @@ def serve(connection: process.Connection, commands: SimpleQueue[bytes]) -> NoRet
     harness = Harness(NUM_BLOCKS, BLOCK_SIZE, max_num_seqs=MAX_NUM_SEQS, budget=1 << 20)
     limits = harness.scheduler.limits
     connection.send(Ready(limits, 1 << 20, VOCAB_SIZE, frozenset(), "none", "none", 0, 0, 0))
-    engine, pulse = Engine(harness.scheduler, FailingExecutor()), Pulse(lambda: 0, lambda: None)
-    process.EngineLoop(engine, commands, connection.send, pulse).run()
+    engine, heartbeat = Engine(harness.scheduler, FailingExecutor()), Heartbeat(lambda: 0, lambda: None)
+    process.EngineLoop(engine, commands, connection.send, heartbeat).run()
 
 
 def failing(inner: Callable[..., Any], nth: int) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ def failing(inner: Callable[..., Any], nth: int) -> Callable[..., Any]:
 
 if __name__ == "__main__":
     if sys.argv[2] in ("send", "receive"):
-        owner, name = (process, "frame") if sys.argv[2] == "send" else (wire, "decode_command")
+        owner, name = (process, "frame") if sys.argv[2] == "send" else (messages, "decode_command")
         setattr(owner, name, failing(getattr(owner, name), int(sys.argv[3])))
     sys.path.insert(0, str(Path(__file__).parents[1]))
     process.serve = serve

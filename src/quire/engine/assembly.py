@@ -13,6 +13,7 @@ from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError
 from quire.engine.engine import Engine
 from quire.engine.input_processor import InputProcessor
+from quire.engine.messages import Ready
 from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions
 from quire.engine.sizing import (
     CPU_KV_CACHE_SHARE,
@@ -22,7 +23,6 @@ from quire.engine.sizing import (
     size_engine,
     table_positions,
 )
-from quire.engine.wire import Ready
 from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.batch import PersistentBatch
 from quire.execution.device_memory import empty_host_cache, memory_of, pinned_bytes, use_exact_products

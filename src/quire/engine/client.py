@@ -23,26 +23,26 @@ from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import RequestOutput
 from quire.core.owner_labels import OwnerLabels
 from quire.core.sampling_params import SamplingParams
-from quire.engine import wire
-from quire.engine.child import EngineChild
+from quire.engine import messages
 from quire.engine.input_processor import InputProcessor, PreparedRequest, TokenizedPrompt
+from quire.engine.launcher import EngineProcess
+from quire.engine.messages import Command, EngineDeadError, EngineState, Report
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import EndedRequest, OutputKind, OutputProcessor, ProcessedStep
 from quire.engine.pinned_prefixes import PinnedPrefixes
-from quire.engine.request_stream import RequestStream
-from quire.engine.start_watch import START_TIMEOUT_S, under_watch
-from quire.engine.wire import Command, EngineDeadError, EngineState, Report
+from quire.engine.start_timeout import START_TIMEOUT_S, with_start_timeout
+from quire.engine.streams import RequestStream
 from quire.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-ReportT = TypeVar("ReportT", wire.Located, wire.Ready)
+ReportT = TypeVar("ReportT", messages.Located, messages.Ready)
 
 
 class Observer(Protocol):
     """Whoever counts. Called on the event loop; must be quick."""
 
-    def stepped(self, step: wire.Stepped, processed: ProcessedStep) -> None:
+    def stepped(self, step: messages.Stepped, processed: ProcessedStep) -> None:
         """Take down a step of the engine and what it meant to requests."""
 
     def idled(self, state: EngineState) -> None:
@@ -56,7 +56,7 @@ class EngineClient:
     """The engine, from the event loop of another process. Get one from `connect`, and `close` it."""
 
     def __init__(
-        self, child: EngineChild, writer: asyncio.StreamWriter, ready: wire.Ready, tokenizer: Tokenizer | None,
+        self, child: EngineProcess, writer: asyncio.StreamWriter, ready: messages.Ready, tokenizer: Tokenizer | None,
         options: EngineOptions, observer: Observer, request_ids: Iterator[int], owners: OwnerLabels | None,
     ) -> None:
         self.ready, self.tokenizer = ready, tokenizer
@@ -79,7 +79,7 @@ class EngineClient:
     @classmethod
     async def connect(
         cls,
-        child: EngineChild,
+        child: EngineProcess,
         options: EngineOptions,
         observer: Observer,
         request_ids: Iterator[int] | None = None,
@@ -94,7 +94,7 @@ class EngineClient:
         writer: asyncio.StreamWriter | None = None
         try:
             reader, writer = await asyncio.open_unix_connection(sock=child.connection)
-            tokenizer, ready = await under_watch(_started(reader), child.process.pid, start_timeout_s)
+            tokenizer, ready = await with_start_timeout(_started(reader), child.process.pid, start_timeout_s)
         except BaseException as error:
             if writer is not None:
                 writer.transport.abort()
@@ -139,7 +139,7 @@ class EngineClient:
         """Queue a request, once. EngineDeadError if there is no engine any more."""
         self._raise_if_dead()
         request_id = prepared.request.request_id
-        message = frame(wire.Add(prepared.request))       # before anything is taken down
+        message = frame(messages.Add(prepared.request))       # before anything is taken down
         metrics = self._outputs.add(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
         stream = self._streams[request_id] = RequestStream(self, request_id, metrics)
         if self._has_rest:
@@ -163,12 +163,12 @@ class EngineClient:
 
     def unpin(self, request_id: int) -> None:
         """Let go of what a request has pinned, or end it."""
-        self._send(wire.Abort(request_id))
+        self._send(messages.Abort(request_id))
 
     async def unpin_prefix(self, prefix_id: str, key_number: int | None = 0) -> None:
         """Unpin a prefix of a key (None: any); its blocks are free on return. UnknownPrefixError if there is none."""
         self._raise_if_dead()
-        await self._ask(wire.Abort(self.pinned.remove(prefix_id, key_number)))
+        await self._ask(messages.Abort(self.pinned.remove(prefix_id, key_number)))
 
     def expire_prefix(self, prefix_id: str, ttl_s: float) -> None:
         """Unpin a prefix after some seconds, unless it has been unpinned by then."""
@@ -187,7 +187,7 @@ class EngineClient:
         if self._asked:
             pins = set(state.pins)
             for command in self._asked:
-                if isinstance(command, wire.Abort) and command.request_id not in pins:
+                if isinstance(command, messages.Abort) and command.request_id not in pins:
                     self._tell(command)
 
     def _output(self, request_id: int) -> RequestOutput:
@@ -204,7 +204,7 @@ class EngineClient:
         self._forget(request_id)
         if ended is None:
             return
-        self._send(wire.Abort(request_id))
+        self._send(messages.Abort(request_id))
         self._observer.aborted(ended)
 
     def _forget(self, request_id: int) -> None:
@@ -222,7 +222,7 @@ class EngineClient:
         """
         async with asyncio.timeout(timeout_s), self._map_turn:
             self._raise_if_dead()
-            shown: BlockMap = await self._ask(wire.ShowBlocks(next(self._map_numbers), first, count, tier))
+            shown: BlockMap = await self._ask(messages.ShowBlocks(next(self._map_numbers), first, count, tier))
             return shown
 
     async def _ask(self, command: Command) -> Any:  # noqa: ANN401 (what the engine tells)
@@ -297,7 +297,7 @@ class EngineClient:
             while True:
                 report = await _receive(reader)
                 self._take(report)
-                if isinstance(report, wire.Stepped):
+                if isinstance(report, messages.Stepped):
                     await self._take_step(report)
         except (EOFError, ConnectionError):
             self._die(f"the engine process ended ({_told(await self._end_child())})")
@@ -312,24 +312,24 @@ class EngineClient:
 
     def _take(self, report: Report) -> None:
         self._last_progress_s = time.monotonic()
-        if not isinstance(report, wire.Alive):  # from a thread of its own: may come behind the word that all is done
-            self._is_idle = isinstance(report, wire.Idle)
+        if not isinstance(report, messages.Alive):  # sent by another thread: may arrive after the Idle
+            self._is_idle = isinstance(report, messages.Idle)
         match report:
-            case wire.Alive() | wire.Stepped():
+            case messages.Alive() | messages.Stepped():
                 pass
-            case wire.Idle(state):
+            case messages.Idle(state):
                 self._note_state(state)
                 self._observer.idled(state)
-            case wire.Refused(request_id, message, param, code):
+            case messages.Refused(request_id, message, param, code):
                 self._fail(request_id, InvalidRequestError(message, param=param, code=code))
-            case wire.BlocksShown(command, block_map):
+            case messages.BlocksShown(command, block_map):
                 self._tell(command, block_map)
-            case wire.Failed(_, message):
+            case messages.Failed(_, message):
                 raise EngineDeadError(f"the engine has failed: {message}")
             case _:
                 raise AssertionError(f"not expected while running: {report}")
 
-    async def _take_step(self, step: wire.Stepped) -> None:
+    async def _take_step(self, step: messages.Stepped) -> None:
         """Take a step in slices, and let readers and connections have a turn after each."""
         self._note_state(step.state)
         for admission in step.admissions:
@@ -346,10 +346,10 @@ class EngineClient:
     def _hand_out(self, processed: ProcessedStep) -> None:
         """Notify the engine and the readers of what a slice of a step means."""
         for request_id, index in processed.finish:
-            self._send(wire.Finish(request_id, index))
+            self._send(messages.Finish(request_id, index))
         for request_id, error in processed.failed:
             log.error("request %d has failed", request_id, exc_info=error)
-            self._send(wire.Abort(request_id))
+            self._send(messages.Abort(request_id))
             told = RequestFailedError(f"the request's output could not be made: {error}")
             self._fail(request_id, error if isinstance(error, EngineError) else told)
         for request_id in processed.ready:
@@ -378,18 +378,18 @@ class EngineClient:
         return await asyncio.get_running_loop().run_in_executor(self._ending, self._child.end)
 
 
-async def _started(reader: asyncio.StreamReader) -> tuple[Tokenizer | None, wire.Ready]:
+async def _started(reader: asyncio.StreamReader) -> tuple[Tokenizer | None, messages.Ready]:
     """Wait for the engine's two reports of its start; read the tokenizer between them."""
-    located = await _expect(reader, wire.Located)
+    located = await _expect(reader, messages.Located)
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder_if_any, Path(located.folder))
-    return tokenizer, await _expect(reader, wire.Ready)
+    return tokenizer, await _expect(reader, messages.Ready)
 
 
 async def _expect(reader: asyncio.StreamReader, kind: type[ReportT]) -> ReportT:
     """Wait for a report of this kind. Raises what a `Failed` stands for."""
     report = await _receive(reader)
-    if isinstance(report, wire.Failed):
-        raise wire.as_error(report)
+    if isinstance(report, messages.Failed):
+        raise messages.as_error(report)
     assert isinstance(report, kind), f"expected {kind.__name__}, got {report}"
     return report
 
@@ -397,7 +397,7 @@ async def _expect(reader: asyncio.StreamReader, kind: type[ReportT]) -> ReportT:
 async def _receive(reader: asyncio.StreamReader) -> Report:
     """Wait for the next report. EOFError or ConnectionError when the engine is gone."""
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-    return wire.decode_report(await reader.readexactly(length))
+    return messages.decode_report(await reader.readexactly(length))
 
 
 def _told(status: int) -> str:

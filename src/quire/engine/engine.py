@@ -9,7 +9,7 @@ from quire.core.block_map import BlockMap, Tier
 from quire.core.outputs import Admission, KVStats, SequenceDelta
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
-from quire.engine.kv_view import count_blocks_by_owner, view_holders
+from quire.engine.block_holders import count_blocks_by_owner, list_holders
 from quire.execution.executor import Executor
 from quire.scheduling.isolation import PROBE_ID, Isolation
 from quire.scheduling.scheduler import Scheduler
@@ -132,4 +132,4 @@ class Engine:
     def block_map(self, first: int, count: int, tier: Tier = "kv") -> BlockMap:
         """Return blocks [first, first + count) of a tier between two steps, and whose they are."""
         blocks = self.scheduler.cache.view_blocks(first, count, tier)
-        return BlockMap(first, self.kv_stats(), blocks, view_holders(self.scheduler, blocks))
+        return BlockMap(first, self.kv_stats(), blocks, list_holders(self.scheduler, blocks))

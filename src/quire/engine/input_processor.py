@@ -10,8 +10,8 @@ from quire.core.owner_labels import OwnerLabels
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import NUM_SEEDS, arrival_seed
 from quire.core.sequence import Request
+from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
-from quire.engine.wire import Ready
 from quire.text.chat_template import Message
 from quire.text.tokenizer import Tokenizer
 

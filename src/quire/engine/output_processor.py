@@ -26,7 +26,7 @@ from quire.core.outputs import (
     RequestOutput,
     SequenceDelta,
 )
-from quire.engine.branch_output import BranchOutput, logprob_dict
+from quire.engine.completion_builder import CompletionBuilder, logprob_dict
 from quire.engine.input_processor import PreparedRequest
 from quire.engine.stop_matcher import StopMatcher
 from quire.text.tokenizer import Tokenizer
@@ -93,24 +93,24 @@ class _OpenRequest:
     packs_logprobs: bool
     metrics: RequestMetrics
     num_unfinished: int
-    branches: dict[int, BranchOutput] = field(default_factory=dict)  # those that have a token, by index
+    branches: dict[int, CompletionBuilder] = field(default_factory=dict)  # those that have a token, by index
     matcher: StopMatcher | None = None           # of all branches, once there is one
     prompt_logprobs: LogprobTable | None = None
 
-    def branch(self, index: int) -> BranchOutput:
+    def branch(self, index: int) -> CompletionBuilder:
         """Return a branch; it is made when its first token comes, so that a request that waits holds none."""
         branch = self.branches.get(index)
         if branch is None:
             request, params = self.prepared.request, self.prepared.request.params
             if params.stop and self.matcher is None:
                 self.matcher = StopMatcher(params.stop)
-            branch = self.branches[index] = BranchOutput(
+            branch = self.branches[index] = CompletionBuilder(
                 index, self.tokenizer, request.prompt_token_ids, params, self.matcher,
                 packs_logprobs=self.packs_logprobs,
             )  # fmt: skip
         return branch
 
-    def all_branches(self) -> list[BranchOutput]:
+    def all_branches(self) -> list[CompletionBuilder]:
         """Return every branch in order; those without a token end with the request."""
         branches = [self.branch(index) for index in range(self.prepared.request.params.n)]
         if not self.num_unfinished:
@@ -305,8 +305,9 @@ def _parts(delta: SequenceDelta) -> Iterator[tuple[SequenceDelta, bool]]:
 
 
 def _extend(
-    opened: _OpenRequest, branch: BranchOutput, delta: SequenceDelta, is_first: bool, now_s: float, step: ProcessedStep
-) -> int:
+    opened: _OpenRequest, branch: CompletionBuilder, delta: SequenceDelta, is_first: bool, now_s: float,
+    step: ProcessedStep,
+) -> int:  # fmt: skip
     """Add a delta to its branch, and what rides on the first one to the request. Return how many tokens were taken.
 
     `is_first`: not the continuation of a delta in parts. RequestFailedError if the delta says that there is nothing to

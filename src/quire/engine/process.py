@@ -1,4 +1,4 @@
-"""The engine process: `python -m quire.engine.process FD`, started by `quire.engine.child` and by nobody else.
+"""The engine process: `python -m quire.engine.process FD`, started by `quire.engine.launcher` and by nobody else.
 
 One thread reads commands from the inherited socket, the other steps. While anything waits or runs, commands are taken
 between steps; otherwise the process sleeps until one comes. A report goes out after each step; where the other side
@@ -7,7 +7,7 @@ other.
 
 The end of the stream means that the server is gone. There is nothing to save, so the process ends at once, also while
 it loads and in the middle of a step. Signals of the terminal and of service managers are the server's business: it
-drains, then closes. Here they are blocked from the start (`quire.engine.child`).
+drains, then closes. Here they are blocked from the start (`quire.engine.launcher`).
 """
 
 import faulthandler
@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, NoReturn
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame, read_frame
 from quire.core.outputs import KVStats
-from quire.engine import wire
+from quire.engine import messages
 from quire.engine.engine import Engine
-from quire.engine.pace import LayerCost, Pace
-from quire.engine.pulse import Pulse
-from quire.engine.wire import EngineState, Report
+from quire.engine.heartbeat import Heartbeat
+from quire.engine.messages import EngineState, Report
+from quire.engine.stall_detector import LayerCost, StallDetector
 from quire.model.footprint import num_layer_weights
 from quire.model.resolve import resolve_model
 
@@ -86,9 +86,9 @@ class EngineLoop:
     """Commands in, steps, reports out. Every change of what waits or runs is followed by a report."""
 
     def __init__(
-        self, engine: Engine, commands: SimpleQueue[bytes], send: Callable[[Report], None], pulse: Pulse
+        self, engine: Engine, commands: SimpleQueue[bytes], send: Callable[[Report], None], heartbeat: Heartbeat
     ) -> None:
-        self._engine, self._commands, self._send, self._pulse = engine, commands, send, pulse
+        self._engine, self._commands, self._send, self._heartbeat = engine, commands, send, heartbeat
         self._owners_due_s = 0.0
         self._quiet_since_s = time.monotonic()  # the end of the last step
         self._is_checked = False                # since then
@@ -109,7 +109,7 @@ class EngineLoop:
 
     def _take(self, message: bytes) -> None:
         """Obey a command. A request is added later, so that a burst does not hold up a step, or an abort behind it."""
-        if wire.is_add(message):
+        if messages.is_add(message):
             self._arrived.append(message)
         else:
             self._obey(message)
@@ -125,29 +125,29 @@ class EngineLoop:
             self._aborted.clear()
 
     def _obey(self, message: bytes) -> None:
-        command = wire.decode_command(message)
-        if not isinstance(command, wire.ShowBlocks):
+        command = messages.decode_command(message)
+        if not isinstance(command, messages.ShowBlocks):
             self._checking = None               # begins anew: what it has seen changes
         match command:
-            case wire.Add(request):
+            case messages.Add(request):
                 if request.request_id in self._aborted:
                     return
                 try:
                     self._engine.add(request)
                 except InvalidRequestError as error:
-                    self._send(wire.Refused(request.request_id, str(error), error.param, error.code))
-            case wire.Abort(request_id):
+                    self._send(messages.Refused(request.request_id, str(error), error.param, error.code))
+            case messages.Abort(request_id):
                 if not self._engine.abort(request_id) and self._arrived:
                     self._aborted.add(request_id)
-            case wire.Finish(request_id, index):
+            case messages.Finish(request_id, index):
                 self._engine.finish(request_id, index)
-            case wire.ShowBlocks(_, first, count, tier):
-                self._send(wire.BlocksShown(command, self._engine.block_map(first, count, tier)))
-            case wire.Start():
+            case messages.ShowBlocks(_, first, count, tier):
+                self._send(messages.BlocksShown(command, self._engine.block_map(first, count, tier)))
+            case messages.Start():
                 raise AssertionError("started twice")
 
     def _step(self) -> None:
-        self._pulse.work()
+        self._heartbeat.work()
         engine, started_s = self._engine, time.monotonic()
         try:
             deltas = engine.step()
@@ -156,7 +156,7 @@ class EngineLoop:
             deltas = engine.recover(error)
         self._quiet_since_s, self._is_checked = time.monotonic(), False
         state, preempted = self._state(), engine.scheduler.preempted
-        self._send(wire.Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, state, preempted))
+        self._send(messages.Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, state, preempted))
 
     def _rest(self) -> None:
         """Say that all is done, and sleep until the next command.
@@ -164,8 +164,8 @@ class EngineLoop:
         When nothing has run for a while, whoever has asked what meanwhile, look once for lost blocks and rows: a leak
         shall be found by us, not by users. A command waits for a slice of that, about a millisecond.
         """
-        self._pulse.rest()
-        self._send(wire.Idle(self._state()))
+        self._heartbeat.rest()
+        self._send(messages.Idle(self._state()))
         if not self._is_checked:
             pause_s = self._quiet_since_s + QUIET_S - time.monotonic()
             if pause_s > 0:
@@ -222,8 +222,8 @@ def main() -> None:
     try:
         serve(connection, commands)
     except Exception as error:  # the server has to know why: its users are waiting
-        message = wire.failed(error)
-        if message.kind == wire.FAULT:
+        message = messages.failed(error)
+        if message.kind == messages.FAULT:
             log.exception("the engine ends")
         connection.exit_status = 1
         connection.send(message)
@@ -238,10 +238,10 @@ def _end_with_thread(died: threading.ExceptHookArgs) -> NoReturn:
 
 def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     """Load what the first command says, then obey."""
-    start = wire.decode_command(commands.get())
-    assert isinstance(start, wire.Start), f"the first command must be Start, got {start}"
+    start = messages.decode_command(commands.get())
+    assert isinstance(start, messages.Start), f"the first command must be Start, got {start}"
     folder = str(resolve_model(start.options.model))
-    connection.send(wire.Located(folder))
+    connection.send(messages.Located(folder))
     gc.disable()  # what is made from here on stays
     from quire.engine.assembly import assemble  # noqa: PLC0415 (loads torch; the server reads its tokenizer meanwhile)
 
@@ -249,20 +249,20 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     gc.freeze()  # else a full collection looks through all of torch: 75 ms in the middle of a step
     gc.enable()
     connection.send(assembled.ready)
-    pulse = _pulse_of(assembled, lambda: connection.send(wire.Alive()))
-    pulse.start()
-    EngineLoop(assembled.engine, commands, connection.send, pulse).run()
+    heartbeat = _make_heartbeat(assembled, lambda: connection.send(messages.Alive()))
+    heartbeat.start()
+    EngineLoop(assembled.engine, commands, connection.send, heartbeat).run()
 
 
-def _pulse_of(assembled: "AssembledEngine", beat: Callable[[], None]) -> Pulse:
-    """Return the pulse of a model. On a GPU layers are counted when they are launched, so their pace tells nothing."""
+def _make_heartbeat(assembled: "AssembledEngine", beat: Callable[[], None]) -> Heartbeat:
+    """Return the heartbeat of a model. A GPU's layers are counted at launch, so their rate tells nothing."""
     progress, spec = assembled.model.progress, assembled.model.spec
     if assembled.model.device.type != "cpu":
-        return Pulse(lambda: int(progress[0]), beat)
+        return Heartbeat(lambda: int(progress[0]), beat)
     per_token, per_pair = 2.0 * num_layer_weights(spec) / spec.num_layers, 4.0 * spec.num_heads * spec.head_dim
-    pace = Pace(LayerCost(per_token, per_pair), os.cpu_count() or 1, time.monotonic)
-    assembled.engine.note_plan = pace.expect
-    return Pulse(lambda: int(progress[0]), beat, pace.is_in_time)
+    detector = StallDetector(LayerCost(per_token, per_pair), os.cpu_count() or 1, time.monotonic)
+    assembled.engine.note_plan = detector.begin_step
+    return Heartbeat(lambda: int(progress[0]), beat, detector.is_on_time)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
-from quire.engine.wire import Ready
+from quire.engine.messages import Ready
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 from quire.cache.replay import Operation, replay
 from quire.core.block_map import MAX_BLOCKS_SHOWN, Tier
 from quire.core.checks import refuse
-from quire.engine.wire import Ready
+from quire.engine.messages import Ready
 from quire.server.errors import ApiError, engine_unhealthy, invalid
 from quire.server.openai.answering import json_response
 from quire.server.service import Service

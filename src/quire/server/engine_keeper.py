@@ -12,8 +12,8 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from quire.core.errors import EngineError
-from quire.engine.child import EngineChild
 from quire.engine.client import EngineClient
+from quire.engine.launcher import EngineProcess
 from quire.engine.options import EngineOptions
 from quire.server.service import Service
 from quire.server.stop_signals import StopSignals
@@ -30,7 +30,7 @@ async def keep_engine(
     signals: StopSignals,
     *,
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    spawn: Callable[[EngineOptions], EngineChild] = EngineChild.spawn,
+    spawn: Callable[[EngineOptions], EngineProcess] = EngineProcess.spawn,
 ) -> Exception:
     """Wait until there is no engine any more, and why: the last one that is granted has died, or has not come.
 

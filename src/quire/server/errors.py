@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 
 from quire.core.checks import shown
 from quire.core.errors import EngineError, InvalidRequestError, UnknownPrefixError
-from quire.engine.wire import EngineDeadError
+from quire.engine.messages import EngineDeadError
 
 INVALID = "invalid_request_error"
 RETRY_AFTER_S = 5       # where nothing is known of when it will be better

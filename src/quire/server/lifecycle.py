@@ -14,8 +14,8 @@ from typing import NoReturn
 import uvloop
 
 from quire.core.owner_labels import OwnerLabels
-from quire.engine.child import EngineChild
 from quire.engine.client import EngineClient
+from quire.engine.launcher import EngineProcess
 from quire.engine.options import EngineOptions
 from quire.server import logs
 from quire.server.announcement import announce
@@ -37,7 +37,7 @@ UNHEALTHY_S = 2.0      # a server without an engine shows /health as 503 for thi
 LAST_WORDS_S = 1.0     # for answers that were ended to reach their clients
 
 
-def run(child: EngineChild, engine: EngineOptions, options: ServerOptions, listener: socket.socket) -> NoReturn:
+def run(child: EngineProcess, engine: EngineOptions, options: ServerOptions, listener: socket.socket) -> NoReturn:
     """Serve with an engine that has just been spawned, and end the process. Raises what keeps the engine from starting.
 
     The process ends without the interpreter's consent, who would wait for threads that make tokens of a long prompt
@@ -50,7 +50,7 @@ def run(child: EngineChild, engine: EngineOptions, options: ServerOptions, liste
         os._exit(status)
 
 
-async def _run(child: EngineChild, engine: EngineOptions, options: ServerOptions, listener: socket.socket) -> int:
+async def _run(child: EngineProcess, engine: EngineOptions, options: ServerOptions, listener: socket.socket) -> int:
     signals = StopSignals(child)
     connecting = asyncio.create_task(_connect(child, engine, options))
     await signals.wait_or(connecting)
@@ -73,7 +73,7 @@ async def _run(child: EngineChild, engine: EngineOptions, options: ServerOptions
         await service.client.close()
 
 
-async def _connect(child: EngineChild, engine: EngineOptions, options: ServerOptions) -> Service:
+async def _connect(child: EngineProcess, engine: EngineOptions, options: ServerOptions) -> Service:
     """Wait until the engine is ready. ConfigError, ModelError or EngineDeadError if it will not be."""
     names = options.served_model_name or (engine.model or DEMO_NAME,)
     metrics = Metrics(names[0])

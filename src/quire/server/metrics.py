@@ -20,8 +20,8 @@ from prometheus_client.registry import Collector
 from quire.core.config import Recovery
 from quire.core.outputs import FinishReason, KVStats
 from quire.core.owner_labels import OTHER
+from quire.engine.messages import EngineState, Stepped
 from quire.engine.output_processor import EndedRequest, ProcessedStep
-from quire.engine.wire import EngineState, Stepped
 from quire.server.admission_rate import AdmissionRate
 from quire.server.histograms import RequestHistograms
 

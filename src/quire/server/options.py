@@ -13,7 +13,7 @@ from typing import Any
 from quire.core.errors import ConfigError
 from quire.core.owner_labels import MAX_LABELS
 from quire.engine.options import parse_bytes
-from quire.engine.start_watch import START_TIMEOUT_S
+from quire.engine.start_timeout import START_TIMEOUT_S
 from quire.scheduling.limits import MAX_PINNED_PREFIXES
 
 _LONGEST_S = 86400.0

@@ -9,7 +9,7 @@ import os
 import signal
 from typing import NoReturn
 
-from quire.engine.child import EngineChild
+from quire.engine.launcher import EngineProcess
 from quire.engine.options import EngineOptions
 from quire.server.listener import allow_connections, bind
 from quire.server.options import ServerOptions
@@ -26,7 +26,7 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
     with bind(options.host, options.port) as listener:
         for number in STOP_SIGNALS:
             signal.signal(number, stop_at_once)
-        child = EngineChild.spawn(engine)
+        child = EngineProcess.spawn(engine)
         try:
             gc.disable()  # what is imported stays
             from quire.server.lifecycle import run  # noqa: PLC0415 (while the engine loads)

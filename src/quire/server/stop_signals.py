@@ -5,7 +5,7 @@ import os
 import signal
 from typing import Any, NoReturn
 
-from quire.engine.child import EngineChild
+from quire.engine.launcher import EngineProcess
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -22,7 +22,7 @@ def stop_at_once(number: int, _frame: object) -> NoReturn:
 class StopSignals:
     """Waits on the running event loop. A second signal kills the engine and ends the process."""
 
-    def __init__(self, child: EngineChild) -> None:
+    def __init__(self, child: EngineProcess) -> None:
         self.number: int | None = None
         self.child = child       # of the engine as it is now
         self._came = asyncio.Event()

@@ -16,7 +16,7 @@ import msgspec
 
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import LENGTH_BYTES, frame
-from quire.engine.child import start_module
+from quire.engine.launcher import start_module
 from quire.server.errors import overloaded, shutting_down
 from quire.server.fair_turns import FairTurns
 from quire.server.options import DEFAULT_LIMITS, Limits

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from quire.core.errors import InvalidRequestError, ModelError
 from quire.text.chat_template import ChatTemplate
 from quire.text.longest_token import LongestToken, longest_token
-from quire.text.model_folder import TOKENIZER_FILE, TextSettings, read_text_settings
+from quire.text.text_settings import TOKENIZER_FILE, TextSettings, read_text_settings
 from quire.text.token_bytes import TokenBytes, decoding_rule
 from quire.text.tokenizer_files import read_backend, tokenizer_file, warn_of_no_tokenizer
 

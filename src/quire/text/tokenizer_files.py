@@ -14,8 +14,8 @@ from tokenizers.processors import TemplateProcessing
 from quire.core.errors import ModelError
 from quire.core.model_files import read_text
 from quire.text.byte_level_bpe import VOCAB_FILE, has_byte_level_bpe, read_byte_level_bpe
-from quire.text.model_folder import CONFIG_FILE, TOKENIZER_FILE, object_if_any, token_text
 from quire.text.sentencepiece import MODEL_FILE, read_sentencepiece
+from quire.text.text_settings import CONFIG_FILE, TOKENIZER_FILE, object_if_any, token_text
 
 log = logging.getLogger(__name__)
 

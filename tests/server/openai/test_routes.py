@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.engine.client import PreparedRequest
-from quire.engine.request_stream import RequestStream
+from quire.engine.streams import RequestStream
 from support.openai_server import NAME, OpenAIServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -8,7 +8,7 @@ from typing import Self
 from quire.core.logprob_table import LogprobBuffer
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.engine.output_processor import OutputKind
-from quire.engine.request_stream import RequestStream
+from quire.engine.streams import RequestStream
 from quire.server.history import PastRequest
 from quire.server.key_loads import Hold
 from quire.server.logprob_room import Reservation

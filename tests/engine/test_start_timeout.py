@@ -9,11 +9,11 @@ from itertools import chain, count, repeat
 
 import pytest
 
-from quire.engine.child import EngineChild
 from quire.engine.client import EngineClient
+from quire.engine.launcher import EngineProcess
+from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
-from quire.engine.start_watch import LOOKS_PER_LIMIT, signs_of_life, watch_start
-from quire.engine.wire import EngineDeadError
+from quire.engine.start_timeout import POLLS_PER_TIMEOUT, activity_counters, raise_when_inactive
 from support.engine_process import Recorder, is_running, wait_until
 
 LIMIT_S = 40.0
@@ -33,19 +33,19 @@ def watched(signs: object, num_looks: int) -> list[float]:
             raise OverError
 
     looks = iter(signs)  # type: ignore[call-overload]
-    asyncio.run(watch_start(lambda: next(looks), LIMIT_S, pause))
+    asyncio.run(raise_when_inactive(lambda: next(looks), LIMIT_S, pause))
     return pauses
 
 
 def test_process_without_signs_is_given_up_after_the_limit() -> None:
     with pytest.raises(EngineDeadError, match=r"no sign of life for 40 s while it started.*start_timeout"):
-        watched(repeat((1, 2)), LOOKS_PER_LIMIT)
+        watched(repeat((1, 2)), POLLS_PER_TIMEOUT)
 
 
 def test_any_sign_begins_the_limit_anew() -> None:
-    still = [(1, 2)] * LOOKS_PER_LIMIT
+    still = [(1, 2)] * POLLS_PER_TIMEOUT
     with pytest.raises(OverError):
-        watched(chain(still, [(1, 3)] * LOOKS_PER_LIMIT, [(2, 3)] * 10), 2 * LOOKS_PER_LIMIT)
+        watched(chain(still, [(1, 3)] * POLLS_PER_TIMEOUT, [(2, 3)] * 10), 2 * POLLS_PER_TIMEOUT)
 
 
 def test_process_that_goes_on_is_waited_for_without_end() -> None:
@@ -61,20 +61,20 @@ def test_nothing_is_concluded_where_the_system_tells_nothing() -> None:
 def test_process_that_computes_gives_signs_and_one_that_is_gone_gives_none() -> None:
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        before = signs_of_life(process.pid)
+        before = activity_counters(process.pid)
         assert before
-        wait_until(lambda: signs_of_life(process.pid) != before)
+        wait_until(lambda: activity_counters(process.pid) != before)
     finally:
         process.kill()
         process.wait()
-    assert signs_of_life(process.pid) == ()
+    assert activity_counters(process.pid) == ()
 
 
 def test_engine_that_hangs_at_its_start_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.child.END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("quire.engine.launcher.STOP_TIMEOUT_S", 0.1)
 
     async def run() -> None:
-        child = EngineChild.spawn(EngineOptions())
+        child = EngineProcess.spawn(EngineOptions())
         os.kill(child.process.pid, signal.SIGSTOP)
         with pytest.raises(EngineDeadError, match="no sign of life"):
             await EngineClient.connect(child, EngineOptions(), Recorder(), start_timeout_s=0.2)

@@ -1,8 +1,8 @@
-"""Pace of a forward pass: the time that the layer under way may take before it counts as stalled.
+"""Stall detector of a forward pass: the time that the layer under way may take before it counts as stalled.
 
 The model reports progress after each layer, and a layer of a long prompt may take longer than the server's stall limit.
 Its work is known from the plan, so its time is estimated: by the rate of the layers before, or, while none has been
-measured, by a rate that every CPU reaches. A layer that takes PATIENCE times the estimate is late.
+measured, by a rate that every CPU reaches. A layer that takes LATE_FACTOR times the estimate is late.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from quire.core.plan import StepPlan
 
-PATIENCE = 5.0
+LATE_FACTOR = 5.0
 FLOOR_FLOPS_PER_S = 2e9     # of one thread, before a rate is known; AVX2 reaches 20 times as much
-MIN_MEASURED_S = 0.5        # shorter times say nothing about long layers: the pulse looks four times a second
+MIN_MEASURED_S = 0.5        # shorter times say nothing about long layers: the heartbeat looks four times a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class LayerCost:
         return self.per_token * sum(plan.counts) + self.per_pair * num_pairs
 
 
-class Pace:
+class StallDetector:
     """Decides at each look whether the model has advanced or may still be at work on its layer.
 
     `expect` is called by the thread that steps, the rest by the one that looks. `clock` returns seconds.
@@ -41,11 +41,11 @@ class Pace:
         self._plan = StepPlan()
         self._num_layers, self._since_s = 0, clock()        # run so far, and when the last one was seen to end
 
-    def expect(self, plan: StepPlan) -> None:
+    def begin_step(self, plan: StepPlan) -> None:
         """Begin a step: from now on its first layer is under way."""
         self._plan, self._since_s = plan, self._clock()
 
-    def is_in_time(self, num_layers: int) -> bool:
+    def is_on_time(self, num_layers: int) -> bool:
         """Return whether layers have ended since the last look, of `num_layers` run so far, or the next is not late."""
         now_s, work = self._clock(), self._cost.of(self._plan)
         num_new, passed_s = num_layers - self._num_layers, now_s - self._since_s
@@ -56,4 +56,4 @@ class Pace:
             return True
         if self._rate is None:
             return passed_s <= work / self._floor
-        return passed_s <= PATIENCE * work / self._rate
+        return passed_s <= LATE_FACTOR * work / self._rate

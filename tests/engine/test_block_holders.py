@@ -1,8 +1,8 @@
 """Whose blocks they are: labels and requests over what the cache says."""
 
 from quire.core.block_map import BlockHolder
+from quire.engine.block_holders import count_blocks_by_owner
 from quire.engine.engine import Engine
-from quire.engine.kv_view import count_blocks_by_owner
 from support.scheduling import Harness
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.core.plan import StepPlan
-from quire.engine.pace import FLOOR_FLOPS_PER_S, MIN_MEASURED_S, PATIENCE, LayerCost, Pace
+from quire.engine.stall_detector import FLOOR_FLOPS_PER_S, LATE_FACTOR, MIN_MEASURED_S, LayerCost, StallDetector
 
 COST = LayerCost(per_token=1e6, per_pair=1e3)
 LONG = StepPlan(starts=[0], counts=[16_000])
@@ -30,50 +30,50 @@ def test_cost_counts_tokens_and_pairs() -> None:
 
 
 def test_first_layer_of_a_long_step_may_take_what_any_cpu_takes(clock: Clock) -> None:
-    pace = Pace(COST, 1, clock)
+    detector = StallDetector(COST, 1, clock)
     longest_s = COST.of(LONG) / FLOOR_FLOPS_PER_S
     assert longest_s > 60, "much longer than a stall limit of a second"
-    pace.expect(LONG)
+    detector.begin_step(LONG)
     clock.now_s += longest_s * 0.99
-    assert pace.is_in_time(0)
+    assert detector.is_on_time(0)
     clock.now_s += longest_s * 0.02
-    assert not pace.is_in_time(0)
+    assert not detector.is_on_time(0)
 
 
 def test_layers_set_the_pace_for_those_after_them(clock: Clock) -> None:
-    pace = Pace(COST, 1, clock)
-    pace.expect(LONG)
+    detector = StallDetector(COST, 1, clock)
+    detector.begin_step(LONG)
     for layer in range(1, 4):
         clock.now_s += 2.5
-        assert pace.is_in_time(layer)
-    clock.now_s += 2.5 * PATIENCE * 0.99
-    assert pace.is_in_time(3), "slower than before, and not late yet"
-    clock.now_s += 2.5 * PATIENCE * 0.02
-    assert not pace.is_in_time(3)
-    assert pace.is_in_time(4)
+        assert detector.is_on_time(layer)
+    clock.now_s += 2.5 * LATE_FACTOR * 0.99
+    assert detector.is_on_time(3), "slower than before, and not late yet"
+    clock.now_s += 2.5 * LATE_FACTOR * 0.02
+    assert not detector.is_on_time(3)
+    assert detector.is_on_time(4)
 
 
 def test_short_step_that_hangs_is_late_at_once(clock: Clock) -> None:
-    pace = Pace(COST, 1, clock)
-    pace.expect(LONG)
+    detector = StallDetector(COST, 1, clock)
+    detector.begin_step(LONG)
     clock.now_s += 2.5
-    assert pace.is_in_time(1)
-    pace.expect(SHORT)
+    assert detector.is_on_time(1)
+    detector.begin_step(SHORT)
     clock.now_s += 0.25
-    assert not pace.is_in_time(1)
+    assert not detector.is_on_time(1)
 
 
 def test_layers_too_short_to_be_measured_leave_the_rate_alone(clock: Clock) -> None:
-    pace = Pace(COST, 1, clock)
-    pace.expect(SHORT)
+    detector = StallDetector(COST, 1, clock)
+    detector.begin_step(SHORT)
     clock.now_s += MIN_MEASURED_S / 2
-    assert pace.is_in_time(10**6)
-    pace.expect(LONG)
+    assert detector.is_on_time(10**6)
+    detector.begin_step(LONG)
     clock.now_s += COST.of(LONG) / FLOOR_FLOPS_PER_S / 2
-    assert pace.is_in_time(10**6), "still by the rate that every CPU reaches"
+    assert detector.is_on_time(10**6), "still by the rate that every CPU reaches"
 
 
 def test_nothing_is_expected_without_a_plan(clock: Clock) -> None:
-    pace = Pace(COST, 8, clock)
+    detector = StallDetector(COST, 8, clock)
     clock.now_s += 1
-    assert not pace.is_in_time(0)
+    assert not detector.is_on_time(0)

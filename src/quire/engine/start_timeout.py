@@ -10,18 +10,18 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quire.engine.wire import EngineDeadError
+from quire.engine.messages import EngineDeadError
 
 T = TypeVar("T")
 
 START_TIMEOUT_S = 120.0
-LOOKS_PER_LIMIT = 20
+POLLS_PER_TIMEOUT = 20
 
 # Fields of /proc/PID/stat behind the command's name: major page faults, and CPU time, each own and of ended children.
 _COUNTERS = slice(9, 15)
 
 
-def signs_of_life(pid: int) -> tuple[int, ...]:
+def activity_counters(pid: int) -> tuple[int, ...]:
     """Return counters that grow while a process computes, reads or maps; none where the system does not tell."""
     signs: list[int] = []
     try:
@@ -34,16 +34,16 @@ def signs_of_life(pid: int) -> tuple[int, ...]:
     return tuple(signs)
 
 
-async def watch_start(
+async def raise_when_inactive(
     signs: Callable[[], tuple[int, ...]], limit_s: float, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
 ) -> None:
     """Look at signs of life until they have been the same for `limit_s` seconds; then raise EngineDeadError.
 
-    Never returns. Looks every `limit_s` / LOOKS_PER_LIMIT seconds. Without any signs nothing is concluded.
+    Never returns. Looks every `limit_s` / POLLS_PER_TIMEOUT seconds. Without any signs nothing is concluded.
     """
     last, num_same = signs(), 0
-    while num_same < LOOKS_PER_LIMIT:
-        await pause(limit_s / LOOKS_PER_LIMIT)
+    while num_same < POLLS_PER_TIMEOUT:
+        await pause(limit_s / POLLS_PER_TIMEOUT)
         now = signs()
         num_same = num_same + 1 if now and now == last else 0
         last = now
@@ -53,9 +53,10 @@ async def watch_start(
     )
 
 
-async def under_watch(starting: Coroutine[Any, Any, T], pid: int, limit_s: float) -> T:
+async def with_start_timeout(starting: Coroutine[Any, Any, T], pid: int, limit_s: float) -> T:
     """Return what `starting` returns, unless the watch over the process raises first; cancel the other of the two."""
-    start, watch = asyncio.create_task(starting), asyncio.create_task(watch_start(lambda: signs_of_life(pid), limit_s))
+    start = asyncio.create_task(starting)
+    watch = asyncio.create_task(raise_when_inactive(lambda: activity_counters(pid), limit_s))
     try:
         await asyncio.wait((start, watch), return_when=asyncio.FIRST_COMPLETED)
         if not start.done():

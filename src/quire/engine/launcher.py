@@ -15,26 +15,26 @@ from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
 from quire.core.frames import frame
+from quire.engine.messages import Start
 from quire.engine.options import EngineOptions
-from quire.engine.wire import Start
 
 # How long a thread of the engine spins for the others before it sleeps, in turns of about 50 ns. libgomp's own 300,000
 # keep a core busy that the server, or whoever else is here, needs to let the other thread go on: beside another server
 # bursts of 32 streams made 45, 61, 66 and 203 tokens per second with it, 122 and 153 with these.
 SPINS = {"GOMP_SPINCOUNT": "10000"}
-END_TIMEOUT_S = 3.0  # after its socket was closed; it takes milliseconds
-OUR_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_TIMEOUT_S = 3.0  # after its socket was closed; it takes milliseconds
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
-class EngineChild:
+class EngineProcess:
     """A running engine process, and our end of the socket pair."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
 
     @classmethod
-    def spawn(cls, options: EngineOptions) -> "EngineChild":
+    def spawn(cls, options: EngineOptions) -> "EngineProcess":
         """Start the engine process; it begins to load at once. ConfigError if a setting cannot be sent to it."""
         try:
             start = frame(Start(options))
@@ -50,7 +50,7 @@ class EngineChild:
         """Close our end and wait for the process, or kill it; return its exit status. Blocks. Twice is fine."""
         self.connection.close()
         try:
-            return self.process.wait(END_TIMEOUT_S)
+            return self.process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
@@ -70,7 +70,7 @@ def start_module(
     """
     ours, theirs = socket.socketpair()
     try:
-        with theirs, our_signals_blocked():
+        with theirs, block_stop_signals():
             command = [interpreter, "-P", "-m", module, str(theirs.fileno())]
             process = start(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=stdout, env=env)
     except BaseException:
@@ -80,13 +80,13 @@ def start_module(
 
 
 @contextmanager
-def our_signals_blocked() -> Iterator[None]:
+def block_stop_signals() -> Iterator[None]:
     """Block, in this thread, the signals that are for us to handle.
 
     A terminal and a service manager send them to all processes of a group. A child inherits what is blocked from its
     first instruction on, long before Python in it could ignore a signal; we get ours a moment later.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, OUR_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

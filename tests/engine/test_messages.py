@@ -16,8 +16,7 @@ from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import WAIT_REASONS, Admission, KVStats, SequenceDelta, TokenLogprobs
 from quire.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from quire.core.sequence import Request
-from quire.engine.options import EngineOptions
-from quire.engine.wire import (
+from quire.engine.messages import (
     FAULT,
     MAX_FAILURE_CHARS,
     Abort,
@@ -41,6 +40,7 @@ from quire.engine.wire import (
     decode_report,
     failed,
 )
+from quire.engine.options import EngineOptions
 from quire.scheduling.limits import AdmissionLimits
 
 counts = st.integers(0, 2**63 - 1)

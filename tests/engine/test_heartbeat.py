@@ -5,19 +5,19 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.engine import pulse
-from quire.engine.pulse import Pulse
+from quire.engine import heartbeat
+from quire.engine.heartbeat import Heartbeat
 
 LIMIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "PULSE_S", 0.0)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_INTERVAL_S", 0.0)
 
 
-def start(progress: Callable[[], int], beat: Callable[[], None]) -> Pulse:
-    new = Pulse(progress, beat)
+def start(progress: Callable[[], int], beat: Callable[[], None]) -> Heartbeat:
+    new = Heartbeat(progress, beat)
     new.start()
     return new
 

@@ -4,28 +4,28 @@ import threading
 import time
 from collections.abc import Callable
 
-PULSE_S = 0.25
+HEARTBEAT_INTERVAL_S = 0.25
 
 
-class Pulse:
+class Heartbeat:
     """A thread that reports, while the engine works, that the model advances or that its layer is not late yet.
 
     It reports nothing when the work stands still, whatever the reason, and sleeps without waking while there is no
-    work. `progress` counts layers; `is_in_time` takes the count and decides (see quire.engine.pace). By default
-    progress since the last look decides alone.
+    work. `progress` counts layers; `is_on_time` takes the count and decides (see
+    quire.engine.stall_detector). By default progress since the last look decides alone.
     """
 
     def __init__(
-        self, progress: Callable[[], int], beat: Callable[[], None], is_in_time: Callable[[int], bool] | None = None
+        self, progress: Callable[[], int], beat: Callable[[], None], is_on_time: Callable[[int], bool] | None = None
     ) -> None:
         self._progress, self._beat = progress, beat
-        self._is_in_time = is_in_time or self._has_advanced
+        self._is_on_time = is_on_time or self._has_advanced
         self._last = progress()
         self._is_working = threading.Event()
 
     def start(self) -> None:
         """Start the thread; it ends with the process."""
-        threading.Thread(target=self._run, name="pulse", daemon=True).start()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def work(self) -> None:
         """Tell that there is work."""
@@ -37,8 +37,8 @@ class Pulse:
 
     def _run(self) -> None:
         while self._is_working.wait():
-            time.sleep(PULSE_S)
-            if self._is_in_time(self._progress()):
+            time.sleep(HEARTBEAT_INTERVAL_S)
+            if self._is_on_time(self._progress()):
                 self._beat()
 
     def _has_advanced(self, num_layers: int) -> bool:

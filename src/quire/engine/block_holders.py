@@ -18,7 +18,7 @@ def count_blocks_by_owner(scheduler: Scheduler) -> dict[str, int]:
     return {owner: scheduler.cache.count_blocks(ids) for owner, ids in seq_ids.items()}
 
 
-def view_holders(scheduler: Scheduler, blocks: Iterable[BlockEntry]) -> list[BlockHolder]:
+def list_holders(scheduler: Scheduler, blocks: Iterable[BlockEntry]) -> list[BlockHolder]:
     """Return who holds one of these blocks, in order of arrival."""
     seen = {owner.holder for entry in blocks for owner in entry.owners}
     known = {

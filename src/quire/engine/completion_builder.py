@@ -11,7 +11,7 @@ from quire.text.detokenizer import IncrementalDetokenizer, incremental_detokeniz
 from quire.text.tokenizer import Tokenizer
 
 
-class BranchOutput:
+class CompletionBuilder:
     """One choice of a request, growing with each delta until it ends; what comes after its end is ignored.
 
     `tokenizer` is None where no text is wanted or possible. Text that may begin a stop string is not yet in `text`.

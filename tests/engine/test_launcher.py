@@ -13,8 +13,8 @@ import pytest
 import quire
 from quire import SamplingParams
 from quire.core.errors import ConfigError
-from quire.engine.child import OUR_SIGNALS, EngineChild, start_module
 from quire.engine.client import EngineClient
+from quire.engine.launcher import STOP_SIGNALS, EngineProcess, start_module
 from quire.engine.options import EngineOptions
 from support.engine_process import (
     TIMEOUT_S,
@@ -36,14 +36,14 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 SERVER = """
 import asyncio, os, sys
 from quire.core.sampling_params import SamplingParams
-from quire.engine.child import EngineChild
+from quire.engine.launcher import EngineProcess
 from quire.engine.client import EngineClient
 from quire.engine.options import EngineOptions
 from support.engine_process import QUIET_S, Recorder, add, until
 
 async def main(moment):
     options = EngineOptions(max_num_batched_tokens=65536, max_num_seqs=64)
-    child = EngineChild.spawn(options)
+    child = EngineProcess.spawn(options)
     if moment == "loading":
         print(child.process.pid, flush=True)
         await asyncio.Event().wait()
@@ -130,7 +130,7 @@ def test_signals_of_a_terminal_and_a_service_manager_are_left_to_the_server(demo
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
     async def run() -> None:
-        child = EngineChild.spawn(options)
+        child = EngineProcess.spawn(options)
         bombing = asyncio.create_task(bomb(child))
         client = await EngineClient.connect(child, options, Recorder())
         output = (await read(await add(client, "x", GREEDY)))[-1]
@@ -140,9 +140,9 @@ def test_signals_of_a_terminal_and_a_service_manager_are_left_to_the_server(demo
         await client.close()
         assert child.process.returncode == 0
 
-    async def bomb(child: EngineChild) -> None:
+    async def bomb(child: EngineProcess) -> None:
         while True:
-            for number in (*OUR_SIGNALS, *OUR_SIGNALS):
+            for number in (*STOP_SIGNALS, *STOP_SIGNALS):
                 os.kill(child.process.pid, number)
             await asyncio.sleep(0.001)
 
@@ -160,7 +160,7 @@ def test_signal_that_comes_while_a_process_starts_is_not_lost() -> None:
     came = list[int]()
     handler = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
-        child = EngineChild(*start_module("quire.engine.process", start=interrupted))
+        child = EngineProcess(*start_module("quire.engine.process", start=interrupted))
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert came == [signal.SIGTERM]
@@ -177,7 +177,7 @@ def test_process_that_cannot_be_started_leaves_no_socket() -> None:
 @pytest.mark.parametrize("setting", [{"seed": 2**64}, {"kv_cache_memory": 2**70}, {"model": "caf\udce9"}], ids=str)
 def test_setting_that_cannot_be_sent_is_refused(setting: dict[str, int | str]) -> None:
     with pytest.raises(ConfigError, match="64 bits or no valid Unicode"):
-        EngineChild.spawn(EngineOptions(**setting))  # type: ignore[arg-type]
+        EngineProcess.spawn(EngineOptions(**setting))  # type: ignore[arg-type]
 
 
 def test_modules_of_the_working_directory_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,19 +186,19 @@ def test_modules_of_the_working_directory_are_not_loaded(tmp_path: Path, monkeyp
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(Path(quire.__file__).parents[1]))
     monkeypatch.chdir(tmp_path)
-    child = EngineChild.spawn(EngineOptions())
+    child = EngineProcess.spawn(EngineOptions())
     assert child.connection.recv(1), "it says that it has found the model"
     child.end()
 
 
 def test_ending_twice_is_fine() -> None:
-    child = EngineChild.spawn(EngineOptions())
+    child = EngineProcess.spawn(EngineOptions())
     assert child.end() == child.end()
     assert not is_running(child.process.pid)
 
 
 def test_engine_that_does_not_end_by_itself_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.child.END_TIMEOUT_S", 0.01)
-    child = EngineChild.spawn(EngineOptions())
+    monkeypatch.setattr("quire.engine.launcher.STOP_TIMEOUT_S", 0.01)
+    child = EngineProcess.spawn(EngineOptions())
     with stopped(child.process.pid):
         assert child.end() == -signal.SIGKILL
