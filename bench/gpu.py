@@ -366,7 +366,7 @@ def main() -> None:
     if not DRY_RUN and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU; --dry-run works without one")
     deadline_s = time.monotonic() + BUDGET_S
-    quire.model.loader.Checkpoint = RandomCheckpoint  # type: ignore[assignment,misc]
+    quire.model.loader.SafetensorsCheckpoint = RandomCheckpoint  # type: ignore[assignment,misc]
     if DRY_RUN:
         quire.engine.assembly.choose_back_end = lambda *args, **kwargs: cuda_back_end()  # type: ignore[attr-defined]
     bandwidth = copy_bandwidth()

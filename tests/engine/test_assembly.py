@@ -10,7 +10,7 @@ from quire.core.errors import ConfigError
 from quire.engine import assembly
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits
-from quire.execution.largest_step import CudaMeter
+from quire.execution.memory_profiling import CudaMemoryMeter
 from quire.model.decoder import Decoder
 
 GIB = 1 << 30
@@ -20,10 +20,10 @@ MODEL = cast(Decoder, SimpleNamespace(spec=SimpleNamespace(num_layers=32)))
 
 
 def cache_config(monkeypatch: pytest.MonkeyPatch, host_bytes: int, **asked: int | str) -> CacheConfig:
-    monkeypatch.setattr(assembly, "bytes_left", lambda *sizes: 40 * GIB)
+    monkeypatch.setattr(assembly, "available_kv_bytes", lambda *sizes: 40 * GIB)
     monkeypatch.setattr(assembly, "free_memory_bytes", lambda: host_bytes)
     options = EngineOptions(device="cuda", **asked)  # type: ignore[arg-type]
-    return assembly._sizes(options, LIMITS, MODEL, cast(CudaMeter, object()))[0]
+    return assembly._sizes(options, LIMITS, MODEL, cast(CudaMemoryMeter, object()))[0]
 
 
 @pytest.mark.parametrize(

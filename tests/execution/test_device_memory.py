@@ -44,7 +44,7 @@ def test_pinned_tensors_share_allocations_that_are_full(
 
     monkeypatch.setattr(torch, "zeros", unpinned)
     memory = PinnedMemory(num_tensors)
-    tensors = [memory.take(num_bytes) for _ in range(num_tensors)]
+    tensors = [memory.allocate(num_bytes) for _ in range(num_tensors)]
     for index, tensor in enumerate(tensors):
         tensor.fill_(index)
     assert [tensor.tolist() for tensor in tensors] == [[index] * num_bytes for index in range(num_tensors)]

@@ -107,11 +107,11 @@ def run_random_steps(cuda: FakeCuda, seed: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("leaving_at_once", [1, 3, 64])
+@pytest.mark.parametrize("swap_out_chunk", [1, 3, 64])
 def test_every_touch_of_a_block_is_ordered(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, leaving_at_once: int, seed: int
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, swap_out_chunk: int, seed: int
 ) -> None:
-    monkeypatch.setattr("quire.execution.swapper.LEAVING_AT_ONCE", leaving_at_once)
+    monkeypatch.setattr("quire.execution.swapper.SWAP_OUT_CHUNK", swap_out_chunk)
     assert run_random_steps(cuda, seed) > 20
 
 
@@ -124,7 +124,7 @@ def test_what_nobody_waits_for_is_a_race(cuda: FakeCuda, monkeypatch: pytest.Mon
 
 
 def test_blocks_leave_while_others_are_computed(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.execution.swapper.LEAVING_AT_ONCE", 2)
+    monkeypatch.setattr("quire.execution.swapper.SWAP_OUT_CHUNK", 2)
     cuda.chooser.random = lambda: 1.0  # type: ignore[method-assign] (nothing is over before it has to be)
     device = Device(cuda, 12, 12)
     outs = [BlockCopy(block, block) for block in range(8)]

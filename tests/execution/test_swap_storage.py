@@ -69,7 +69,7 @@ def test_room_is_really_taken(tmp_path: Path) -> None:
     space = UnlinkedFile(tmp_path, 64 * MIB)
     after = os.statvfs(tmp_path)
     assert (before.f_bfree - after.f_bfree) * after.f_frsize > 32 * MIB, "others may write and delete meanwhile"
-    assert len(space.take(MIB)) == MIB
+    assert len(space.allocate(MIB)) == MIB
 
 
 def test_disk_too_small_is_refused_with_the_numbers(tmp_path: Path) -> None:

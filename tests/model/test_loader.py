@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.core.errors import ConfigError, ModelError
 from quire.kernels.back_end import BackEnd
-from quire.model import checkpoint
+from quire.model.checkpoints import safetensors
 from quire.model.config import read_config, spec_from_config
 from quire.model.loader import load_model
 
@@ -260,7 +260,7 @@ def test_files_that_are_mapped_afresh_for_each_tensor_give_the_same_model(
 ) -> None:
     folder = write_llama()
     expected = paged_runner(load_model(folder, back_end=back_end)).step({"a": [7, 8]})["a"]
-    monkeypatch.setattr(checkpoint, "REMAP_BYTES", 0)
+    monkeypatch.setattr(safetensors, "REMAP_BYTES", 0)
     assert torch.equal(paged_runner(load_model(folder, back_end=back_end)).step({"a": [7, 8]})["a"], expected)
 
 

@@ -25,9 +25,9 @@ from quire.engine.sizing import (
 )
 from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.batch import PersistentBatch
-from quire.execution.device_memory import empty_host_cache, memory_of, pinned_bytes, use_exact_products
+from quire.execution.device_memory import device_allocator, empty_host_cache, pinned_bytes, use_exact_products
 from quire.execution.executor import Executor, LocalExecutor
-from quire.execution.largest_step import CudaMeter, bytes_left
+from quire.execution.memory_profiling import CudaMemoryMeter, available_kv_bytes
 from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import CudaSwapper, Swapper
 from quire.execution.worker import Worker
@@ -67,7 +67,7 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
     spec = spec_from_config(config, source)
     device = resolve_device(options.device)
     back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=spec.head_dim)
-    meter = _cuda_meter(device) if device.type == "cuda" else None
+    meter = _cuda_memory_meter(device) if device.type == "cuda" else None
     dtype = getattr(torch, dtype_name(options.dtype, config, source))
     limits = _limits(spec, back_end.cache_layout.dtype(dtype).itemsize)
     num_positions = _table_positions(options, limits, meter)
@@ -81,7 +81,7 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
         scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size, spec.vocab_size
     )
     cache = KVCache.allocate(
-        spec, cache_config.num_blocks, cache_config.block_size, model.dtype, back_end, memory_of(device)
+        spec, cache_config.num_blocks, cache_config.block_size, model.dtype, back_end, device_allocator(device)
     )
     swapper = None if cache_config.num_swap_blocks == 0 else _swapper(options, cache_config, model, cache)
     executor = _executor(model, cache, batch, swapper)
@@ -114,7 +114,7 @@ def _limits(spec: DecoderSpec, itemsize: int) -> ModelLimits:
     )
 
 
-def _table_positions(options: EngineOptions, limits: ModelLimits, meter: CudaMeter | None) -> int:
+def _table_positions(options: EngineOptions, limits: ModelLimits, meter: CudaMemoryMeter | None) -> int:
     """Return for how many positions the model makes tables, of the memory that is free before it is loaded."""
     if meter is None:
         return table_positions(options, limits, free_memory_bytes(), CPU_KV_CACHE_SHARE)
@@ -122,12 +122,12 @@ def _table_positions(options: EngineOptions, limits: ModelLimits, meter: CudaMet
 
 
 def _sizes(
-    options: EngineOptions, limits: ModelLimits, model: Decoder, meter: CudaMeter | None
+    options: EngineOptions, limits: ModelLimits, model: Decoder, meter: CudaMemoryMeter | None
 ) -> tuple[CacheConfig, SchedulerConfig]:
     """Return the configurations for the memory that there is, on the model's device."""
     if meter is None:
         return size_engine(options, limits, free_memory_bytes())
-    left = bytes_left(
+    left = available_kv_bytes(
         model,
         options.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
         options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
@@ -154,10 +154,10 @@ def _check_swap_space(cache: CacheConfig, limits: ModelLimits, num_layers: int, 
         )
 
 
-def _cuda_meter(device: torch.device) -> CudaMeter:
+def _cuda_memory_meter(device: torch.device) -> CudaMemoryMeter:
     """Prepare a GPU for a model that is about to be loaded; return the meter of the memory that it takes."""
     use_exact_products()
-    return CudaMeter(device)
+    return CudaMemoryMeter(device)
 
 
 def _executor(model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None) -> Executor:

@@ -13,7 +13,7 @@ from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import ALIGNMENT
 
 
-def memory_of(device: torch.device) -> Callable[[int], Tensor] | None:
+def device_allocator(device: torch.device) -> Callable[[int], Tensor] | None:
     """Return what gives zeros on a device, uint8 [num_bytes]; None for the host's, where `KVCache` has its own way."""
     if device.type == "cpu":
         return None
@@ -31,7 +31,7 @@ class PinnedMemory:
         self._num_left = num_tensors
         self._slab = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, num_bytes: int) -> Tensor:
+    def allocate(self, num_bytes: int) -> Tensor:
         """Return the memory of the next tensor, uint8 [num_bytes]."""
         padded_bytes = num_bytes + -num_bytes % ALIGNMENT
         if len(self._slab) < padded_bytes:

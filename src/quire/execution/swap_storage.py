@@ -41,11 +41,11 @@ def allocate_swap_space(
     """
     if device.type == "cuda":
         memory = PinnedMemory(2 * spec.num_layers)
-        return KVCache.allocate(spec, num_blocks, block_size, dtype, back_end, memory.take)
+        return KVCache.allocate(spec, num_blocks, block_size, dtype, back_end, memory.allocate)
     block_bytes = block_size * kv_bytes_per_token(spec, back_end.cache_layout.dtype(dtype).itemsize)
     num_bytes = num_blocks * block_bytes + 2 * spec.num_layers * ALIGNMENT
     space = UnlinkedFile(Path(directory or tempfile.gettempdir()), num_bytes)
-    return KVCache.allocate(spec, num_blocks, block_size, dtype, back_end, space.take)
+    return KVCache.allocate(spec, num_blocks, block_size, dtype, back_end, space.allocate)
 
 
 class UnlinkedFile:
@@ -53,13 +53,13 @@ class UnlinkedFile:
 
     def __init__(self, directory: Path, num_bytes: int) -> None:
         self._memory = torch.frombuffer(_mapped_file(directory, num_bytes), dtype=torch.uint8)
-        self._num_taken = 0
+        self._num_used = 0
 
-    def take(self, num_bytes: int) -> Tensor:
+    def allocate(self, num_bytes: int) -> Tensor:
         """Return the next so many bytes, aligned, uint8 [num_bytes]."""
-        start = self._num_taken + -self._num_taken % ALIGNMENT
-        self._num_taken = start + num_bytes
-        return self._memory[start : self._num_taken]
+        start = self._num_used + -self._num_used % ALIGNMENT
+        self._num_used = start + num_bytes
+        return self._memory[start : self._num_used]
 
 
 def _mapped_file(directory: Path, num_bytes: int) -> mmap.mmap:

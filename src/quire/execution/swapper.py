@@ -12,7 +12,7 @@ from quire.execution.rates import Rate
 from quire.model.kv_cache import KVCache
 
 CopyBlocks = Callable[[list[Tensor], list[Tensor], Tensor, Tensor], None]
-LEAVING_AT_ONCE = 64  # blocks; who wants to write over one waits for as many: 2 ms for those of a model of 8 billion
+SWAP_OUT_CHUNK = 64  # blocks; who wants to write over one waits for as many: 2 ms for those of a model of 8 billion
 
 
 class Swapper:
@@ -52,8 +52,8 @@ class CudaSwapper(Swapper):
         super().__init__(cache, space, copy_blocks)
         self._block_size = cache.block_size
         self._stream = torch.cuda.Stream(cache.keys[0].device)  # type: ignore[no-untyped-call]
-        self._leaving = deque[tuple[Set[int], torch.cuda.Event]]()  # blocks, and when they are out; in this order
-        self._timed = deque[tuple[int, Rate, torch.cuda.Event, torch.cuda.Event]]()
+        self._pending_outs = deque[tuple[Set[int], torch.cuda.Event]]()  # blocks, and when they are out; in this order
+        self._pending_timings = deque[tuple[int, Rate, torch.cuda.Event, torch.cuda.Event]]()
 
     def __del__(self) -> None:
         """Wait for what is under way: it reads and writes memory that is given back next."""
@@ -61,13 +61,13 @@ class CudaSwapper(Swapper):
 
     def move(self, plan: StepPlan, slots: Tensor) -> float:
         """Swap out, then in; return the seconds of those swaps that have ended since the last call."""
-        while self._leaving and self._leaving[0][1].query():  # type: ignore[no-untyped-call]
-            self._leaving.popleft()
-        if plan.swap_outs or plan.swap_ins or self._leaving:
+        while self._pending_outs and self._pending_outs[0][1].query():  # type: ignore[no-untyped-call]
+            self._pending_outs.popleft()
+        if plan.swap_outs or plan.swap_ins or self._pending_outs:
             self._order(plan, set((slots // self._block_size).tolist()))
         seconds = 0.0
-        while self._timed and self._timed[0][3].query():  # type: ignore[no-untyped-call]
-            count, rate, begin, end = self._timed.popleft()
+        while self._pending_timings and self._pending_timings[0][3].query():  # type: ignore[no-untyped-call]
+            count, rate, begin, end = self._pending_timings.popleft()
             rate.add(count, begin.elapsed_time(end) / 1000)
             seconds += begin.elapsed_time(end) / 1000
         return seconds
@@ -76,9 +76,10 @@ class CudaSwapper(Swapper):
         """Start the plan's swaps, and let the computing stream wait for what it must. `written` by it."""
         computing = torch.cuda.current_stream(self._stream.device)
         written |= {copy.dst for copy in plan.swap_ins + plan.copies}
-        last = max((i for i, (blocks, _) in enumerate(self._leaving) if not written.isdisjoint(blocks)), default=-1)
+        overlapping = (i for i, (blocks, _) in enumerate(self._pending_outs) if not written.isdisjoint(blocks))
+        last = max(overlapping, default=-1)
         for _ in range(last + 1):  # who leaves earlier is out earlier
-            _, is_out = self._leaving.popleft()
+            _, is_out = self._pending_outs.popleft()
             computing.wait_event(is_out)
         if not plan.swap_outs and not plan.swap_ins:
             return
@@ -92,10 +93,10 @@ class CudaSwapper(Swapper):
                 computing.wait_event(self._start(self._cache, self._space, urgent, self.out_rate))
             if plan.swap_ins:
                 computing.wait_event(self._start(self._space, self._cache, plan.swap_ins, self.in_rate))
-            for begin in range(0, len(others), LEAVING_AT_ONCE):
-                some = others[begin : begin + LEAVING_AT_ONCE]
+            for begin in range(0, len(others), SWAP_OUT_CHUNK):
+                some = others[begin : begin + SWAP_OUT_CHUNK]
                 is_out = self._start(self._cache, self._space, some, self.out_rate)
-                self._leaving.append(({copy.src for copy in some}, is_out))
+                self._pending_outs.append(({copy.src for copy in some}, is_out))
 
     def _start(
         self, sources: list[Tensor], destinations: list[Tensor], copies: list[BlockCopy], rate: Rate
@@ -105,5 +106,5 @@ class CudaSwapper(Swapper):
         begin.record()
         self._copy_blocks(sources, destinations, *torch.tensor(copies).unbind(dim=1))
         end.record()
-        self._timed.append((len(copies), rate, begin, end))
+        self._pending_timings.append((len(copies), rate, begin, end))
         return end

@@ -30,17 +30,17 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         back_end: BackEnd,
-        take: Callable[[int], Tensor] | None = None,
+        allocator: Callable[[int], Tensor] | None = None,
     ) -> "KVCache":
         """Return a cache for a model of `dtype`. Of zeros: a tile may reach past a context, and 0 x NaN is NaN.
 
-        `take` gives memory for one tensor, uint8 [num_bytes] of zeros, aligned; None is the host's.
+        `allocator` returns memory for one tensor, uint8 [num_bytes] of zeros, aligned; None is the host's.
         """
-        layout, take = back_end.cache_layout, take or _zeros
+        layout, allocator = back_end.cache_layout, allocator or _zeros
         cache_dtype = layout.dtype(dtype)
 
         def tensor(shape: tuple[int, ...]) -> Tensor:
-            return take(math.prod(shape) * cache_dtype.itemsize).view(cache_dtype).view(shape)
+            return allocator(math.prod(shape) * cache_dtype.itemsize).view(cache_dtype).view(shape)
 
         shapes = layout.shapes(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype)
         keys, values = ([tensor(shape) for _ in range(spec.num_layers)] for shape in shapes)

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from quire.kernels.back_end import BackEnd
-from quire.model.checkpoint import Checkpoint
+from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.config import dtype_name, read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.decoder import Decoder
@@ -32,7 +32,7 @@ def load_model(
     config = read_config(folder)
     spec = spec_from_config(config, source)
     weights = WeightReader(
-        Checkpoint(folder),
+        SafetensorsCheckpoint(folder),
         spec.weights,
         back_end,
         getattr(torch, dtype_name(dtype, config, source)),

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.core.errors import ModelError
 from quire.kernels.back_end import BackEnd
 from quire.kernels.linear import Linear
-from quire.model.checkpoint import Checkpoint
+from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.shapes import LinearShape, NormShape, TableShape
 from quire.model.spec import WeightMap
 
@@ -32,7 +32,12 @@ class WeightReader:
     """Reads modules by the names that the family's map gives them. Every failure is a ModelError naming the tensor."""
 
     def __init__(
-        self, checkpoint: Checkpoint, names: WeightMap, back_end: BackEnd, dtype: torch.dtype, device: torch.device
+        self,
+        checkpoint: SafetensorsCheckpoint,
+        names: WeightMap,
+        back_end: BackEnd,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.names = names
         self.back_end = back_end

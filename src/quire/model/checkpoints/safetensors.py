@@ -20,7 +20,7 @@ REMAP_BYTES = 64 << 20  # read from one map: 12 maps for a model of 0.8 GB, wher
 READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
-class Checkpoint:
+class SafetensorsCheckpoint:
     """Where each tensor of a folder is. Construction reads the headers of all files and no weight."""
 
     def __init__(self, folder: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.execution.cuda_graphs import dummy_batch
-from quire.execution.largest_step import GRAPHS_SHARE, CudaMeter, bytes_left
+from quire.execution.memory_profiling import GRAPHS_SHARE, CudaMemoryMeter, available_kv_bytes
 from quire.kernels.back_end import REFERENCE, cuda_back_end
 from quire.kernels.token_choice import Draws
 from quire.model.decoder import Decoder
@@ -20,14 +20,14 @@ from support.triton_compiler import specialized_launches
 GIB = 1 << 30
 
 
-class FakeMeter(CudaMeter):
+class FakeMeter(CudaMemoryMeter):
     """A card of 10 GiB on which weights take 1, the largest step 3 more, and decodes a half."""
 
     def __init__(self, free_bytes: int = 10 * GIB) -> None:
         self._free_bytes = free_bytes
         self._peaks = [4 * GIB, 3 * GIB // 2]
 
-    def forget(self) -> int:
+    def reset_peak(self) -> int:
         return GIB
 
     def peak_bytes(self) -> int:
@@ -52,7 +52,7 @@ def test_share_of_the_card_less_the_peak_is_left(model: Decoder, monkeypatch: py
 
     monkeypatch.setattr(Decoder, "forward", counting)
     kept_back = int(10 * GIB * GRAPHS_SHARE)
-    assert bytes_left(model, 4, 90, 640, 16, 0.9, FakeMeter()) == 9 * GIB // 2 - kept_back
+    assert available_kv_bytes(model, 4, 90, 640, 16, 0.9, FakeMeter()) == 9 * GIB // 2 - kept_back
     assert steps == [(90, torch.Size([4, 40])), (4, torch.Size([4, 40]))], "scratch memory goes by the widest table"
 
 
@@ -61,7 +61,7 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(tmp_path: Path, block_size
     pytest.importorskip("triton", reason="Triton is not installed")
     with specialized_launches() as kernels:
         model = load_model(write_random_model(tmp_path), back_end=cuda_back_end())
-        bytes_left(model, 4, 90, 640, block_size, 0.9, FakeMeter())
+        available_kv_bytes(model, 4, 90, 640, block_size, 0.9, FakeMeter())
         tried = kernels.copy()
         cache = KVCache.allocate(model.spec, 40, block_size, model.dtype, model.back_end)
         for num_seqs, num_tokens in ((1, 1), (3, 3), (2, 50)):
@@ -77,9 +77,9 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(tmp_path: Path, block_size
 
 
 def test_what_others_hold_is_not_given_away(model: Decoder) -> None:
-    assert bytes_left(model, 2, 8, 64, 16, 0.9, FakeMeter(free_bytes=GIB)) == GIB
+    assert available_kv_bytes(model, 2, 8, 64, 16, 0.9, FakeMeter(free_bytes=GIB)) == GIB
 
 
 def test_card_too_small_for_the_largest_step_is_refused(model: Decoder) -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization of 0.3 is 3221225472 bytes, but .* take 4831838208"):
-        bytes_left(model, 2, 8, 64, 16, 0.3, FakeMeter())
+        available_kv_bytes(model, 2, 8, 64, 16, 0.3, FakeMeter())

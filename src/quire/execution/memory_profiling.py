@@ -9,7 +9,7 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.execution.cuda_graphs import SIZES, dummy_batch
-from quire.execution.device_memory import memory_of
+from quire.execution.device_memory import device_allocator
 from quire.kernels.token_choice import Draws
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
@@ -19,14 +19,14 @@ from quire.model.kv_cache import KVCache
 GRAPHS_BYTES, GRAPHS_SHARE = 256 << 20, 0.02
 
 
-class CudaMeter:
+class CudaMemoryMeter:
     """Counts the bytes of a GPU that torch's allocator has taken since the meter was made: before the weights are."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._held_before = device, 0
-        self._held_before = self.forget()
+        self._held_before = self.reset_peak()
 
-    def forget(self) -> int:
+    def reset_peak(self) -> int:
         """Give back what is held in reserve, let the peak begin anew, and return where it begins."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
@@ -44,25 +44,25 @@ class CudaMeter:
 
 
 @torch.inference_mode()
-def bytes_left(
+def available_kv_bytes(
     model: Decoder,
     num_seqs: int,
     num_tokens: int,
     max_model_len: int,
     block_size: int,
     utilization: float,
-    meter: CudaMeter,
+    meter: CudaMemoryMeter,
 ) -> int:
     """Return what `utilization` of the device leaves beside weights and the largest step. ConfigError if nothing.
 
     That is one of `num_tokens` tokens of `num_seqs` sequences whose contexts may have `max_model_len`. The graphs of
     decodes keep what the largest of them needs. Every kernel is compiled then that a request could wait for.
     """
-    cache = KVCache.allocate(model.spec, 2, block_size, model.dtype, model.back_end, memory_of(model.device))
+    cache = KVCache.allocate(model.spec, 2, block_size, model.dtype, model.back_end, device_allocator(model.device))
     max_blocks, num_seqs = -(-max_model_len // block_size), min(num_seqs, num_tokens)
     tensors = [*cache.keys, *cache.values]
     model.back_end.copy_blocks(tensors, tensors, torch.tensor([0]), torch.tensor([1]))
-    meter.forget()
+    meter.reset_peak()
     largest = dummy_batch(num_seqs, num_tokens, max_blocks, model.device)
     logits = model.logits(model.forward(largest, cache)[:num_seqs])
     ones, singles = np.ones(len(logits)), np.ones(len(logits), np.float32)
@@ -70,11 +70,11 @@ def bytes_left(
     model.back_end.sampling.choose_tokens(logits.clone(), draws)  # edits need a second copy
     del largest, logits
     peak_bytes = meter.peak_bytes()
-    held_bytes = meter.forget()
+    held_bytes = meter.reset_peak()
     num_decodes = min(num_seqs, SIZES[-1])
     model.forward(dummy_batch(num_decodes, num_decodes, max_blocks, model.device), cache)
     peak_bytes += meter.peak_bytes() - held_bytes
-    meter.forget()
+    meter.reset_peak()
     free_bytes, total_bytes = meter.free_and_total_bytes()
     left = int(total_bytes * utilization) - peak_bytes - min(GRAPHS_BYTES, int(total_bytes * GRAPHS_SHARE))
     if left <= 0:
