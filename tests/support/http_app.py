@@ -15,12 +15,12 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp
 
 from quire.server.app import create_app
-from quire.server.http_server import HttpServer
-from quire.server.listener import bind, port_of
-from quire.server.metrics import Metrics
+from quire.server.http.server import HttpServer
+from quire.server.http.sockets import bind, port_of
+from quire.server.ops.metrics import Metrics
 from quire.server.options import Limits, ServerOptions
 from quire.server.service import Service
-from quire.server.templates import TemplateRenderer
+from quire.server.template_renderer import TemplateRenderer
 
 HOST = "127.0.0.1"
 SOCKET_LIMIT_S = 30.0

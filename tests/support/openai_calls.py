@@ -8,8 +8,8 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.engine.client import PreparedRequest
 from quire.engine.input_processor import TokenizedPrompt
-from quire.server.openai.answer_format import Call
-from quire.server.openai.bodies import CompletionBody, StreamOptions
+from quire.server.openai.request_models import CompletionBody, StreamOptions
+from quire.server.openai.response_builder import Call
 
 
 def call_of(

@@ -17,12 +17,12 @@ from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Report
 from quire.engine.options import EngineOptions
 from quire.server.app import create_app
-from quire.server.http_server import HttpServer
-from quire.server.listener import bind, url_of
-from quire.server.metrics import Metrics
+from quire.server.http.server import HttpServer
+from quire.server.http.sockets import bind, url_of
+from quire.server.ops.metrics import Metrics
 from quire.server.options import ServerOptions
 from quire.server.service import Service
-from quire.server.templates import TemplateRenderer
+from quire.server.template_renderer import TemplateRenderer
 from support.stopping import stopped
 
 HOST, NAME = "127.0.0.1", "tiny"

@@ -10,7 +10,7 @@ from quire.cli.flag_groups import JSON, flag_field, with_flag_groups
 from quire.cli.model_flags import EngineFlags
 from quire.engine.options import parse_bytes
 from quire.engine.sizing import free_memory_bytes
-from quire.server.announcement import in_units
+from quire.server.ops.startup_banner import in_units
 from quire.sim.hardware import Hardware, read_hardware
 from quire.sim.models import Model, read_model
 from quire.sim.planning import MemoryPlan, plan_memory, stored_parameters

@@ -10,13 +10,13 @@ from fastapi import FastAPI
 
 from quire.core.sampling_params import MAX_SEED
 from quire.core.version import __version__
-from quire.server import debug_routes, explain_routes, prefix_routes, system_routes
 from quire.server.errors import handle_errors
-from quire.server.gate import Gate
-from quire.server.openai import routes
+from quire.server.http.middleware import Gate
+from quire.server.http.request_log import RequestLog
 from quire.server.options import MAX_ELEMENTS
-from quire.server.request_log import RequestLog
+from quire.server.routes import openai, prefixes, system
 from quire.server.service import Service
+from quire.server.watch import debug_routes, explain_routes
 
 _NULLABLE_STRING = {"type": ["string", "null"]}
 _ERROR = {
@@ -42,9 +42,9 @@ def create_app(service: Service) -> FastAPI:
         title="Quire", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS
     )
     app.state.service = service
-    modules = [system_routes, routes, explain_routes]
+    modules = [system, openai, explain_routes]
     if service.options.max_pinned_prefixes:
-        modules.append(prefix_routes)
+        modules.append(prefixes)
     if service.options.enable_debug:
         modules.append(debug_routes)
     for module in modules:

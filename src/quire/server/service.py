@@ -13,7 +13,11 @@ import msgspec
 from quire.core.checks import shown
 from quire.engine.client import EngineClient
 from quire.engine.input_processor import PreparedRequest
-from quire.server.body_bytes import BodyBytes
+from quire.server.admission.body_memory import BodyBytes
+from quire.server.admission.concurrency import Hold, KeyLoads
+from quire.server.admission.logprob_memory import LogprobRoom
+from quire.server.admission.pending_pins import PinsUnderWay
+from quire.server.api.active_responses import OpenAnswers
 from quire.server.errors import (
     ApiError,
     as_api_error,
@@ -23,16 +27,12 @@ from quire.server.errors import (
     shutting_down,
     too_many_queued_tokens,
 )
-from quire.server.fair_turns import Lanes
-from quire.server.history import History
-from quire.server.key_loads import Hold, KeyLoads
-from quire.server.logprob_room import LogprobRoom
-from quire.server.metrics import Metrics
-from quire.server.open_answers import OpenAnswers
+from quire.server.fair_semaphore import Lanes
+from quire.server.ops.metrics import Metrics
 from quire.server.options import ServerOptions
-from quire.server.pins_under_way import PinsUnderWay
-from quire.server.templates import TemplateRenderer
-from quire.server.turns import Turns
+from quire.server.template_renderer import TemplateRenderer
+from quire.server.time_slices import Turns
+from quire.server.watch.history import History
 
 T = TypeVar("T")
 

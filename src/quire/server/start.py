@@ -11,9 +11,9 @@ from typing import NoReturn
 
 from quire.engine.launcher import EngineProcess
 from quire.engine.options import EngineOptions
-from quire.server.listener import allow_connections, bind
+from quire.server.http.sockets import allow_connections, bind
+from quire.server.ops.signals import STOP_SIGNALS, StoppedError, stop_at_once
 from quire.server.options import ServerOptions
-from quire.server.stop_signals import STOP_SIGNALS, StoppedError, stop_at_once
 
 
 def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
@@ -29,7 +29,7 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
         child = EngineProcess.spawn(engine)
         try:
             gc.disable()  # what is imported stays
-            from quire.server.lifecycle import run  # noqa: PLC0415 (while the engine loads)
+            from quire.server.ops.lifecycle import run  # noqa: PLC0415 (while the engine loads)
 
             gc.freeze()  # else every full collection looks through it again, and all streams wait
             gc.enable()

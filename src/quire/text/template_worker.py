@@ -1,4 +1,4 @@
-"""The template process: `python -m quire.text.template_worker FD`, started by `quire.server.templates`.
+"""The template process: `python -m quire.text.template_worker FD`, started by `quire.server.template_renderer`.
 
 A chat template is a program that came with the model, and what it works on came with a request. The sandbox keeps it
 from doing harm, but not from running forever or asking for all memory; the limits of a process do. This one renders

@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 from quire.engine import client as client_module
-from quire.server import json_slices, templates
-from quire.server.json_slices import SLICE_BYTES
-from quire.server.openai import decoding
+from quire.server import template_renderer
+from quire.server.api import json_decoding
+from quire.server.api.json_decoding import SLICE_BYTES
+from quire.server.openai import request_parsing
 from quire.server.options import DEFAULT_LIMITS
 from support.openai_server import OpenAIServer
 
@@ -71,9 +72,9 @@ def meter(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Met
     meter = Meter()
     defaults = {name: getattr(DEFAULT_LIMITS, name) for name in ("max_queued_requests", "max_n")}
     monkeypatch.setattr(server.service, "options", replace(server.service.options, **defaults))
-    for module, name in ((json_slices, "loads"), (json_slices, "_decode_raw"), (decoding, "loads")):
+    for module, name in ((json_decoding, "loads"), (json_decoding, "_decode_raw"), (request_parsing, "loads")):
         monkeypatch.setattr(module, name, meter.parser(getattr(module, name)))
-    for module in (client_module, templates):
+    for module in (client_module, template_renderer):
         monkeypatch.setattr(module, "frame", meter.frame(module.frame))
     ticking = server.on_loop(lambda: asyncio.get_running_loop().create_task(_tick(meter)))
     yield meter

@@ -78,36 +78,38 @@ BODIES: dict[str, list[Case]] = {
 ELSEWHERE = {
     "max_queued_requests": "tests/server/test_service.py::test_requests_that_wait_in_the_engine_count",
     "max_queued_tokens": "tests/server/test_service.py::test_queued_tokens_are_bounded_in_sum",
-    "max_connections": "tests/server/test_protocol.py::test_connections_that_are_too_many_are_turned_away",
-    "max_pipelined_requests": "tests/server/test_protocol.py::test_requests_that_wait_on_one_connection_are_few",
-    "max_url_bytes": "tests/server/test_protocol.py::test_head_that_is_too_large_is_refused",
-    "max_headers": "tests/server/test_protocol.py::test_largest_head_is_taken",
-    "max_header_bytes": "tests/server/test_protocol.py::test_largest_head_is_taken",
-    "max_body_bytes": "tests/server/test_gate.py::test_body_of_exactly_the_limit_is_taken",
-    "max_total_body_bytes": "tests/server/test_body_bytes.py::test_bound_holds_whatever_comes",
+    "max_connections": "tests/server/http/test_protocol.py::test_connections_that_are_too_many_are_turned_away",
+    "max_pipelined_requests": "tests/server/http/test_protocol.py::test_requests_that_wait_on_one_connection_are_few",
+    "max_url_bytes": "tests/server/http/test_protocol.py::test_head_that_is_too_large_is_refused",
+    "max_headers": "tests/server/http/test_protocol.py::test_largest_head_is_taken",
+    "max_header_bytes": "tests/server/http/test_protocol.py::test_largest_head_is_taken",
+    "max_body_bytes": "tests/server/http/test_middleware.py::test_body_of_exactly_the_limit_is_taken",
+    "max_total_body_bytes": "tests/server/admission/test_body_memory.py::test_bound_holds_whatever_comes",
     "max_conversation_bytes": (
-        "tests/server/test_templates.py::test_bytes_of_a_conversation_and_of_its_variables_are_bounded"
+        "tests/server/test_template_renderer.py::test_bytes_of_a_conversation_and_of_its_variables_are_bounded"
     ),
     "max_template_variable_bytes": (
-        "tests/server/test_templates.py::test_bytes_of_a_conversation_and_of_its_variables_are_bounded"
+        "tests/server/test_template_renderer.py::test_bytes_of_a_conversation_and_of_its_variables_are_bounded"
     ),
-    "max_buffered_bytes": "tests/server/test_protocol.py::test_reader_who_is_slow_but_reads_is_not_dropped",
-    "max_logprob_bytes": "tests/server/test_logprob_room.py::test_calls_share_one_budget",
-    "max_history_bytes": "tests/server/test_history.py::test_bytes_are_bounded",
-    "receive_timeout": "tests/server/test_protocol.py::test_head_that_does_not_come_is_a_timeout",
-    "send_timeout": "tests/server/test_protocol.py::test_reader_who_takes_nothing_is_dropped_and_his_answer_ends",
-    "max_pinned_prefixes": "tests/server/test_prefix_routes.py::test_pins_are_bounded",
-    "max_requests_per_key": "tests/server/test_key_shares.py::test_requests_of_a_key_are_bounded_whatever_they_ask_for",
+    "max_buffered_bytes": "tests/server/http/test_protocol.py::test_reader_who_is_slow_but_reads_is_not_dropped",
+    "max_logprob_bytes": "tests/server/admission/test_logprob_memory.py::test_calls_share_one_budget",
+    "max_history_bytes": "tests/server/watch/test_history.py::test_bytes_are_bounded",
+    "receive_timeout": "tests/server/http/test_protocol.py::test_head_that_does_not_come_is_a_timeout",
+    "send_timeout": "tests/server/http/test_protocol.py::test_reader_who_takes_nothing_is_dropped_and_his_answer_ends",
+    "max_pinned_prefixes": "tests/server/routes/test_prefixes.py::test_pins_are_bounded",
+    "max_requests_per_key": (
+        "tests/server/admission/test_key_shares.py::test_requests_of_a_key_are_bounded_whatever_they_ask_for"
+    ),
     "max_kv_share_per_key": (
         "tests/scheduling/test_kv_shares.py::test_request_past_the_share_waits_and_other_clients_pass"
     ),
-    "max_pinned_share": "tests/server/test_prefix_routes.py::test_pins_under_way_count_towards_the_share",
+    "max_pinned_share": "tests/server/routes/test_prefixes.py::test_pins_under_way_count_towards_the_share",
     "max_pinned_share_per_key": (
-        "tests/server/test_prefix_routes.py::test_shares_of_the_cache_bound_the_pins_of_a_key_and_of_all"
+        "tests/server/routes/test_prefixes.py::test_shares_of_the_cache_bound_the_pins_of_a_key_and_of_all"
     ),
-    "pin_ttl": "tests/server/test_prefix_routes.py::test_pin_expires_although_no_request_looks_for_it",
+    "pin_ttl": "tests/server/routes/test_prefixes.py::test_pin_expires_although_no_request_looks_for_it",
     "max_metric_labels": "tests/core/test_owner_labels.py::test_keys_beyond_the_limit_are_other",
-    "idle_timeout": "tests/server/test_protocol.py::test_connection_without_a_request_is_closed_after_a_while",
+    "idle_timeout": "tests/server/http/test_protocol.py::test_connection_without_a_request_is_closed_after_a_while",
 }
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quire.core.logprob_table import LogprobTable, Position
+from quire.server.api.json_encoding import Pieces, encode_pieces
 from quire.server.openai import logprobs as module
-from quire.server.openai.json_pieces import Pieces, encode_pieces
 from quire.server.openai.logprobs import (
     CompletionLogprobs,
     LogprobPiece,

@@ -9,8 +9,8 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
 from quire.server.errors import ApiError
-from quire.server.openai.bodies import ChatBody, CompletionBody
-from quire.server.openai.decoding import UNSUPPORTED, WITHOUT_EFFECT, check_names
+from quire.server.openai.request_models import ChatBody, CompletionBody
+from quire.server.openai.request_parsing import UNSUPPORTED, WITHOUT_EFFECT, check_names
 
 
 def test_every_parameter_of_openai_is_known() -> None:

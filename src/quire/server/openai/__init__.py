@@ -1,1 +1,1 @@
-"""OpenAI's routes: what they take, what they answer, and the streams in between."""
+"""OpenAI's dialect: request models and their checks, and the JSON of responses."""

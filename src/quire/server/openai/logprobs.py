@@ -9,7 +9,7 @@ from itertools import chain
 import msgspec
 
 from quire.core.logprob_table import Logprobs, Position
-from quire.server.openai.json_pieces import Pieces, array, encode
+from quire.server.api.json_encoding import Pieces, array, encode
 from quire.text.detokenizer import REPLACEMENT, IncrementalDetokenizer, incremental_detokenizer
 from quire.text.tokenizer import Tokenizer
 

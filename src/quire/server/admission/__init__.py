@@ -1,0 +1,1 @@
+"""Bounds on what clients hold at a time: bodies in memory, requests, logprobs, pinned prefixes."""

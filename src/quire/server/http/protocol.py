@@ -1,0 +1,291 @@
+"""uvicorn's HTTP/1.1 protocol with limits: what is too long, too slow or not HTTP is answered as the contract says.
+
+The parser hands over a header when it is complete, so what it holds back is counted too, to within one read. A
+connection that is refused here reads on for a moment (`quire.server.http.lingering_close`).
+
+A client that ends its own side of a connection is gone, since nothing else tells that one has left: asyncio closes the
+other side too, and a half-closed connection gets no answer.
+"""
+
+import asyncio
+import fcntl
+import termios
+from array import array
+from typing import Any
+
+import httptools
+import msgspec
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from quire.server.errors import ApiError, too_many_connections
+from quire.server.http.lingering_close import RefusedConnections
+from quire.server.http.sockets import max_connections
+from quire.server.options import Limits
+
+_VERSIONS = frozenset({"1.0", "1.1"})
+
+
+class _UnknownLength(int):
+    """The length of a body that the end of the connection ends: none is longer or shorter, as uvicorn compares."""
+
+    def __lt__(self, num_bytes: int) -> bool:
+        return False
+
+    def __sub__(self, num_bytes: int) -> "_UnknownLength":
+        return self
+
+    def __ne__(self, num_bytes: object) -> bool:
+        return False
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(
+        self, limits: Limits, refused: RefusedConnections, *args: Any, **kwargs: Any  # noqa: ANN401 (uvicorn's)
+    ) -> None:  # fmt: skip
+        super().__init__(*args, **kwargs)
+        self._limits, self._refused = limits, refused
+        self._is_in_head = self._is_in_body = False   # of a request that has begun and is not complete
+        self._num_headers = self._num_header_bytes = 0
+        self._num_held_bytes = 0                      # given to the parser, and not yet handed over by it
+        self._is_refused = False
+        self._answering: RequestResponseCycle | None = None  # the request that is being answered; uvicorn has the last
+        self._last_words: ApiError | None = None      # to be said when all before them have been answered
+        self._arrival: asyncio.TimerHandle | None = None
+        self._departure: asyncio.TimerHandle | None = None  # of what a slow reader has still to take
+
+    # --- the connection -------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first request, if there is room for one more client."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(self._limits.max_buffered_bytes)
+        self._expect_arrival()
+        limit = max_connections(self._limits.max_connections)
+        if len(self.connections) - len(self._refused) > limit:
+            self._refuse(too_many_connections(limit))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clocks, and tell who answers: uvicorn tells the request that has come last."""
+        self._cancel_arrival()
+        self._refused.discard(self.transport)
+        if self._answering is not None and self._is_answering:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        super().connection_lost(exc)  # which also resumes writing, in vain
+
+    def pause_writing(self) -> None:
+        """Wait for a reader who has fallen behind."""
+        super().pause_writing()
+        self._expect_departure()
+
+    def resume_writing(self) -> None:
+        """Go on: he has caught up."""
+        if self._departure is not None:
+            self._departure.cancel()
+        super().resume_writing()
+
+    def shutdown(self) -> None:
+        """Close the connection; what has not been answered by now will not be."""
+        if self._is_answering:
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has come, or end the connection."""
+        if self._is_refused:
+            return
+        self._unset_keepalive_if_required()
+        self._num_held_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+            self._check_header_bytes(self._num_held_bytes)
+        except httptools.HttpParserUpgrade as upgrade:
+            head, self.parser = self._plain_head(), httptools.HttpRequestParser(self)
+            self.data_received(head + data[upgrade.args[0] :])
+        except ApiError as error:
+            self._refuse(error)
+        except httptools.HttpParserError as error:
+            wrong, why = ApiError(400, "this is not a valid HTTP/1.1 request"), error.__context__
+            self._refuse(why if isinstance(why, ApiError) else wrong)  # one of the parser's calls has stopped it
+
+    # --- the parser's calls ---------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """Take down that a request has begun to arrive."""
+        self._is_in_head = True
+        self._num_headers = self._num_header_bytes = 0
+        self._expect_arrival()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Take a piece of the URL."""
+        super().on_url(url)
+        self._num_held_bytes -= len(url)
+        if len(self.url) > self._limits.max_url_bytes:
+            raise _too_large(f"the URL is longer than {self._limits.max_url_bytes} bytes (max_url_bytes)")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, or count a trailer and drop it."""
+        self._num_held_bytes -= len(name) + len(value)
+        self._num_header_bytes += len(name) + len(value)
+        self._num_headers += 1
+        if self._num_headers > self._limits.max_headers:
+            raise _too_large(f"the request has more than {self._limits.max_headers} headers (max_headers)")
+        self._check_header_bytes(self._num_header_bytes)
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begin to answer, or queue the request behind others of the connection.
+
+        One that asks for another protocol is parsed once more, as if it had not: the parser leaves out its body.
+        """
+        if self.parser.get_http_version() not in _VERSIONS:  # a request line without one counts as 0.9
+            raise ApiError(400, "this is not a valid HTTP/1.1 request")
+        if self._is_upgrade:
+            return
+        most = self._limits.max_pipelined_requests
+        if len(self.pipeline) >= most:
+            message = f"more than {most} requests wait on this connection (max_pipelined_requests)"
+            raise ApiError(400, message)
+        super().on_headers_complete()  # raises if the URL is none
+        if self.parser.get_http_version() == "1.0":  # which knows no chunks: uvicorn closes the connection at the end
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UnknownLength()
+        self.flow.resume_reading()  # if it waits behind others: else nobody sees that the client has gone
+        self._is_in_head, self._is_in_body = False, True
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the body."""
+        self._num_held_bytes = 0
+        super().on_body(body)
+        if self.pipeline and len(self.cycle.body) > HIGH_WATER_LIMIT:
+            message = f"more than {HIGH_WATER_LIMIT} bytes of a body wait on this connection behind other requests"
+            raise ApiError(413, message, code="request_too_large")
+
+    def on_message_complete(self) -> None:
+        """Take down that the request has arrived."""
+        self._is_in_body = False
+        self._num_held_bytes = 0
+        if self._is_upgrade:
+            return
+        self._cancel_arrival()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request, unless nobody can tell whether the body of this one is still to come."""
+        is_body_uncertain = self._is_in_body and self.expect_100_continue and not self.pipeline
+        super().on_response_complete()
+        if is_body_uncertain:
+            self.transport.close()
+        elif self._last_words is not None and not self._is_answering:
+            self._end_with(self._last_words)
+
+    # --- other protocols, of which we have none ---------------------------------------------------------------------
+
+    @property
+    def _is_upgrade(self) -> bool:
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def _plain_head(self) -> bytes:
+        """Return the head that has just been parsed, without its wish for another protocol."""
+        version = self.parser.get_http_version().encode("ascii")
+        fields = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([self.parser.get_method() + b" " + self.url + b" HTTP/" + version, *fields, b"", b""])
+
+    # --- limits ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._answering is not None and not self._answering.response_complete
+
+    @property
+    def _num_unread_bytes(self) -> int:
+        """Count what was written and has not reached the reader's machine; the kernel holds some of it."""
+        held = array("i", [0])
+        fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
+        return held[0] + self.transport.get_write_buffer_size()
+
+    def _check_header_bytes(self, num_bytes: int) -> None:
+        most = self._limits.max_header_bytes
+        if num_bytes > most:
+            raise _too_large(f"the headers take more than {most} bytes (max_header_bytes)")
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer a request that has not become one, after those before it, and end the connection."""
+        self._is_refused = True
+        self._cancel_arrival()
+        if self._is_in_body and self.pipeline:
+            self.pipeline.popleft()     # it has not been begun, and will not be
+        elif self._is_in_body:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started:
+                self.transport.close()
+            else:
+                self._end_with(error)
+            return
+        if self._is_answering:
+            self._last_words = error
+        else:
+            self._end_with(error)
+
+    def _end_with(self, error: ApiError) -> None:
+        if self.transport.is_closing():
+            return
+        self.transport.write(_response(error))
+        self.transport.write_eof()
+        self._refused.add(self.transport)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:  # noqa: ANN401 (ASGI)
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _expect_arrival(self) -> None:
+        if self._arrival is None:
+            self._arrival = self.loop.call_later(self._limits.receive_timeout, self._note_late_arrival)
+
+    def _cancel_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _expect_departure(self) -> None:
+        limit_s = self._limits.send_timeout
+        self._departure = self.loop.call_later(limit_s, self._note_late_departure, self._num_unread_bytes)
+
+    def _note_late_departure(self, num_bytes: int) -> None:
+        """Drop a reader who has taken little of the `num_bytes` that waited; what answers him ends like any other."""
+        if num_bytes - self._num_unread_bytes >= self._limits.max_buffered_bytes:
+            self._expect_departure()
+        else:
+            self.transport.abort()
+
+    def _note_late_arrival(self) -> None:
+        """End a connection whose request takes too long, but no answer on it: who reads the body minds that."""
+        self._arrival = None
+        if self._is_answering:
+            self._expect_arrival()
+        elif self._is_in_head:
+            limit_s = self._limits.receive_timeout
+            message = f"the headers took more than {limit_s:g} s (receive_timeout)"
+            self._refuse(ApiError(408, message, code="request_timeout"))
+        else:
+            self.transport.close()
+
+
+def _too_large(message: str) -> ApiError:
+    return ApiError(431, message, code="headers_too_large")
+
+
+def _response(error: ApiError) -> bytes:
+    """Return a whole response, after which the connection ends."""
+    body = msgspec.json.encode(error.body)
+    headers = error.headers | {
+        "Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return STATUS_LINE[error.status] + lines.encode("ascii") + b"\r\n" + body

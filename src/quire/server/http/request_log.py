@@ -1,0 +1,71 @@
+"""The outermost layer around every route: an id for each request, its line in the log, an answer to any fault."""
+
+import logging
+import time
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.api.active_responses import ClientGoneError
+from quire.server.errors import error_response
+from quire.server.ops.logs import requests_log
+from quire.server.service import RequestRecord
+
+log = logging.getLogger(__name__)
+
+RECORD = "quire.record"                                        # of the scope
+_PROBES = frozenset({"/health", "/ready", "/metrics", "/debug/kv"})         # logged at debug only
+
+
+class RequestLog:
+    """ASGI middleware. Its `send` is the only one of ours that sees each chunk of a stream."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = scope[RECORD] = RequestRecord(request_id=uuid4().hex)
+        started_s, status = time.monotonic(), None
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                request_id = str(record.request_id).encode("ascii")
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except (ClientDisconnect, ClientGoneError):
+            pass
+        except Exception as error:
+            if status is not None:
+                raise  # too late for an answer: uvicorn logs it and closes the connection
+            log.exception("request %s failed", record.request_id)
+            await error_response(scope["app"].state.service.told(error))(scope, receive, send_with_id)
+        finally:
+            _write(scope, status, time.monotonic() - started_s, record)
+
+
+def _write(scope: Scope, status: int | None, duration_s: float, record: RequestRecord) -> None:
+    """Log one request: what was asked, never the words of it. `status` None: the client did not wait."""
+    level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
+    if not requests_log.isEnabledFor(level):
+        return
+    line: dict[str, Any] = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "duration_s": round(duration_s, 6),
+    }
+    requests_log.log(level, "%s", msgspec.json.encode(line | msgspec.to_builtins(record)).decode())

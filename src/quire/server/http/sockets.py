@@ -1,0 +1,112 @@
+"""The address that the server listens on, taken before anything is loaded, and how many connections may come there.
+
+A taken port is known at once. Connections are bounded by a flag, or by what the system grants this process in files.
+"""
+
+import contextlib
+import errno
+import resource
+import socket
+
+from quire.core.errors import ConfigError
+from quire.server.http.lingering_close import MAX_LINGERING
+
+NUM_NEIGHBOURS = 100       # ports above a taken one that are tried for the error's advice
+LOWEST_FREE_FOR_ALL = 1024
+BACKLOG = 2048             # connections that the kernel holds until we accept them
+RESERVED_FILES = 64 + MAX_LINGERING  # for all that is no connection that counts
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket at an address, which refuses connections until `listen`. ConfigError says what would work."""
+    family, address = _resolve(host, port)
+    try:
+        return _bound(family, address)
+    except OSError as error:
+        raise _explained(error, host, port) from error
+
+
+def listen(listener: socket.socket, host: str) -> None:
+    """Let connections come. ConfigError if another server has begun to listen there since `bind`."""
+    try:
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise _explained(error, host, port_of(listener)) from error
+
+
+def port_of(listener: socket.socket) -> int:
+    """Return the port, which the system has chosen where 0 was asked for."""
+    return int(listener.getsockname()[1])
+
+
+def url_of(listener: socket.socket, host: str) -> str:
+    """Return the address as a client writes it."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port_of(listener)}"
+
+
+def allow_connections(wanted: int) -> None:
+    """Ask the system for as many as are wanted, or as it grants, if there may be fewer now."""
+    if max_connections(wanted) == wanted:
+        return
+    _, most_granted = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_files = wanted + RESERVED_FILES
+    if most_granted != resource.RLIM_INFINITY:
+        num_files = min(num_files, most_granted)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, most_granted))
+
+
+def max_connections(wanted: int) -> int:
+    """Return how many of the connections that are wanted may be open at once."""
+    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most_files == resource.RLIM_INFINITY:
+        return wanted
+    return max(1, min(wanted, most_files - RESERVED_FILES))
+
+
+def _resolve(host: str, port: int) -> tuple[int, tuple[object, ...]]:
+    """Return the family and the address of a host; of several addresses one of IPv4, which every client tries."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"host {host!r} is not known: {error}; set host to an address of this machine") from error
+    family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, address
+
+
+def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port is free again as soon as we have ended
+        listener.bind(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _explained(error: OSError, host: str, port: int) -> ConfigError:
+    """Return the error with the nearest setting that works."""
+    match error.errno:
+        case errno.EADDRINUSE:
+            free = _nearest_free(host, port)
+            nearest = f"--port {free} is free, and " if free else ""
+            return ConfigError(f"port {port} of host {host} is in use: {nearest}--port 0 takes any free port")
+        case errno.EACCES:
+            return ConfigError(
+                f"port {port} needs rights that this process lacks: set --port to {LOWEST_FREE_FOR_ALL} or more"
+            )
+        case errno.EADDRNOTAVAIL:
+            return ConfigError(f"host {host} is no address of this machine: set --host to 127.0.0.1 or 0.0.0.0")
+        case _:
+            return ConfigError(f"cannot listen on port {port} of host {host}: {error.strerror}")
+
+
+def _nearest_free(host: str, port: int) -> int | None:
+    for other in range(port + 1, min(port + NUM_NEIGHBOURS, 0xFFFF) + 1):
+        try:
+            _bound(*_resolve(host, other)).close()
+        except OSError:
+            continue
+        return other
+    return None

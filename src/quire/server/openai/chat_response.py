@@ -1,0 +1,73 @@
+"""Answers of /v1/chat/completions."""
+
+from collections.abc import Iterator, Sequence
+
+from quire.core.outputs import CompletionOutput
+from quire.server.api.json_encoding import Pieces
+from quire.server.openai.logprobs import TokenNames, WholeChatLogprobs, chat_logprobs, prompt_logprobs
+from quire.server.openai.response_builder import AnswerFormat, Call, Json
+from quire.text.tokenizer import Tokenizer
+
+ROLE = "assistant"
+
+
+class ChatFormat(AnswerFormat):
+    """One conversation, n messages. The role comes with the first words: a chunk of its own would feign a token.
+
+    Messages begin in order, because openai's helper that gathers a stream counts on it. So one whose first characters
+    are not complete yet begins without words where a later one has some.
+    """
+
+    OBJECT = "chat.completion"
+    CHUNK_OBJECT = "chat.completion.chunk"
+
+    def __init__(self, call: Call, tokenizer: Tokenizer | None) -> None:
+        super().__init__(call)
+        self._names = TokenNames(tokenizer)
+        self._num_begun = 0                      # messages whose role has been told
+
+    def _choice(self, prompt_index: int, output: CompletionOutput) -> Json:
+        return {
+            "index": output.index,
+            "message": {"content": output.text, "role": ROLE, "refusal": None},
+            "logprobs": self._logprobs(output),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        } | self._tokens(output)
+
+    def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Sequence[Json]:
+        if not self._is_worth_a_chunk(piece):
+            return ()
+        is_first = piece.index >= self._num_begun
+        delta = {"content": piece.text} if is_first or piece.text else {}
+        choice = _chunk(piece.index, {"role": ROLE} | delta if is_first else delta)
+        choice |= {"logprobs": self._logprobs(piece), "finish_reason": piece.finish_reason}
+        if piece.finish_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
+        choice |= self._tokens(piece)
+        return (*self._begin_up_to(piece.index), choice) if is_first else (choice,)
+
+    def _begin_up_to(self, index: int) -> Iterator[Json]:
+        """Yield an empty piece of each message before one that begins now."""
+        for earlier in range(self._num_begun, index):
+            yield _chunk(earlier, {"role": ROLE, "content": ""})
+        self._num_begun = index + 1
+
+    def _logprobs(self, piece: CompletionOutput) -> Pieces | WholeChatLogprobs | None:
+        if piece.packed_logprobs is None:
+            return None
+        return chat_logprobs(self._names, piece.packed_logprobs, self.call.params.logprobs or 0)
+
+    def _about_prompt(self) -> Json:
+        about: Json = {}
+        if self.call.body.return_token_ids:
+            about["prompt_token_ids"] = self.call.requests[0].prompt.token_ids
+        if self.call.body.prompt_logprobs is not None:
+            table = self._prompt_logprobs[0]
+            about["prompt_logprobs"] = None if table is None else prompt_logprobs(self._names, table)
+        return about
+
+
+def _chunk(index: int, delta: Json) -> Json:
+    """Return the newest piece of a message. The first one carries the role."""
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

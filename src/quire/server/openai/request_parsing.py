@@ -1,0 +1,206 @@
+"""From the bytes of a body to its fields, by one function for all routes, and parameters that do nothing here.
+
+A parameter that would change the answer is refused unless its value is the default; one that changes nothing about it
+is let pass; a name that nobody knows is ignored, with a warning in the log.
+"""
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from quire.core.checks import refuse, shown
+from quire.server.api.json_decoding import (
+    SLICE_BYTES,
+    SLICE_VALUES,
+    JsonError,
+    Slices,
+    TooDeepError,
+    TooManyValuesError,
+    decoded,
+    loads,
+)
+from quire.server.errors import invalid, unsupported
+from quire.server.fair_semaphore import run_at_once, run_sliced
+from quire.server.http.middleware import client_id_of
+from quire.server.openai.request_models import Body, StreamOptions
+from quire.server.options import DEFAULT_LIMITS, MAX_ELEMENTS, Limits
+from quire.server.service import Service
+
+log = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=Body)
+
+LONG_BYTES = 1 << 18      # a longer body is decoded in the lane of long ones
+
+_EXPECTED = "Input should be "  # how pydantic's messages begin
+_WORDS = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+
+# Not supported yet, with the values besides null that change nothing. A route may still have one as a field of its own.
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    # OpenAI's
+    "audio": (),
+    "echo": (False,),
+    "function_call": ("none", "auto"),         # without functions
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True,),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),           # without tools
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM's
+    "add_special_tokens": (True,),
+    "best_of": (1,),
+    "chat_template": (),
+    "documents": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stream_options.continuous_usage_stats": (False,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "vllm_xargs": ({},),
+}
+
+# They name the client or the request, tell what may be kept, how to pad what is sent, or how to do what is refused.
+WITHOUT_EFFECT = frozenset((
+    "guided_decoding_backend", "guided_whitespace_pattern", "request_id",
+    "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
+    "stream_options.include_obfuscation", "user",
+))
+
+_MAX_NAMES_LOGGED = 8
+
+
+async def read_body(request: Request, body_type: type[B]) -> B:
+    """Return the body of a request. ApiError, or InvalidRequestError, names the first field that is wrong.
+
+    A large body is decoded in slices: one slice per lane in a turn of the event loop, clients in rotation.
+    """
+    service: Service = request.app.state.service
+    raw = b"".join([piece async for piece in request.stream()])  # request.body() would keep it until the answer's end
+    if _is_small(raw):
+        return decode_body(raw, body_type, service.options)
+    async with service.decoding.turn(client_id_of(request), is_long=len(raw) > LONG_BYTES):
+        return await run_sliced(_body(raw, body_type, service.options))
+
+
+def decode_body(raw: bytes, body_type: type[B], limits: Limits = DEFAULT_LIMITS) -> B:
+    """Return the fields of a body at once, or raise as `read_body`."""
+    return run_at_once(_body(raw, body_type, limits))
+
+
+def _is_small(raw: bytes) -> bool:
+    return len(raw) <= SLICE_BYTES and _most_values(raw) <= SLICE_VALUES
+
+
+def _most_values(raw: bytes) -> int:
+    """Return how many strings, lists and objects a text has at most."""
+    return raw.count(b"[") + raw.count(b"{") + raw.count(b'"') // 2
+
+
+def _body(raw: bytes, body_type: type[B], limits: Limits) -> Slices[B]:
+    given = yield from _object(raw, body_type, limits)
+    yield
+    check_names(given, body_type.model_fields)
+    for field in MAX_ELEMENTS.keys() & given.keys() & body_type.model_fields.keys():
+        limit = getattr(limits, MAX_ELEMENTS[field])
+        if isinstance(given[field], list | dict) and len(given[field]) > limit:
+            refuse(field, given[field], f"at most {limit} of them ({MAX_ELEMENTS[field]})")
+    stream_options = given.get("stream_options")
+    if "stream_options" in body_type.model_fields and isinstance(stream_options, dict):
+        check_names(stream_options, StreamOptions.model_fields, "stream_options.")
+    yield
+    try:
+        body = body_type.model_validate({name: given[name] for name in body_type.model_fields.keys() & given.keys()})
+    except ValidationError as error:
+        _refuse_first(error)
+    yield
+    return body
+
+
+def _object(raw: bytes, body_type: type[B], limits: Limits) -> Slices[dict[str, Any]]:
+    """Return the JSON object of a body, with None for what no route knows."""
+    try:
+        if _is_small(raw) and _most_values(raw) <= min(limits.max_json_values, limits.max_json_depth):
+            given = loads(raw)
+        else:
+            wanted = body_type.model_fields.keys() | UNSUPPORTED.keys()
+            given = yield from decoded(raw, wanted, limits.max_json_depth, limits.max_json_values)
+    except TooDeepError as error:
+        invalid(f"the body is {error} (max_json_depth)", code="invalid_json")
+    except TooManyValuesError as error:
+        invalid(f"the body has {error} (max_json_values)")
+    except (msgspec.DecodeError, JsonError, UnicodeDecodeError, RecursionError) as error:
+        invalid(f"the body is not valid JSON: {error}", code="invalid_json")
+    if not isinstance(given, dict):
+        invalid(f"the body must be a JSON object, got {type(given).__name__}")
+    return given
+
+
+def _refuse_first(error: ValidationError) -> NoReturn:
+    """Raise what is wrong with the first field that is wrong, in our words."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = _param(first["loc"])
+    if first["type"] == "missing":
+        invalid(f"{param} is missing", param=param)
+    if first["msg"].startswith(_EXPECTED):
+        refuse(param, first["input"], _WORDS.get(first["type"], first["msg"].removeprefix(_EXPECTED)))
+    invalid(f"{param}: {first['msg']}", param=param)
+
+
+def _param(location: tuple[int | str, ...]) -> str:
+    """Write where a field stands, as in `messages[0].content`."""
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
+    return path.removeprefix(".")
+
+
+def check_names(given: Mapping[str, object], fields: Collection[str], within: str = "") -> None:
+    """Look at the names that are no fields of a body: ApiError 400 for one that is not supported, with its value.
+
+    `within` is what stands before the names, of the object's own place in the body: "stream_options.".
+    """
+    others = {within + name: value for name, value in given.items() if name not in fields}
+    for name, value in others.items():
+        if name in UNSUPPORTED and not _changes_nothing(value, UNSUPPORTED[name]):
+            unsupported(name, value)
+    unknown = [name for name in others if name not in UNSUPPORTED and name not in WITHOUT_EFFECT]
+    if unknown:
+        names = ", ".join(shown(name) for name in unknown[:_MAX_NAMES_LOGGED])
+        log.warning("%d unknown fields of a request are ignored: %s", len(unknown), names)
+
+
+def _changes_nothing(value: object, defaults: tuple[object, ...]) -> bool:
+    return value is None or any(type(value) is type(default) and value == default for default in defaults)

@@ -1,0 +1,140 @@
+"""From the fields of a body to `SamplingParams` and `BeamSearchParams`: one way for all routes, before any tokenizing.
+
+The bounds here are on what a request makes the server hold or do again and again; what a value means, and its range,
+is checked by the parameters themselves, and against the model by the input processor. What a beam search cannot obey is
+refused by name.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+
+from quire.core.beam_search_params import BeamSearchParams
+from quire.core.checks import check_int, check_optional_int, refuse, shown
+from quire.core.errors import InvalidRequestError
+from quire.core.sampling_params import SamplingParams
+from quire.server.errors import ApiError, invalid, unsupported
+from quire.server.openai.request_models import ChatBody, CompletionBody, GenerationBody
+from quire.server.service import Service
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+_SAME_NAMES = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "logit_bias", "allowed_token_ids",
+    "bad_words", "include_stop_str_in_output", "skip_special_tokens",
+)
+
+# Of SamplingParams: what a beam search obeys, what says how tokens become text, and the seed, which it has no use for.
+_OBEYED_BY_BEAMS = ("n", "temperature", "max_tokens", "ignore_eos")
+_HARMLESS_TO_BEAMS = ("seed", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
+
+
+def sampling_params(body: CompletionBody | ChatBody, service: Service) -> SamplingParams:
+    """Return the parameters of a call, checked against everything but its prompts.
+
+    InvalidRequestError or ApiError 400 names the field that is wrong.
+    """
+    given = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
+    check_int("n", given.get("n", 1), 1, service.options.max_n)
+    if body.stream_options is not None and not body.stream:
+        invalid("stream_options is only allowed when stream is true", param="stream_options")
+    params = _completion_params(body, given) if isinstance(body, CompletionBody) else _chat_params(body, given)
+    _check_lengths(params, service.options.max_stop_chars)
+    with field_names(body):
+        service.client.inputs.check_params(params)
+    return params
+
+
+def beam_search_params(
+    body: CompletionBody | ChatBody, params: SamplingParams, service: Service
+) -> BeamSearchParams | None:
+    """Return the beam search that a call asks for, if it does. `params` are those that the rest of its body became.
+
+    InvalidRequestError or ApiError 400 names the field that is wrong.
+    """
+    length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    if not body.use_beam_search:
+        if length_penalty != 1:
+            invalid("length_penalty is only allowed when use_beam_search is true", param="length_penalty")
+        return None
+    for name, value in _given_in_vain(body, params):
+        invalid(f"{name} {shown(value)} is not allowed when use_beam_search is true", param=name)
+    with field_names(body):
+        beam = BeamSearchParams(params.n, params.max_tokens, params.ignore_eos, params.temperature, length_penalty)
+        service.client.inputs.check_params(params, beam)
+    return beam
+
+
+@contextmanager
+def field_names(body: GenerationBody) -> Iterator[None]:
+    """Let errors about what a body became name the fields that the client used."""
+    names = {"beam_width": "n"}
+    if isinstance(body, ChatBody):
+        names |= {"prompt": "messages", "logprobs": "top_logprobs"}
+        names |= {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+    try:
+        yield
+    except InvalidRequestError as error:
+        asked = names.get(error.param or "")
+        if asked is None:
+            raise
+        message = str(error)
+        if message.startswith(f"{error.param} "):
+            message = asked + message.removeprefix(error.param or "")
+        raise ApiError(400, message, param=asked, code=error.code) from error
+
+
+def _completion_params(body: CompletionBody, given: dict[str, object]) -> SamplingParams:
+    """Return the parameters of a completion, of 16 tokens unless it says otherwise.
+
+    `echo` brings the prompt's logprobs with the output's. With `echo`, `max_tokens` may be 0: the prompt alone is
+    wanted, and the one token that the engine cannot do without is dropped from the answer.
+    """
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.best_of not in (None, 1, body.n):
+        unsupported("best_of", body.best_of)
+    if max_tokens == 0 and body.echo:
+        max_tokens = 1
+    elif max_tokens == 0:
+        invalid("max_tokens must be at least 1 unless echo is true, got 0", param="max_tokens")
+    if body.echo and body.logprobs is not None:
+        given = {"prompt_logprobs": body.logprobs} | given
+    return SamplingParams(**given, max_tokens=max_tokens, logprobs=body.logprobs)  # type: ignore[arg-type]
+
+
+def _chat_params(body: ChatBody, given: dict[str, object]) -> SamplingParams:
+    """Return the parameters of an answer in a chat, as long as fits unless it says otherwise."""
+    max_tokens = check_optional_int("max_tokens", body.max_tokens, 1)
+    max_completion_tokens = check_optional_int("max_completion_tokens", body.max_completion_tokens, 1)
+    if max_completion_tokens is not None and max_tokens not in (None, max_completion_tokens):
+        message = f"max_tokens is {max_tokens} and max_completion_tokens is {max_completion_tokens}: give one of them"
+        invalid(message, param="max_tokens")
+    top_logprobs = check_optional_int("top_logprobs", body.top_logprobs, 0)
+    if top_logprobs and not body.logprobs:
+        invalid("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
+    return SamplingParams(
+        **given,  # type: ignore[arg-type]
+        max_tokens=max_completion_tokens or max_tokens,
+        logprobs=(top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def _check_lengths(params: SamplingParams, max_chars: int) -> None:
+    for field in ("stop", "bad_words"):
+        for text in getattr(params, field) or ():
+            if len(text) > max_chars:
+                refuse(field, text, f"texts of at most {max_chars} characters (max_stop_chars)")
+
+
+def _given_in_vain(body: CompletionBody | ChatBody, params: SamplingParams) -> Iterator[tuple[str, object]]:
+    """Yield each field, with its value, that asks for what a beam search does not do."""
+    if body.stream:
+        yield "stream", body.stream
+    if isinstance(body, CompletionBody) and body.best_of not in (None, params.n):
+        yield "best_of", body.best_of
+    for field in fields(SamplingParams):
+        value = getattr(params, field.name)
+        is_default = value == field.default or value in ((), {})
+        if not is_default and field.name not in _OBEYED_BY_BEAMS + _HARMLESS_TO_BEAMS:
+            yield field.name, value

@@ -1,0 +1,1 @@
+"""Operation of a server process: start, signals, supervision of the engine, logs and metrics."""

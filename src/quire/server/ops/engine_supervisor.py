@@ -1,0 +1,74 @@
+"""Keeps an engine behind the server: one that dies is replaced, so many times, each time after a longer pause.
+
+The new engine takes over the settings and goes on with the requests' numbers. What the old one held is gone: open
+requests have ended with an error, and nothing is cached or pinned. An engine that lives but stands still is told to the
+log, with where it stands.
+"""
+
+import asyncio
+import faulthandler
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+
+from quire.core.errors import EngineError
+from quire.engine.client import EngineClient
+from quire.engine.launcher import EngineProcess
+from quire.engine.options import EngineOptions
+from quire.server.ops.signals import StopSignals
+from quire.server.service import Service
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+LOOKS_PER_LIMIT = 4
+
+
+async def keep_engine(
+    service: Service,
+    options: EngineOptions,
+    signals: StopSignals,
+    *,
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    spawn: Callable[[EngineOptions], EngineProcess] = EngineProcess.spawn,
+) -> Exception:
+    """Wait until there is no engine any more, and why: the last one that is granted has died, or has not come.
+
+    `pause` waits before each start, and `spawn` starts the process.
+    """
+    num_granted = service.options.restart_engine
+    why: Exception = await service.client.death()
+    for number in range(1, num_granted + 1):
+        pause_s = min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S)
+        log.error("%s; engine %d of %d more is started in %g s (restart_engine)", why, number, num_granted, pause_s)
+        service.metrics.engine_ended()
+        await pause(pause_s)
+        try:
+            signals.child = spawn(options)
+            service.client = await EngineClient.connect(
+                signals.child, options, service.metrics, service.client.request_ids, service.client.inputs.owners,
+                service.options.start_timeout,
+            )  # fmt: skip
+        except (EngineError, OSError) as error:
+            why = error
+            continue
+        service.metrics.engine_restarted()
+        log.warning("a new engine serves; what was cached or pinned is gone")
+        why = await service.client.death()
+    return why
+
+
+async def watch_for_stalls(service: Service) -> None:
+    """Log each stall once, with the stacks of all threads of both processes, and its end. Runs until cancelled."""
+    is_stalled, limit_s = False, service.options.stall_limit
+    while True:
+        await asyncio.sleep(limit_s / LOOKS_PER_LIMIT)
+        client = service.client  # may be another one each time
+        was_stalled, is_stalled = is_stalled, client.stalled_s > limit_s
+        if is_stalled and not was_stalled:
+            log.error("the engine has work and made no progress for %g seconds (stall_limit)", limit_s)
+            if sys.stderr is not None:  # closed, if whoever started us wanted it so
+                faulthandler.dump_traceback()
+            client.log_stacks()
+        elif was_stalled and not is_stalled:
+            log.warning("the engine goes on")

@@ -1,0 +1,208 @@
+"""Counters, gauges and histograms in Prometheus' format; docs/metrics.md tells what each one means.
+
+Where vLLM has a metric, its name and meaning are taken, with its label model_name, so that its dashboards and alerts
+work. All series that can ever be are on every page from the first on, so that a rate sees the first event. Families are
+made anew for each page from plain numbers, so that counting costs no more than an addition, and no page has the
+`_created` series of prometheus-client's own counters.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire.core.config import Recovery
+from quire.core.outputs import FinishReason, KVStats
+from quire.core.owner_labels import OTHER
+from quire.engine.messages import EngineState, Stepped
+from quire.engine.output_processor import EndedRequest, ProcessedStep
+from quire.server.ops.admission_rate import AdmissionRate
+from quire.server.ops.histograms import RequestHistograms
+
+Labels = dict[str, str]
+Sample = tuple[Labels, float]  # all samples of a family have the same labels in the same order
+
+REFUSALS = ("server_overloaded", "shutting_down", "key_limit")  # codes of the errors that clients get
+FAILURES = ("request_failed", "engine_unhealthy")
+REFS = ("1", "2", "3-4", "5-8", "9+")               # keys of KVStats.ref_counts
+
+# Stands until the engine tells its own, which is the first thing it does. A total of 1 is only there to divide by.
+_UNTOLD = KVStats(
+    block_size=1, total_blocks=1, used_blocks=0, cached_blocks=0, free_blocks=0, shared_blocks=0, num_sequences=0,
+    tail_waste_slots=0,
+)  # fmt: skip
+_COUNTERS = (
+    "copied_blocks", "evicted_blocks", "swapped_out_blocks", "swapped_in_blocks", "recomputed_tokens", "swap_s",
+    "recompute_s", "recovery_saved_s", "prefix_queries_tokens", "prefix_hits_tokens",
+)  # fmt: skip
+
+
+class Metrics(Collector):
+    """Everything that /metrics tells. An `Observer` of the engine's client; lives on the event loop."""
+
+    def __init__(self, model_name: str, kv: KVStats | None = None) -> None:
+        self.model_name = model_name
+        self._state = EngineState(0, 0, 0)
+        self._kv = kv or _UNTOLD
+        self._earlier: KVStats | None = None                        # what engines before this one have counted
+        self._blocks_by_owner = {OTHER: 0}                          # labels that were there once stay, at 0
+        self._num_queued = 0
+        self._num_prompt_tokens = self._num_generation_tokens = self._num_aborted = 0
+        self._num_finished = dict.fromkeys(get_args(FinishReason), 0)
+        self._num_refused = dict.fromkeys(REFUSALS, 0)
+        self._num_failed = dict.fromkeys(FAILURES, 0)
+        self._num_restarts = 0
+        self._histograms = RequestHistograms()
+        self._admissions = AdmissionRate()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    # --- what happens ---------------------------------------------------------------------------------------------
+
+    def stepped(self, step: Stepped, processed: ProcessedStep) -> None:
+        """Take down a step of the engine and what it meant to requests."""
+        self._note_state(step.state)
+        self._admissions.note(sum(not admission.num_preemptions for admission in step.admissions), step.started_s)
+        self._num_prompt_tokens += sum(num_tokens for _, num_tokens in processed.begun)
+        self._num_generation_tokens += processed.num_output_tokens
+        for ended in processed.ended:
+            self._note_end(ended)
+        self._histograms.stepped(step.num_computed_tokens, processed)
+
+    def idled(self, state: EngineState) -> None:
+        """Take down that nothing waits and nothing runs."""
+        self._note_state(state)
+        self._admissions.forget()
+
+    def aborted(self, ended: EndedRequest) -> None:
+        """Take down a request that its client, or the server, has ended."""
+        self._num_aborted += 1
+        self._note_end(ended)
+
+    def refused(self, reason: str) -> None:
+        """Count a call that was not let in, for one of REFUSALS."""
+        self._num_refused[reason] += 1
+
+    def failed(self, reason: str) -> None:
+        """Count a call that ended with an error which is not its own, for one of FAILURES."""
+        self._num_failed[reason] += 1
+
+    def engine_restarted(self) -> None:
+        """Count an engine that has taken the place of a dead one."""
+        self._num_restarts += 1
+
+    def engine_ended(self) -> None:
+        """Take down that the engine is gone, and another may come: counters go on, all else is 0. Twice is fine."""
+        self._state = EngineState(0, 0, 0)
+        self._kv = self._earlier = _counted_on(self._kv, _UNTOLD)
+        self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0)
+
+    def _note_state(self, state: EngineState) -> None:
+        self._state = state
+        if state.kv is not None:
+            self._kv = state.kv if self._earlier is None else _counted_on(self._earlier, state.kv)
+            if state.kv.blocks_by_owner is not None:
+                self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0) | state.kv.blocks_by_owner
+
+    def _note_end(self, ended: EndedRequest) -> None:
+        for reason in ended.finish_reasons:
+            self._num_finished[reason] += 1
+
+    # --- what is told ---------------------------------------------------------------------------------------------
+
+    def seconds_until_room(self, num_queued: int) -> int:
+        """Return when a refused client may try again, from the rate at which requests left the queue lately.
+
+        By then those who wait now will have left: after the first of them, all refused clients would run for one place.
+        """
+        return self._admissions.seconds_to_admit(num_queued, time.monotonic())
+
+    def exposition(self, num_queued: int) -> tuple[bytes, str]:
+        """Return the page and its content type. `num_queued`: requests that were sent and have not run yet."""
+        self._num_queued = num_queued
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families of the page but those of the process."""
+        yield from self._engine_families()
+        yield from self._cache_families()
+        yield from self._request_families()
+        yield from self._histograms.families({"model_name": self.model_name})
+
+    def _engine_families(self) -> Iterator[Metric]:
+        state, kv, model = self._state, self._kv, {"model_name": self.model_name}
+        num_waiting = max(state.num_waiting, self._num_queued)      # the engine knows of the latest only after a step
+        yield gauge("vllm:num_requests_running", "Requests that hold blocks.", (model, state.num_running))
+        yield gauge("vllm:num_requests_waiting", "Requests in the queue, also preempted ones.", (model, num_waiting))
+        yield gauge("quire:num_requests_swapped", "Requests in the swap space.", ({}, state.num_swapped))
+        preemptions = {mode: kv.preemptions.get(mode, 0) for mode in get_args(Recovery)}
+        num_preemptions = sum(preemptions.values())
+        yield counter("vllm:num_preemptions_total", "Requests that lost their blocks.", (model, num_preemptions))
+        yield counter("quire:preemptions_total", "Preemptions by the way back.", *by("mode", preemptions))
+        yield counter("quire:recomputed_tokens_total", "Tokens computed again.", ({}, kv.recomputed_tokens))
+        yield counter("quire:swap_seconds_total", "Time spent on moving blocks.", ({}, kv.swap_s))
+        yield counter("quire:recompute_seconds_total", "Time spent on computing tokens again.", ({}, kv.recompute_s))
+        yield counter("quire:recovery_saved_seconds_total", "Time that auto has saved.", ({}, kv.recovery_saved_s))
+        yield counter("quire:engine_restarts_total", "Engines that replaced a dead one.", ({}, self._num_restarts))
+
+    def _cache_families(self) -> Iterator[Metric]:
+        kv, model = self._kv, {"model_name": self.model_name}
+        blocks = {"free": kv.free_blocks, "cached": kv.cached_blocks, "used": kv.used_blocks}
+        ref_counts = {refs: kv.ref_counts.get(refs, 0) for refs in REFS}
+        swapped = {"in": kv.swapped_in_blocks, "out": kv.swapped_out_blocks}
+        yield gauge("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0 to 1.", (model, kv.usage))
+        yield gauge("quire:kv_blocks", "Blocks of the KV cache.", *by("state", blocks))
+        yield gauge("quire:kv_blocks_pinned", "Used blocks of pinned prefixes.", ({}, kv.pinned_blocks))
+        yield gauge("quire:kv_blocks_shared", "Blocks in use with several owners.", ({}, kv.shared_blocks))
+        yield gauge("quire:kv_blocks_by_owner", "Blocks in use by key and salt.", *by("owner", self._blocks_by_owner))
+        yield gauge("quire:kv_sequences", "Sequences that hold blocks.", ({}, kv.num_sequences))
+        yield gauge("quire:kv_tail_waste_ratio", "Share of used slots that hold no token.", ({}, kv.tail_waste_ratio))
+        yield gauge("quire:kv_block_ref_count", "Blocks in use by their owners.", *by("refs", ref_counts))
+        yield counter("quire:kv_blocks_copied_total", "Blocks copied before a write.", ({}, kv.copied_blocks))
+        yield counter("quire:kv_blocks_evicted_total", "Cached blocks given up.", ({}, kv.evicted_blocks))
+        yield counter("quire:kv_blocks_swapped_total", "Blocks swapped out and in.", *by("direction", swapped))
+        yield counter("vllm:prefix_cache_queries_total", "Tokens looked up.", (model, kv.prefix_queries_tokens))
+        yield counter("vllm:prefix_cache_hits_total", "Tokens found.", (model, kv.prefix_hits_tokens))
+
+    def _request_families(self) -> Iterator[Metric]:
+        model = {"model_name": self.model_name}
+        finished = by("finished_reason", self._num_finished, model)
+        yield counter("vllm:prompt_tokens_total", "Prompt tokens of begun requests.", (model, self._num_prompt_tokens))
+        yield counter("vllm:generation_tokens_total", "Output tokens.", (model, self._num_generation_tokens))
+        yield counter("vllm:request_success_total", "Choices that ended, by finish reason.", *finished)
+        yield counter("quire:requests_refused_total", "Calls not let in, by code.", *by("reason", self._num_refused))
+        yield counter("quire:requests_failed_total", "Calls that failed, by code.", *by("reason", self._num_failed))
+        yield counter("quire:requests_aborted_total", "Requests ended by their client.", ({}, self._num_aborted))
+
+
+def _family(
+    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, documentation: str, *samples: Sample
+) -> Metric:
+    """Return a family of values that go up and down, or that only grow: the name of those ends with _total."""
+    family = kind(name, documentation, labels=list(samples[0][0]))
+    for labels, value in samples:
+        family.add_metric(list(labels.values()), value)
+    return family
+
+
+gauge, counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
+
+
+def by(label: str, values: Mapping[str, float], others: Labels | None = None) -> Iterator[Sample]:
+    """Yield one sample per value that `label` may have."""
+    return (((others or {}) | {label: name}, value) for name, value in values.items())
+
+
+def _counted_on(earlier: KVStats, kv: KVStats) -> KVStats:
+    """Return the figures of an engine with what another one has counted before it added to each counter."""
+    sums = {name: getattr(earlier, name) + getattr(kv, name) for name in _COUNTERS}
+    modes = earlier.preemptions.keys() | kv.preemptions.keys()
+    preemptions = {mode: earlier.preemptions.get(mode, 0) + kv.preemptions.get(mode, 0) for mode in modes}
+    return replace(kv, preemptions=preemptions, **sums)

@@ -1,0 +1,98 @@
+"""Routes of pinned prefixes: compute one and keep it, list them, let one go."""
+
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from quire.cache.block_table import blocks_for
+from quire.core.checks import refuse
+from quire.core.outputs import PinnedPrefix
+from quire.core.owner_labels import OPERATOR
+from quire.engine.input_processor import PreparedRequest, check_cache_salt
+from quire.server.api.responses import json_response
+from quire.server.http.middleware import client_id_of, key_number_of
+from quire.server.http.request_log import RECORD
+from quire.server.openai.request_models import PrefixBody, takes
+from quire.server.openai.request_parsing import read_body
+from quire.server.service import RequestRecord, Service
+
+router = APIRouter(tags=["prefixes"])
+
+
+@router.post("/v1/prefixes", openapi_extra=takes(PrefixBody))
+async def pin_prefix(request: Request) -> Response:
+    """Compute a prefix and keep it until it is deleted."""
+    service: Service = request.app.state.service
+    body = await read_body(request, PrefixBody)
+    record: RequestRecord = request.scope.setdefault(RECORD, RequestRecord())
+    record.model, record.num_prompts = service.check_model(body.model), 1
+    salt = check_cache_salt(body.cache_salt, service.options.max_salt_chars)
+    if not isinstance(body.prompt, str | list):
+        refuse("prompt", body.prompt, "text or a list of token ids")
+    with service.pinning.hold(service.client.pinned, service.options):
+        return json_response(_described(await _pin(request, service, body.prompt, salt, record)))
+
+
+@router.get("/v1/prefixes")
+async def list_prefixes(request: Request) -> Response:
+    """List what the asker's key has pinned, in the order in which it was; for the operator, what all keys have."""
+    client, keys = request.app.state.service.client, _keys_of(request)
+    data = [
+        _described(pin.prefix) | ({"owner": client.inputs.owners.label(pin.key_number, None)} if keys is None else {})
+        for pin in client.pinned.of(keys)
+    ]
+    return json_response({"object": "list", "data": data})
+
+
+@router.delete("/v1/prefixes/{prefix_id}")
+async def unpin_prefix(request: Request, prefix_id: str) -> Response:
+    """Let a pinned prefix go; requests that use it go on."""
+    service: Service = request.app.state.service
+    await service.answers.run(service.client.unpin_prefix(prefix_id, _keys_of(request)), request.receive)
+    return json_response({"id": prefix_id, "object": "prefix.deleted", "deleted": True})
+
+
+def _keys_of(request: Request) -> int | None:
+    """Return the number of the key whose pins a request may see; None for those of all keys."""
+    number = key_number_of(request)
+    return None if number == OPERATOR else number
+
+
+async def _pin(
+    request: Request, service: Service, prompt: str | list[int], salt: str | None, record: RequestRecord
+) -> PinnedPrefix:
+    """Queue the request that computes a prefix and wait for its end. Nothing stays pinned if nobody waits for that."""
+    arrival_s, client, options = time.monotonic(), service.client, service.options
+    key_number, client_id = key_number_of(request), client_id_of(request)
+
+    def prepare() -> PreparedRequest:
+        tokenized = client.inputs.tokenize(prompt).salted(salt, key_number)
+        return client.prepare_pin(tokenized, client_id, options.weight_of(key_number))
+
+    with ExitStack() as holding:
+        with service.let_in(1, client_id=client_id) as hold:
+            prepared = await service.in_thread(len(prompt), prepare, client_id)
+            limits = client.ready.limits
+            num_blocks = blocks_for(len(prepared.request.prompt_token_ids), limits.block_size)
+            blocks = service.pinning.hold_blocks(key_number, num_blocks, limits.num_blocks, client.pinned, options)
+            holding.enter_context(blocks)
+            stream = await client.add(prepared, external_id=str(record.request_id), arrival_s=arrival_s)
+            holding.callback(hold.keep().release)
+        try:
+            output = await service.answers.run(anext(stream), request.receive)
+        except BaseException:
+            stream.abort()
+            client.unpin(prepared.request.request_id)
+            raise
+        record.prompt_tokens, record.cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens
+        prefix = client.pinned.add(prepared.request, key_number, options.pin_ttl or None)
+    if options.pin_ttl:
+        client.expire_prefix(prefix.id, options.pin_ttl)
+    return prefix
+
+
+def _described(prefix: PinnedPrefix) -> dict[str, Any]:
+    return {"id": prefix.id, "object": "prefix"} | asdict(prefix)

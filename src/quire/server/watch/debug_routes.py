@@ -1,0 +1,131 @@
+"""Routes for those who want to see the cache, with --enable-debug only: the block map as JSON, and pages that draw it.
+
+The pages hold no data: they ask the routes here, with the credentials that opened them. Nothing but their own scripts
+and styles may run or load in them.
+"""
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+
+from quire.core.block_map import MAX_BLOCKS_SHOWN, Tier
+from quire.core.checks import refuse
+from quire.engine.messages import Ready
+from quire.server.api.responses import json_response
+from quire.server.errors import ApiError, engine_unhealthy, invalid
+from quire.server.service import Service
+from quire.server.watch.replay import Operation, replay
+
+DEFAULT_COUNT = 1024
+TIERS = "kv, or swap where there is a swap space"
+MAP_LIMIT_S = 10.0  # a step of a long prefill may take seconds
+
+PAGES = Path(__file__).parent / "pages"
+MAX_REPLAY_BYTES = 64 << 10         # the most operations take a third of it
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+_FILES = {path.name: path for path in PAGES.iterdir() if path.suffix in _TYPES}
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+router = APIRouter(tags=["debug"])
+
+
+class ReplayBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What the playground sends: everything that was done since its beginning."""
+
+    operations: list[Operation]
+
+
+_decode_replay = msgspec.json.Decoder(ReplayBody).decode
+
+
+@router.get("/debug/kv")
+async def kv(
+    request: Request,
+    first: Annotated[str, Query(description="number of the first block")] = "0",
+    count: Annotated[str, Query(description=f"number of blocks, at most {MAX_BLOCKS_SHOWN}")] = str(DEFAULT_COUNT),
+    tier: Annotated[str, Query(description=TIERS)] = "kv",
+) -> Response:
+    """Show blocks of the KV cache or of its swap space: what each is, and who holds it."""
+    service: Service = request.app.state.service
+    shown, num_blocks = _tier(tier, service.client.ready)
+    start = _integer("first", first, 0, num_blocks - 1)
+    number = _integer("count", count, 1, MAX_BLOCKS_SHOWN)
+    try:
+        block_map = await service.client.block_map(start, number, MAP_LIMIT_S, shown)
+    except TimeoutError:
+        raise engine_unhealthy(f"the engine has not come to the end of a step within {MAP_LIMIT_S:g} s") from None
+    return json_response(block_map)
+
+
+@router.post("/debug/blocks/replay")
+async def replay_operations(request: Request) -> Response:
+    """Run the playground's operations on a cache of their own; no more is kept of them than the answer."""
+    raw = await request.body()
+    if len(raw) > MAX_REPLAY_BYTES:
+        invalid(f"operations: the body may have at most {MAX_REPLAY_BYTES} bytes, got {len(raw)}", param="operations")
+    try:
+        body = _decode_replay(raw)
+    except msgspec.ValidationError as error:
+        _refuse_field(error)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        invalid(f"the body is not valid JSON: {error}", code="invalid_json")
+    return json_response(replay(body.operations))
+
+
+@router.get("/debug/blocks", include_in_schema=False)
+async def live_page() -> Response:
+    """Show the block map of the engine, as it lives."""
+    return _file("live.html")
+
+
+@router.get("/debug/blocks/playground", include_in_schema=False)
+async def playground_page() -> Response:
+    """Show a cache to play with."""
+    return _file("playground.html")
+
+
+@router.get("/debug/pages/{name}", include_in_schema=False)
+async def page_file(name: str) -> Response:
+    """Return a script or a style of the pages."""
+    if name not in _FILES or name.endswith(".html"):
+        raise ApiError(404, "the pages have no such file", code="unknown_url")
+    return _file(name)
+
+
+def _file(name: str) -> Response:
+    path = _FILES[name]
+    return Response(path.read_bytes(), media_type=_TYPES[path.suffix], headers=_PAGE_HEADERS)
+
+
+def _tier(name: str, ready: Ready) -> tuple[Tier, int]:
+    """Return a tier and how many blocks it has."""
+    if name == "swap" and ready.num_swap_blocks > 0:
+        return "swap", ready.num_swap_blocks
+    if name != "kv":
+        refuse("tier", name, TIERS)
+    return "kv", ready.limits.num_blocks
+
+
+def _integer(name: str, text: str, low: int, high: int) -> int:
+    """Return a query parameter as an integer from `low` to `high`."""
+    is_integer = text.isascii() and text.isdigit() and len(text) <= len(str(high))
+    if not is_integer or not low <= int(text) <= high:
+        refuse(name, text, f"an integer from {low} to {high}")
+    return int(text)
+
+
+def _refuse_field(error: msgspec.ValidationError) -> NoReturn:
+    """Refuse a body for what msgspec found, which ends with where: "... - at `$.operations[0].count`"."""
+    text, _, place = str(error).rpartition(" - at `$.")
+    param = place.rstrip("`") or "operations"
+    invalid(f"{param}: {text or error}", param=param)

@@ -1,0 +1,92 @@
+"""Why a request took its time: what it waited for, what the cache had of it, who made it give way at what cost."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from quire.core.checks import shown
+from quire.core.outputs import Preemption
+from quire.server.api.json_encoding import Pieces, array, encode, encode_pieces
+from quire.server.api.responses import LongAnswer, json_response
+from quire.server.errors import ApiError
+from quire.server.http.middleware import key_number_of
+from quire.server.service import Service
+from quire.server.watch.cache_misses import explain_misses
+from quire.server.watch.history import Miss, PastRequest
+
+_PROMPTS_AT_ONCE = 64
+
+router = APIRouter(tags=["requests"])
+
+
+@router.get("/v1/requests/{request_id}/explain")
+async def explain(request: Request, request_id: str) -> Response:
+    """Explain a request, past or under way, to whoever has the key that it came with."""
+    service: Service = request.app.state.service
+    past = service.history.find(request_id, key_number_of(request))
+    if past is None:
+        message = f"no request {shown(request_id)} of yours is among the last ones"
+        raise ApiError(404, message, param="request_id", code="request_not_found")
+    search = explain_misses(service.history, past, service.client.ready.limits.block_size)
+    if _has_cache(service):
+        async for _ in service.turns.each(search.run()):
+            pass
+    slices = (
+        encode([_explained(service, past[number], search.miss(number)) for number in numbers])
+        for numbers in _ranges(len(past))
+    )
+    answer = {"id": request_id, "object": "request.explanation", "prompts": Pieces(array(slices))}
+    pieces = encode_pieces(answer)
+    return json_response(b"".join(pieces)) if len(past) <= _PROMPTS_AT_ONCE else LongAnswer(service, None, pieces)
+
+
+def _has_cache(service: Service) -> bool:
+    kv = service.client.state.kv
+    return kv is not None and kv.prefix_queries_tokens > 0
+
+
+def _ranges(num_prompts: int) -> Iterator[range]:
+    """Yield numbers of prompts that are explained in one go."""
+    for start in range(0, num_prompts, _PROMPTS_AT_ONCE):
+        yield range(start, min(start + _PROMPTS_AT_ONCE, num_prompts))
+
+
+def _explained(service: Service, past: PastRequest, miss: Miss | None) -> dict[str, Any]:
+    metrics = past.metrics
+    state = _state(past)
+    queued_until_s = time.monotonic() if state == "waiting" else metrics.first_scheduled_s
+    return {
+        "state": state,
+        "waits_for": service.client.state.waits_for if state in ("waiting", "preempted") else None,
+        "queue_s": None if queued_until_s is None else queued_until_s - metrics.arrival_s,
+        "waited_steps": metrics.waited_steps,
+        "num_prompt_tokens": past.num_prompt_tokens,
+        "num_cached_tokens": metrics.num_cached_tokens,
+        "first_miss": None if miss is None else miss._asdict(),
+        "preemptions": [_told(preemption, metrics.arrival_s) for preemption in metrics.preemptions],
+        "ttft_s": None if metrics.first_token_s is None else metrics.first_token_s - metrics.arrival_s,
+        "e2e_s": None if metrics.finished_s is None else metrics.finished_s - metrics.arrival_s,
+    }
+
+
+def _state(past: PastRequest) -> str:
+    if past.is_over or past.metrics.finished_s is not None:
+        return "finished"
+    if past.metrics.first_scheduled_s is None:
+        return "waiting"
+    preemptions = past.metrics.preemptions
+    return "preempted" if preemptions and preemptions[-1].returned_s is None else "running"
+
+
+def _told(preemption: Preemption, arrival_s: float) -> dict[str, Any]:
+    returned_s = preemption.returned_s
+    return {
+        "at_s": preemption.preempted_s - arrival_s,
+        "away_s": None if returned_s is None else returned_s - preemption.preempted_s,
+        "cost_s": preemption.cost_s,
+        "waited_steps": preemption.waited_steps,
+        "num_recomputed_tokens": preemption.num_recomputed_tokens,
+        "num_swapped_blocks": preemption.num_swapped_blocks,
+    }

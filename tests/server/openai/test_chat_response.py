@@ -1,0 +1,100 @@
+"""Chats as JSON: whole messages, and the pieces that they come in."""
+
+import json
+from itertools import chain
+from typing import Any
+
+from quire.core.outputs import CompletionOutput, RequestOutput
+from quire.server.openai.chat_response import ChatFormat
+from quire.server.openai.response_builder import Call
+from support.openai_calls import call_of, events_in
+
+
+def chunks_of(call: Call, *steps: list[CompletionOutput]) -> list[dict[str, Any]]:
+    """The chunks that a call's pieces are written in."""
+    written = ChatFormat(call, None)
+    pieces = [written.chunks(0, RequestOutput("x", None, [], step, finished=False)) for step in steps]
+    return events_in(b"".join(chain.from_iterable(pieces)))
+
+
+def deltas(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [chunk["choices"][0]["delta"] for chunk in chunks]
+
+
+def test_role_comes_once_with_the_first_words() -> None:
+    chunks = chunks_of(
+        call_of(),
+        [CompletionOutput(0, "", [1])],
+        [CompletionOutput(0, "a", [2])],
+        [CompletionOutput(0, "b", [3], finish_reason="length")],
+    )
+    assert deltas(chunks) == [{"role": "assistant", "content": "a"}, {"content": "b"}]
+
+
+def test_role_comes_once_for_each_choice() -> None:
+    step = [CompletionOutput(0, "a", [1]), CompletionOutput(1, "b", [1])]
+    chunks = chunks_of(call_of(n=2), step, step)
+    assert [(chunk["choices"][0]["index"], "role" in chunk["choices"][0]["delta"]) for chunk in chunks] == [
+        (0, True), (1, True), (0, False), (1, False),
+    ]
+
+
+def test_messages_begin_in_order_even_if_a_later_one_has_words_first() -> None:
+    chunks = chunks_of(
+        call_of(n=3),
+        [CompletionOutput(0, "", [1]), CompletionOutput(1, "", [1]), CompletionOutput(2, "c", [1])],
+        [CompletionOutput(0, "a", [1]), CompletionOutput(1, "b", [1])],
+    )
+    begun = [(chunk["choices"][0]["index"], chunk["choices"][0]["delta"]) for chunk in chunks]
+    empty = {"role": "assistant", "content": ""}
+    assert begun == [
+        (0, empty), (1, empty), (2, empty | {"content": "c"}), (0, {"content": "a"}), (1, {"content": "b"}),
+    ]
+
+
+def test_end_without_words_is_an_empty_delta() -> None:
+    chunks = chunks_of(
+        call_of(), [CompletionOutput(0, "a", [1])], [CompletionOutput(0, "", [2], finish_reason="stop", stop_reason=7)]
+    )
+    choice = chunks[-1]["choices"][0]
+    assert (choice["delta"], choice["finish_reason"], choice["stop_reason"]) == ({}, "stop", 7)
+
+
+def test_message_of_no_words_still_has_a_role() -> None:
+    chunks = chunks_of(call_of(), [CompletionOutput(0, "", [1], finish_reason="stop")])
+    assert deltas(chunks) == [{"role": "assistant", "content": ""}]
+
+
+def test_token_without_text_is_told_where_tokens_are_asked_for() -> None:
+    steps = [CompletionOutput(0, "", [1])], [CompletionOutput(0, "é", [2])]
+    assert len(chunks_of(call_of(), *steps)) == 1
+    chunks = chunks_of(call_of(return_token_ids=True), *steps)
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[1], [2]]
+
+
+def test_first_chunk_tells_of_the_prompt() -> None:
+    step = [CompletionOutput(0, "a", [1])]
+    chunks = chunks_of(call_of(prompts=[[5, 6]], return_token_ids=True), step, step)
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[5, 6], None]
+
+
+def test_usage_is_null_but_for_the_last_chunk() -> None:
+    step = [CompletionOutput(0, "a", [1])]
+    assert "usage" not in chunks_of(call_of(), step)[0]
+    assert chunks_of(call_of(include_usage=True), step)[0]["usage"] is None
+
+
+def test_name_of_a_model_cannot_break_a_chunk() -> None:
+    name = 'a"choices":[\n'
+    assert chunks_of(call_of(model=name), [CompletionOutput(0, "x", [1])])[0]["model"] == name
+
+
+def test_whole_messages() -> None:
+    first, second = CompletionOutput(0, "a", [1], finish_reason="stop"), CompletionOutput(1, "b", [2])
+    output = RequestOutput("x", None, [], [first, second], finished=True)
+    answer = json.loads(b"".join(ChatFormat(call_of(n=2), None).answer([output], {"total_tokens": 3})))
+    assert answer["object"] == "chat.completion"
+    assert answer["usage"]["total_tokens"] == 3
+    assert [choice["message"]["content"] for choice in answer["choices"]] == ["a", "b"]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", None]
+    assert all(choice["logprobs"] is None and "token_ids" not in choice for choice in answer["choices"])

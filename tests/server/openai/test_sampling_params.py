@@ -1,0 +1,144 @@
+"""From a body to SamplingParams: the same values mean the same on both routes, and what is wrong is named."""
+
+from typing import Any
+
+import pytest
+
+from quire.core.errors import InvalidRequestError
+from quire.core.sampling_params import SamplingParams
+from quire.server.errors import ApiError, as_api_error
+from quire.server.openai.request_models import ChatBody, CompletionBody
+from quire.server.openai.sampling_params import sampling_params
+from support.openai_server import OpenAIServer
+
+BodyType = type[CompletionBody] | type[ChatBody]
+REQUIRED: dict[BodyType, dict[str, Any]] = {
+    CompletionBody: {"prompt": "x"},
+    ChatBody: {"messages": [{"role": "user", "content": "hi"}]},
+}
+SHARED: dict[str, Any] = {
+    "n": 3,
+    "temperature": 0,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.1,
+    "presence_penalty": 1,
+    "frequency_penalty": -1,
+    "repetition_penalty": 1.1,
+    "seed": 2**64 - 1,
+    "stop": "end",
+    "stop_token_ids": [5],
+    "ignore_eos": True,
+    "min_tokens": 2,
+    "max_tokens": 9,
+    "prompt_logprobs": 2,
+    "logit_bias": {"5": 1.5},
+    "allowed_token_ids": [5, 6],
+    "bad_words": ["x"],
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+}
+
+
+def params_of(server: OpenAIServer, body_type: BodyType, **fields: Any) -> SamplingParams:  # noqa: ANN401 (JSON)
+    return sampling_params(body_type.model_validate(REQUIRED[body_type] | fields), server.service)
+
+
+def refusal(server: OpenAIServer, body_type: BodyType, **fields: Any) -> ApiError:  # noqa: ANN401 (JSON)
+    with pytest.raises((ApiError, InvalidRequestError)) as refused:
+        params_of(server, body_type, **fields)
+    error = as_api_error(refused.value)
+    assert error.status == 400
+    return error
+
+
+def test_defaults(server: OpenAIServer) -> None:
+    assert params_of(server, CompletionBody) == SamplingParams(max_tokens=16)
+    assert params_of(server, ChatBody) == SamplingParams(max_tokens=None)
+
+
+@pytest.mark.parametrize("body_type", [CompletionBody, ChatBody])
+def test_parameters_of_both_routes_mean_the_same(server: OpenAIServer, body_type: BodyType) -> None:
+    assert params_of(server, body_type, **SHARED) == SamplingParams(**SHARED)
+
+
+@pytest.mark.parametrize("body_type", [CompletionBody, ChatBody])
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("n", [0, -1, 9, 10**30]),
+        ("temperature", [-0.1, 101]),
+        ("top_p", [0, 1.1]),
+        ("top_k", [-2, 2**31]),
+        ("min_p", [-0.1, 1.1]),
+        ("presence_penalty", [2.1, -2.1]),
+        ("frequency_penalty", [2.1]),
+        ("repetition_penalty", [0]),
+        ("seed", [2**64, -(2**63) - 1, 10**30]),
+        ("stop", [5, "", ["a", ""], ["a", 5], {}, "x" * 1025]),
+        ("stop_token_ids", [5, [True], ["5"], [-1], [4096]]),
+        ("allowed_token_ids", [[], [1.0], [4096]]),
+        ("bad_words", ["x", [""], ["x" * 1025]]),
+        ("logit_bias", [[], {"x": 1}, {"5": 101}, {"5": "1"}, {"4096": 1}, {"5": True}, {"-1": 1}]),
+        ("min_tokens", [-1]),
+        ("max_tokens", [-1, 2**31]),
+        ("prompt_logprobs", [-1, 21]),
+        ("stream_options", [{"include_usage": True}]),
+    ],
+)
+def test_values_out_of_range_are_named(
+    server: OpenAIServer, body_type: BodyType, field: str, values: list[Any]
+) -> None:
+    for value in values:
+        error = refusal(server, body_type, **{field: value})
+        assert error.param == field
+        assert len(error.message) < 250
+
+
+def test_min_tokens_above_max_tokens(server: OpenAIServer) -> None:
+    assert refusal(server, CompletionBody, min_tokens=17).param == "min_tokens"
+    assert params_of(server, ChatBody, min_tokens=17).min_tokens == 17
+
+
+def test_max_completion_tokens_is_the_newer_name(server: OpenAIServer) -> None:
+    assert params_of(server, ChatBody, max_completion_tokens=5).max_tokens == 5
+    assert params_of(server, ChatBody, max_completion_tokens=5, max_tokens=5).max_tokens == 5
+    assert refusal(server, ChatBody, max_completion_tokens=5, max_tokens=6).param == "max_tokens"
+    for value in (0, -1, 2**31):
+        assert refusal(server, ChatBody, max_completion_tokens=value).param == "max_completion_tokens"
+
+
+def test_logprobs_of_completions_are_a_number(server: OpenAIServer) -> None:
+    assert params_of(server, CompletionBody, logprobs=0).logprobs == 0
+    assert refusal(server, CompletionBody, logprobs=21).param == "logprobs"
+    assert refusal(server, CompletionBody, logprobs=-1).param == "logprobs"
+
+
+def test_logprobs_of_chats_are_a_switch_and_a_number(server: OpenAIServer) -> None:
+    assert params_of(server, ChatBody, logprobs=False, top_logprobs=0).logprobs is None
+    assert params_of(server, ChatBody, logprobs=True).logprobs == 0
+    assert params_of(server, ChatBody, logprobs=True, top_logprobs=20).logprobs == 20
+    for fields in ({"logprobs": True, "top_logprobs": 21}, {"logprobs": True, "top_logprobs": -1}, {"top_logprobs": 1}):
+        error = refusal(server, ChatBody, **fields)
+        assert error.param == "top_logprobs"
+        assert error.message.startswith("top_logprobs ")
+
+
+def test_echo_asks_for_the_logprobs_of_the_prompt(server: OpenAIServer) -> None:
+    assert params_of(server, CompletionBody, echo=True, logprobs=2).prompt_logprobs == 2
+    assert params_of(server, CompletionBody, echo=True, logprobs=2, prompt_logprobs=0).prompt_logprobs == 0
+    assert params_of(server, CompletionBody, echo=True).prompt_logprobs is None
+    assert params_of(server, CompletionBody, logprobs=2).prompt_logprobs is None
+
+
+def test_no_tokens_only_with_echo(server: OpenAIServer) -> None:
+    assert params_of(server, CompletionBody, echo=True, max_tokens=0).max_tokens == 1
+    assert refusal(server, CompletionBody, max_tokens=0).param == "max_tokens"
+    assert refusal(server, ChatBody, max_tokens=0).param == "max_tokens"
+
+
+def test_best_of_more_than_is_returned_is_not_supported(server: OpenAIServer) -> None:
+    for fields in ({"best_of": 1}, {"best_of": 3, "n": 3}, {"best_of": 1, "n": 3}):
+        assert params_of(server, CompletionBody, **fields).n == fields.get("n", 1)
+    error = refusal(server, CompletionBody, best_of=2)
+    assert (error.param, error.code) == ("best_of", "unsupported_parameter")

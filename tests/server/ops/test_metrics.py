@@ -1,0 +1,442 @@
+"""/metrics: the contract's names and labels, counts of a real engine's run, and pages that Prometheus can read."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.core.errors import InvalidRequestError, RequestFailedError
+from quire.core.outputs import Admission, FinishReason, KVStats, RequestMetrics, RequestOutput
+from quire.core.sampling_params import SamplingParams
+from quire.engine.client import EngineClient
+from quire.engine.launcher import EngineProcess
+from quire.engine.messages import EngineDeadError, EngineState, Stepped
+from quire.engine.options import EngineOptions
+from quire.engine.output_processor import EndedRequest, ProcessedStep
+from quire.engine.streams import RequestStream
+from quire.server.errors import RETRY_AFTER_S, shutting_down
+from quire.server.ops.admission_rate import LONGEST_S
+from quire.server.ops.metrics import REFUSALS, Metrics
+from support.http_app import make_app
+
+DOCS = Path(__file__).parents[2] / "docs"
+MODEL = {"model_name": "tiny"}
+TIMEOUT_S = 60
+
+# Transcribed from the contract and docs/metrics.md: each metric, its type, and the labels there from the start.
+GAUGES: dict[str, list[dict[str, str]]] = {
+    "vllm:num_requests_running": [MODEL],
+    "vllm:num_requests_waiting": [MODEL],
+    "vllm:kv_cache_usage_perc": [MODEL],
+    "quire:kv_blocks_pinned": [{}],
+    "quire:kv_blocks": [{"state": state} for state in ("free", "cached", "used")],
+    "quire:kv_tail_waste_ratio": [{}],
+    "quire:kv_block_ref_count": [{"refs": refs} for refs in ("1", "2", "3-4", "5-8", "9+")],
+    "quire:num_requests_swapped": [{}],
+    "quire:kv_blocks_shared": [{}],
+    "quire:kv_blocks_by_owner": [{"owner": "other"}],
+    "quire:kv_sequences": [{}],
+}
+COUNTERS: dict[str, list[dict[str, str]]] = {
+    "vllm:prefix_cache_queries_total": [MODEL],
+    "vllm:prefix_cache_hits_total": [MODEL],
+    "vllm:num_preemptions_total": [MODEL],
+    "vllm:prompt_tokens_total": [MODEL],
+    "vllm:generation_tokens_total": [MODEL],
+    "vllm:request_success_total": [MODEL | {"finished_reason": reason} for reason in ("stop", "length", "abort")],
+    "quire:preemptions_total": [{"mode": mode} for mode in ("recompute", "swap")],
+    "quire:recomputed_tokens_total": [{}],
+    "quire:kv_blocks_copied_total": [{}],
+    "quire:kv_blocks_evicted_total": [{}],
+    "quire:kv_blocks_swapped_total": [{"direction": direction} for direction in ("in", "out")],
+    "quire:swap_seconds_total": [{}],
+    "quire:recompute_seconds_total": [{}],
+    "quire:recovery_saved_seconds_total": [{}],
+    "quire:requests_refused_total": [{"reason": reason} for reason in REFUSALS],
+    "quire:requests_failed_total": [{"reason": reason} for reason in ("request_failed", "engine_unhealthy")],
+    "quire:requests_aborted_total": [{}],
+    "quire:engine_restarts_total": [{}],
+}
+HISTOGRAMS = (
+    "vllm:time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:e2e_request_latency_seconds",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens",
+    "vllm:iteration_tokens_total",
+)
+
+
+class Page:
+    """One exposition, parsed."""
+
+    def __init__(self, metrics: Metrics, num_queued: int = 0) -> None:
+        text = metrics.exposition(num_queued)[0].decode()
+        self.families = list(text_string_to_metric_families(text))
+        self.samples = [sample for family in self.families for sample in family.samples]
+
+    def __getitem__(self, name: str) -> float:
+        """Return the only sample of a name."""
+        (value,) = self.by_labels(name).values()
+        return value
+
+    def by_labels(self, name: str) -> dict[frozenset[tuple[str, str]], float]:
+        """Return the samples of a name by their labels."""
+        return {frozenset(sample.labels.items()): sample.value for sample in self.samples if sample.name == name}
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """Return the samples of a name by one label."""
+        return {sample.labels[label]: sample.value for sample in self.samples if sample.name == name}
+
+
+def label_sets(*labels: Mapping[str, str]) -> set[frozenset[tuple[str, str]]]:
+    return {frozenset(each.items()) for each in labels}
+
+
+def stepped(
+    state: EngineState, *, admissions: int = 0, started_s: float = 0.0, num_computed_tokens: int = 1
+) -> Stepped:
+    return Stepped(started_s, num_computed_tokens, [Admission(index, 0) for index in range(admissions)], [], state)
+
+
+def processed(
+    *,
+    begun: list[tuple[RequestMetrics, int]] | None = None,
+    gaps_s: list[float] | None = None,
+    ended: list[EndedRequest] | None = None,
+    num_output_tokens: int = 0,
+) -> ProcessedStep:
+    return ProcessedStep([], [], begun or [], gaps_s or [], ended or [], num_output_tokens)
+
+
+def kv_stats(**values: Any) -> KVStats:  # noqa: ANN401
+    return KVStats(
+        block_size=16,
+        total_blocks=10,
+        used_blocks=4,
+        cached_blocks=1,
+        free_blocks=5,
+        shared_blocks=1,
+        num_sequences=3,
+        tail_waste_slots=16,
+        ref_counts={"1": 3, "2": 1},
+        **values,  # type: ignore[arg-type]
+    )
+
+
+IDLE = EngineState(0, 0, 0)
+
+
+# --- the contract -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("type_of", "expected"), [("gauge", GAUGES), ("counter", COUNTERS)], ids=["gauge", "counter"])
+def test_gauges_and_counters_of_the_contract_are_there_from_the_start_with_all_labels(
+    type_of: str, expected: dict[str, list[dict[str, str]]]
+) -> None:
+    page = Page(Metrics("tiny"))
+    types = {family.name: family.type for family in page.families}
+    for name, labels in expected.items():
+        assert types[name.removesuffix("_total")] == type_of, name
+        assert page.by_labels(name) == dict.fromkeys(label_sets(*labels), 0.0), name
+
+
+@pytest.mark.parametrize("name", HISTOGRAMS)
+def test_histograms_of_the_contract_are_there_from_the_start(name: str) -> None:
+    page = Page(Metrics("tiny"))
+    assert {family.name: family.type for family in page.families}[name] == "histogram"
+    assert page.by_labels(f"{name}_count") == page.by_labels(f"{name}_sum") == dict.fromkeys(label_sets(MODEL), 0.0)
+    assert set(page.by(f"{name}_bucket", "model_name")) == {"tiny"}
+    assert [float(bound) for bound in page.by(f"{name}_bucket", "le")][-1] == float("inf")
+
+
+def test_page_has_nothing_but_the_contract_and_the_process() -> None:
+    page = Page(Metrics("tiny"))
+    own = {sample.name for sample in page.samples if not sample.name.startswith("process_")}
+    parts = {f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "count", "sum")}
+    assert own == set(GAUGES) | set(COUNTERS) | parts
+
+
+def test_content_type_is_of_the_text_format() -> None:
+    assert Metrics("tiny").exposition(0)[1] == "text/plain; version=0.0.4; charset=utf-8"
+
+
+def test_any_model_name_can_be_read_back() -> None:
+    name = 'a "model"\\of\nmine, é'
+    assert set(Page(Metrics(name)).by("vllm:request_success_total", "model_name")) == {name}
+
+
+def test_every_metric_is_explained() -> None:
+    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    missing = [name for name in (*GAUGES, *COUNTERS, *HISTOGRAMS) if f"`{name}`" not in text]
+    assert not missing
+
+
+# --- a real engine ----------------------------------------------------------------------------------------------------
+
+
+class Watched(Metrics):
+    """Metrics that can be waited for, and that abort a request with its second token: a reader might be too late."""
+
+    def __init__(self) -> None:
+        super().__init__("tiny")
+        self.news = asyncio.Event()
+        self.to_abort: RequestStream | None = None
+
+    def stepped(self, step: Stepped, processed: ProcessedStep) -> None:
+        super().stepped(step, processed)
+        self.news.set()
+        if self.to_abort is not None and processed.gaps_s:
+            self.to_abort.abort()
+
+    def idled(self, state: EngineState) -> None:
+        super().idled(state)
+        self.news.set()
+
+    async def until(self, condition: Callable[[Page], bool]) -> Page:
+        """Return the first page of which something is true."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition(page := Page(self)):
+                self.news.clear()
+                await self.news.wait()
+        return page
+
+
+async def ask(client: EngineClient, params: SamplingParams) -> RequestStream:
+    prompt = await asyncio.to_thread(client.inputs.tokenize, "def area(shape):")
+    return await client.add(client.prepare(prompt, params), external_id="", arrival_s=time.monotonic())
+
+
+async def last_output(client: EngineClient, params: SamplingParams) -> RequestOutput:
+    return [output async for output in await ask(client, params)][-1]
+
+
+async def crowded_run() -> tuple[list[RequestOutput], Page]:
+    """Run requests in a cache too small for all of them, one to a stop string, and give a last one up.
+
+    Return the answers, and how it stands when all is done.
+    """
+    metrics = Watched()
+    options = EngineOptions(num_kv_blocks=16, max_model_len=160, enable_prefix_caching=False)  # else all share a prompt
+    client = await EngineClient.connect(EngineProcess.spawn(options), options, metrics)
+    try:
+        branches = SamplingParams(max_tokens=60, ignore_eos=True, seed=1, n=2)
+        line = SamplingParams(max_tokens=60, temperature=0, stop=["\n"], min_tokens=2)
+        answers = await asyncio.gather(*(last_output(client, branches) for _ in range(4)))
+        answers.append(await last_output(client, line))
+        metrics.to_abort = await ask(client, SamplingParams(max_tokens=140, ignore_eos=True))
+        page = await metrics.until(
+            lambda page: page["quire:requests_aborted_total"] == 1 and page["vllm:num_requests_running"] == 0
+        )
+        return answers, page
+    finally:
+        await client.close()
+
+
+def test_run_of_an_engine_is_counted_as_users_saw_it(demo_model: Path) -> None:
+    answers, page = asyncio.run(crowded_run())
+    choices = [choice for answer in answers for choice in answer.outputs]
+    num_tokens = sum(len(choice.token_ids) for choice in choices)
+    num_prompt_tokens = [len(answer.prompt_token_ids) for answer in answers]
+    num_preemptions = sum(answer.metrics.num_preemptions for answer in answers if answer.metrics)
+    num_given_up = page["vllm:generation_tokens_total"] - num_tokens
+    assert 2 <= num_given_up < 140
+    assert page.by("vllm:request_success_total", "finished_reason") == {"stop": 1, "length": 8, "abort": 1}
+    # Of requests that ended by themselves:
+    for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
+        assert page[f"vllm:{name}_seconds_count"] == len(answers), name
+    assert page["vllm:request_generation_tokens_sum"] == num_tokens
+    assert page["vllm:request_prompt_tokens_sum"] == sum(num_prompt_tokens)
+    # Of all, also the one that was given up:
+    assert page["vllm:time_to_first_token_seconds_count"] == len(answers) + 1
+    assert page["vllm:inter_token_latency_seconds_count"] == num_tokens - len(choices) + num_given_up - 1
+    assert page["vllm:prompt_tokens_total"] == sum(num_prompt_tokens) + num_prompt_tokens[0]
+    # Of the engine:
+    assert page["vllm:num_preemptions_total"] == num_preemptions > 0
+    assert page.by("quire:preemptions_total", "mode") == {"recompute": num_preemptions, "swap": 0}
+    assert min(page["quire:recomputed_tokens_total"], page["quire:kv_blocks_copied_total"]) > 0
+    assert page["vllm:iteration_tokens_total_sum"] > num_tokens + page["quire:recomputed_tokens_total"]
+    # Of the end, when every block is free:
+    gauges = ("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "quire:kv_tail_waste_ratio")
+    assert [page[gauge] for gauge in gauges] == [0, 0, 0]
+    assert page.by("quire:kv_blocks", "state") == {"free": 16, "cached": 0, "used": 0}
+
+
+# --- engine state -----------------------------------------------------------------------------------------------------
+
+
+def test_gauges_show_the_newest_state_and_keep_the_last_cache() -> None:
+    metrics = Metrics("tiny")
+    metrics.stepped(stepped(EngineState(3, 2, 5, kv_stats(copied_blocks=6))), processed())
+    metrics.stepped(stepped(EngineState(4, 1, 7)), processed())
+    page = Page(metrics)
+    assert (page["vllm:num_requests_running"], page["vllm:num_requests_waiting"]) == (4, 1)
+    assert page["quire:num_requests_swapped"] == 7
+    assert page.by("quire:kv_blocks", "state") == {"free": 5, "cached": 1, "used": 4}
+    assert page.by("quire:kv_block_ref_count", "refs") == {"1": 3, "2": 1, "3-4": 0, "5-8": 0, "9+": 0}
+    assert (page["vllm:kv_cache_usage_perc"], page["quire:kv_tail_waste_ratio"]) == (0.4, 0.25)
+    assert page["quire:kv_blocks_copied_total"] == 6
+
+
+def test_labels_of_owners_stay_and_are_told_when_they_were_counted() -> None:
+    metrics = Metrics("tiny")
+    for blocks_by_owner in ({"key-1": 3, "other": 2}, None, {"key-2": 1}):
+        metrics.stepped(stepped(EngineState(1, 0, 0, kv_stats(blocks_by_owner=blocks_by_owner))), processed())
+        if blocks_by_owner is None:
+            assert Page(metrics).by("quire:kv_blocks_by_owner", "owner") == {"key-1": 3, "other": 2}
+    assert Page(metrics).by("quire:kv_blocks_by_owner", "owner") == {"key-1": 0, "key-2": 1, "other": 0}
+
+
+def test_figures_of_the_cache_are_passed_on() -> None:
+    kv = kv_stats(
+        swapped_in_blocks=1,
+        swapped_out_blocks=2,
+        prefix_queries_tokens=3,
+        prefix_hits_tokens=4,
+        evicted_blocks=5,
+        preemptions={"recompute": 6, "swap": 5},
+        recomputed_tokens=80,
+        swap_s=0.5,
+        recompute_s=1.5,
+        recovery_saved_s=2.5,
+    )
+    page = Page(Metrics("tiny", kv))
+    assert page.by("quire:kv_blocks_swapped_total", "direction") == {"in": 1, "out": 2}
+    assert (page["vllm:prefix_cache_queries_total"], page["vllm:prefix_cache_hits_total"]) == (3, 4)
+    assert page.by("quire:preemptions_total", "mode") == {"recompute": 6, "swap": 5}
+    assert (page["vllm:num_preemptions_total"], page["quire:recomputed_tokens_total"]) == (11, 80)
+    assert [page[f"quire:{name}_seconds_total"] for name in ("swap", "recompute", "recovery_saved")] == [0.5, 1.5, 2.5]
+    assert page["quire:kv_blocks_evicted_total"] == 5
+    assert (page["quire:kv_blocks_shared"], page["quire:kv_sequences"]) == (1, 3)
+
+
+def test_requests_that_the_engine_does_not_know_yet_wait_too() -> None:
+    metrics = Metrics("tiny")
+    metrics.idled(EngineState(0, 2, 0))
+    assert [Page(metrics, num_queued)["vllm:num_requests_waiting"] for num_queued in (0, 2, 7)] == [2, 2, 7]
+
+
+# --- histograms -------------------------------------------------------------------------------------------------------
+
+
+def buckets(metrics: Metrics, name: str) -> dict[str, float]:
+    """Return how many values lie in each bucket that has any, by its upper bound."""
+    cumulative = Page(metrics).by(f"{name}_bucket", "le")
+    counts = [upper - lower for lower, upper in pairwise([0.0, *cumulative.values()])]
+    return {bound: count for bound, count in zip(cumulative, counts, strict=True) if count}
+
+
+def ended(arrival_s: float, first_scheduled_s: float, first_token_s: float, finished_s: float) -> EndedRequest:
+    times = RequestMetrics(arrival_s, first_scheduled_s, first_token_s, finished_s)
+    return EndedRequest(times, num_prompt_tokens=300, num_output_tokens=7, finish_reasons=["stop", "length"])
+
+
+def test_times_of_a_request_lie_between_the_right_moments() -> None:
+    metrics = Metrics("tiny")
+    request = ended(100.0, 100.5, 102.5, 112.5)
+    metrics.stepped(stepped(IDLE), processed(begun=[(request.metrics, 300)]))
+    metrics.stepped(stepped(IDLE), processed(ended=[request]))
+    seconds = {
+        "time_to_first_token": 2.5,
+        "request_queue_time": 0.5,
+        "request_prefill_time": 2.0,
+        "request_decode_time": 10.0,
+        "e2e_request_latency": 12.5,
+    }
+    page = Page(metrics)
+    assert {name: page[f"vllm:{name}_seconds_sum"] for name in seconds} == seconds
+    assert buckets(metrics, "vllm:request_prefill_time_seconds") == {"2.0": 1}     # a bound belongs to its bucket
+    assert buckets(metrics, "vllm:e2e_request_latency_seconds") == {"15.0": 1}
+    assert buckets(metrics, "vllm:request_prompt_tokens") == {"500.0": 1}
+    assert buckets(metrics, "vllm:request_generation_tokens") == {"10.0": 1}
+
+
+def test_gaps_are_pooled_over_tokens_and_equal_ones_each_count() -> None:
+    metrics = Metrics("tiny")
+    metrics.stepped(stepped(IDLE), processed(gaps_s=[0.03, 0.03, 0.03, 0.2, 100.0]))
+    assert buckets(metrics, "vllm:inter_token_latency_seconds") == {"0.05": 3, "0.2": 1, "+Inf": 1}
+    assert Page(metrics)["vllm:inter_token_latency_seconds_sum"] == pytest.approx(100.29)
+
+
+def test_each_step_counts_with_the_tokens_it_computed() -> None:
+    metrics = Metrics("tiny")
+    for num_tokens in (1, 2048, 7, 20000):
+        metrics.stepped(stepped(IDLE, num_computed_tokens=num_tokens), processed())
+    assert buckets(metrics, "vllm:iteration_tokens_total") == {"1.0": 1, "8.0": 1, "2048.0": 1, "+Inf": 1}
+
+
+def test_prompts_count_with_the_first_token_and_outputs_as_they_come() -> None:
+    metrics = Metrics("tiny")
+    begun = [(RequestMetrics(1.0, 2.0, 3.0), 10), (RequestMetrics(1.0, 2.0, 3.0), 20)]
+    metrics.stepped(stepped(IDLE), processed(begun=begun, num_output_tokens=2))
+    metrics.stepped(stepped(IDLE), processed(num_output_tokens=3))
+    page = Page(metrics)
+    assert (page["vllm:prompt_tokens_total"], page["vllm:generation_tokens_total"]) == (30, 5)
+
+
+# --- ends and refusals ------------------------------------------------------------------------------------------------
+
+
+def test_aborted_request_counts_once_and_leaves_no_times() -> None:
+    metrics = Metrics("tiny")
+    reasons: list[FinishReason] = ["stop", "abort", "abort"]
+    metrics.aborted(EndedRequest(RequestMetrics(100.0, None, None, 101.0), 8, 0, reasons))
+    page = Page(metrics)
+    assert page["quire:requests_aborted_total"] == 1
+    assert page.by("vllm:request_success_total", "finished_reason") == {"stop": 1, "length": 0, "abort": 2}
+    assert page["vllm:e2e_request_latency_seconds_count"] == page["vllm:request_prompt_tokens_count"] == 0
+
+
+def test_refusals_are_counted_by_reason() -> None:
+    metrics = Metrics("tiny")
+    for reason in (*REFUSALS, "server_overloaded"):
+        metrics.refused(reason)
+    counts = Page(metrics).by("quire:requests_refused_total", "reason")
+    assert counts == {"server_overloaded": 2, "shutting_down": 1, "key_limit": 1}
+    with pytest.raises(KeyError):
+        metrics.refused("moon phase")
+
+
+def test_calls_that_fail_are_counted_and_those_at_fault_are_not() -> None:
+    service = make_app().state.service
+    for failure in (RequestFailedError("NaN"), KeyError(), EngineDeadError("dead")):
+        service.told(failure)
+    for refusal in (InvalidRequestError("no"), shutting_down()):
+        service.told(refusal)
+    counts = Page(service.metrics).by("quire:requests_failed_total", "reason")
+    assert counts == {"request_failed": 2, "engine_unhealthy": 1}
+
+
+def test_refused_client_is_told_when_the_queue_will_have_left() -> None:
+    metrics = Metrics("tiny")
+    assert metrics.seconds_until_room(50) == RETRY_AFTER_S
+    metrics.stepped(stepped(IDLE, admissions=100, started_s=time.monotonic()), processed())
+    assert metrics.seconds_until_room(50) == 1
+    assert metrics.seconds_until_room(100_000) == LONGEST_S
+    metrics.idled(IDLE)
+    assert metrics.seconds_until_room(50) == RETRY_AFTER_S
+
+
+def test_counters_go_on_when_another_engine_takes_over() -> None:
+    metrics = Metrics("tiny")
+    figures = kv_stats(copied_blocks=5, swap_s=1.5, prefix_hits_tokens=7, preemptions={"swap": 2})
+    metrics.idled(EngineState(1, 2, 3, figures))
+    for _ in range(2):
+        metrics.engine_ended()
+        page = Page(metrics)
+        assert (page["quire:kv_blocks_copied_total"], page["quire:swap_seconds_total"]) == (5, 1.5)
+        assert page["vllm:num_requests_running"] == page["quire:kv_sequences"] == 0
+    metrics.idled(EngineState(0, 0, 0, figures))
+    metrics.idled(EngineState(0, 0, 0, figures))
+    page = Page(metrics)
+    assert (page["quire:kv_blocks_copied_total"], page["vllm:prefix_cache_hits_total"]) == (10, 14)
+    assert page.by("quire:preemptions_total", "mode") == {"recompute": 0, "swap": 4}
+    assert page.by("quire:kv_blocks", "state")["used"] == 4

@@ -1,0 +1,101 @@
+"""Turns go round between clients, whatever the number of their jobs."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from quire.server.fair_semaphore import FairTurns, Lanes, run_at_once, run_sliced
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+async def started(turns: FairTurns, client_id: str, order: list[str]) -> asyncio.Task[None]:
+    async def job() -> None:
+        async with turns.turn(client_id):
+            order.append(client_id)
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(job())
+    await asyncio.sleep(0)
+    return task
+
+
+def test_clients_take_turns_however_many_jobs_they_have() -> None:
+    async def check() -> None:
+        turns, order = FairTurns(), list[str]()
+        async with turns.turn("held"):
+            tasks = [await started(turns, client, order) for client in ["a"] * 5 + ["b"] * 2 + ["c"]]
+            assert turns.num_waiting == 8
+        await asyncio.gather(*tasks)
+        assert order == ["a", "b", "c", "a", "b", "a", "a", "a"]
+        assert (turns.num_waiting, turns.is_full) == (0, False)
+
+    run(check())
+
+
+def test_a_place_is_held_by_one_job() -> None:
+    async def check() -> None:
+        turns, num_inside = FairTurns(2), 0
+
+        async def job() -> None:
+            nonlocal num_inside
+            async with turns.turn("a"):
+                num_inside += 1
+                assert num_inside <= 2
+                await asyncio.sleep(0)
+                num_inside -= 1
+
+        await asyncio.gather(*(job() for _ in range(20)))
+
+    run(check())
+
+
+@pytest.mark.parametrize("is_granted", [False, True])
+def test_a_job_that_is_cancelled_gives_its_place_to_the_next(is_granted: bool) -> None:
+    async def check() -> None:
+        turns, order = FairTurns(), list[str]()
+        async with turns.turn("held"):
+            first, second = await started(turns, "a", order), await started(turns, "b", order)
+            if not is_granted:
+                first.cancel()
+                await asyncio.sleep(0)
+                assert turns.num_waiting == 1
+        first.cancel()  # granted by now, and not resumed yet
+        await second
+        assert order == ["b"]
+        assert first.cancelled()
+        assert (turns.num_waiting, turns.is_full) == (0, False)
+
+    run(check())
+
+
+def test_short_jobs_do_not_wait_for_long_ones() -> None:
+    async def check() -> None:
+        lanes = Lanes()
+        async with lanes.turn("a", is_long=True), lanes.turn("a", is_long=False):
+            assert lanes.long.is_full
+
+    run(check())
+
+
+def test_slices_have_turns_of_the_loop_between_them() -> None:
+    def slices() -> Any:  # noqa: ANN401 (a generator)
+        for number in range(3):
+            done.append(number)
+            yield
+        return "result"
+
+    async def check() -> None:
+        task = asyncio.create_task(run_sliced(slices()))
+        for number in range(3):
+            await asyncio.sleep(0)
+            assert done == list(range(number + 1))
+        assert await task == "result"
+
+    done: list[int] = []
+    run(check())
+    assert run_at_once(slices()) == "result"

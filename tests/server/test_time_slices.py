@@ -1,0 +1,39 @@
+"""Slices of long work: one in a turn of the event loop, in order, whoever else has some."""
+
+import asyncio
+from collections.abc import Iterator
+
+from quire.server.time_slices import Turns
+
+
+def test_one_slice_in_each_turn_and_others_run_in_between() -> None:
+    made: list[tuple[str, int]] = []
+    turns_seen: list[int] = []
+
+    async def run() -> None:
+        turns, num_turns, is_over = Turns(), 0, False
+
+        async def count() -> None:
+            nonlocal num_turns
+            while not is_over:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        def work(name: str) -> Iterator[int]:
+            for number in range(5):
+                made.append((name, number))
+                turns_seen.append(num_turns)
+                yield number
+
+        async def consume(name: str) -> list[int]:
+            return [number async for number in turns.each(work(name))]
+
+        counting = asyncio.create_task(count())
+        assert await asyncio.gather(consume("a"), consume("b")) == [[*range(5)]] * 2
+        is_over = True
+        await counting
+
+    asyncio.run(run())
+    assert sorted(made) == [(name, number) for name in "ab" for number in range(5)]
+    assert made[:4] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)], "first come, first served"
+    assert len(set(turns_seen)) == len(turns_seen), "no two in one turn"
