@@ -52,10 +52,11 @@ soak: $(STAMP) ## load a server for MINUTES=10 with all that goes wrong; fails i
 hostile-soak: $(STAMP) ## what honest clients notice of hostile ones, in alternating phases, for MINUTES=10 (20 before a release)
 	$(BIN)/python bench/hostile_soak.py --minutes $(MINUTES)
 
-lint: $(STAMP) ## check style, types and the floors
+lint: $(STAMP) ## check style, types and layers; print line budgets and counts of the structure
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/structure.py
 
 serve: $(STAMP) ## serve the demo model at http://127.0.0.1:8000, or MODEL=...; ARGS="--port 8001"
 	@$(BIN)/quire serve $(MODEL) $(ARGS)

@@ -1,0 +1,215 @@
+"""Line budgets, prose counts, attribute counts and import circles of the source tree, as `make lint` prints them.
+
+    python tools/structure.py
+
+A figure past its budget is a reason to look at the structure, not an error; what must be zero is tested, in
+`tests/test_structure.py`.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "src/quire"
+
+ENGINE_PACKAGES = ("core", "cache", "scheduling", "execution", "decoding", "model", "engine", "text")
+BUDGETS = {"one request's way": 3_000, "core to engine": 12_000, "kernels and csrc": 10_000}
+ROOM_BUDGET = 1_000
+MAX_ATTRIBUTES = 15
+
+PERSONS = re.compile(r"\b(?:who|whom|whose|somebody|nobody)\b", re.IGNORECASE)
+QUESTIONS = re.compile(r"(?:Who|Whom|Whose|What|Whether|How|Why|Where|When|From|Which)\b")
+
+
+def rooms() -> Mapping[str, str]:
+    """Return the optional packages and the module of each that other packages may import, by `[tool.quire.rooms]`."""
+    tables = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    return tables.get("quire", {}).get("rooms", {})
+
+
+def modules() -> dict[str, Path]:
+    """Return the path of each module of the package, by its full name."""
+    return {module_name(path): path for path in sorted(SOURCES.rglob("*.py"))}
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of a source file."""
+    parts = path.relative_to(SOURCES.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def count_lines(paths: list[Path]) -> int:
+    """Return the number of lines of all files together, blank ones and comments too."""
+    return sum(path.read_bytes().count(b"\n") for path in paths)
+
+
+def package_files(name: str) -> list[Path]:
+    """Return the Python files of the package or module with this dotted name."""
+    path = SOURCES.parent / name.replace(".", "/")
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+
+
+def way_of_a_request() -> list[Path]:
+    """Return the files that the reading guide's steps from `engine.py` to `update` name, each once, in order."""
+    guide = (ROOT / "docs/reading-guide.md").read_text()
+    section = guide.split("## From `LLM.generate` to the kernel")[1].split("\n## ")[0]
+    steps = re.split(r"\n(?=\d+\. )", section)
+    text = "\n".join(step for step in steps if re.match(r"(?:[4-9]|1[0-2])\. ", step))
+    files: list[Path] = []
+    folder = SOURCES
+    for name in re.findall(r"`([\w/]+(?:\.py|/))`", text):
+        path = SOURCES / name if "/" in name else folder / name
+        folder = path if name.endswith("/") else path.parent
+        if path.suffix == ".py" and path not in files:
+            files.append(path)
+    return files
+
+
+def line_counts() -> dict[str, tuple[int, int]]:
+    """Return the lines and the budget of each part of the tree that has one."""
+    apart = {path for room in rooms() for path in package_files(room)}
+    engine = [path for name in ENGINE_PACKAGES for path in package_files(f"quire.{name}") if path not in apart]
+    kernels = [*package_files("quire.kernels"), *sorted((ROOT / "csrc").glob("*.[ch]pp"))]
+    parts = {"one request's way": way_of_a_request(), "core to engine": engine, "kernels and csrc": kernels}
+    counts = {name: (count_lines(files), BUDGETS[name]) for name, files in parts.items()}
+    return counts | {f"room {room}": (count_lines(package_files(room)), ROOM_BUDGET) for room in rooms()}
+
+
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    """Yield every docstring of a module, its own first."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield text
+
+
+def comments(source: str) -> Iterator[str]:
+    """Yield every comment of a Python source."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def prose() -> Iterator[tuple[Path, str]]:
+    """Yield docstrings and comments of the package, comments of csrc, and pages of documentation, with their files."""
+    for path in modules().values():
+        source = path.read_text()
+        for text in (*docstrings(ast.parse(source)), *comments(source)):
+            yield path, text
+    for path in sorted((ROOT / "csrc").glob("*.[ch]pp")):
+        for text in re.findall(r"//[^\n]*|/\*.*?\*/", path.read_text(), re.DOTALL):
+            yield path, text
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        yield path, path.read_text()
+
+
+def persons() -> list[tuple[Path, str]]:
+    """Return each word of the prose that makes a request or a block a person, with its file."""
+    return [(path, word) for path, text in prose() for word in PERSONS.findall(text)]
+
+
+def question_openings() -> list[Path]:
+    """Return the modules whose docstring opens with a question word instead of a noun phrase."""
+    openings = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in modules().values()}
+    return [path for path, text in openings.items() if QUESTIONS.match(text)]
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """Return the names that the methods of a class assign to `self`."""
+    return {
+        target.attr
+        for target in ast.walk(node)
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.ctx, ast.Store)
+        and isinstance(target.value, ast.Name)
+        and target.value.id == "self"
+    }
+
+
+def crowded_classes() -> dict[str, int]:
+    """Return the classes with more than `MAX_ATTRIBUTES` attributes, by full name; fields of records do not count."""
+    crowded = {}
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and len(attributes(node)) > MAX_ATTRIBUTES:
+                crowded[f"{name}.{node.name}"] = len(attributes(node))
+    return crowded
+
+
+def imports(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
+    """Return the modules of the package that a module imports, inside functions too, but not those for types alone."""
+    found = set()
+    parents = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in runtime_nodes(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
+            found |= {target if (target := f"{base}.{alias.name}") in known else base for alias in node.names}
+    return {module for module in found if module in known and module != name}
+
+
+def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes below `node`, without the bodies of `if TYPE_CHECKING:`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from runtime_nodes(child)
+
+
+def import_circles() -> list[list[str]]:
+    """Return the groups of modules that import each other, directly or through others (Tarjan 1972)."""
+    known = modules()
+    graph = {name: imports(name, path, known) for name, path in known.items()}
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    circles = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in order:
+                visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == order[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                circles.append(sorted(group))
+
+    for name in graph:
+        if name not in order:
+            visit(name)
+    return circles
+
+
+def main() -> None:
+    """Print every figure, with a remark at those past their budget."""
+    for name, (count, budget) in line_counts().items():
+        remark = "   <- past its budget" if count > budget else ""
+        sys.stdout.write(f"{name:40} {count:6,} of {budget:6,} lines{remark}\n")
+    counts = {
+        "who, whom, whose, somebody, nobody": len(persons()),
+        "modules that open with a question word": len(question_openings()),
+        f"classes with over {MAX_ATTRIBUTES} attributes": len(crowded_classes()),
+        "import circles": len(import_circles()),
+    }
+    for name, count in counts.items():
+        sys.stdout.write(f"{name:40} {count:6,}\n")
+
+
+if __name__ == "__main__":
+    main()
