@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support import stdlib_guard
+from support import cpu_seconds, stdlib_guard
 from support.fuzz_seeds import first_seed
 
 # A slow machine is no failure: random tests assert what happens, never how long it takes. And what passes here passes
@@ -32,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Keep tests off shared names; let auto be the device asked for, also in the processes that tests start."""
     stdlib_guard.turn_on()
+    config.pluginmanager.register(cpu_seconds)
+    config.pluginmanager.register(cpu_seconds.Summary())
     device = config.getoption("--device")
     if device != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
