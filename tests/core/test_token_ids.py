@@ -39,6 +39,12 @@ def test_fork_shares_the_prompt_and_grows_by_itself() -> None:
     assert parent != child
 
 
+def test_packed_tokens_are_not_packed_again() -> None:
+    packed = pack_tokens(PROMPT)
+    assert pack_tokens(packed) is packed
+    assert pack_tokens(array("q", PROMPT)) == packed, "only those of 32 bits are as they shall be"
+
+
 def test_token_that_needs_more_than_32_bits_is_refused() -> None:
     with pytest.raises(StructError):
         pack_tokens([1 << 31])

@@ -1,15 +1,19 @@
 """What is sent is what arrives, for every message."""
 
+import gc
 import io
 import math
+from array import array
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.cache.manager import KVCacheManager
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.block_map import BlockEntry, BlockHolder, BlockMap, BlockOwner
 from quire.core.checks import MAX_INT
+from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.frames import LENGTH_BYTES, frame, read_frame
 from quire.core.logprob_table import LogprobTable
@@ -42,6 +46,7 @@ from quire.engine.messages import (
 )
 from quire.engine.options import EngineOptions
 from quire.scheduling.limits import AdmissionLimits
+from quire.scheduling.scheduler import Scheduler
 
 counts = st.integers(0, 2**63 - 1)
 request_ids = st.integers(-(2**63), 2**63 - 1)
@@ -182,7 +187,8 @@ reports = st.one_of(
 def plain(command: Command) -> object:
     """Return a command as something that can be compared: requests are only equal to themselves."""
     if isinstance(command, Add):
-        return [getattr(command.request, name) for name in Request.__slots__]
+        fields = {name: getattr(command.request, name) for name in Request.__slots__}
+        return fields | {"prompt_token_ids": list(command.request.prompt_token_ids)}
     return command
 
 
@@ -202,6 +208,19 @@ def test_commands_arrive_as_they_were_sent(command: Command) -> None:
 @given(reports)
 def test_reports_arrive_as_they_were_sent(report: Report) -> None:
     assert decode_report(body_of(report)) == report
+
+
+def test_prompt_arrives_packed_and_is_shared_by_its_sequences() -> None:
+    """A list of a queued prompt's tokens is walked by every garbage collection: 64 prompts of 100,000 cost 22 ms."""
+    prompt = [*range(1000), 2**31 - 1]
+    arrived = decode_command(body_of(Add(Request(1, prompt, SamplingParams(n=2, max_tokens=4), 3, 4))))
+    assert isinstance(arrived, Add)
+    request = arrived.request
+    assert (request.prompt_token_ids, request.num_queued_tokens) == (array("i", prompt), 2002)
+    assert gc.get_referents(request.prompt_token_ids) == [array], "no integer"
+    scheduler = Scheduler(SchedulerConfig(2, 2048, 2048), KVCacheManager(CacheConfig(num_blocks=256)))
+    scheduler.add(request)
+    assert all(sequence.token_ids.prompt is request.prompt_token_ids for sequence in request.live)
 
 
 @given(params)

@@ -3,6 +3,7 @@
 Both are plain state. The scheduler is their only writer; everyone else reads.
 """
 
+from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -61,7 +62,7 @@ class Request:
     """One client's ask. Its sequences are one gang: admitted, preempted and resumed together (the paper's group)."""
 
     request_id: int                   # given by the engine; never a client's own id
-    prompt_token_ids: list[int]
+    prompt_token_ids: abc.Sequence[int]
     params: SamplingParams
     seed: int                         # of branch 0
     max_tokens: int                   # resolved: params.max_tokens, or the most that fits

@@ -12,6 +12,7 @@ from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.outputs import Admission, KVStats, SequenceDelta, WaitReason
 from quire.core.sequence import Request
+from quire.core.token_ids import pack_tokens
 from quire.engine.options import EngineOptions
 from quire.scheduling.limits import AdmissionLimits
 
@@ -151,8 +152,16 @@ def is_add(message: bytes) -> bool:
     return message.startswith(_ADD_HEAD)
 
 
-decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
+_decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
 decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decode
+
+
+def decode_command(message: bytes) -> Command:
+    """Return a command. The prompt of a request is packed: each garbage collection would look through a list of it."""
+    command = _decode_command(message)
+    if isinstance(command, Add):
+        command.request.prompt_token_ids = pack_tokens(command.request.prompt_token_ids)
+    return command
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

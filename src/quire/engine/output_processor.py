@@ -246,7 +246,7 @@ class OutputProcessor:
         return RequestOutput(
             request_id=request.external_id,
             prompt=request.prepared.prompt.text,
-            prompt_token_ids=request.prepared.request.prompt_token_ids,
+            prompt_token_ids=request.prepared.prompt.token_ids,
             outputs=outputs,
             finished=is_finished,
             prompt_logprobs=None if self._packs_logprobs else _unpacked(prompt_logprobs, request.tokenizer),

@@ -11,6 +11,7 @@ from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
+from quire.core.token_ids import PackedTokens, pack_tokens
 from quire.execution.batch import PersistentBatch
 from quire.execution.simulated import SimulatedExecutor
 from quire.scheduling.scheduler import Scheduler
@@ -26,7 +27,7 @@ _VOCAB_SIZE = 32_000
 def burst(num_tokens: int) -> list[Request]:
     """Return requests that begin with the same tokens, which none has computed yet."""
     common, params = _prompt(num_tokens), SamplingParams(max_tokens=_MAX_TOKENS, ignore_eos=True)
-    return [Request(i, [*common, i], params, i, _MAX_TOKENS) for i in range(_NUM_SEQS)]
+    return [Request(i, common + pack_tokens([i]), params, i, _MAX_TOKENS) for i in range(_NUM_SEQS)]
 
 
 def fork(num_tokens: int) -> list[Request]:
@@ -80,5 +81,6 @@ def _step_s(scheduler: Scheduler, executor: SimulatedExecutor, batch: Persistent
     return prepared_s - started_s + time.perf_counter() - answered_s
 
 
-def _prompt(num_tokens: int) -> list[int]:
-    return [position % _VOCAB_SIZE for position in range(num_tokens)]
+def _prompt(num_tokens: int) -> PackedTokens:
+    """Return a prompt as the engine gets it from the server."""
+    return pack_tokens([position % _VOCAB_SIZE for position in range(num_tokens)])
