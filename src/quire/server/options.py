@@ -41,7 +41,7 @@ class Limits:
     """Sizes, counts, and times in seconds. Sizes (`_bytes`) may be given as text such as "4MiB"."""
 
     max_queued_requests: int = _bound(1024, "prompts that may wait; more are answered with 429")
-    max_queued_tokens: int = _bound(8 << 20, "prompt tokens x n of requests that wait; more are answered with 429")
+    max_queued_tokens: int = _bound(8 << 20, "prompt tokens x n of requests and pins that wait; more: 429")
     max_connections: int = _bound(16384, "open connections; less where the system grants fewer files")
     max_pipelined_requests: int = _bound(16, "requests that wait on one connection for the answer before theirs")
     max_url_bytes: int = _bound(8 << 10, "longest URL")

@@ -169,7 +169,9 @@ class Service:
             invalid(f"{num_requests} prompts in one call; at most {bounds}", param=param)
 
     @contextmanager
-    def hold_tokens(self, requests: Iterable[PreparedRequest]) -> Iterator[Callable[[PreparedRequest], None]]:
+    def hold_tokens(
+        self, requests: Iterable[PreparedRequest], param: str = "n"
+    ) -> Iterator[Callable[[PreparedRequest], None]]:
         """Hold room for a call's prompt tokens x n while its requests are sent; raise before any is.
 
         Gives the function to call for each request that has been sent: from then on the engine's client counts it.
@@ -178,7 +180,7 @@ class Service:
         num_tokens = sum(prepared.request.num_queued_tokens for prepared in requests)
         limit, num_queued = self.options.max_queued_tokens, self.num_preparing_tokens + self.client.num_queued_tokens
         if num_tokens > limit:
-            invalid(f"prompt tokens x n are {num_tokens}; at most {limit} may wait (max_queued_tokens)", param="n")
+            invalid(f"prompt tokens x n are {num_tokens}; at most {limit} may wait (max_queued_tokens)", param=param)
         if num_queued + num_tokens > limit:
             self.metrics.refused("server_overloaded")
             retry_after_s = self.metrics.seconds_until_room(self.num_preparing + self.client.num_queued)

@@ -244,6 +244,27 @@ def test_pins_under_way_count_towards_the_share(demo_model: Path) -> None:
         server.wait_until(lambda: num_pinned(server) == 0)
 
 
+def test_pins_that_wait_count_towards_the_queued_tokens(demo_model: Path) -> None:
+    """A pin is refused for what waits, and what waits behind it for the pin; a pin that is computed waits no more."""
+    with openai_server(options(demo_model), max_n=8, max_queued_tokens=100) as server:
+        too_long = pin(server, num_tokens=101)
+        assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "prompt")
+        assert "101; at most 100 may wait (max_queued_tokens)" in too_long.json()["error"]["message"]
+        service = server.service
+        with occupied(server):
+            with post(server, PREFIXES, prompt=[5] * 60):
+                server.wait_until(lambda: service.client.num_queued_tokens == 60)
+                assert service.num_preparing_tokens == 0, "it is counted once"
+                refused = pin(server, num_tokens=41)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (429, "server_overloaded")
+                assert "60 prompt tokens x n wait already" in refused.json()["error"]["message"]
+                refused = server.http.post(COMPLETIONS, json={"prompt": [6] * 41})
+                assert refused.status_code == 429
+            server.wait_until(lambda: service.client.num_queued_tokens == 0)
+        assert pin(server, num_tokens=100).status_code == 200
+        assert (service.num_preparing_tokens, service.client.num_queued_tokens) == (0, 0)
+
+
 def test_operator_lists_and_deletes_the_pins_of_all_keys(demo_model: Path) -> None:
     with openai_server(options(demo_model), api_key=("a", "b"), operator_api_key="op") as server:
         pins = [pin(server, key, first=first).json() for first, key in enumerate(("a", "b", "op"), 1)]

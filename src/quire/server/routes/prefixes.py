@@ -79,7 +79,9 @@ async def _pin(
             num_blocks = blocks_for(len(prepared.request.prompt_token_ids), limits.block_size)
             blocks = service.pinning.hold_blocks(key_number, num_blocks, limits.num_blocks, client.pinned, options)
             holding.enter_context(blocks)
-            stream = await client.add(prepared, external_id=str(record.request_id), arrival_s=arrival_s)
+            with service.hold_tokens([prepared], param="prompt") as sent:
+                stream = await client.add(prepared, external_id=str(record.request_id), arrival_s=arrival_s)
+                sent(prepared)
             holding.callback(hold.keep().release)
         try:
             output = await service.answers.run(anext(stream), request.receive)
