@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from quire.core.logprob_table import LogprobTable
-from quire.core.outputs import Admission, FinishReason, RequestOutput, SequenceDelta, TokenLogprobs
+from quire.core.outputs import (
+    MAX_PREEMPTIONS_KEPT,
+    Admission,
+    FinishReason,
+    RequestOutput,
+    SequenceDelta,
+    TokenLogprobs,
+)
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.engine.completion_builder import CompletionBuilder
@@ -474,6 +481,21 @@ def test_preemption_costs_the_time_to_the_next_token_or_to_the_next_preemption(t
     for now_s in (106.5, 107.0):
         processor.process([SequenceDelta(7, 0, [9])], now_s)
     assert [each.cost_s for each in told.preemptions] == [2.0, 2.5]
+
+
+def test_only_the_last_preemptions_are_kept_and_all_are_counted(tokenizer: Tokenizer) -> None:
+    processor, number = start(tokenizer), MAX_PREEMPTIONS_KEPT + 5
+    processor.note_scheduled([], [Admission(7, 0)], 100.0)
+    for nth in range(1, number + 1):
+        processor.note_scheduled([7], [], 100.0 + nth)
+        if nth < number:
+            processor.note_scheduled([], [Admission(7, nth)], 100.5 + nth)
+    processor.process([SequenceDelta(7, 0, [9])], 1000.0)
+    told = processor.output(7).metrics
+    assert told is not None
+    assert told.num_preemptions == number, "the last one counts although the request is still away"
+    assert [each.preempted_s for each in told.preemptions] == [100.0 + nth for nth in range(6, number + 1)]
+    assert (told.preemptions[-2].returned_s, told.preemptions[-1].returned_s) == (99.5 + number, None)
 
 
 def test_tokens_found_in_the_cache_are_told(tokenizer: Tokenizer) -> None:

@@ -12,6 +12,7 @@ FinishReason = Literal["stop", "length", "abort"]
 # the blocks that others of its client hold.
 WaitReason = Literal["max_num_seqs", "kv_blocks", "token_budget", "pending_prefix", "swapped_first", "kv_share"]
 WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
+MAX_PREEMPTIONS_KEPT = 64  # records of one request, the newest; RequestMetrics.num_preemptions counts all
 
 
 class TokenLogprobs(NamedTuple):
@@ -115,7 +116,7 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     waited_steps: dict[str, int] = field(default_factory=dict)
-    preemptions: list[Preemption] = field(default_factory=list)
+    preemptions: list[Preemption] = field(default_factory=list)  # the last MAX_PREEMPTIONS_KEPT
 
     @property
     def queue_s(self) -> float | None:

@@ -17,6 +17,7 @@ from msgspec import structs
 from quire.core.errors import RequestFailedError
 from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import (
+    MAX_PREEMPTIONS_KEPT,
     WAIT_REASONS,
     Admission,
     FinishReason,
@@ -157,9 +158,7 @@ class OutputProcessor:
         """Take down who had to give way, and who began to run, or ran again: each return is an admission, too."""
         for request_id in preempted:
             if request_id in self._requests:
-                preemptions = self._requests[request_id].metrics.preemptions
-                _note_recovery(preemptions, now_s)
-                preemptions.append(Preemption(now_s))
+                _note_preemption(self._requests[request_id].metrics, now_s)
         for admission in admissions:
             if admission.request_id in self._requests:
                 _note_admission(self._requests[admission.request_id].metrics, admission, now_s)
@@ -258,6 +257,14 @@ class OutputProcessor:
     def drop(self, request_id: int) -> None:
         """Forget a request, whether it has ended or not, if it is here."""
         self._requests.pop(request_id, None)
+
+
+def _note_preemption(metrics: RequestMetrics, now_s: float) -> None:
+    """Count a preemption, and record it among the last MAX_PREEMPTIONS_KEPT."""
+    _note_recovery(metrics.preemptions, now_s)
+    metrics.num_preemptions += 1
+    metrics.preemptions.append(Preemption(now_s))
+    del metrics.preemptions[:-MAX_PREEMPTIONS_KEPT]
 
 
 def _note_admission(metrics: RequestMetrics, admission: Admission, now_s: float) -> None:

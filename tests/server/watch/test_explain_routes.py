@@ -56,7 +56,8 @@ def test_a_request_that_went_smoothly(server: OpenAIServer) -> None:
     assert (first["num_prompt_tokens"], first["num_cached_tokens"]) == (40, 0)
     assert first["first_miss"] == {"token": 0, "block": 0, "reason": "never_seen"}
     assert second["first_miss"] is None, "the only token is always computed"
-    assert (first["waits_for"], first["waited_steps"], first["preemptions"]) == (None, {}, [])
+    assert (first["waits_for"], first["waited_steps"]) == (None, {})
+    assert (first["num_preemptions"], first["preemptions"]) == (0, [])
     assert 0 <= first["queue_s"] <= first["ttft_s"] <= first["e2e_s"] < LIMIT_S
     again = server.ask(COMPLETIONS, prompt=[*prompt, 9, 9, 9], cache_salt="mine", **GREEDY)
     assert explained(server, again["id"])[0]["first_miss"] == {"token": 0, "block": 0, "reason": "other_salt"}
@@ -102,6 +103,7 @@ def test_victims_and_those_who_wait_are_told_why(server: OpenAIServer, monkeypat
     told = [one for answer in answers for one in explained(server, answer["id"])]
     preemptions = [preemption for one in told for preemption in one["preemptions"]]
     assert preemptions
+    assert len(preemptions) == sum(one["num_preemptions"] for one in told)
     for preemption in preemptions:
         assert preemption["cost_s"] > preemption["away_s"] > 0
         assert preemption["num_swapped_blocks"] > 0

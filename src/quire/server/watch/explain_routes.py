@@ -65,6 +65,7 @@ def _explained(service: Service, past: PastRequest, miss: Miss | None) -> dict[s
         "num_prompt_tokens": past.num_prompt_tokens,
         "num_cached_tokens": metrics.num_cached_tokens,
         "first_miss": None if miss is None else miss._asdict(),
+        "num_preemptions": metrics.num_preemptions,
         "preemptions": [_told(preemption, metrics.arrival_s) for preemption in metrics.preemptions],
         "ttft_s": None if metrics.first_token_s is None else metrics.first_token_s - metrics.arrival_s,
         "e2e_s": None if metrics.finished_s is None else metrics.finished_s - metrics.arrival_s,
