@@ -38,6 +38,8 @@ Figures = dict[str, float]
 class TimedExecutor:
     """A real executor on its own clock, which is put forward where nothing runs."""
 
+    max_steps_in_flight = 1
+
     def __init__(self, executor: Executor, clock: Callable[[], float]) -> None:
         self._executor, self._clock = executor, clock
         self._offset = -clock()

@@ -37,6 +37,13 @@ class InOrder:
         pass
 
 
+class AnsweringWorker:
+    """A worker that computes nothing: `answer` makes the result of each plan."""
+
+    def __init__(self, answer: Callable[[StepPlan], StepResult]) -> None:
+        self.execute = answer
+
+
 def always_the_same(plan: StepPlan) -> StepResult:
     """Answer every sample with OUTPUT_TOKEN."""
     return StepResult([OUTPUT_TOKEN] * len(plan.sample_rows))
@@ -50,7 +57,7 @@ def engine_without_model(
 ) -> Engine:
     """Return an engine that computes nothing: its samples come from `answer`."""
     config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len=NO_LIMIT)
-    return Engine(Scheduler(config, KVCacheManager(cache)), LocalExecutor(answer))
+    return Engine(Scheduler(config, KVCacheManager(cache)), LocalExecutor(AnsweringWorker(answer)))
 
 
 def request_of(request_id: int, prompt: list[int], output_len: int, n: int = 1) -> Request:

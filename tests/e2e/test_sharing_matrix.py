@@ -67,7 +67,7 @@ def alone(folder: str, dtype: str, prompt: tuple[int, ...], branches: str) -> li
 
 def preempt_at_every_position(llm: LLM) -> None:
     """Let the engine preempt every request in each step in which it has more tokens, or fewer branches, than before."""
-    llm._engine.engine._overlaps = False  # each step is planned when the tokens before it are known
+    llm._engine.engine._max_steps_in_flight = 1  # each step is planned when the tokens before it are known
     scheduler = llm._engine.engine.scheduler
     plan_running: Callable[[int], int] = scheduler.planner.plan_running
     lengths: dict[int, int] = {}

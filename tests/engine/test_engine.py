@@ -21,6 +21,8 @@ from support.scheduling import Harness
 class FailingExecutor:
     """Fails in some steps, before or after it has done the work; a plan that failed is gone."""
 
+    max_steps_in_flight = 1
+
     def __init__(self, inner: FakeExecutor, rng: random.Random) -> None:
         self.submit = inner.submit
         self._inner = inner

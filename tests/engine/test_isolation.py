@@ -20,6 +20,8 @@ class FaultError(RuntimeError):
 class Faulty:
     """The fake executor; a step for which `fails` holds leaves garbage and fails."""
 
+    max_steps_in_flight = 1
+
     def __init__(self, harness: Harness, fails: Callable[[StepPlan], bool]) -> None:
         self._executor, self._fails, self._plans = harness.executor, fails, list[StepPlan]()
         self.num_failures = self.num_steps = 0
@@ -43,7 +45,8 @@ class Served:
 
     def __init__(self, harness: Harness, fails: Callable[[StepPlan], bool], *, overlaps: bool = False) -> None:
         self.harness, self.executor = harness, Faulty(harness, fails)
-        self.engine = Engine(harness.scheduler, self.executor, overlaps=overlaps)
+        self.executor.max_steps_in_flight = 2 if overlaps else 1
+        self.engine = Engine(harness.scheduler, self.executor)
         self.failed: dict[int, str] = {}
 
     def step(self) -> None:

@@ -16,6 +16,8 @@ from support.scheduling import Harness
 class Overlapping:
     """Passes plans on, notes how many are in flight, and fails now and then: before the work is done, or after."""
 
+    max_steps_in_flight = 2
+
     def __init__(self, inner: FakeExecutor, rng: random.Random | None = None) -> None:
         self._inner, self._rng = inner, rng
         self.num_in_flight = self.most_in_flight = self.num_failures = 0
@@ -70,7 +72,7 @@ def test_overlap_changes_no_tokens_and_loses_no_blocks(seed: int, num_blocks: in
     rng = random.Random(seed)
     harness = Harness(num_blocks, budget=rng.choice([8, 16]), caching=rng.random() < 0.5, num_swap_blocks=12)
     executor = Overlapping(harness.executor, rng if fails else None)
-    engine = Engine(harness.scheduler, executor, overlaps=True)
+    engine = Engine(harness.scheduler, executor)
     aborted = set[int]()
     for _ in range(10):
         add_some(harness, rng)
@@ -92,7 +94,7 @@ def test_overlap_changes_no_tokens_and_loses_no_blocks(seed: int, num_blocks: in
 def test_steady_decodes_are_always_one_step_ahead() -> None:
     harness = Harness(num_blocks=60)
     executor = Overlapping(harness.executor)
-    engine = Engine(harness.scheduler, executor, overlaps=True)
+    engine = Engine(harness.scheduler, executor)
     requests = [harness.add(5, max_tokens=12, ignore_eos=True) for _ in range(3)]
     step(engine, harness)
     for _ in range(5):
@@ -105,7 +107,7 @@ def test_steady_decodes_are_always_one_step_ahead() -> None:
 def test_chunks_of_a_prompt_are_one_step_ahead_like_decodes() -> None:
     harness = Harness(num_blocks=60)
     executor = Overlapping(harness.executor)
-    engine = Engine(harness.scheduler, executor, overlaps=True)
+    engine = Engine(harness.scheduler, executor)
     requests = [harness.add(3, max_tokens=9, ignore_eos=True), harness.add(50, max_tokens=3, ignore_eos=True)]
     while harness.scheduler.has_requests:
         step(engine, harness)
@@ -121,7 +123,7 @@ def test_who_waits_for_blocks_holds_up_nobody(mode: PreemptionMode) -> None:
     """Blocks are free, but too few for who is next, be he new or preempted: those that run are one step ahead."""
     harness = Harness(num_blocks=14, num_swap_blocks=14, mode=mode)
     executor = Overlapping(harness.executor)
-    engine = Engine(harness.scheduler, executor, overlaps=True)
+    engine = Engine(harness.scheduler, executor)
     requests = [harness.add(15, max_tokens=24, ignore_eos=True) for _ in range(3)]
     in_flight = list[int]()
     while harness.scheduler.has_requests:
@@ -137,7 +139,7 @@ def test_who_waits_for_blocks_holds_up_nobody(mode: PreemptionMode) -> None:
 def test_branches_fork_when_nothing_is_in_flight() -> None:
     harness = Harness(num_blocks=60)
     executor = Overlapping(harness.executor)
-    engine = Engine(harness.scheduler, executor, overlaps=True)
+    engine = Engine(harness.scheduler, executor)
     request, in_flight = harness.add(40, n=2, max_tokens=4, ignore_eos=True), list[int]()
     while harness.scheduler.has_requests:
         step(engine, harness)
@@ -158,7 +160,7 @@ def test_step_that_fails_for_nobody_takes_no_answer_along() -> None:
             return result
 
     harness = Harness(num_blocks=60)
-    engine = Engine(harness.scheduler, Failing(harness.executor), overlaps=True)
+    engine = Engine(harness.scheduler, Failing(harness.executor))
     prompt = [1, 2, 3]
     (tokens,) = expected_tokens(prompt, SamplingParams(max_tokens=9), 0, 9, frozenset())
     last = next(token for index, token in enumerate(tokens) if index > 2 and token not in tokens[:index])
@@ -172,7 +174,7 @@ def test_step_that_fails_for_nobody_takes_no_answer_along() -> None:
 def test_who_has_to_see_its_token_sits_out_every_other_step() -> None:
     harness = Harness(num_blocks=60)
     executor = Overlapping(harness.executor)
-    engine = Engine(harness.scheduler, executor, overlaps=True)
+    engine = Engine(harness.scheduler, executor)
     plain, penalized = harness.add(5, max_tokens=20), harness.add(5, max_tokens=9, frequency_penalty=0.5)
     for _ in range(8):
         step(engine, harness)
@@ -183,7 +185,7 @@ def test_who_has_to_see_its_token_sits_out_every_other_step() -> None:
 
 def test_newcomers_are_let_in_as_soon_as_what_is_in_flight_is_over() -> None:
     harness = Harness(num_blocks=60)
-    engine = Engine(harness.scheduler, Overlapping(harness.executor), overlaps=True)
+    engine = Engine(harness.scheduler, Overlapping(harness.executor))
     harness.add(5, max_tokens=20, ignore_eos=True)
     step(engine, harness)
     assert [each.request_id for each in engine.admissions] == [0]
@@ -199,7 +201,7 @@ def test_step_in_flight_for_who_has_ended_hides_nothing_of_the_one_before_it() -
     """Above all not that somebody was let in."""
     harness = Harness(num_blocks=60)
     executor = Overlapping(harness.executor)
-    engine = Engine(harness.scheduler, executor, overlaps=True)
+    engine = Engine(harness.scheduler, executor)
     request = harness.add(5, max_tokens=20)
     first, *_ = harness.expected(request)[0]
     request.stop_token_ids = frozenset({first})
@@ -208,3 +210,16 @@ def test_step_in_flight_for_who_has_ended_hides_nothing_of_the_one_before_it() -
     assert [delta.token_ids for delta in deltas] == [[first]]
     assert [each.request_id for each in engine.admissions] == [0]
     assert not harness.scheduler.has_requests
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_executor_is_given_as_many_steps_as_it_takes(max_steps_in_flight: int) -> None:
+    harness = Harness(num_blocks=60)
+    executor = Overlapping(harness.executor)
+    executor.max_steps_in_flight = max_steps_in_flight
+    engine = Engine(harness.scheduler, executor)
+    request = harness.add(5, max_tokens=9, ignore_eos=True)
+    while harness.scheduler.has_requests:
+        step(engine, harness)
+    assert executor.most_in_flight == max_steps_in_flight
+    harness.assert_right(request)

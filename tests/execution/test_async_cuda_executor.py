@@ -10,6 +10,7 @@ from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.plan import StepPlan
 from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.cuda_graphs import CudaGraphRunner
+from quire.execution.cuda_worker import CudaWorker
 from support.random_model import write_random_model
 
 PROMPTS = [[(11 * i * i + 5 * seed) % 290 for i in range(length)] for seed, length in enumerate((40, 3, 33, 17))]
@@ -49,25 +50,25 @@ def test_answers_are_the_same_to_the_bit(
     settings: dict[str, int], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(model, **settings)
-    workers: list[AsyncCudaExecutor] = []
+    executors: list[AsyncCudaExecutor] = []
     submit: Callable[..., None] = AsyncCudaExecutor.submit
     ahead = list[StepPlan]()
 
     def noting(self: AsyncCudaExecutor, plan: StepPlan) -> None:
         submit(self, plan)
-        if len(self._steps) == 2:
+        if self.num_steps_in_flight == 2:
             ahead.append(plan)
 
     def make(*parts: object) -> AsyncCudaExecutor:
-        workers.append(AsyncCudaExecutor(*parts))  # type: ignore[arg-type]
-        return workers[-1]
+        executors.append(AsyncCudaExecutor(CudaWorker(*parts)))  # type: ignore[arg-type]
+        return executors[-1]
 
     monkeypatch.setattr("quire.engine.assembly._executor", make)
     monkeypatch.setattr(AsyncCudaExecutor, "submit", noting)
     assert answers(model, **settings) == expected
     assert ahead != []
     assert any(max(plan.counts) > 1 for plan in ahead) >= ("max_num_seqs" in settings)
-    assert not workers[0]._steps, "a step was left uncollected"
+    assert executors[0].num_steps_in_flight == 0, "a step was left uncollected"
 
 
 def replaying(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -85,14 +86,14 @@ def test_prompt_logprobs_are_those_of_their_step_when_a_graph_is_replayed_meanwh
     params = [SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)] * 3
     params.append(SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1))
     settings = {"num_kv_blocks": 64, "enable_prefix_caching": False}
-    workers: list[AsyncCudaExecutor] = []
+    workers: list[CudaWorker] = []
 
     def make(*parts: object) -> AsyncCudaExecutor:
-        worker = AsyncCudaExecutor(*parts)  # type: ignore[arg-type]
+        worker = CudaWorker(*parts)  # type: ignore[arg-type]
         num_rows, max_blocks = worker._batch.block_tables.shape
-        worker._graphs = CudaGraphRunner(worker._forward, max_blocks, worker._model.device, replaying, num_rows)
+        worker._graphs = CudaGraphRunner(worker.forward, max_blocks, worker._model.device, replaying, num_rows)
         workers.append(worker)
-        return worker
+        return AsyncCudaExecutor(worker)
 
     found = []
     for options in ({}, {"max_num_batched_tokens": budget}):

@@ -11,6 +11,7 @@ from quire import LLM, SamplingParams
 from quire.core.plan import BlockCopy, StepPlan, StepResult
 from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.batch import PersistentBatch
+from quire.execution.cuda_worker import CudaWorker
 from quire.execution.swapper import CudaSwapper
 from quire.kernels import block_copy
 from quire.model.kv_cache import KVCache
@@ -168,7 +169,7 @@ def test_late_swaps_change_no_answer(
         return CudaSwapper(cache, space, lambda *copies: cuda.launch(partial(copy_blocks, *copies)))  # type: ignore[arg-type]
 
     monkeypatch.setattr("quire.engine.assembly.Swapper", make_swapper)
-    monkeypatch.setattr("quire.engine.assembly._executor", AsyncCudaExecutor)
+    monkeypatch.setattr("quire.engine.assembly._executor", lambda *parts: AsyncCudaExecutor(CudaWorker(*parts)))
     assert answers() == expected
 
 

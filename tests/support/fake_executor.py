@@ -64,6 +64,8 @@ class FakeExecutor:
     `rates`: what it claims to have measured.
     """
 
+    max_steps_in_flight = 1
+
     def __init__(
         self,
         num_blocks: int,

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from quire.engine import assembly
-from quire.execution import async_cuda_executor
+from quire.execution import cuda_worker
 from quire.execution.memory_profiling import available_kv_bytes
 from quire.kernels import back_end, linear
 from quire.kernels.block_copy import copy_blocks
@@ -172,7 +172,7 @@ def turn_on(replace_by: Callable[[object, str, object], None] = setattr) -> None
     )
     replace_by(back_end, "cuda_back_end", lambda head_dim=8: imitated)
     replace_by(triton_linear, "activate", lambda x, name: _kernel(linear._ACTIVATIONS[name])(x))
-    replace_by(async_cuda_executor, "CudaGraphCapture", Graphs)
+    replace_by(cuda_worker, "CudaGraphCapture", Graphs)
     replace_by(assembly, "CUDA_SWAP_BYTES", SWAP_BYTES)
     replace_by(assembly, "available_kv_bytes", lambda model, *sizes: available_kv_bytes(model, 2, 4, *sizes[2:]))
     logits, generator = Decoder.logits, torch.Generator().manual_seed(0)

@@ -25,6 +25,7 @@ from quire.engine.sizing import (
 )
 from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.batch import PersistentBatch
+from quire.execution.cuda_worker import CudaWorker
 from quire.execution.device_memory import device_allocator, empty_host_cache, pinned_bytes, use_exact_products
 from quire.execution.executor import Executor, LocalExecutor
 from quire.execution.memory_profiling import CudaMemoryMeter, available_kv_bytes
@@ -98,7 +99,7 @@ def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
         kv_bytes_per_token=limits.kv_bytes_per_token,
         num_swap_blocks=cache_config.num_swap_blocks,
     )
-    engine = Engine(scheduler, executor, overlaps=isinstance(executor, AsyncCudaExecutor))
+    engine = Engine(scheduler, executor)
     return AssembledEngine(engine, InputProcessor(tokenizer, ready, options), tokenizer, model, ready)
 
 
@@ -161,10 +162,10 @@ def _cuda_memory_meter(device: torch.device) -> CudaMemoryMeter:
 
 
 def _executor(model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None) -> Executor:
-    """Return what runs plans: beside the host where the device can do that."""
+    """Return the executor for the model's device: on a GPU one that takes the next step while one runs."""
     if model.device.type == "cuda":
-        return AsyncCudaExecutor(model, cache, batch, swapper)
-    return LocalExecutor(Worker(model, cache, batch, swapper).execute)
+        return AsyncCudaExecutor(CudaWorker(model, cache, batch, swapper))
+    return LocalExecutor(Worker(model, cache, batch, swapper))
 
 
 def _swapper(options: EngineOptions, config: CacheConfig, model: Decoder, cache: KVCache) -> Swapper:

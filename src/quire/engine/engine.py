@@ -18,7 +18,7 @@ from quire.scheduling.scheduler import Scheduler
 class Engine:
     """One scheduler and one executor. Requests go in, deltas of their sequences come out of each step."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, overlaps: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler = scheduler
         self.num_computed_tokens = 0        # by the last step
         self.note_plan: Callable[[StepPlan], None] = lambda plan: None  # called with each plan that is about to run
@@ -26,7 +26,7 @@ class Engine:
         self._suspects: list[int] = []      # requests that answer for the last step, if it failed
         self._is_certain = False            # it failed while the only suspect was planned or recorded
         self._executor = executor
-        self._overlaps = overlaps           # plan the next step while one runs: for devices that work by themselves
+        self._max_steps_in_flight = executor.max_steps_in_flight  # above 1: the next step is planned while one runs
         self._in_flight = deque[StepPlan]()  # submitted, and not collected
 
     def add(self, request: Request) -> None:
@@ -72,7 +72,7 @@ class Engine:
 
     @property
     def _may_plan_ahead(self) -> bool:
-        return self._overlaps and not self._isolation.is_active
+        return len(self._in_flight) < self._max_steps_in_flight and not self._isolation.is_active
 
     def _submit(self, plan: StepPlan) -> None:
         self.note_plan(plan)

@@ -1,117 +1,30 @@
-"""A worker that starts a step and lets the host go on: for devices that work by themselves.
+"""Async executor for one GPU: the host plans and submits step N + 1 while the device runs step N."""
 
-The token that a step samples stays on the device until it is collected. In the batch's rows a reference stands for it,
-a negative number that names the row, and a later step that computes it takes it from where the last step left it.
-"""
-
-import logging
-import time
 from collections import deque
-from typing import NamedTuple
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from quire.core.plan import StepPlan, StepResult
-from quire.decoding.sampler import SampledTokens, sample_async, to_sampled_tokens
-from quire.decoding.sampling_state import LOGPROBS
-from quire.execution.batch import PersistentBatch, StepInputs
-from quire.execution.cuda_graphs import CudaGraphCapture, CudaGraphRunner
-from quire.execution.device_memory import upload_step
-from quire.execution.swapper import Swapper
-from quire.execution.worker import Worker
-from quire.model.batch import ForwardBatch
-from quire.model.decoder import Decoder
-from quire.model.kv_cache import KVCache
-
-log = logging.getLogger(__name__)
+from quire.execution.cuda_worker import CudaWorker, StepInFlight
 
 
-class StepInFlight(NamedTuple):
-    """A step that the device may still be at work on."""
+class AsyncCudaExecutor:
+    """One CUDA worker in this process. A step is launched when it is submitted."""
 
-    inputs: StepInputs
-    owners: NDArray[np.int64]         # of the rows that are sampled for
-    hidden: Tensor                    # [T, hidden]
-    sampled: SampledTokens | Tensor   # of `sample_async`, being copied to the host; complete with logprobs
-    event: torch.cuda.Event | None    # it has arrived
-    num_prefilled: int                # tokens; 0 where there is nothing but decodes
-    swap_s: float
-    started_s: float
+    max_steps_in_flight = 2
 
+    def __init__(self, worker: CudaWorker) -> None:
+        self.worker = worker
+        self._steps = deque[StepInFlight]()
 
-class AsyncCudaExecutor(Worker):
-    """An `Executor` of its own: several steps may be submitted before the first is collected."""
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Steps that were submitted and not collected."""
+        return len(self._steps)
 
-    def __init__(self, model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None) -> None:
-        super().__init__(model, cache, batch, swapper)
-        self._steps: deque[StepInFlight] = deque()
-        self._last_tokens = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=model.device)  # by row
-        self._collected_s = 0.0
-        self._graphs: CudaGraphRunner | None = None
-        if model.device.type == "cuda":
-            num_rows, max_blocks = batch.block_tables.shape
-            self._graphs = CudaGraphRunner(self._forward, max_blocks, model.device, CudaGraphCapture(), num_rows)
-
-    def _forward(self, batch: ForwardBatch) -> Tensor:
-        return self._model.forward(batch, self._cache)
-
-    @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Start a step: everything but looking at what it gave."""
-        started_s = time.perf_counter()
-        inputs, swap_s = self._begin(plan)
-        rows = torch.from_numpy(inputs.sample_rows)
-        forward, logit_rows, sample_rows = upload_step(
-            inputs.forward, torch.from_numpy(inputs.logit_rows), rows, self._model.device
-        )
-        references = (-1 - forward.token_ids).clamp_(min=0)
-        known = forward.token_ids
-        forward.token_ids.copy_(torch.where(known < 0, self._last_tokens[references], known))
-        hidden = None if self._graphs is None else self._graphs.run(forward)
-        if hidden is not None and self._has_prompt_logprobs(inputs):
-            hidden = hidden.clone()  # read when the step is collected, which may be after the next replay
-        hidden = self._forward(forward) if hidden is None else hidden
-        sampled = self._start_sampling(inputs, hidden, logit_rows)
-        tokens = sampled[0] if isinstance(sampled, Tensor) else torch.tensor(sampled.token_ids, device=hidden.device)
-        self._last_tokens.index_copy_(0, sample_rows, tokens)
-        event = None
-        if isinstance(sampled, Tensor) and sampled.is_cuda:
-            sampled = torch.empty_like(sampled, device="cpu", pin_memory=True).copy_(sampled, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        num_prefilled = sum(plan.counts) if max(plan.counts) > 1 else 0
-        owners = self._batch.write_placeholders(inputs)
-        if self._graphs is not None:
-            self._graphs.capture_one()
-        self._steps.append(StepInFlight(inputs, owners, hidden, sampled, event, num_prefilled, swap_s, started_s))
+        """Launch a step."""
+        assert len(self._steps) < self.max_steps_in_flight, "too many steps in flight"
+        self._steps.append(self.worker.launch(plan))
 
-    @torch.inference_mode()
     def collect(self) -> StepResult:
-        """Wait for the oldest step, put its tokens in the place of the references, and return the result."""
-        step = self._steps.popleft()
-        if step.event is not None:
-            step.event.synchronize()
-        sampled = to_sampled_tokens(step.sampled) if isinstance(step.sampled, Tensor) else step.sampled
-        self._batch.record(step.inputs, sampled.token_ids, step.owners)
-        before_s, self._collected_s = self._collected_s, time.perf_counter()
-        if step.num_prefilled:
-            self._prefill_rate.add(step.num_prefilled, self._collected_s - max(before_s, step.started_s))
-        return self._result(step.inputs, step.hidden, sampled, step.swap_s)
-
-    def _has_prompt_logprobs(self, inputs: StepInputs) -> bool:
-        is_prompt = inputs.starts < self._batch.num_prompt_tokens[inputs.rows] - 1
-        return bool((is_prompt & (self._batch.prompt_logprobs[inputs.rows] >= 0)).any())
-
-    def _start_sampling(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens | Tensor:
-        """Draw without waiting, unless somebody asked for logprobs, or the draw has to be made one by one."""
-        if (self._batch.sampling.features[inputs.sample_rows] & LOGPROBS).any():
-            return self._sample(inputs, hidden, logit_rows)
-        try:
-            samples = self._samples(inputs, slice(None))
-            return sample_async(samples, self._model.logits(hidden[logit_rows]), self._model.back_end.sampling)
-        except Exception:
-            log.exception("the samples of a step are drawn again")
-        return self._sample(inputs, hidden, logit_rows)
+        """Wait for the oldest step, and return its result."""
+        return self.worker.complete(self._steps.popleft())

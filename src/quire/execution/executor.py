@@ -1,16 +1,20 @@
-"""The door to the computing tower: a plan goes in, a result comes out."""
+"""Executors: the interface between the scheduler and the workers that run its plans."""
 
-from collections.abc import Callable
+from collections import deque
 from typing import Protocol
 
 from quire.core.plan import StepPlan, StepResult
 
 
 class Executor(Protocol):
-    """Runs plans in the order in which they were submitted.
+    """Runs plans in the order in which they were submitted, on workers that it owns.
 
     `submit` and `collect` are apart so that a later plan can be made while an earlier step runs.
     """
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """Most steps that may be submitted and not collected. 1: the next plan needs the result of the last."""
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step: one forward pass over one flat batch of tokens."""
@@ -19,12 +23,21 @@ class Executor(Protocol):
         """Wait for the earliest step not yet collected, and return its result. A step that raises is over, too."""
 
 
-class LocalExecutor:
-    """One worker in this process; the step runs when it is collected. `execute` is the worker's."""
+class StepWorker(Protocol):
+    """Runs one step at a time, from plan to result."""
 
-    def __init__(self, execute: Callable[[StepPlan], StepResult]) -> None:
-        self._execute = execute
-        self._plans: list[StepPlan] = []
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a step and wait for its result."""
+
+
+class LocalExecutor:
+    """One worker in this process; the step runs when it is collected."""
+
+    max_steps_in_flight = 1
+
+    def __init__(self, worker: StepWorker) -> None:
+        self.worker = worker
+        self._plans = deque[StepPlan]()
 
     def submit(self, plan: StepPlan) -> None:
         """Queue the plan."""
@@ -32,4 +45,4 @@ class LocalExecutor:
 
     def collect(self) -> StepResult:
         """Run the oldest plan."""
-        return self._execute(self._plans.pop(0))
+        return self.worker.execute(self._plans.popleft())

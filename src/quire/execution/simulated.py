@@ -21,6 +21,7 @@ class SimulatedExecutor:
     seconds, between schedule and update: what is planned holds its blocks then.
     """
 
+    max_steps_in_flight = 1
     now_s = 0.0
 
     def __init__(

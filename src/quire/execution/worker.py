@@ -16,6 +16,7 @@ from quire.decoding.sampling_batch import SamplingBatch
 from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.rates import Rate
 from quire.execution.swapper import Swapper
+from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 
@@ -38,15 +39,19 @@ class Worker:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step: changes of rows, swaps, block copies, forward pass, sampling."""
         started_s = time.perf_counter()
-        inputs, swap_s = self._begin(plan)
-        hidden = self._model.forward(inputs.forward, self._cache)                  # [T, hidden]
+        inputs, swap_s = self._prepare(plan)
+        hidden = self.forward(inputs.forward)                                      # [T, hidden]
         sampled = self._sample(inputs, hidden, torch.from_numpy(inputs.logit_rows))
         self._batch.record(inputs, sampled.token_ids)
         if max(plan.counts) > 1:                                                   # else nothing but decodes
             self._prefill_rate.add(sum(plan.counts), time.perf_counter() - started_s - swap_s)
         return self._result(inputs, hidden, sampled, swap_s)
 
-    def _begin(self, plan: StepPlan) -> tuple[StepInputs, float]:
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Return the hidden states [T, hidden] of a batch; its keys and values are written to the cache."""
+        return self._model.forward(batch, self._cache)
+
+    def _prepare(self, plan: StepPlan) -> tuple[StepInputs, float]:
         """Do what comes before the forward pass; return its inputs, and the seconds spent on swapping."""
         self._batch.apply(plan)
         inputs = self._batch.inputs(plan)

@@ -8,6 +8,7 @@ import torch
 
 from quire import LLM
 from quire.execution.async_cuda_executor import AsyncCudaExecutor
+from quire.execution.cuda_worker import CudaWorker
 from quire.kernels.back_end import cuda_back_end
 from support.cuda_engine import PROMPTS, check_sharing, differences_beyond_margin, tokens_of
 from support.random_model import write_random_model
@@ -23,7 +24,7 @@ def interpreted(**settings: object) -> LLM:
     """Make an engine whose ops are those of a GPU, on tensors in host memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.engine.assembly.choose_back_end", lambda *args, **kwargs: cuda_back_end())
-        patch.setattr("quire.engine.assembly._executor", AsyncCudaExecutor)
+        patch.setattr("quire.engine.assembly._executor", lambda *parts: AsyncCudaExecutor(CudaWorker(*parts)))
         return LLM(device="cpu", **settings)  # type: ignore[arg-type]
 
 

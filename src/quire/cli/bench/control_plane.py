@@ -45,7 +45,7 @@ def decoding_engine(
     cache_config = CacheConfig(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
     scheduler = Scheduler(scheduler_config, KVCacheManager(cache_config))
     batch = PersistentBatch(num_seqs, longest, block_size, _VOCAB_SIZE)
-    engine = Engine(scheduler, LocalExecutor(NullWorker(batch).execute))
+    engine = Engine(scheduler, LocalExecutor(NullWorker(batch)))
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
     for request_id in range(num_seqs):
         prompt = [request_id % _VOCAB_SIZE] * (prompt_len + request_id % block_size)

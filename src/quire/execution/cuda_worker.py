@@ -1,0 +1,111 @@
+"""The worker of a GPU: a step is launched and completed in two calls, and the host is free between them.
+
+The token that a step samples stays on the device until the step is completed. A placeholder takes its position in the
+batch's row: a negative number that names the row. A later step that computes the token reads it from `_last_tokens` on
+the device.
+"""
+
+import logging
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.plan import StepPlan, StepResult
+from quire.decoding.sampler import SampledTokens, sample_async, to_sampled_tokens
+from quire.decoding.sampling_state import LOGPROBS
+from quire.execution.batch import PersistentBatch, StepInputs
+from quire.execution.cuda_graphs import CudaGraphCapture, CudaGraphRunner
+from quire.execution.device_memory import upload_step
+from quire.execution.swapper import Swapper
+from quire.execution.worker import Worker
+from quire.model.decoder import Decoder
+from quire.model.kv_cache import KVCache
+
+log = logging.getLogger(__name__)
+
+
+class StepInFlight(NamedTuple):
+    """A step that was launched; the device may still be running it."""
+
+    inputs: StepInputs
+    owners: NDArray[np.int64]         # of the rows that tokens are sampled for
+    hidden: Tensor                    # [T, hidden]
+    sampled: SampledTokens | Tensor   # of `sample_async`, being copied to the host; complete with logprobs
+    event: torch.cuda.Event | None    # the copy is complete
+    num_prefilled: int                # tokens; 0 if every row is a decode
+    swap_s: float
+    started_s: float
+
+
+class CudaWorker(Worker):
+    """A worker whose steps are launched in order, and completed in the same order."""
+
+    def __init__(self, model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None) -> None:
+        super().__init__(model, cache, batch, swapper)
+        self._last_tokens = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=model.device)  # by row
+        self._completed_s = 0.0
+        self._graphs: CudaGraphRunner | None = None
+        if model.device.type == "cuda":
+            num_rows, max_blocks = batch.block_tables.shape
+            self._graphs = CudaGraphRunner(self.forward, max_blocks, model.device, CudaGraphCapture(), num_rows)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepInFlight:
+        """Start a step without waiting for the device, unless logprobs are asked for."""
+        started_s = time.perf_counter()
+        inputs, swap_s = self._prepare(plan)
+        rows = torch.from_numpy(inputs.sample_rows)
+        forward, logit_rows, sample_rows = upload_step(
+            inputs.forward, torch.from_numpy(inputs.logit_rows), rows, self._model.device
+        )
+        references = (-1 - forward.token_ids).clamp_(min=0)
+        known = forward.token_ids
+        forward.token_ids.copy_(torch.where(known < 0, self._last_tokens[references], known))
+        hidden = None if self._graphs is None else self._graphs.run(forward)
+        if hidden is not None and self._has_prompt_logprobs(inputs):
+            hidden = hidden.clone()  # read when the step is completed, which may be after the next replay
+        hidden = self.forward(forward) if hidden is None else hidden
+        sampled = self._start_sampling(inputs, hidden, logit_rows)
+        tokens = sampled[0] if isinstance(sampled, Tensor) else torch.tensor(sampled.token_ids, device=hidden.device)
+        self._last_tokens.index_copy_(0, sample_rows, tokens)
+        event = None
+        if isinstance(sampled, Tensor) and sampled.is_cuda:
+            sampled = torch.empty_like(sampled, device="cpu", pin_memory=True).copy_(sampled, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        num_prefilled = sum(plan.counts) if max(plan.counts) > 1 else 0
+        owners = self._batch.write_placeholders(inputs)
+        if self._graphs is not None:
+            self._graphs.capture_one()
+        return StepInFlight(inputs, owners, hidden, sampled, event, num_prefilled, swap_s, started_s)
+
+    @torch.inference_mode()
+    def complete(self, step: StepInFlight) -> StepResult:
+        """Wait for a step, replace its placeholders by its tokens, and return the result."""
+        if step.event is not None:
+            step.event.synchronize()
+        sampled = to_sampled_tokens(step.sampled) if isinstance(step.sampled, Tensor) else step.sampled
+        self._batch.record(step.inputs, sampled.token_ids, step.owners)
+        before_s, self._completed_s = self._completed_s, time.perf_counter()
+        if step.num_prefilled:
+            self._prefill_rate.add(step.num_prefilled, self._completed_s - max(before_s, step.started_s))
+        return self._result(step.inputs, step.hidden, sampled, step.swap_s)
+
+    def _has_prompt_logprobs(self, inputs: StepInputs) -> bool:
+        is_prompt = inputs.starts < self._batch.num_prompt_tokens[inputs.rows] - 1
+        return bool((is_prompt & (self._batch.prompt_logprobs[inputs.rows] >= 0)).any())
+
+    def _start_sampling(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens | Tensor:
+        """Sample without waiting, unless a row asks for logprobs or the samples have to be drawn one by one."""
+        if (self._batch.sampling.features[inputs.sample_rows] & LOGPROBS).any():
+            return self._sample(inputs, hidden, logit_rows)
+        try:
+            samples = self._samples(inputs, slice(None))
+            return sample_async(samples, self._model.logits(hidden[logit_rows]), self._model.back_end.sampling)
+        except Exception:
+            log.exception("sampling of a step failed; its samples are drawn again")
+        return self._sample(inputs, hidden, logit_rows)
