@@ -21,7 +21,7 @@ from quire import LLM, RequestOutput
 from quire.core.plan import NewRow
 from quire.core.seeds import branch_seed
 from quire.core.sequence import Request
-from quire.decoding.logits_processors import apply_edits
+from quire.decoding.logits_processors import process_logits
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import SamplingState
 from quire.kernels.back_end import REFERENCE
@@ -83,7 +83,7 @@ def beyond_margin(asked: Asked, index: int, tokens: list[int], margin: float | N
     for place, (token, number) in enumerate(zip(tokens, numbers.tolist(), strict=True)):
         samples = SamplingBatch.of(state, np.array([0]), known, np.array([len(prompt) + place]))
         own = logits[place : place + 1].clone()
-        apply_edits(samples, own, TORCH)
+        process_logits(samples, own, TORCH)
         values = own[0].double().numpy()
         if request.params.temperature == 0:
             is_allowed = values.max() - values[token] <= margin
