@@ -8,25 +8,26 @@ from typing import Annotated, Any
 import pytest
 import typer
 
-from quire.cli.flag_groups import COMMAND_SETTINGS, check_output, flag, load_config, with_flag_groups
-from quire.cli.model_flags import EngineFlags
+from quire.cli.flag_groups import COMMAND_SETTINGS, check_output, flag, load_config, with_config_file, with_flag_groups
+from quire.engine.options import EngineOptions
 
 
-def parse(arguments: list[str]) -> EngineFlags:
+def parse(arguments: list[str]) -> EngineOptions:
     """Return the flags that a command would be called with."""
-    seen: list[EngineFlags] = []
+    seen: list[EngineOptions] = []
     app = typer.Typer()
 
     @app.command(context_settings=COMMAND_SETTINGS)
+    @with_config_file
     @with_flag_groups
-    def command(engine: EngineFlags) -> None:
+    def command(engine: EngineOptions) -> None:
         seen.append(engine)
 
     app(arguments, standalone_mode=False)
     return seen[0]
 
 
-def parse_file(tmp_path: Path, content: str, *arguments: str) -> EngineFlags:
+def parse_file(tmp_path: Path, content: str, *arguments: str) -> EngineOptions:
     path = tmp_path / "config.yaml"
     path.write_text(content)
     return parse(["--config", str(path), *arguments])

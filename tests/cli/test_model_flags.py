@@ -1,27 +1,35 @@
 """The command line offers what the engine has, with the engine's defaults."""
 
+import inspect
 from dataclasses import fields
 
-from quire.cli.model_flags import EngineFlags
-from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions
+from quire.cli.flag_groups import with_flag_groups
+from quire.cli.model_flags import SamplingFlags
+from quire.core.sampling_params import SamplingParams
+from quire.engine.options import EngineOptions
 
-# Settings of parts that have not landed: absent from --help, refused in Python.
-NOT_LANDED = {"tensor_parallel_size"}
-# What paging is compared with: for measurements, and a flag of `bench throughput` alone.
-BASELINES = {"memory_policy", "batching"}
-# Shares of clients, which only servers have: flags of `serve`.
-SHARES = {"max_kv_share_per_key"}
-
-
-def test_flags_are_the_engines_options() -> None:
-    flags = {field.name for field in fields(EngineFlags)} - {"config"}
-    assert flags == {field.name for field in fields(EngineOptions)} - NOT_LANDED - BASELINES - SHARES
+NO_FLAG = {
+    "tensor_parallel_size",     # refused in Python too: its part has not landed
+    "memory_policy",            # baselines, for measurements: flags of `bench throughput` alone
+    "batching",
+    "max_kv_share_per_key",     # shares of clients, which only servers have: a flag of `serve`
+}
 
 
-def test_defaults_are_the_engines() -> None:
-    resolved = {"max_num_seqs": DEFAULT_MAX_NUM_SEQS, "max_num_batched_tokens": DEFAULT_MAX_NUM_BATCHED_TOKENS}
-    options = EngineOptions()
-    for field in fields(EngineFlags):
-        if field.name != "config":
-            expected = resolved.get(field.name, getattr(options, field.name, None))
-            assert field.default == expected, field.name
+def test_flags_are_the_engines_options_with_its_defaults() -> None:
+    @with_flag_groups
+    def command(engine: EngineOptions) -> None:
+        made.append(engine)
+
+    made: list[EngineOptions] = []
+    flags = inspect.signature(command).parameters
+    assert flags.keys() == {field.name for field in fields(EngineOptions)} - NO_FLAG
+    command(**{name: flag.default for name, flag in flags.items()})
+    ours, default = made[0], EngineOptions()
+    for field in fields(EngineOptions):
+        of = f"resolved_{field.name}" if hasattr(default, f"resolved_{field.name}") else field.name
+        assert getattr(ours, of) == getattr(default, of), field.name
+
+
+def test_answers_are_sampled_as_in_python_unless_a_flag_says_otherwise() -> None:
+    assert SamplingFlags().params() == SamplingParams(max_tokens=128)

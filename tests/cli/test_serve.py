@@ -1,5 +1,6 @@
 """`quire serve` takes the server's options and the engine's, from everywhere that flags come from."""
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -8,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from quire.cli.serve import ServerFlags
+from quire.cli.serve import serve
 from quire.engine.options import EngineOptions
-from quire.server.options import Limits, ServerOptions
+from quire.server.options import ServerOptions
 
 Run = Callable[..., Any]
 Started = list[tuple[EngineOptions, ServerOptions]]
@@ -33,16 +34,17 @@ def options_of(run: Run, started: Started, *arguments: str) -> ServerOptions:
     return options
 
 
-def test_flags_are_the_servers_options_with_their_defaults() -> None:
-    ours = {field.name for group in (ServerFlags, Limits) for field in fields(group)}
-    assert ours == {field.name for field in fields(ServerOptions)}
-    assert ServerFlags().options(Limits()) == ServerOptions()
+def test_flags_are_the_servers_options_with_their_defaults(started: Started) -> None:
+    flags = inspect.signature(serve).parameters
+    assert {field.name for field in fields(ServerOptions)} <= flags.keys()
+    serve(**{name: flag.default for name, flag in flags.items()})
+    assert [options for _, options in started] == [ServerOptions()]
 
 
 def test_help_offers_what_there_is_and_nothing_else(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERMINAL_WIDTH", "200")
     offered = run("serve", "--help").out
-    flags = {f"--{field.name.replace('_', '-')}" for group in (ServerFlags, Limits) for field in fields(group)}
+    flags = {f"--{field.name.replace('_', '-')}" for field in fields(ServerOptions)}
     assert flags | {"--config", "--max-logprobs", "--max-num-seqs"} <= set(re.findall(r"--[a-z-]+", offered))
     assert [name for name in NOT_LANDED if name in offered] == []
 
@@ -150,7 +152,7 @@ def test_operators_key_comes_from_the_environment_and_is_not_told(
         (("--key-weights", "two"), "key_weights must be"),
         (("--key-weights", "2"), "for the 0 keys"),
         (("--operator-api-key", "a b"), "operator_api_key must not"),
-        (("--max-pinned-share", "2"), "max_pinned_share must be above 0 and at most 1, got 2.0"),
+        (("--max-pinned-share", "2"), "max_pinned_share must be a number above 0, at most 1, got 2.0"),
         (("--scheduling-policy", "lifo"), "lifo"),
     ],
 )

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.engine.options import EngineOptions, parse_bytes
+from quire.core.options import parse_bytes
+from quire.engine.options import EngineOptions
 
 
 @pytest.mark.parametrize(

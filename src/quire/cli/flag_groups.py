@@ -1,8 +1,7 @@
 """Groups of flags that several commands share, each written once, as a dataclass.
 
-A command takes a group as one parameter; `with_flag_groups` shows typer the group's fields instead, each a `flag_field`
-or of an `Annotated` type, as parameters are. Where a dataclass of another floor is a group, the text of a flag stands
-in its field's metadata.
+A command takes a group as one parameter; `with_flag_groups` shows typer the group's fields instead, each with an
+`Option` or of an `Annotated` type, as parameters are. `EngineOptions` and `ServerOptions` are groups, too.
 
 `--config FILE.yaml` gives the flags of a command by their long names. Precedence, first wins: command line, environment
 (`QUIRE_` and the option's name), file, default. A value from the file is read as if it had been typed, so all four are
@@ -12,12 +11,15 @@ checked in the same place.
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 import yaml
+
+from quire.core.options import SIZE, Declared, declared_options, option
 
 # Names may be written with `_` or `-`; a flag's name in the environment is QUIRE_ and its long name.
 GROUP_SETTINGS: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
@@ -31,12 +33,15 @@ def flag(help_text: str, *names: str, panel: str | None = None, **settings: Any)
     return typer.Option(*names, help=help_text, rich_help_panel=panel, show_envvar=False, **settings)
 
 
-def flag_field(default: object, help_text: str, *names: str, **settings: Any) -> Any:  # noqa: ANN401 (stands for it)
-    """Return a field of a group: a `flag` and its default. A list is that of a flag that may be given several times."""
-    metadata = {"flag": flag(help_text, *names, **settings)}
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
+def flag_field(
+    default: object, help_text: str, *, panel: str | None = None, row: str = "", metavar: str | None = None,
+    show_default: str | None = None, **settings: Any,  # noqa: ANN401 (typer's types)
+) -> Any:  # noqa: ANN401 (as `option`)  # fmt: skip
+    """Return a field of a group of flags that only the command line has; `settings` are typer's."""
+    return option(
+        default, help_text, panel=panel, row=row, metavar=metavar, shown_default=show_default,
+        settings=tuple(settings.items()),
+    )  # fmt: skip
 
 
 def check_output(path: Path | None) -> Path | None:
@@ -69,38 +74,89 @@ def with_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def flat(**values: Any) -> None:  # noqa: ANN401 (the options of any command)
-        built = {
-            name: group(**{each.name: values.pop(each.name) for each in fields(group)})
-            for name, group in groups.items()
-        }
+        built = {name: _build(group, values) for name, group in groups.items()}
         command(**built, **values)
 
-    parameters = [flag for parameter in signature.parameters.values() for flag in _flatten(parameter, hints)]
+    parameters = [each for parameter in signature.parameters.values() for each in _flatten(parameter, hints)]
     flat.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {}  # typer would look names up here that only the signature has
     return flat
 
 
+def with_config_file(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command` with `--config FILE`, the values of which become the defaults of its flags."""
+
+    @functools.wraps(command)
+    def configured(config: Path | None = None, **values: Any) -> None:  # noqa: ANN401 (the options of any command)
+        command(**values)
+
+    parameter = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_CONFIG)
+    signature = inspect.signature(command)
+    parameters = [parameter, *signature.parameters.values()]
+    configured.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return configured
+
+
+def _build(group: type[Any], values: dict[str, Any]) -> Any:  # noqa: ANN401 (an instance of the group)
+    """Return a group made from its flags' values, which are removed from `values`."""
+    without_flag = {each.name for each in declared_options(group) if each.option.kind == "none"}
+    given = {each.name: values.pop(each.name) for each in fields(group) if each.name not in without_flag}
+    for each in declared_options(group):
+        if get_origin(each.hint) is tuple:
+            given[each.name] = (each.option.parse or tuple)(given[each.name])
+    return group(**given)
+
+
 def _flatten(parameter: inspect.Parameter, hints: dict[str, Any]) -> Iterator[inspect.Parameter]:
-    """Yield the parameter itself, or one parameter for each field of its dataclass."""
+    """Yield the parameter itself, or one parameter for each field of its dataclass that has a flag.
+
+    Flags under the headings that the dataclass itself uses come before those under a base's.
+    """
     hint = hints[parameter.name]
     if not is_dataclass(hint):
         yield parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY)
         return
+    assert isinstance(hint, type)
+    declared = {each.name: each for each in declared_options(hint)}
+    own_panels = {each.option.panel for name, each in declared.items() if name in vars(hint)["__annotations__"]}
     field_hints = get_type_hints(hint, include_extras=True)
-    for each in fields(hint):
-        annotation, described = field_hints[each.name], each.metadata.get("flag")
-        if isinstance(described, str):
-            is_size = each.name.endswith("_bytes")  # may be given in text, which its dataclass reads
-            described = flag(described, panel=hints[parameter.name].__name__, metavar="SIZE" if is_size else None)
-            annotation = str if is_size else annotation
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        yield inspect.Parameter(
-            each.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if default is MISSING else default,
-            annotation=annotation if described is None else Annotated[annotation, described],
+    for each in sorted(fields(hint), key=lambda each: _panel(declared.get(each.name)) not in own_panels):
+        if each.name not in declared:
+            yield _parameter(each.name, each.default, field_hints[each.name])
+        elif declared[each.name].option.kind != "none":
+            yield _parameter_of(declared[each.name])
+
+
+def _panel(declared: Declared | None) -> str | None:
+    return None if declared is None else declared.option.panel
+
+
+def _parameter_of(declared: Declared) -> inspect.Parameter:
+    """Return the parameter of an option, in types that typer knows."""
+    made, hint, default = declared.option, declared.hint, declared.default
+    settings = dict(made.settings)
+    if made.shown_default is not None:
+        settings["show_default"] = made.shown_default
+    if made.metavar is not None:
+        settings["metavar"] = made.metavar
+    if made.kind == "argument":
+        return _parameter(
+            declared.name, default, Annotated[hint, typer.Argument(help=made.help, show_envvar=False, **settings)]
         )
+    names = ("--" + declared.name.replace("_", "-"),) if default is False else ()  # no `--no-` form for what is off
+    if get_origin(hint) is tuple:
+        hint, default = list[str], list(default)
+    elif made.metavar == SIZE and int in {hint, *get_args(hint)}:
+        hint = str | None if NoneType in get_args(hint) else str
+    default = default if made.flag_default is None else made.flag_default
+    return _parameter(
+        declared.name, default, Annotated[hint, flag(made.help, *names, panel=made.panel, **settings)]
+    )
+
+
+def _parameter(name: str, default: object, annotation: Any) -> inspect.Parameter:  # noqa: ANN401 (any type)
+    default = inspect.Parameter.empty if default is MISSING else default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def load_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -146,3 +202,12 @@ def _as_typed(path: Path, name: str, value: object) -> str | list[str] | None:
     if isinstance(value, str | int | float):
         return str(value)
     raise typer.BadParameter(f"{path} gives {name.replace('_', '-')!r} a {type(value).__name__}, expected one value")
+
+
+_CONFIG = Annotated[
+    Path | None,
+    flag(
+        "flags by name from a YAML file; before it come QUIRE_NAME in the environment and the command line",
+        panel="Engine", is_eager=True, callback=load_config, exists=True, dir_okay=False, metavar="FILE",
+    ),
+]  # fmt: skip

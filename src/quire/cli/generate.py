@@ -11,22 +11,24 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from quire.cli.flag_groups import STANDARD_STREAM, check_output, flag, with_flag_groups
+from quire.cli.flag_groups import STANDARD_STREAM, check_output, flag, with_config_file, with_flag_groups
 from quire.cli.jobs import Format, Job, read_jobs, write_answer
-from quire.cli.model_flags import BeamFlags, EngineFlags, SamplingFlags
+from quire.cli.model_flags import BeamFlags, SamplingFlags, load
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import RequestOutput
 from quire.core.sampling_params import SamplingParams
+from quire.engine.options import EngineOptions
 
 if TYPE_CHECKING:
     from quire.llm import LLM
 
 
 
+@with_config_file
 @with_flag_groups
 def generate(
-    engine: EngineFlags,
+    engine: EngineOptions,
     sampling: SamplingFlags,
     beams: BeamFlags,
     prompt: Annotated[str | None, flag("text to complete; without it and --input, standard input")] = None,
@@ -48,7 +50,7 @@ def generate(
         params = as_sampling_params(beam)
     jobs = _read_input(prompt, input, params)
     output_format: Format = format or ("jsonl" if input else "text")
-    with engine.load() as llm:
+    with load(engine) as llm:
         results = _start(llm, jobs, beam)
         with _open_output(output) as stream:
             if not input and output_format == "text" and jobs[0].params.n == 1 and beam is None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from quire.cli.bench import report
-from quire.cli.flag_groups import JSON, flag_field, with_flag_groups
-from quire.cli.model_flags import EngineFlags
-from quire.engine.options import parse_bytes
+from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_groups
+from quire.core.options import parse_bytes
+from quire.engine.options import EngineOptions
 from quire.engine.sizing import free_memory_bytes
 from quire.server.ops.startup_banner import in_units
 from quire.sim.hardware import Hardware, read_hardware
@@ -25,14 +25,21 @@ class DeviceFlags:
     hardware: str | None = _device(
         None, "A100-40GB, A100-80GB, H100, H200, or a file of `quire bench calibrate`", metavar="NAME|FILE",
         show_default="this machine",
+        row="`A100-40GB`, `A100-80GB`, `H100`, `H200`, or a JSON file, of `quire bench calibrate` or your own; "
+        "`quire plan` without it plans for this machine's free memory",
     )  # fmt: skip
     device_memory: str | None = _device(
-        None, "bytes of one device; 24GiB", metavar="SIZE", show_default="the hardware's, or what is free"
-    )
+        None, "bytes of one device; 24GiB", metavar="SIZE", show_default="the hardware's, or what is free",
+        row="bytes of one device; `24GiB`",
+    )  # fmt: skip
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = _device(
-        "auto", "of the KV cache; auto is the engine's"
-    )
-    tensor_parallel_size: int = _device(1, "devices that share the model", min=1)
+        "auto", "of the KV cache; auto is the engine's",
+        row="`auto` is what the engine keeps for the model's dtype; `float32`, `bfloat16`, `float16`, `fp8`",
+    )  # fmt: skip
+    tensor_parallel_size: int = _device(
+        1, "devices that share the model", min=1,
+        row="devices; query heads must divide, KV heads are replicated where they do not",
+    )  # fmt: skip
 
     @property
     def machine(self) -> Hardware:
@@ -42,14 +49,15 @@ class DeviceFlags:
             return Hardware("this machine", memory_bytes or free_memory_bytes(), 1.0, 1.0, device="cpu")
         return read_hardware(self.hardware, memory_bytes)
 
-    def plan(self, model: Model, engine: EngineFlags) -> MemoryPlan:
+    def plan(self, model: Model, engine: EngineOptions) -> MemoryPlan:
         """Return what fits. Raises ConfigError for what does not."""
-        return plan_memory(model, self.machine, engine.options(), self.kv_cache_dtype, self.tensor_parallel_size)
+        return plan_memory(model, self.machine, engine, self.kv_cache_dtype, self.tensor_parallel_size)
 
 
+@with_config_file
 @with_flag_groups
 def plan(
-    engine: EngineFlags,
+    engine: EngineOptions,
     device: DeviceFlags,
     json: Annotated[Path | None, JSON] = None,
 ) -> None:

@@ -9,10 +9,10 @@ from typing import Annotated
 from quire.cli.bench import report
 from quire.cli.bench.diagnosis import Limits, diagnose, observe
 from quire.cli.bench.flags import LimitFlags
-from quire.cli.flag_groups import JSON, flag_field, with_flag_groups
-from quire.cli.model_flags import EngineFlags
+from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_groups
 from quire.cli.plan import DeviceFlags
 from quire.core.errors import ConfigError
+from quire.engine.options import EngineOptions
 from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR, CostModel
 from quire.sim.datasets import DATA_FOLDER, due_times, workload
 from quire.sim.hardware import Hardware
@@ -29,19 +29,30 @@ class LoadFlags:
     """Which requests come, and when."""
 
     workload: str = _load(
-        "sharegpt", "a data set, a mix such as sharegpt:3,alpaca:1, a trace, or a file of lengths", metavar="NAME|FILE"
-    )
+        "sharegpt", "a data set, a mix such as sharegpt:3,alpaca:1, a trace, or a file of lengths", metavar="NAME|FILE",
+        row="a data set: `alpaca`, `sharegpt`, `chat`, `translation-1-shot`, `translation-5-shot`, `azure-code`, "
+        "`azure-conv`, `mooncake`, `arxiv`, `creation`; a mix, `sharegpt:3,alpaca:1`; or a file: a trace, lengths, "
+        "token ids",
+    )  # fmt: skip
     num_prompts: int = _load(1000, "requests", min=1)
     rate: float | None = _load(
-        None, "requests per second, Poisson", show_default="a trace's own; of the rest all at once"
-    )
-    data: Path = _load(DATA_FOLDER, "where the files of data sets are; fits stand in", metavar="FOLDER")
-    price: float | None = _load(None, "of one device for an hour: what a million tokens cost", min=0.0)
+        None, "requests per second, Poisson", show_default="a trace's own; of the rest all at once",
+        row="Poisson arrivals, requests per second",
+    )  # fmt: skip
+    data: Path = _load(
+        DATA_FOLDER, "where the files of data sets are; fits stand in", metavar="FOLDER",
+        row="folder with the data sets' files; a log-normal fit stands in for each that is not there",
+    )  # fmt: skip
+    price: float | None = _load(
+        None, "of one device for an hour: what a million tokens cost", min=0.0,
+        row="of one device for an hour: what a million output tokens cost",
+    )  # fmt: skip
 
 
+@with_config_file
 @with_flag_groups
 def simulate(
-    engine: EngineFlags,
+    engine: EngineOptions,
     device: DeviceFlags,
     load: LoadFlags,
     limits: LimitFlags,

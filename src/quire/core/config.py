@@ -11,6 +11,9 @@ MemoryPolicy = Literal["paged", "contiguous-max", "contiguous-pow2", "contiguous
 SchedulingPolicy = Literal["priority", "fcfs", "fair"]  # order of admission: see quire.scheduling.policies
 Batching = Literal["continuous", "static"]             # whether requests join and leave between steps, or all at once
 
+DEFAULT_BLOCK_SIZE = 16                 # tokens
+DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 KERNEL_BLOCK_SIZES = (8, 16, 32, 64, 128)  # tokens; cache and scheduler by themselves take any size from 1 up
 
 
@@ -26,7 +29,7 @@ class CacheConfig:
     """
 
     num_blocks: int
-    block_size: int = 16
+    block_size: int = DEFAULT_BLOCK_SIZE
     sliding_window: int | None = None
     enable_prefix_caching: bool = True
     num_swap_blocks: int = 0
@@ -47,8 +50,8 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of one step, and the longest sequence."""
 
-    max_num_seqs: int = 256                # rows of the worker: sequences that run at once
-    max_num_batched_tokens: int = 2048     # the token budget of a step
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS                      # rows of the worker: sequences that run at once
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS  # the token budget of a step
     max_model_len: int = 2048              # prompt and output together, tokens
     preemption_mode: PreemptionMode = "auto"
     batching: Batching = "continuous"

@@ -14,7 +14,7 @@ from quire.core.errors import ConfigError
 from quire.engine.engine import Engine
 from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import Ready
-from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions
+from quire.engine.options import EngineOptions
 from quire.engine.sizing import (
     CPU_KV_CACHE_SHARE,
     CUDA_SWAP_BYTES,
@@ -130,8 +130,8 @@ def _sizes(
         return size_engine(options, limits, free_memory_bytes())
     left = available_kv_bytes(
         model,
-        options.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
-        options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        options.resolved_max_num_seqs,
+        options.resolved_max_num_batched_tokens,
         limits.max_position_embeddings,
         options.block_size,
         options.gpu_memory_utilization,

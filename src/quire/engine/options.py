@@ -1,107 +1,172 @@
 """EngineOptions: every setting of an engine under its public name, checked before anything is loaded."""
 
-import re
-import sys
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, get_args
+from functools import partial
+from typing import Literal
 
-from quire.core.config import KERNEL_BLOCK_SIZES, Batching, MemoryPolicy, PreemptionMode, SchedulingPolicy
+from quire.core.config import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    KERNEL_BLOCK_SIZES,
+    Batching,
+    MemoryPolicy,
+    PreemptionMode,
+    SchedulingPolicy,
+)
 from quire.core.errors import ConfigError
+from quire.core.options import SIZE, check_options, option, parse_bytes
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 CpuIsa = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"]
-DEFAULT_MAX_NUM_SEQS = 256
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-GPU_MEMORY_UTILIZATION = 0.9  # of a GPU for weights, activations and KV cache; the contract's default
-MAX_NUM_SEQS = 1 << 16  # every row is a place for max_model_len tokens
+MAX_NUM_SEQS = 1 << 16  # every row has room for max_model_len tokens
 
-_CHOICES = {
-    "dtype": Dtype, "device": Device, "cpu_isa": CpuIsa, "preemption_mode": PreemptionMode,
-    "memory_policy": MemoryPolicy, "batching": Batching,
-    "scheduling_policy": SchedulingPolicy,
-}  # fmt: skip
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def parse_bytes(value: int | str, name: str, low: int = 1) -> int:
-    """Return a number of bytes from an integer or a text such as "512MiB" or "4GiB". ConfigError names `name`."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = value
-    else:
-        match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*", str(value))
-        if match is None or match[2].upper() not in _UNITS:
-            raise ConfigError(f"{name} must be bytes such as 512MiB or 4GiB, got {value!r}")
-        size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if size < low:
-        raise ConfigError(f"{name} must be at least {low} bytes, got {value!r}")
-    return size
+_engine = partial(option, panel="Engine")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What a user may set; None means that the engine chooses. See docs/reference.md for each."""
+    """Settings of an engine; None means that the engine chooses. Options of kind "none" have no flag here."""
 
-    model: str | None = None
+    model: str | None = option(
+        None, "folder or hub id", kind="argument", metavar="MODEL", shown_default="the bundled demo model",
+        row="folder in Hugging Face format, or hub id; `None` is the bundled demo model",
+    )  # fmt: skip
     _: KW_ONLY
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    block_size: int = 16
-    kv_cache_memory: int | str | None = None
-    num_kv_blocks: int | None = None
-    swap_space: int | str | None = None
-    num_swap_blocks: int | None = None
-    swap_dir: str | None = None
-    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    enable_prefix_caching: bool = True
-    preemption_mode: str = "auto"
-    memory_policy: str = "paged"
-    batching: str = "continuous"
-    tensor_parallel_size: int = 1
-    seed: int = 0
-    max_logprobs: int = 20
-    cpu_isa: str = "auto"
-    scheduling_policy: str = "priority"
-    max_kv_share_per_key: float = 1.0
+    dtype: Dtype = _engine(
+        "auto", "of weights, activations and KV cache",
+        row="of weights, activations and KV cache: `auto` (the model's), `float32`, `bfloat16`, `float16`",
+    )  # fmt: skip
+    device: Device = _engine(
+        "auto", "where the model runs",
+        row="`cpu`; `cuda`, refused where torch sees no GPU or Triton is not installed; `auto`: a GPU where both are "
+        "there ([gpu.md](gpu.md))",
+    )  # fmt: skip
+    max_model_len: int | None = _engine(
+        None, "longest prompt and output, tokens", low=1, shown_default="the model's, cut to what the KV cache holds",
+        row="longest prompt and output together, tokens; `None`: the model's, cut to what the KV cache holds. The "
+        "model's is `max_position_embeddings`; with `rope_scaling` of type `linear` that times the factor, with `yarn` "
+        "`original_max_position_embeddings` times the factor, with `llama3` as it is. `dynamic` provides its factor "
+        "times as much, but only if asked for by this setting, since it changes all answers "
+        "([decision 0014](decisions/0014-dynamic-ntk-by-the-longest-sequence.md)). At most 16,777,216. Rotary tables "
+        "take 4 bytes x head size for each position that can be used",
+    )  # fmt: skip
+    block_size: int = _engine(
+        DEFAULT_BLOCK_SIZE, "tokens per KV block", low=1, row="tokens per KV block: 8, 16, 32, 64 or 128"
+    )
+    kv_cache_memory: int | str | None = _engine(
+        None, "bytes; 512MiB, 4GiB", metavar=SIZE, low=1, shown_default="40 % of the free memory on a CPU",
+        row='for the KV cache: bytes, or text such as `"512MiB"`, `"4GiB"`; `None`: 40 % of the free memory, on a GPU '
+        "what `gpu_memory_utilization` leaves; never more than `max_num_seqs` full-length sequences can use",
+    )  # fmt: skip
+    num_kv_blocks: int | None = _engine(
+        None, "exact number of KV blocks; wins over the above", low=1, shown_default="from the above",
+        row="exact number of blocks; wins over `kv_cache_memory`",
+    )  # fmt: skip
+    swap_space: int | str | None = _engine(
+        None, "bytes for the blocks of preempted requests, of a file, or of host memory for a GPU; 4GiB",
+        metavar=SIZE, shown_default="none on a CPU, 4GiB for a GPU",
+        row="for the blocks of preempted requests: bytes, or text as above, of a file, or of pinned host memory for a "
+        "GPU; 0: none; `None`: none; for a GPU the least of 4 GiB, half of the host's free memory and what all "
+        "sequences can use",
+    )  # fmt: skip
+    num_swap_blocks: int | None = _engine(
+        None, "exact number of its blocks; wins over the above", low=0, shown_default="from the above",
+        row="exact number of blocks of the swap space; wins over `swap_space`",
+    )  # fmt: skip
+    swap_dir: str | None = _engine(
+        None, "where that file is", metavar="FOLDER", shown_default="the temporary directory",
+        row="folder of the swap file; `None`: the directory for temporary files. The file has no name, takes all its "
+        "room at start, and is freed with the process",
+    )  # fmt: skip
+    gpu_memory_utilization: float = _engine(
+        0.9, "share of a GPU for weights, activations and KV cache", low=0, is_low_excluded=True, high=1,
+        row="share of a GPU for weights, activations and KV cache, above 0 and at most 1; this engine's own: two with "
+        "0.45 each fit side by side",
+    )  # fmt: skip
+    max_num_seqs: int | None = _engine(
+        None, "sequences in one step", low=1, high=MAX_NUM_SEQS, flag_default=DEFAULT_MAX_NUM_SEQS,
+        row=f"sequences in one step, at most {MAX_NUM_SEQS:,}; `None`: {DEFAULT_MAX_NUM_SEQS}",
+    )  # fmt: skip
+    max_num_batched_tokens: int | None = _engine(
+        None, "tokens in one step", low=1, flag_default=DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        row=f"tokens in one step; `None`: {DEFAULT_MAX_NUM_BATCHED_TOKENS}. A prompt that needs more than half of it "
+        "leaves the other half to other requests as far as they can use it, so short requests do not wait for long "
+        "ones",
+    )  # fmt: skip
+    enable_prefix_caching: bool = _engine(
+        True, "keep what has been computed, and find it again for prompts that begin alike",
+        row="`True`: what has been computed is kept while there is room, and found again by prompts that begin alike",
+    )  # fmt: skip
+    preemption_mode: PreemptionMode = _engine(
+        "auto", "how a preempted request comes back",
+        row="how a preempted request is resumed: `recompute`; `swap`, its blocks are moved out and back in; `auto`, "
+        "the cheaper of the two for each request, by measured rates. Where the swap space is full, or there is none, "
+        "tokens are computed again; `swap` without swap space is refused",
+    )  # fmt: skip
+    scheduling_policy: SchedulingPolicy = _engine(
+        "priority", "order of admission: by priority, by arrival (fcfs), or by the service of each client (fair)",
+        row="order of admission: `priority` (the lowest first, then by arrival); `fcfs` (by arrival; a priority other "
+        "than 0 is refused); `fair` (the client with the least service first; see "
+        "[Scheduling policies](#scheduling-policies))",
+    )  # fmt: skip
+    cpu_isa: CpuIsa = _engine(
+        "auto", "instruction set of the CPU's kernels; auto is the best there is",
+        row="instruction set of the CPU's kernels: `auto` (the best that the CPU has), `amx`, `avx512_bf16`, `avx512`, "
+        "`avx2`, `portable`",
+    )  # fmt: skip
+    seed: int = _engine(
+        0, "of requests that bring none", row="of the engine: a request without a seed draws from this and its number"
+    )
+    max_logprobs: int = _engine(20, "highest logprobs and prompt_logprobs of a request", low=0,
+        row="highest `logprobs` and `prompt_logprobs` of a request",
+    )  # fmt: skip
+    memory_policy: MemoryPolicy = option(
+        "paged", "how KV blocks are given out; all but paged reserve one chunk per sequence", kind="none",
+        row="`paged`; or a baseline, for measurements: one contiguous chunk per sequence, by a buddy allocator, "
+        "reserved at admission: `contiguous-max` (`max_model_len` tokens), `contiguous-pow2` (the prompt and the next "
+        "power of two of `max_tokens`), `contiguous-oracle` (the prompt and `max_tokens`). Nothing is shared, cached "
+        "or swapped; a fork, and a beam that extends another, copies. The same tokens",
+    )  # fmt: skip
+    batching: Batching = option(
+        "continuous", "static: whole batches, one after the other; needs contiguous-max", kind="none",
+        row="`continuous`; or `static`, with `contiguous-max`: as many as fit run as one batch until the last has "
+        "ended, and all are answered then",
+    )  # fmt: skip
+    tensor_parallel_size: int = option(1, "devices that share the model", kind="none", row="1; not supported yet")
+    max_kv_share_per_key: float = option(
+        1.0, "share of the KV blocks that the requests of a key may hold", kind="none",
+        low=0, is_low_excluded=True, high=1,
+        row="for servers: share of the KV blocks, above 0 and at most 1, that the running requests of one client may "
+        "hold; the requests of an `LLM` are of one client",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Check names, types and ranges; what depends on the model is checked when it is known."""
-        for name, kind in _CHOICES.items():
-            if getattr(self, name) not in get_args(kind):
-                raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
-        if self.batching == "static" and self.memory_policy != "contiguous-max":
-            raise ConfigError(f"batching 'static' needs memory_policy 'contiguous-max', got {self.memory_policy!r}")
-        for name in ("max_model_len", "num_kv_blocks", "max_num_batched_tokens"):
-            self._check_count(name, 1)
-        self._check_count("num_swap_blocks", 0)
-        self._check_count("max_num_seqs", 1, MAX_NUM_SEQS)
-        self._check_count("max_logprobs", 0)
-        self._check_count("block_size", 1)
+        """Check types and ranges; what depends on the model is checked when it is known."""
+        check_options(self)
         if self.block_size not in KERNEL_BLOCK_SIZES:
             raise ConfigError(f"block_size must be one of {KERNEL_BLOCK_SIZES}, got {self.block_size}")
-        if self.kv_cache_memory is not None:
-            parse_bytes(self.kv_cache_memory, "kv_cache_memory")
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be a number above 0, at most 1, got {share!r}")
-        self._check_kv_share()
+        if self.batching == "static" and self.memory_policy != "contiguous-max":
+            raise ConfigError(f"batching 'static' needs memory_policy 'contiguous-max', got {self.memory_policy!r}")
+        if self.max_kv_share_per_key < 1 and self.memory_policy != "paged":
+            raise ConfigError(
+                f"max_kv_share_per_key {self.max_kv_share_per_key} needs memory_policy 'paged', "
+                f"got {self.memory_policy!r}"
+            )
         self._check_swap()
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         if self.tensor_parallel_size != 1:
             raise ConfigError(f"tensor_parallel_size {self.tensor_parallel_size!r} is not supported yet, only 1")
 
-    def _check_kv_share(self) -> None:
-        share = self.max_kv_share_per_key
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ConfigError(f"max_kv_share_per_key must be a number above 0, at most 1, got {share!r}")
-        if share < 1 and self.memory_policy != "paged":
-            raise ConfigError(f"max_kv_share_per_key {share} needs memory_policy 'paged', got {self.memory_policy!r}")
+    @property
+    def resolved_max_num_seqs(self) -> int:
+        """Sequences in one step, set or by default."""
+        return self.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+
+    @property
+    def resolved_max_num_batched_tokens(self) -> int:
+        """Tokens in one step, set or by default."""
+        return self.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
 
     def _check_swap(self) -> None:
         swap_bytes = 0 if self.swap_space is None else parse_bytes(self.swap_space, "swap_space", low=0)
@@ -111,13 +176,3 @@ class EngineOptions:
             raise ConfigError("preemption_mode 'swap' needs a swap space; set swap_space or num_swap_blocks above 0")
         if self.memory_policy != "paged" and num_swap_blocks > 0:
             raise ConfigError(f"memory_policy {self.memory_policy!r} does not swap; leave swap_space out")
-        if self.swap_dir is not None and not isinstance(self.swap_dir, str):
-            raise ConfigError(f"swap_dir must be a path as text, got {self.swap_dir!r}")
-
-    def _check_count(self, name: str, low: int, high: int = sys.maxsize) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            span = f"of at least {low}" if high == sys.maxsize else f"from {low} to {high}"
-            raise ConfigError(f"{name} must be an integer {span}, got {value!r}")

@@ -2,11 +2,11 @@
 
 import os
 from dataclasses import dataclass
-from typing import cast
 
-from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionMode, SchedulerConfig, SchedulingPolicy
+from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError
-from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions, parse_bytes
+from quire.core.options import parse_bytes
+from quire.engine.options import EngineOptions
 
 CPU_KV_CACHE_SHARE = 0.4  # of the free memory; the contract's default
 CUDA_SWAP_BYTES = 4 << 30  # likewise
@@ -78,7 +78,7 @@ def size_engine(
     `share` of the free bytes is the KV cache's where nothing else is asked for.
     """
     longest = _longest(options, limits)
-    max_num_seqs = options.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    max_num_seqs = options.resolved_max_num_seqs
     most_blocks = max_num_seqs * -(-longest // options.block_size)  # that all sequences can use
     num_blocks = _num_blocks(options, limits, int(free_bytes * share), most_blocks)
     block_bytes = options.block_size * limits.kv_bytes_per_token
@@ -98,11 +98,11 @@ def size_engine(
         )
     scheduler = SchedulerConfig(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        max_num_batched_tokens=options.resolved_max_num_batched_tokens,
         max_model_len=min(longest, capacity),
-        preemption_mode=cast(PreemptionMode, options.preemption_mode),
-        batching=cast(Batching, options.batching),
-        scheduling_policy=cast(SchedulingPolicy, options.scheduling_policy),
+        preemption_mode=options.preemption_mode,
+        batching=options.batching,
+        scheduling_policy=options.scheduling_policy,
         max_kv_share=options.max_kv_share_per_key,
     )
     cache = CacheConfig(
@@ -111,7 +111,7 @@ def size_engine(
         limits.sliding_window,
         enable_prefix_caching=options.enable_prefix_caching,
         num_swap_blocks=_num_swap_blocks(options, block_bytes, min(default_swap_bytes, most_blocks * block_bytes)),
-        memory_policy=cast(MemoryPolicy, options.memory_policy),
+        memory_policy=options.memory_policy,
     )
     return cache, scheduler
 

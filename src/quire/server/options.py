@@ -1,105 +1,180 @@
 """Every setting of the HTTP server under its public name, checked before anything is loaded.
 
-`Limits` are the bounds on whatever a client multiplies: one table, from which flags and schema are made. What is past a
-bound is refused before anything is done for it, by the status in docs/reference.md.
+`Limits` bound whatever a client multiplies. A request past a bound is refused before any work is done for it, by the
+status that the option states.
 """
 
 import ipaddress
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 from quire.core.errors import ConfigError
+from quire.core.options import SIZE, check_options, declared_options, option, parse_bytes, same_option
 from quire.core.owner_labels import MAX_LABELS
-from quire.engine.options import parse_bytes
+from quire.engine.options import EngineOptions
 from quire.engine.start_timeout import START_TIMEOUT_S
 from quire.scheduling.limits import MAX_PINNED_PREFIXES
 
 _LONGEST_S = 86400.0
-_RANGES = {                            # of ServerOptions, with the unit
-    "port": (0, 65535, ""),
-    "stream_keepalive": (0, _LONGEST_S, " seconds"),
-    "stall_limit": (1, _LONGEST_S, " seconds"),  # the engine gives signs of life four times a second
-    "start_timeout": (1, _LONGEST_S, " seconds"),
-    "restart_engine": (0, 1000, ""),
-    "shutdown_timeout": (0, _LONGEST_S, " seconds"),
-}
-
-
 _MAX_KEYS = 1 << 16     # with a weight
-_MAY_BE_OFF = frozenset({"max_requests_per_key", "max_pinned_prefixes", "pin_ttl"})  # by 0
+_REFUSED = {"past": "400"}
+_OVERLOADED = {"past": "429 `server_overloaded`"}
+_HEAD_TOO_LARGE = {"past": "431 `headers_too_large`"}
 
-
-def _bound(default: float, text: str) -> Any:  # noqa: ANN401 (stands for the field)
-    """Return a field whose flag is explained by `text`."""
-    return field(default=default, metadata={"flag": text})
+_server = partial(option, panel="Server")
+_time = partial(option, panel="Limits", low=0, is_low_excluded=True, high=_LONGEST_S, unit="seconds")
+_count = partial(option, panel="Limits", low=1)
+_size = partial(option, panel="Limits", low=1, metavar=SIZE)
+_share = partial(option, panel="Limits", low=0, is_low_excluded=True, high=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes, counts, and times in seconds. Sizes (`_bytes`) may be given as text such as "4MiB"."""
+    """Sizes, counts, shares, and times in seconds. Sizes (`_bytes`) may be given as text such as "4MiB"."""
 
-    max_queued_requests: int = _bound(1024, "prompts that may wait; more are answered with 429")
-    max_queued_tokens: int = _bound(8 << 20, "prompt tokens x n of requests and pins that wait; more: 429")
-    max_connections: int = _bound(16384, "open connections; less where the system grants fewer files")
-    max_pipelined_requests: int = _bound(16, "requests that wait on one connection for the answer before theirs")
-    max_url_bytes: int = _bound(8 << 10, "longest URL")
-    max_headers: int = _bound(100, "headers of a request")
-    max_header_bytes: int = _bound(32 << 10, "names and values of all headers of a request")
-    max_body_bytes: int = _bound(4 << 20, "longest body of a request")
-    max_total_body_bytes: int = _bound(64 << 20, "bodies of all requests until their prompts are tokenized")
-    max_json_depth: int = _bound(64, "lists and objects inside of each other in a body")
-    max_json_values: int = _bound(32768, "strings, lists and objects in a body")
-    max_buffered_bytes: int = _bound(64 << 10, "of an answer that a connection holds for a slow reader")
-    receive_timeout: float = _bound(30.0, "seconds for the head of a request, and for its body")
-    send_timeout: float = _bound(30.0, "seconds in which a reader takes something of what waits for it")
-    idle_timeout: float = _bound(75.0, "seconds that a connection is kept without a request")
-    max_n: int = _bound(64, "highest n and beam width of a request")
-    max_choices: int = _bound(2048, "answers of one call: prompts times n")
-    max_call_tokens: int = _bound(1 << 20, "tokens of all prompts of a call")
-    max_prompt_candidates: int = _bound(1 << 18, "prompt logprobs of a call, over all positions and answers")
-    max_output_candidates: int = _bound(1 << 22, "logprobs of a call's answers: n x max_tokens x (logprobs + 1)")
-    max_logprob_bytes: int = _bound(512 << 20, "reserved for logprobs of all calls under way, 16 bytes each")
-    max_history_bytes: int = _bound(64 << 20, "of the calls that /v1/requests/{id}/explain knows")
-    max_messages: int = _bound(4096, "messages of a conversation")
-    max_conversation_bytes: int = _bound(4 << 20, "messages of a conversation and the variables of its template")
-    max_template_variable_bytes: int = _bound(64 << 10, "variables of a chat template (chat_template_kwargs)")
-    max_stop_strings: int = _bound(64, "stop strings of a request")
-    max_stop_chars: int = _bound(1024, "longest stop string or bad word, in characters")
-    max_bad_words: int = _bound(64, "bad words of a request")
-    max_stop_token_ids: int = _bound(1024, "stop tokens of a request")
-    max_allowed_token_ids: int = _bound(4096, "allowed tokens of a request")
-    max_logit_bias: int = _bound(4096, "entries of logit_bias")
-    max_salt_chars: int = _bound(1024, "longest cache_salt, in characters")
-    max_requests_per_key: int = _bound(0, "requests of a key (or connection) that wait or run; 0 is no limit")
-    max_kv_share_per_key: float = _bound(1.0, "share of the KV blocks that the requests of a key may hold")
-    max_pinned_prefixes: int = _bound(MAX_PINNED_PREFIXES, "prefixes that may be pinned at a time; 0 is none")
-    max_pinned_share: float = _bound(0.25, "share of the KV blocks that may be pinned")
-    max_pinned_share_per_key: float = _bound(0.125, "share of the KV blocks that one key may pin")
-    pin_ttl: float = _bound(3600.0, "seconds until a prefix is unpinned; 0 is never")
-    max_metric_labels: int = _bound(MAX_LABELS, "API keys with a metric label of their own, and as many cache_salts")
+    max_queued_requests: int = _count(
+        1024, "prompts that may wait; more are answered with 429",
+        row="prompts that wait; while none waits, as many more as there are free rows in a step",
+        past="429 `server_overloaded`; 400 for a call of more prompts than this and `--max-num-seqs` together",
+    )  # fmt: skip
+    max_queued_tokens: int = _count(
+        8 << 20, "prompt tokens x n of requests and pins that wait; more: 429",
+        row="prompt tokens x n of all requests that wait: 131,072 tokens with n = 64, or 8,192 tokens for each of "
+        "1,024 requests",
+        past="429 `server_overloaded`; 400 for a call that has more by itself",
+    )  # fmt: skip
+    max_connections: int = _count(
+        16384, "open connections; less where the system grants fewer files",
+        row="open connections; less where the system grants fewer files. Refused ones do not count: at most 64 of them "
+        "stay open for up to 2 s, until their clients have the answer",
+        **_OVERLOADED,
+    )  # fmt: skip
+    max_pipelined_requests: int = _count(
+        16, "requests that wait on one connection for the answer before theirs",
+        row="requests that wait on one connection for the answer before theirs, of the last one's body 64 KiB",
+        past="400 (body: 413) behind their answers, closed",
+    )  # fmt: skip
+    max_url_bytes: int = _size(8 << 10, "longest URL", row="the URL", **_HEAD_TOO_LARGE)
+    max_headers: int = _count(100, "headers of a request", **_HEAD_TOO_LARGE)
+    max_header_bytes: int = _size(32 << 10, "names and values of all headers of a request", **_HEAD_TOO_LARGE)
+    max_body_bytes: int = _size(4 << 20, "longest body of a request", past="413 `request_too_large`")
+    max_total_body_bytes: int = _size(
+        64 << 20, "bodies of all requests until their prompts are tokenized",
+        row="the bodies of all requests together, from their first byte until their prompts are tokenized; at least 4 "
+        "times `--max-body-bytes`",
+        past="429 `server_overloaded`, see below",
+    )  # fmt: skip
+    max_json_depth: int = _count(
+        64, "lists and objects inside of each other in a body",
+        row="lists and objects inside of each other, the body itself counted", past="400 `invalid_json`",
+    )  # fmt: skip
+    max_json_values: int = _count(
+        32768, "strings, lists and objects in a body",
+        row="strings (names too), lists and objects in a body; numbers are not counted", **_REFUSED,
+    )  # fmt: skip
+    max_buffered_bytes: int = _size(
+        64 << 10, "of an answer that a connection holds for a slow reader",
+        row="what a connection holds for a slow reader, besides the piece that is being sent", past="see below",
+    )  # fmt: skip
+    receive_timeout: float = _time(
+        30.0, "seconds for the head of a request, and for its body", past="408 `request_timeout`, closed"
+    )
+    send_timeout: float = _time(
+        30.0, "seconds in which a reader takes something of what waits for it",
+        row="seconds in which a slow reader has to take as much as is held for it", past="closed, the request ended",
+    )  # fmt: skip
+    idle_timeout: float = _time(
+        75.0, "seconds that a connection is kept without a request", row="seconds of a connection without a request",
+        past="closed",
+    )  # fmt: skip
+    max_n: int = _count(64, "highest n and beam width of a request", row="`n`, and the beam width", **_REFUSED)
+    max_choices: int = _count(
+        2048, "answers of one call: prompts times n", row="prompts of a call times `n`", **_REFUSED
+    )
+    max_call_tokens: int = _count(1 << 20, "tokens of all prompts of a call", **_REFUSED)
+    max_prompt_candidates: int = _count(
+        1 << 18, "prompt logprobs of a call, over all positions and answers",
+        row="prompt logprobs of a call: tokens times (`prompt_logprobs` + 1) times `n`", **_REFUSED,
+    )  # fmt: skip
+    max_output_candidates: int = _count(
+        1 << 22, "logprobs of a call's answers: n x max_tokens x (logprobs + 1)",
+        row="logprobs of a call's answers: prompts times `n` times `max_tokens` (or what fits) times (`logprobs` + 1)",
+        **_REFUSED,
+    )  # fmt: skip
+    max_logprob_bytes: int = _size(
+        512 << 20, "reserved for logprobs of all calls under way, 16 bytes each",
+        row="memory reserved for the logprobs of all calls under way, 16 bytes for each that a call may come to, "
+        "prompts' included, until its answer is written",
+        past="429 `server_overloaded`; 400 for a call that needs more by itself",
+    )  # fmt: skip
+    max_history_bytes: int = _size(
+        64 << 20, "of the calls that /v1/requests/{id}/explain knows",
+        row="memory of the calls that `explain` knows, objects included", past="the oldest are forgotten",
+    )  # fmt: skip
+    max_messages: int = _count(4096, "messages of a conversation", **_REFUSED)
+    max_conversation_bytes: int = _size(
+        4 << 20, "messages of a conversation and the variables of its template",
+        row="messages of a conversation and the variables of its template, as msgpack", **_REFUSED,
+    )  # fmt: skip
+    max_template_variable_bytes: int = _size(
+        64 << 10, "variables of a chat template (chat_template_kwargs)", row="`chat_template_kwargs`, as msgpack",
+        **_REFUSED,
+    )  # fmt: skip
+    max_stop_strings: int = _count(64, "stop strings of a request", row="`stop`", **_REFUSED)
+    max_stop_chars: int = _count(
+        1024, "longest stop string or bad word, in characters", row="characters of a stop string, and of a bad word",
+        **_REFUSED,
+    )  # fmt: skip
+    max_bad_words: int = _count(64, "bad words of a request", row="`bad_words`", **_REFUSED)
+    max_stop_token_ids: int = _count(1024, "stop tokens of a request", row="`stop_token_ids`", **_REFUSED)
+    max_allowed_token_ids: int = _count(4096, "allowed tokens of a request", row="`allowed_token_ids`", **_REFUSED)
+    max_logit_bias: int = _count(4096, "entries of logit_bias", row="entries of `logit_bias`", **_REFUSED)
+    max_salt_chars: int = _count(
+        1024, "longest cache_salt, in characters", row="characters of a `cache_salt`", **_REFUSED
+    )
+    max_requests_per_key: int = option(
+        0, "requests of a key (or connection) that wait or run; 0 is no limit", panel="Limits", low=0,
+        row="prompts of one key, or of one connection without keys, that wait or run, pins included; 0: no limit",
+        past="429 `key_limit`; 400 if one call has more",
+    )  # fmt: skip
+    max_kv_share_per_key: float = same_option(
+        EngineOptions, "max_kv_share_per_key", kind="flag", panel="Limits",
+        row="share of the KV blocks that the running requests of one client hold, each counted as if it shared none; a "
+        "client's only running request may take more",
+        past="the request waits (`kv_share`), or is preempted when running ones have grown past it",
+    )  # fmt: skip
+    max_pinned_prefixes: int = option(
+        MAX_PINNED_PREFIXES, "prefixes that may be pinned at a time; 0 is none", panel="Limits",
+        low=0, high=MAX_PINNED_PREFIXES,
+        row=f"pinned prefixes of all keys, those under way counted; no more than {MAX_PINNED_PREFIXES}; 0 switches the "
+        "routes off",
+        past="400; 404 where they are off",
+    )  # fmt: skip
+    max_pinned_share: float = _share(
+        0.25, "share of the KV blocks that may be pinned",
+        row="share of the KV blocks that pins of all keys hold, those under way counted", **_REFUSED,
+    )  # fmt: skip
+    max_pinned_share_per_key: float = _share(
+        0.125, "share of the KV blocks that one key may pin",
+        row="share of the KV blocks that the pins of one key hold", **_REFUSED,
+    )  # fmt: skip
+    pin_ttl: float = option(
+        3600.0, "seconds until a prefix is unpinned; 0 is never", panel="Limits", low=0, unit="seconds"
+    )
+    max_metric_labels: int = _count(
+        MAX_LABELS, "API keys with a metric label of their own, and as many cache_salts",
+        row="API keys with a label of their own in metrics, and as many salts",
+        past="counted as `other`, or as their key",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Check that each lets something through."""
-        for one in fields(Limits):
-            value = getattr(self, one.name)
-            if one.name.endswith("_bytes"):
-                object.__setattr__(self, one.name, parse_bytes(value, one.name))
-            elif one.name.endswith("_timeout") and not 0 < value <= _LONGEST_S:
-                raise ConfigError(f"{one.name} must be above 0 and at most {_LONGEST_S:g} seconds, got {value}")
-            elif "_share" in one.name:
-                if not 0 < value <= 1:
-                    raise ConfigError(f"{one.name} must be above 0 and at most 1, got {value}")
-            elif one.name in _MAY_BE_OFF:
-                if not 0 <= value < math.inf:
-                    raise ConfigError(f"{one.name} must be at least 0, got {value}")
-            elif one.name.startswith("max_") and value < 1:
-                raise ConfigError(f"{one.name} must be at least 1, got {value}")
-        if self.max_pinned_prefixes > MAX_PINNED_PREFIXES:
-            raise ConfigError(
-                f"max_pinned_prefixes must be at most {MAX_PINNED_PREFIXES}, got {self.max_pinned_prefixes}"
-            )
+        """Check each value, and read sizes that are texts."""
+        check_options(self)
+        for name, _, _, declared in declared_options(Limits):
+            if declared.metavar == SIZE:
+                object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         if self.max_total_body_bytes < 4 * self.max_body_bytes:
             raise ConfigError(
                 f"max_total_body_bytes must be at least 4 times max_body_bytes ({self.max_body_bytes}), "
@@ -120,33 +195,101 @@ MAX_ELEMENTS = {
 }
 
 
+def parse_key_weights(texts: Sequence[str]) -> tuple[float, ...]:
+    """Return the weights of keys from texts such as "2,1" (of the first keys) or "3=0.5" (of the third key)."""
+    weights: dict[int, float] = {}
+    for number, text in enumerate((part for each in texts for part in each.split(",")), 1):
+        key, _, weight = text.rpartition("=")
+        try:
+            place = int(key) if key else number
+            weights[place] = float(weight)
+        except ValueError:
+            place = 0
+        if not 1 <= place <= _MAX_KEYS:
+            raise ConfigError(f"key_weights must be weights such as 2,1 or KEY=WEIGHT such as 1=2, got {text!r}")
+    return tuple(weights.get(place, 1.0) for place in range(1, max(weights, default=0) + 1))
+
+
 @dataclass(frozen=True, slots=True)
 class ServerOptions(Limits):
-    """What a user may set; docs/reference.md tells what each means. `port` 0 takes any free port."""
+    """Settings of the server beside its limits: addresses, keys, and behaviour when the engine fails or stalls."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: tuple[str, ...] = ()          # empty: the model's path or id
-    api_key: tuple[str, ...] = field(default=(), repr=False)
-    operator_api_key: str | None = field(default=None, repr=False)
-    key_weights: tuple[float, ...] = ()              # of api_key, in its order; 1 for those without
-    allow_client_priority: bool = False
-    allow_unauthenticated: bool = False
-    stall_limit: float = 10.0                        # seconds
-    start_timeout: float = START_TIMEOUT_S           # seconds
-    stream_keepalive: float = 15.0                   # seconds; 0: off
-    restart_engine: int = 0                          # times
-    shutdown_timeout: float = 30.0                   # seconds
-    enable_debug: bool = False
+    host: str = _server(
+        "127.0.0.1", "address to listen on",
+        row="address to listen on; one that other machines reach needs `--api-key` or `--allow-unauthenticated`",
+    )  # fmt: skip
+    port: int = _server(8000, "port to listen on; 0 takes any free one", low=0, high=65535)
+    served_model_name: tuple[str, ...] = _server(
+        (), "the model's name for clients (repeatable)", shown_default="the model's path or id", metavar="NAME",
+        row="name of the model for clients, `quire-demo` for the demo model; repeatable; answers carry the one "
+        "asked for",
+    )  # fmt: skip
+    api_key: tuple[str, ...] = _server(
+        (), "a key that lets clients in (repeatable); better as QUIRE_API_KEY", metavar="KEY", is_secret=True,
+        row="key that clients must send; repeatable; `QUIRE_API_KEY`, several separated by spaces",
+    )  # fmt: skip
+    operator_api_key: str | None = _server(
+        None, "the operator's key: priorities, pins of all keys; better as QUIRE_OPERATOR_API_KEY", metavar="KEY",
+        is_secret=True,
+        row="opens what a key opens, and grants a `priority` below 0 and the pins of all keys; better as "
+        "`QUIRE_OPERATOR_API_KEY`. It does not ask other clients for a key: `--api-key` does",
+    )  # fmt: skip
+    key_weights: tuple[float, ...] = _server(
+        (), "shares of the keys under the policy fair, as 2,1 or KEY=WEIGHT (repeatable)", metavar="WEIGHTS",
+        parse=parse_key_weights,
+        row="weights of keys under `--scheduling-policy fair`; a key without one has 1: `2,1` for the first ones in "
+        "the order of `--api-key`, or `3=0.5` for the third; repeatable",
+    )  # fmt: skip
+    allow_client_priority: bool = _server(
+        False, "grant all clients a priority below 0", row="all clients may send a `priority` below 0"
+    )
+    allow_unauthenticated: bool = _server(
+        False, "serve everyone who reaches a host that is not of this machine alone",
+        row="serve every client that reaches the port",
+    )  # fmt: skip
+    stall_limit: float = _server(  # the engine sends a heartbeat four times a second
+        10.0, "seconds without progress while work is pending, after which /health is 503",
+        low=1, high=_LONGEST_S, unit="seconds",
+        row="seconds, at least 1: with work pending and no progress for so long, `/health` and `/ready` are 503, as "
+        "are new requests at once (`engine_unhealthy`), and the log has the stacks of all threads. A long step counts "
+        "as progress while its layers pass; on a CPU a single layer may take longer than the limit, as long as its "
+        "work explains that (5 times what the layers before it took, by their work). A task of the server that has "
+        "died makes them 503, too",
+    )  # fmt: skip
+    start_timeout: float = _server(
+        START_TIMEOUT_S,
+        "seconds without a sign of life (CPU time, reads) after which an engine that starts is given up",
+        low=1, high=_LONGEST_S, unit="seconds",
+        row="seconds, at least 1: an engine that starts and neither uses CPU time nor reads for so long is given up, "
+        "and the server ends with status 1 and one line that says so (with `--restart-engine` the next one is tried). "
+        "A start that makes progress takes as long as it takes",
+    )  # fmt: skip
+    stream_keepalive: float = _server(
+        15.0, "seconds without news after which a stream gets a comment; 0: never",
+        low=0, high=_LONGEST_S, unit="seconds",
+        row="seconds without news after which a stream gets a comment, `: keepalive`, which clients ignore; 0: never. "
+        "Load balancers cut connections that are silent for longer than their own limit",
+    )  # fmt: skip
+    restart_engine: int = _server(
+        0, "how often a new engine takes the place of one that has died", low=0, high=1000,
+        row="number of times that a new engine replaces one that has died, over the server's life: at once, almost "
+        "(0.5 s), then after pauses that double up to 30 s. Meanwhile `/health` is 503; open streams have ended with "
+        "an error; counters of `/metrics` go on; pinned prefixes are gone, and their ids unknown",
+    )  # fmt: skip
+    shutdown_timeout: float = _server(
+        30.0, "seconds that open requests get after SIGTERM", low=0, high=_LONGEST_S, unit="seconds",
+        row="seconds that open requests get after SIGTERM or Ctrl-C; a second signal ends at once",
+    )  # fmt: skip
+    enable_debug: bool = _server(
+        False, "serve /debug/kv and /debug/blocks: the KV cache, block by block",
+        row="serve `/debug/kv` and `/debug/blocks`: the KV cache, block by block, for every client that has a key",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Check ranges, and that a server which others can reach has a key or was meant to have none."""
+        """Check ranges and keys, and that a server which other machines reach has a key or was meant to have none."""
         Limits.__post_init__(self)
         if not self.host:
             raise ConfigError("host must not be empty; 0.0.0.0 is every address of this machine")
-        for name, (low, high, unit) in _RANGES.items():
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"{name} must be from {low} to {high:g}{unit}, got {getattr(self, name)}")
         if any(len(key.split()) != 1 or key != key.strip() for key in self.api_key):  # no client could send it
             raise ConfigError("api_key must not be empty or have spaces")
         self._check_operator_key()
@@ -180,23 +323,8 @@ class ServerOptions(Limits):
                 raise ConfigError(f"key_weights must be above 0 and finite, got {weight}")
 
 
-def parse_key_weights(texts: Sequence[str]) -> tuple[float, ...]:
-    """Return the weights of keys from texts such as "2,1" (of the first keys) or "3=0.5" (of the third key)."""
-    weights: dict[int, float] = {}
-    for number, text in enumerate((part for each in texts for part in each.split(",")), 1):
-        key, _, weight = text.rpartition("=")
-        try:
-            place = int(key) if key else number
-            weights[place] = float(weight)
-        except ValueError:
-            place = 0
-        if not 1 <= place <= _MAX_KEYS:
-            raise ConfigError(f"key_weights must be weights such as 2,1 or KEY=WEIGHT such as 1=2, got {text!r}")
-    return tuple(weights.get(place, 1.0) for place in range(1, max(weights, default=0) + 1))
-
-
 def _is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`. A name other than localhost may be anything."""
+    """Return whether only this machine reaches `host`. A name other than localhost may be anything."""
     if host == "localhost":
         return True
     try:

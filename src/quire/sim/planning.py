@@ -12,7 +12,7 @@ from pathlib import Path
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import file_inside
-from quire.engine.options import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineOptions
+from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
 from quire.model.footprint import (
     CPU_PACKING,
@@ -62,8 +62,8 @@ def plan_memory(
     """Return what fits. Raises ConfigError, with the numbers, for a model that does not fit or sizes that cannot be."""
     spec, packing = model.spec, CPU_PACKING if hardware.device == "cpu" else PLAIN_PACKING
     kv_dtype = packing.kernel_dtype(model.dtype) if kv_dtype == "auto" else kv_dtype
-    num_seqs = options.max_num_seqs or DEFAULT_MAX_NUM_SEQS
-    num_tokens = options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
+    num_seqs = options.resolved_max_num_seqs
+    num_tokens = options.resolved_max_num_batched_tokens
     token_bytes = kv_bytes_per_token(spec, KV_DTYPE_BYTES[kv_dtype], num_devices)
     weights = weight_bytes(spec, model.dtype, packing, num_devices)
     widest = 2 * spec.hidden_size + max(2 * spec.intermediate_size, 3 * spec.num_heads * spec.head_dim) // num_devices

@@ -23,8 +23,9 @@ from quire.cli.bench.flags import (
 )
 from quire.cli.bench.machine import machine_facts
 from quire.cli.bench.passes import latency_pass, throughput_pass, watched_pass
-from quire.cli.flag_groups import COMMAND_SETTINGS, JSON, flag, flag_field, with_flag_groups
-from quire.cli.model_flags import EngineFlags
+from quire.cli.flag_groups import COMMAND_SETTINGS, JSON, flag, flag_field, with_config_file, with_flag_groups
+from quire.cli.model_flags import load
+from quire.engine.options import EngineOptions
 from quire.engine.sizing import free_memory_bytes
 from quire.sim.calibration import fit_hardware, step_sizes
 from quire.sim.hardware import write_hardware
@@ -44,10 +45,12 @@ bench = typer.Typer(
 )
 
 
+@with_config_file
 @with_flag_groups
-def throughput(engine: EngineFlags, workload: WorkloadFlags, policy: PolicyFlags, run: RunFlags) -> None:
+def throughput(engine: EngineOptions, workload: WorkloadFlags, policy: PolicyFlags, run: RunFlags) -> None:
     """Ask everything at once; report tokens and requests per second."""
-    with engine.load(**asdict(policy)) as llm:
+    engine = replace(engine, **asdict(policy))
+    with load(engine) as llm:
         passes, facts = _measure(llm, engine, workload, run, throughput_pass)
     record = report.spread_record({name: [one[name] for one in passes] for name in passes[0]})
     facts["policy"] = asdict(policy)
@@ -55,16 +58,17 @@ def throughput(engine: EngineFlags, workload: WorkloadFlags, policy: PolicyFlags
     report.write_json(run.json, {"benchmark": "throughput"} | record | facts)
 
 
+@with_config_file
 @with_flag_groups
 def latency(
-    engine: EngineFlags,
+    engine: EngineOptions,
     workload: WorkloadFlags,
     run: RunFlags,
     concurrency: Annotated[int, flag("clients that each ask anew when answered", min=1)] = 1,
 ) -> None:
     """Ask one after the other, or with several clients; report the times that a client sees."""
     engine = replace(engine, max_num_seqs=concurrency)  # a queued request starts when a client's last one has ended
-    with engine.load() as llm:
+    with load(engine) as llm:
         passes, facts = _measure(llm, engine, workload, run, partial(latency_pass, concurrency=concurrency))
     record = report.latency_record(passes)
     report.print_tables("latency, seconds", report.DISTRIBUTION_COLUMNS, record["figures"], facts)
@@ -72,7 +76,7 @@ def latency(
 
 
 def _measure(
-    llm: "LLM", engine: EngineFlags, workload: WorkloadFlags, run: RunFlags, one_pass: Callable[..., Pass]
+    llm: "LLM", engine: EngineOptions, workload: WorkloadFlags, run: RunFlags, one_pass: Callable[..., Pass]
 ) -> tuple[list[Pass], report.Record]:
     """Run the workload once to warm up, then timed; return the passes and what a reader of them has to know.
 
@@ -103,13 +107,14 @@ def serve(
     ServeCommand(server, workload, arrivals, limits, search, json).run()
 
 
+@with_config_file
 @with_flag_groups
-def calibrate(engine: EngineFlags, run: RunFlags) -> None:
+def calibrate(engine: EngineOptions, run: RunFlags) -> None:
     """Time steps of many sizes, and make of them the hardware that `quire simulate` takes (--json)."""
     model = read_model(engine.model, engine.dtype)
-    longest = min(engine.max_num_batched_tokens, (engine.max_model_len or model.spec.default_positions) - 1)
+    longest = min(engine.resolved_max_num_batched_tokens, (engine.max_model_len or model.spec.default_positions) - 1)
     sizes, memory_bytes = step_sizes(longest), free_memory_bytes()
-    with engine.load() as llm:
+    with load(engine) as llm:
         time_steps(llm, sizes, 1, engine.seed)  # warms up
         times = time_steps(llm, sizes, run.repeats, engine.seed)
     medians = {size: float(np.median(seconds)) for size, seconds in times.items()}
@@ -134,7 +139,7 @@ class ControlPlaneFlags:
     steps: int = flag_field(200, "timed steps of a repeat", min=1)
     prompt_len: int = flag_field(128, "tokens of a prompt, at least", min=1)
     block_size: int = flag_field(16, "tokens per KV block", min=1)
-    growth: bool = flag_field(False, "time the longest step by the length of prompts instead", "--growth")
+    growth: bool = flag_field(False, "time the longest step by the length of prompts instead")
     lengths: list[int] = flag_field([1024, 8192, 32_768, 131_072], "tokens of prompts (--growth; repeatable)", min=1)
 
 

@@ -1,20 +1,23 @@
 """The flags of `quire bench`, and what they come to: requests, a schedule, limits. Loads no HTTP client."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from quire.cli.bench.diagnosis import Limits
 from quire.cli.flag_groups import JSON, flag_field
 from quire.core.config import Batching, MemoryPolicy
 from quire.core.errors import ConfigError
+from quire.core.options import same_option
+from quire.engine.options import EngineOptions
 from quire.sim.arrivals import ArrivalKind, Schedule, poisson_arrivals, trace_arrivals
 from quire.sim.traces import TraceSlice, is_trace, trace_workload
 from quire.sim.workloads import WorkItem, length_workload, random_workload, token_id_workload
 
 _DEFAULT_NUM_RANDOM = 64
 _workload = partial(flag_field, panel="Workload")
-_policy = partial(flag_field, panel="Policy")
+_policy = partial(same_option, EngineOptions, kind="flag", panel="Policy")
 _server = partial(flag_field, panel="Server")
 _arrivals = partial(flag_field, panel="Arrivals")
 _limits = partial(flag_field, panel="Limits")
@@ -76,10 +79,8 @@ class ServedWorkloadFlags(WorkloadFlags):
 class PolicyFlags:
     """What paging and continuous batching are compared with."""
 
-    memory_policy: MemoryPolicy = _policy(
-        "paged", "how KV blocks are given out; all but paged reserve one chunk per sequence"
-    )
-    batching: Batching = _policy("continuous", "static: whole batches, one after the other; needs contiguous-max")
+    memory_policy: MemoryPolicy = _policy("memory_policy")
+    batching: Batching = _policy("batching")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class RunFlags:
     """How often, and where the figures go."""
 
     repeats: int = flag_field(3, "timed passes, after one that warms up and watches the cache", min=1)
-    json: Path | None = field(default=None, metadata={"flag": JSON})
+    json: Annotated[Path | None, JSON] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ class LimitFlags:
 class SearchFlags:
     """Whether, and how, to search for the highest rate within the limits."""
 
-    find_rate: bool = _limits(False, "search the highest Poisson rate at which requests meet the limits", "--find-rate")
+    find_rate: bool = _limits(False, "search the highest Poisson rate at which requests meet the limits")
     attain: float = _limits(0.99, "share of requests that must meet them", min=0.01, max=1.0)
     probe_s: float = _limits(
         30.0, "seconds of arrivals at each rate; what is open that long after them is cut", min=0.1

@@ -12,8 +12,10 @@ from quire.cli.chat.local import LocalBackEnd
 from quire.cli.chat.remote import RemoteBackEnd
 from quire.cli.chat.screen import Screen
 from quire.cli.chat.session import ChatSession
-from quire.cli.flag_groups import flag, flag_field, with_flag_groups
-from quire.cli.model_flags import AnswerFlags, EngineFlags
+from quire.cli.flag_groups import flag, flag_field, with_config_file, with_flag_groups
+from quire.cli.model_flags import AnswerFlags, load
+from quire.core.options import declared_options
+from quire.engine.options import EngineOptions
 
 _PANEL = "Sampling"
 
@@ -37,10 +39,11 @@ class ServerFlags:
     api_key: str | None = flag_field(None, "for the server; QUIRE_API_KEY in the environment", panel="Server")
 
 
+@with_config_file
 @with_flag_groups
 def chat(
     context: typer.Context,
-    engine: EngineFlags,
+    engine: EngineOptions,
     sampling: ChatSamplingFlags,
     server: ServerFlags,
     system: Annotated[str | None, flag("the system message")] = None,
@@ -52,18 +55,22 @@ def chat(
 
 @contextmanager
 def _back_end(
-    context: typer.Context, engine: EngineFlags, sampling: ChatSamplingFlags, server: ServerFlags
+    context: typer.Context, engine: EngineOptions, sampling: ChatSamplingFlags, server: ServerFlags
 ) -> Iterator[BackEnd]:
     params = sampling.params()  # a value out of range is found before anything is loaded
     if server.url is None:
         _refuse_typed(context, (field.name for field in fields(ServerFlags)), "needs --url")
         if _source(context, "max_num_seqs") == "DEFAULT":
             engine = replace(engine, max_num_seqs=1)  # which also keeps the KV cache to one conversation
-        with engine.load() as llm:
+        with load(engine) as llm:
             yield LocalBackEnd(llm, params, engine.model)
         return
-    _refuse_typed(context, (field.name for field in fields(EngineFlags)), "is for a local model, not for --url")
+    _refuse_typed(context, _engine_flags(), "is for a local model, not for --url")
     yield RemoteBackEnd(server.url, server.api_key, server.model_name, _given(context, sampling))
+
+
+def _engine_flags() -> list[str]:
+    return [each.name for each in declared_options(EngineOptions) if each.option.kind != "none"]
 
 
 def _given(context: typer.Context, sampling: ChatSamplingFlags) -> dict[str, Any]:
@@ -75,7 +82,7 @@ def _given(context: typer.Context, sampling: ChatSamplingFlags) -> dict[str, Any
 def _refuse_typed(context: typer.Context, names: Iterable[str], reason: str) -> None:
     """Raise for an option on the command line that would change nothing. In the environment or a file it may stand."""
     for name in names:
-        if name != "config" and _source(context, name) == "COMMANDLINE":
+        if _source(context, name) == "COMMANDLINE":
             shown = name.upper() if name == "model" else "--" + name.replace("_", "-")
             raise typer.BadParameter(f"{shown} {reason}")
 

@@ -19,12 +19,23 @@ from quire.sim.datasets import DATA_FOLDER
 class PaperFlags:
     """How much is run, and where it goes."""
 
-    full: bool = flag_field(False, "everything that the paper has, with its traces of an hour", "--full")
+    full: bool = flag_field(
+        False, "everything that the paper has, with its traces of an hour",
+        row="all models and sizes, with the paper's traces: hours",
+    )  # fmt: skip
     trace_s: float = flag_field(120.0, "seconds of each trace without --full", min=1.0)
-    data: Path = flag_field(DATA_FOLDER, "of lengths; fits serve where it has none", metavar="FOLDER")
+    data: Path = flag_field(
+        DATA_FOLDER, "of lengths; fits serve where it has none", metavar="FOLDER",
+        row="folder with lengths; fits stand in for what is not there",
+    )  # fmt: skip
     seed: int = flag_field(0, "of lengths and arrivals")
-    output: Path = flag_field(Path("paper"), "for JSON, PNG and SVG; with all, report.html", metavar="FOLDER")
-    plots: bool = flag_field(True, "needs matplotlib")
+    output: Path = flag_field(
+        Path("paper"), "for JSON, PNG and SVG; with all, report.html", metavar="FOLDER",
+        row="folder for JSON, PNG, SVG and the report",
+    )  # fmt: skip
+    plots: bool = flag_field(
+        True, "needs matplotlib", row="plots need matplotlib: `pip install 'quire[paper]'`"
+    )
 
 
 @with_flag_groups
