@@ -1,5 +1,6 @@
 """docs/reference.md and the code name the same public things."""
 
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -49,3 +50,15 @@ def test_every_error_is_explained() -> None:
 def test_flags_explained_are_the_flags_that_there_are() -> None:
     explained = set(re.findall(r"--[a-z][a-z0-9-]*", REFERENCE))
     assert explained == set(flags_of(get_command(app)))
+
+
+def test_tables_of_options_are_those_of_the_declarations() -> None:
+    tool = Path(__file__).parents[1] / "tools/reference_tables.py"
+    spec = importlib.util.spec_from_file_location("reference_tables", tool)
+    assert spec is not None
+    assert spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    written = set(re.findall(r"<!-- options: (\w+) -->", REFERENCE))
+    assert written == tables.TABLES.keys()
+    assert tables.filled(REFERENCE) == REFERENCE, "run python tools/reference_tables.py"

@@ -41,8 +41,8 @@ class Limits:
     )  # fmt: skip
     max_queued_tokens: int = _count(
         8 << 20, "prompt tokens x n of requests and pins that wait; more: 429",
-        row="prompt tokens x n of all requests that wait: 131,072 tokens with n = 64, or 8,192 tokens for each of "
-        "1,024 requests",
+        row="prompt tokens x n of all requests that wait, pins included: 131,072 tokens with n = 64, or 8,192 tokens "
+        "for each of 1,024 requests",
         past="429 `server_overloaded`; 400 for a call that has more by itself",
     )  # fmt: skip
     max_connections: int = _count(

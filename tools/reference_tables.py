@@ -1,0 +1,133 @@
+"""Tables of options in docs/reference.md, made from their declarations.
+
+    python tools/reference_tables.py            # writes them into the page
+    python tools/reference_tables.py --check    # exits with 1 if the page has others
+
+A table stands between `<!-- options: NAME -->` and `<!-- end of options -->`; TABLES has the names.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from quire.cli.paper.command import PaperFlags
+from quire.cli.plan import DeviceFlags
+from quire.cli.simulate import LoadFlags
+from quire.core.options import SIZE, Declared, declared_options
+from quire.engine.options import EngineOptions
+from quire.server.options import Limits, ServerOptions
+
+PAGE = Path(__file__).parents[1] / "docs/reference.md"
+WIDTH = 120                      # characters of a line that is not a table's
+NOT_OF_LLM = frozenset({"tensor_parallel_size"})
+PLACE = re.compile(r"(<!-- options: (?P<name>\w+) -->\n)(?P<table>.*?)(<!-- end of options -->)", re.DOTALL)
+
+
+def flag_names(declared: Declared) -> str:
+    """Return the flag as the page writes it, with its negative where it has one."""
+    name = declared.name.replace("_", "-")
+    return f"`--{name}`, `--no-{name}`" if declared.default is True else f"`--{name}`"
+
+
+def shown_default(declared: Declared) -> str:
+    """Return the default as a reader of the command line's table looks for it."""
+    option, value = declared.option, declared.default
+    if option.shown_default is not None or value in (None, ()):
+        return option.shown_default or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, int) and option.metavar == SIZE:
+        return f"{value >> 20}MiB" if value % 2**20 == 0 else f"{value >> 10}KiB"
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) and value >= 10_000 else f"{value:g}"
+    return f"`{value}`"
+
+
+def rows(*cells: Iterable[str]) -> str:
+    """Return a Markdown table; the first of `cells` is its heading."""
+    heading, *others = ([*row] for row in cells)
+    return "".join(f"| {' | '.join(row)} |\n" for row in (heading, ["---"] * len(heading), *others))
+
+
+def wrapped(words: Iterable[str], first: str, indent: str) -> str:
+    """Return the words in lines of at most WIDTH characters."""
+    lines = [first]
+    for word in words:
+        if len(lines[-1]) + 1 + len(word) > WIDTH:
+            lines.append(indent)
+        lines[-1] += ("" if lines[-1].endswith(("(", " ")) or not lines[-1] else " ") + word
+    return "\n".join(lines) + "\n"
+
+
+def llm_signature() -> str:
+    """Return the call of `LLM` with all defaults."""
+    model, *others = (each for each in declared_options(EngineOptions) if each.name not in NOT_OF_LLM)
+    words = [f"{model.name}={model.default},", "*,"]
+    words += [f"{each.name}={_literal(each.default)}," for each in others]
+    words[-1] = words[-1].removesuffix(",") + ")"
+    return wrapped(words, "    LLM(", "        ")
+
+
+def _literal(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def llm_arguments() -> str:
+    """Return the table of the arguments of `LLM`."""
+    declared = (each for each in declared_options(EngineOptions) if each.name not in NOT_OF_LLM)
+    return rows(("argument", "meaning"), *((f"`{each.name}`", each.option.row) for each in declared))
+
+
+def engine_flags() -> str:
+    """Return the sentence that lists the flags of an engine."""
+    names = [flag_names(each) for each in declared_options(EngineOptions) if each.option.kind == "flag"]
+    words = [*", ".join(names).split(), "(see `LLM`)."]
+    return wrapped(words, "Flags of all commands that load a model:", "")
+
+
+def limits() -> str:
+    """Return the table of the server's limits, with the answer past each."""
+    cells = ((*_flag_cells(each), each.option.past) for each in declared_options(Limits))
+    return rows(("flag", "default", "bounds", "past it"), *cells)
+
+
+def flags(group: type) -> str:
+    """Return the table of a group's own flags."""
+    own = vars(group)["__annotations__"]
+    declared = (each for each in declared_options(group) if each.name in own and each.option.kind == "flag")
+    return rows(("flag", "default", "meaning"), *map(_flag_cells, declared))
+
+
+def _flag_cells(declared: Declared) -> tuple[str, str, str]:
+    return flag_names(declared), shown_default(declared), declared.option.row or declared.option.help
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "llm_signature": llm_signature,
+    "llm_arguments": llm_arguments,
+    "engine_flags": engine_flags,
+    "limits": limits,
+    "serve": lambda: flags(ServerOptions),
+    "plan": lambda: flags(DeviceFlags),
+    "simulate": lambda: flags(LoadFlags),
+    "paper": lambda: flags(PaperFlags),
+}
+
+
+def filled(page: str) -> str:
+    """Return the page with its tables as they are declared."""
+    return PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place['name']]()}\n{place[4]}", page)
+
+
+def main() -> None:
+    """Write the tables, or compare them."""
+    page = PAGE.read_text(encoding="utf-8")
+    made = filled(page)
+    if "--check" in sys.argv:
+        sys.exit(made != page)
+    PAGE.write_text(made, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
