@@ -20,7 +20,7 @@ from quire.core.plan import StepPlan
 from quire.paper import runs
 from quire.paper.runs import FASTER_TRANSFORMER, MAX, ORACLE, PAGED, QUIRE, SYSTEMS, Point
 from quire.paper.serving import SUSTAINED_S
-from quire.scheduling import entrance
+from quire.scheduling import admission
 from quire.sim.cost import CostModel
 from quire.sim.datasets import DATASETS, due_times, workload
 from quire.sim.hardware import HARDWARE, PAPER_SEQUENCE_S, PAPER_STEP_S
@@ -196,9 +196,9 @@ def blocks() -> None:
     for name, rate, trace_s in loads:
         for size in (8, 16, 32, 64, 128):
             found = []
-            for entrance.HEAD_ROOM in (4, 8, 16, 32, size):
+            for admission.HEAD_ROOM in (4, 8, 16, 32, size):
                 run = simulate(Point(PAGED, "OPT-13B", name, rate, trace_s, block_size=size), Variant())
-                tokens = f"{entrance.HEAD_ROOM} tokens"
+                tokens = f"{admission.HEAD_ROOM} tokens"
                 found.append(f"{tokens} {run.normalized_latency_s:.3f} s/token, {run.num_preemptions} preemptions")
             print(f"  {name} at {rate}/s, blocks of {size}: {'; '.join(found)}", flush=True)
 

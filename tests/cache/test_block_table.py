@@ -454,7 +454,7 @@ class TestMoved:
     def test_twin_holds_the_same_tokens_at_other_places(self, pool: BlockPool) -> None:
         table, other_pool = table_of(pool, 10), BlockPool(5)
         other_pool.allocate(3)
-        twin = table.moved(other_pool, places_of(table.as_array(), np.array([2, 1, 0]), pool.num_blocks))
+        twin = table.relocate(other_pool, places_of(table.as_array(), np.array([2, 1, 0]), pool.num_blocks))
         assert (twin.blocks, twin.num_tokens, twin.num_filled) == ([2, 1, 0], 10, 10)
         assert [other_pool.ref_count(block) for block in range(3)] == [2, 2, 2]
         check(other_pool, twin)

@@ -384,7 +384,7 @@ class TestSwapping:
         assert manager.footprint([2, 3]) == (4, 2)
         assert manager.footprint([]) == (0, 0)
 
-    def test_gang_that_was_planned_in_part_is_as_before(self) -> None:
+    def test_group_that_was_planned_in_part_is_as_before(self) -> None:
         manager = self.make()
         begin(manager, 1, 6)
         manager.fork(1, 2)

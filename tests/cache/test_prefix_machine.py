@@ -197,12 +197,12 @@ class World:
 
         The first two are preempted together, the last is not preempted in that step.
         """
-        if not self._is_copied(seq_id) and not self._is_arriving(seq_id):
+        if not self._is_copied(seq_id) and not self._swap_in_pending(seq_id):
             self.free(seq_id)
 
-    def _is_arriving(self, seq_id: int) -> bool:
+    def _swap_in_pending(self, seq_id: int) -> bool:
         path = self.cache._tables[seq_id].path
-        return path is not None and path.is_arriving
+        return path is not None and path.swap_in_pending
 
     def _is_copied(self, seq_id: int) -> bool:
         sources = {copy.src for sequence in self.live.values() for copy in sequence.copies}
@@ -217,46 +217,46 @@ class World:
                 self.cache.retract(seq_id, sequence.num_computed)
                 self.seen.update(retracted=True, copy_retracted=bool(sequence.copies))
                 sequence.worker_table = self.cache.block_ids(seq_id)
-                is_arriving = self._is_arriving(seq_id)
+                swap_in_pending = self._swap_in_pending(seq_id)
                 sequence.leave_step()
-                sequence.is_in_step = is_arriving
+                sequence.is_in_step = swap_in_pending
 
     def swap_out(self, seq_ids: list[int]) -> None:
         """Swap out those of some sequences that take no part in the step, and whose blocks it does not copy."""
-        gang = [seq_id for seq_id in seq_ids if not self.live[seq_id].is_in_step and not self._is_copied(seq_id)]
-        num_blocks = self.cache.footprint(gang).num_blocks
+        group = [seq_id for seq_id in seq_ids if not self.live[seq_id].is_in_step and not self._is_copied(seq_id)]
+        num_blocks = self.cache.footprint(group).num_blocks
         try:
-            copies = self.cache.swap_out(gang)
+            copies = self.cache.swap_out(group)
         except OutOfBlocksError:
             assert self.cache.num_free_swap_blocks < num_blocks
             self.seen["swap space full"] += 1
             return
         assert len(copies) <= num_blocks, "a block moved twice"
         self.swap_outs += copies
-        for seq_id in gang:
+        for seq_id in group:
             sequence = self.swapped[seq_id] = self.live.pop(seq_id)
             sequence.is_in_step = True
-        self.seen.update(swapped_out=bool(gang), shared_out=num_blocks < sum(map(self._num_held, gang)))
+        self.seen.update(swapped_out=bool(group), shared_out=num_blocks < sum(map(self._num_held, group)))
 
     def _num_held(self, seq_id: int) -> int:
         return sum(block != NULL_BLOCK for block in self.swapped[seq_id].worker_table)
 
     def swap_in(self, seq_ids: list[int]) -> None:
         """Bring back those of some sequences that went out in an earlier step."""
-        gang = [seq_id for seq_id in seq_ids if not self.swapped[seq_id].is_in_step]
-        need, num_free = self.cache.num_blocks_to_swap_in(gang), self.cache.num_free_blocks
+        group = [seq_id for seq_id in seq_ids if not self.swapped[seq_id].is_in_step]
+        need, num_free = self.cache.num_blocks_to_swap_in(group), self.cache.num_free_blocks
         try:
-            copies = self.cache.swap_in(gang)
+            copies = self.cache.swap_in(group)
         except OutOfBlocksError:
             assert need > num_free
             self.seen["no room to return"] += 1
             return
         assert len(copies) <= need == num_free - self.cache.num_free_blocks
         self.swap_ins += copies
-        for seq_id in gang:
+        for seq_id in group:
             sequence = self.live[seq_id] = self.swapped.pop(seq_id)
             sequence.worker_table, sequence.is_in_step = self.cache.block_ids(seq_id), True
-        num_returned = len({block for s in gang for block in self.cache.block_ids(s) if block != NULL_BLOCK})
+        num_returned = len({block for s in group for block in self.cache.block_ids(s) if block != NULL_BLOCK})
         self.seen.update(swapped_in=bool(copies), found_on_return=len(copies) < num_returned)
 
     def end_swapped(self, seq_id: int) -> None:

@@ -56,14 +56,14 @@ def alone(model: Path, isa: str, dtype: str) -> list[list[Answer]]:
 
 def preempt_now_and_then(scheduler: Scheduler) -> None:
     """Take the blocks of the latest arrival at the beginning of every fourth step, whether they are needed or not."""
-    inner, steps = scheduler.entrance.open, count(1)
+    inner, steps = scheduler.admission.start_step, count(1)
 
     def open_step() -> None:
         inner()
         if next(steps) % 4 == 0 and len(scheduler.running) > 1:
             scheduler.planner.preempt(scheduler.running[-1])
 
-    scheduler.entrance.open = open_step  # type: ignore[method-assign]
+    scheduler.admission.start_step = open_step  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("isa", "dtype"), CASES)

@@ -69,7 +69,7 @@ def test_long_generations_in_a_pool_for_one_and_a_half(long: Long, mode: str, nu
 
 def preempting(scheduler: Scheduler, num_steps: int) -> Callable[[], None]:
     """Return what opens a step as before, but preempts the latest request in the step after so many."""
-    inner, left = scheduler.entrance.open, [num_steps]
+    inner, left = scheduler.admission.start_step, [num_steps]
 
     def open_step() -> None:
         inner()
@@ -101,12 +101,12 @@ def test_request_swapped_at_any_position_goes_on_as_if_alone(
         for num_steps in range(2, 24):
             unseen = {"prompt_token_ids": prompt, "cache_salt": str(num_steps)}
             with monkeypatch.context() as patched:
-                patched.setattr(scheduler.entrance, "open", preempting(scheduler, num_steps))
+                patched.setattr(scheduler.admission, "start_step", preempting(scheduler, num_steps))
                 output = llm.generate([[30, 31, 32], unseen], [others, params], use_tqdm=False)[1]
             assert answers_of(output) == alone, f"swapped after {num_steps} steps"
             assert output.metrics is not None
             assert output.metrics.num_preemptions == 1
-        assert scheduler.recovery.num_preemptions["swap"] == 22
+        assert scheduler.preemption.num_preemptions["swap"] == 22
 
 
 def test_swapped_request_can_be_left(demo_model: Path) -> None:

@@ -213,7 +213,7 @@ def test_requests_that_cross_a_pin_are_refused_by_the_engine(
     limits = client.inputs.limits
     longest = limits.max_model_len // limits.block_size
     params = replace(LONG, n=MAX_NUM_SEQS, max_tokens=limits.max_model_len - 1)
-    assert limits.num_blocks == longest * MAX_NUM_SEQS, "the gang takes everything"
+    assert limits.num_blocks == longest * MAX_NUM_SEQS, "the sequence group takes everything"
 
     async def run() -> None:
         for pin_first in (True, False):

@@ -209,7 +209,7 @@ def always(*_: object) -> bool:
 POINTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "allocate": (BlockPool, "allocate", always),
     "end of a step": (KVCacheManager, "end_step", always),
-    "record": (scheduler, "outcome", always),
+    "record": (scheduler, "check_stop", always),
     "free": (KVCacheManager, "free", always),
     "forward": (Decoder, "forward", always),
     "swap out": (Swapper, "_move", moves("out")),
@@ -336,6 +336,6 @@ def test_device_that_fails_every_step_ends_the_engine(llm: LLM, monkeypatch: pyt
         patched.setattr(Decoder, "forward", Mock(side_effect=Injected))
         with pytest.raises(Injected):
             Run(llm, ASKED * 3)
-    for request_id in list(llm._engine.engine.scheduler.roster.requests):
+    for request_id in list(llm._engine.engine.scheduler.queues.requests):
         llm._engine.engine.abort(request_id)
     assert_at_rest(llm)

@@ -194,7 +194,7 @@ def test_suspects_may_be_aborted(moment: int) -> None:
         served.step()
     for _ in range(moment):
         served.step()
-    aborted = {8, 9, 10, 15} & harness.scheduler.roster.requests.keys()
+    aborted = {8, 9, 10, 15} & harness.scheduler.queues.requests.keys()
     for request_id in aborted:
         served.engine.abort(request_id)
         harness.check()

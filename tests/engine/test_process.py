@@ -524,15 +524,15 @@ def test_pin_stays_until_it_is_aborted() -> None:
 
 def test_request_that_pins_have_made_impossible_is_refused_and_the_engine_goes_on() -> None:
     """It was checked against limits from before the pin; so was a pin that would break what was let in meanwhile."""
-    gang = request(2, n=4)  # 2 blocks, and 4 times 8: 34
-    _, refused, *_ = reports = Script([pin(-1, 79), pin(-3, 43), gang, request(3, n=2)]).run()
+    group = request(2, n=4)  # 2 blocks, and 4 times 8: 34
+    _, refused, *_ = reports = Script([pin(-1, 79), pin(-3, 43), group, request(3, n=2)]).run()
     assert isinstance(refused, Refused)
     assert (refused.request_id, refused.param, refused.code) == (2, "prompt", "context_length_exceeded")
     assert "64 (num_kv_blocks), 31 of them pinned" in refused.message
     steps = [report for report in reports if isinstance(report, Stepped)]
     assert {delta.request_id for step in steps for delta in step.deltas} == {-1, -3, 3}
 
-    _, refused, *_ = Script([gang, pin(-1, 79), pin(-2, 79)]).run()
+    _, refused, *_ = Script([group, pin(-1, 79), pin(-2, 79)]).run()
     assert isinstance(refused, Refused)
     assert (refused.request_id, refused.code) == (-2, None)
     assert "a request that was let in needs 34" in refused.message

@@ -88,14 +88,14 @@ def run_random_steps(cuda: FakeCuda, seed: int) -> int:
     rng = random.Random(seed)
     harness = Harness(16, BLOCK_SIZE, num_swap_blocks=40, mode="swap")
     scheduler = harness.scheduler
-    open_step = scheduler.entrance.open
+    open_step = scheduler.admission.start_step
 
     def preempt_some() -> None:
         open_step()
         if len(scheduler.running) > 1 and rng.random() < 0.3:
             scheduler.planner.preempt(scheduler.running[-1])
 
-    scheduler.entrance.open = preempt_some  # type: ignore[method-assign]
+    scheduler.admission.start_step = preempt_some  # type: ignore[method-assign]
     recorder = Recorder(harness, Device(cuda, 16, 40))
     for _ in range(100):
         if rng.random() < 0.5:

@@ -141,30 +141,30 @@ def test_order_of_the_backlog_is_that_of_a_plain_search(seed: int) -> None:
     for number in range(400):
         request = make_request(number, [1] * rng.randint(1, 9), SamplingParams(max_tokens=1))
         request.client_id, request.weight = f"client {rng.randrange(12)}", rng.choice([0.5, 1.0, 3.0])
-        request.turn = policy.turn(request, number)
+        request.queue_key = policy.queue_key(request, number)
         policy.add(request)
-        policy.queue(request)
+        policy.enqueue(request)
         waiting.append(request)
         for _ in range(rng.choice([0, 1, 2])):
-            found = policy.next_to_enter([], [])
+            found = policy.next_to_admit([], [])
             if found is None:
                 break
             least = min(policy.counters[each.client_id] for each in waiting)
             assert policy.counters[found.client_id] == least
             assert found is next(each for each in waiting if each.client_id == found.client_id)
             waiting.remove(found)
-            policy.remove(found)
-            found.turn = policy.admit(found)
+            policy.dequeue(found)
+            found.queue_key = policy.admit(found)
             policy.charge_prompt(found)
             running.append(found)
         for one in rng.sample(running, len(running) // 2):
             policy.counters.charge(one, OUTPUT_WEIGHT)
         if waiting and rng.random() < 0.2:
             gone = waiting.pop(rng.randrange(len(waiting)))
-            policy.remove(gone)
-            policy.end(gone)
+            policy.dequeue(gone)
+            policy.finish(gone)
         if running and rng.random() < 0.5:
-            policy.end(running.pop(rng.randrange(len(running))))
+            policy.finish(running.pop(rng.randrange(len(running))))
 
 
 def test_held_requests_do_not_compete() -> None:

@@ -84,7 +84,7 @@ class TestFinding:
         old = pinned(harness, PREFIX[:7])
         pin = harness.pin(PREFIX)
         harness.scheduler.schedule()
-        harness.scheduler.undo()
+        harness.scheduler.roll_back()
         harness.check()
         assert harness.cache.pins == (old.request_id,)
         harness.run()
@@ -167,7 +167,7 @@ class TestRefusals:
     @pytest.mark.parametrize("runs", [False, True], ids=["waiting", "running"])
     def test_request_that_was_let_in_keeps_its_room(self, runs: bool) -> None:
         harness = harness_of(num_blocks=45, max_num_seqs=4)
-        gang = harness.add([1], n=4, max_tokens=35, ignore_eos=True)
+        group = harness.add([1], n=4, max_tokens=35, ignore_eos=True)
         if runs:
             harness.step()
         told = r"takes 11 KV .* 45 \(num_kv_blocks\) 0 are pinned and a request that was let in needs 36"
@@ -175,7 +175,7 @@ class TestRefusals:
             harness.pin(PREFIX)
         harness.pin(PREFIX[:36])
         harness.run()
-        harness.assert_right(gang)
+        harness.assert_right(group)
         pinned(harness, PREFIX[:8])
 
     @pytest.mark.parametrize(("length", "fits"), [(79, True), (80, False)])

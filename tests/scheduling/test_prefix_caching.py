@@ -57,7 +57,7 @@ class TestFinding:
         plan = warm.scheduler.schedule()
         assert (plan.starts, plan.counts, plan.stored_entries, plan.copies) == ([length - 1], [1], [0], [])
         assert request.num_cached_tokens == length - 1
-        warm.scheduler.undo()
+        warm.scheduler.roll_back()
         warm.run()
 
     @pytest.mark.parametrize("length", [3, 6, 7, 39])
@@ -102,9 +102,9 @@ class TestFinding:
         assert (stats.cached_blocks, stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (0, 0, 0)
 
     def test_branches_share_what_was_found(self, warm: Harness) -> None:
-        gang = warm.add([*PREFIX, 5, 6], n=3, max_tokens=8, ignore_eos=True)
+        group = warm.add([*PREFIX, 5, 6], n=3, max_tokens=8, ignore_eos=True)
         warm.step()
-        assert (counts(warm), gang.num_cached_tokens) == ([2], 40)
+        assert (counts(warm), group.num_cached_tokens) == ([2], 40)
         whole = warm.add(PREFIX, n=3, max_tokens=8, ignore_eos=True)
         warm.step()
         assert (counts(warm), whole.num_cached_tokens) == ([1, 1, 1, 1], 39)
@@ -185,7 +185,7 @@ class TestWaitingForEachOther:
         harness = harness_of(budget=64)
         requests = [harness.add([*PREFIX, token], max_tokens=4) for token in range(3)]
         harness.scheduler.schedule()
-        harness.scheduler.undo()
+        harness.scheduler.roll_back()
         harness.check()
         assert harness.cache.stats().free_blocks == 100
         harness.step()
@@ -212,7 +212,7 @@ class TestPreemption:
         harness.step()
         assert admitted(harness) == [victim.request_id]
         assert counts(harness)[0] <= 8, "all was there but the block in which it ended, and one that was needed"
-        recomputed = harness.scheduler.recovery.num_recomputed_tokens
+        recomputed = harness.scheduler.preemption.num_recomputed_tokens
         assert recomputed == counts(harness)[0] - 1 < victim.live[0].num_tokens - 20
         finish(harness, victim)
 
@@ -222,11 +222,11 @@ class TestPreemption:
         victim = harness.add(12, max_tokens=40, ignore_eos=True)
         while not victim.num_preemptions:
             harness.step()
-        assert harness.scheduler.recovery.num_recomputed_tokens == 0, "not yet"
+        assert harness.scheduler.preemption.num_recomputed_tokens == 0, "not yet"
         num_computed = victim.live[0].num_tokens - 1
         harness.scheduler.abort(first.request_id)
         harness.step()
-        assert harness.scheduler.recovery.num_recomputed_tokens == num_computed
+        assert harness.scheduler.preemption.num_recomputed_tokens == num_computed
         finish(harness, victim)
 
     @pytest.mark.parametrize("caching", [False, True])
@@ -236,35 +236,35 @@ class TestPreemption:
         requests = [harness.add(8, max_tokens=40, ignore_eos=True) for _ in range(12)]
         finish(harness, *requests)
         needed = sum(8 + 40 - 1 - request.num_cached_tokens for request in requests)
-        recovery = harness.scheduler.recovery
+        recovery = harness.scheduler.preemption
         assert recovery.num_preemptions["recompute"] > 0
         found_whole = harness.executor.num_computed - needed - recovery.num_recomputed_tokens
         assert 0 <= found_whole <= recovery.num_preemptions["recompute"]
 
-    def test_branches_of_a_preempted_gang_find_their_own_ways(self) -> None:
+    def test_branches_of_a_preempted_group_find_their_own_ways(self) -> None:
         harness = harness_of(num_blocks=40, budget=64)
-        gang = harness.add(10, n=3, max_tokens=20, ignore_eos=True)
+        group = harness.add(10, n=3, max_tokens=20, ignore_eos=True)
         for _ in range(12):
             harness.step()
-        harness.scheduler.planner.preempt(gang)
+        harness.scheduler.planner.preempt(group)
         harness.check()
         harness.step()
-        assert all(sequence.num_output_tokens == 13 for sequence in gang.live), "one token each, in the first step"
+        assert all(sequence.num_output_tokens == 13 for sequence in group.live), "one token each, in the first step"
         assert sum(counts(harness)) <= 3 * 4
-        finish(harness, gang)
+        finish(harness, group)
 
-    def test_gang_whose_prompt_is_gone_computes_it_once(self) -> None:
+    def test_group_whose_prompt_is_gone_computes_it_once(self) -> None:
         harness = harness_of(num_blocks=40, budget=64)
-        gang = harness.add(10, n=3, max_tokens=20, ignore_eos=True)
+        group = harness.add(10, n=3, max_tokens=20, ignore_eos=True)
         for _ in range(5):
             harness.step()
-        harness.scheduler.planner.preempt(gang)
+        harness.scheduler.planner.preempt(group)
         harness.cache.create(10**6)
         harness.cache.append(10**6, 160)  # evicts everything
         harness.cache.free(10**6)
         harness.step()
         assert counts(harness) == [10]
-        finish(harness, gang)
+        finish(harness, group)
 
 
 class TestRoom:

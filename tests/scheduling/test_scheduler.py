@@ -9,7 +9,7 @@ from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import TokenLogprobs
 from quire.core.plan import PromptLogprobsChunk, StepResult
-from quire.scheduling import entrance
+from quire.scheduling import admission
 from support.fuzz_seeds import STEPS_PER_RUN, fuzz
 from support.scheduling import Harness, random_run
 
@@ -68,7 +68,7 @@ def test_step_never_exceeds_rows_or_budget() -> None:
         assert sum(len(r.live) for r in harness.scheduler.running) <= 3
 
 
-def test_gang_computes_its_prompt_once_and_forks() -> None:
+def test_group_computes_its_prompt_once_and_forks() -> None:
     harness = Harness(num_blocks=20, block_size=4)
     request = harness.add(10, n=4, max_tokens=5)
     harness.step()
@@ -87,7 +87,7 @@ def test_forks_copy_the_block_in_which_the_prompt_ends(prompt_len: int, num_copi
     assert sum(len(step[3]) for step in harness.executor.trace) == num_copies
 
 
-def test_gang_holds_its_seats() -> None:
+def test_group_holds_its_seats() -> None:
     harness = Harness(num_blocks=100, block_size=4, max_num_seqs=4)
     harness.add(6, n=3, max_tokens=6, ignore_eos=True)
     harness.add(6, n=2, max_tokens=6, ignore_eos=True)
@@ -114,20 +114,20 @@ def test_latest_arrival_is_preempted_as_a_whole_and_comes_back_right() -> None:
         harness.assert_right(request)
 
 
-def test_preempted_gang_shares_its_prompt_again() -> None:
+def test_preempted_group_shares_its_prompt_again() -> None:
     harness = Harness(num_blocks=11, block_size=4)
     harness.add(7, max_tokens=33, ignore_eos=True)
-    gang = harness.add(10, n=2, max_tokens=10, ignore_eos=True)
-    while not gang.num_preemptions:
+    group = harness.add(10, n=2, max_tokens=10, ignore_eos=True)
+    while not group.num_preemptions:
         harness.step()
-    known = [sequence.num_tokens for sequence in gang.live]
+    known = [sequence.num_tokens for sequence in group.live]
     before = len(harness.executor.trace)
     harness.run()
     steps = harness.executor.trace[before:]
     rows = {row for rows, starts, *_ in steps for row, start in zip(rows, starts, strict=True) if start == 0}
     assert min(known) > 10, "the branches had tokens of their own"
     assert len(rows) == 1, "one branch computed the prompt, the other forked from it"
-    harness.assert_right(gang)
+    harness.assert_right(group)
 
 
 def test_recompute_is_one_prefill_of_all_known_tokens() -> None:
@@ -199,17 +199,17 @@ def test_large_blocks_are_not_kept_free_for_each_running_sequence(block_size: in
     harness.run()
 
 
-def test_nobody_is_let_in_on_blocks_promised_to_a_returning_gang() -> None:
+def test_nobody_is_let_in_on_blocks_promised_to_a_returning_group() -> None:
     harness = Harness(num_blocks=15, block_size=4, budget=64)
     harness.add(4, max_tokens=30, ignore_eos=True)
-    gang = harness.add(4, n=2, max_tokens=20, ignore_eos=True)
+    group = harness.add(4, n=2, max_tokens=20, ignore_eos=True)
     for _ in range(12):
         harness.step()
-    assert [sequence.num_tokens for sequence in gang.live] == [16, 16]
-    harness.scheduler.planner.preempt(gang)
+    assert [sequence.num_tokens for sequence in group.live] == [16, 16]
+    harness.scheduler.planner.preempt(group)
     late = harness.add(8, max_tokens=4, ignore_eos=True)
     harness.step()
-    assert gang in harness.scheduler.running
+    assert group in harness.scheduler.running
     assert harness.cache.num_free_blocks >= 2 + 4, "late would fit, were nothing promised"
     assert late not in harness.scheduler.running
     harness.run()
@@ -217,7 +217,7 @@ def test_nobody_is_let_in_on_blocks_promised_to_a_returning_gang() -> None:
         harness.assert_right(request)
 
 
-def test_decoding_gang_keeps_nobody_out_with_blocks_that_it_already_holds() -> None:
+def test_decoding_group_keeps_nobody_out_with_blocks_that_it_already_holds() -> None:
     harness = Harness(num_blocks=7, block_size=4)
     harness.add(5, n=2, max_tokens=6, ignore_eos=True)
     for _ in range(2):
@@ -247,11 +247,11 @@ def test_prompt_logprobs_that_come_again_are_not_taken_twice() -> None:
 def test_abort_frees_everything_at_once() -> None:
     harness = Harness(num_blocks=50, block_size=4)
     harness.add(9, max_tokens=20)
-    gang = harness.add(9, n=3, max_tokens=20)
+    group = harness.add(9, n=3, max_tokens=20)
     waiting = harness.add(9, n=8, max_tokens=20)
     harness.step()
-    assert harness.scheduler.running == [harness.requests[0], gang]
-    assert harness.scheduler.abort(gang.request_id)
+    assert harness.scheduler.running == [harness.requests[0], group]
+    assert harness.scheduler.abort(group.request_id)
     assert harness.num_blocks - harness.cache.num_free_blocks == 3, "the blocks of the first request"
     assert harness.scheduler.abort(waiting.request_id)
     assert not harness.scheduler.abort(waiting.request_id)
@@ -272,17 +272,17 @@ def test_finishing_one_branch_leaves_the_others_alone() -> None:
     assert [harness.outputs[0, 1], harness.outputs[0, 2]] == expected[1:]
 
 
-def test_first_branch_may_end_while_its_gang_waits_to_return() -> None:
+def test_first_branch_may_end_while_its_group_waits_to_return() -> None:
     harness = Harness(num_blocks=11, block_size=4, budget=4)
     harness.add(7, max_tokens=33, ignore_eos=True)
-    gang = harness.add(10, n=2, max_tokens=10, ignore_eos=True)
-    while not gang.num_preemptions:
+    group = harness.add(10, n=2, max_tokens=10, ignore_eos=True)
+    while not group.num_preemptions:
         harness.step()
-    while gang not in harness.scheduler.running:
+    while group not in harness.scheduler.running:
         harness.step()
-    assert harness.scheduler.finish(gang.request_id, 0)
+    assert harness.scheduler.finish(group.request_id, 0)
     harness.run()
-    assert harness.outputs[gang.request_id, 1] == harness.expected(gang)[1]
+    assert harness.outputs[group.request_id, 1] == harness.expected(group)[1]
 
 
 def test_sliding_window_gives_back_blocks_that_no_layer_sees() -> None:
@@ -299,18 +299,18 @@ def test_sliding_window_gives_back_blocks_that_no_layer_sees() -> None:
 @pytest.mark.parametrize("is_run", [False, True])
 def test_whom_a_failed_step_did_not_reach_runs_on(is_run: bool) -> None:
     harness = Harness(num_blocks=40, block_size=4, budget=3)
-    gang = harness.add(2, n=3, max_tokens=8, ignore_eos=True)
+    group = harness.add(2, n=3, max_tokens=8, ignore_eos=True)
     other = harness.add(3, max_tokens=8, ignore_eos=True)
     harness.step()
-    assert harness.scheduler.running == [gang, other]
+    assert harness.scheduler.running == [group, other]
     blocks, num_computed = harness.cache.block_ids(other.live[0].seq_id), other.live[0].num_computed_tokens
-    assert harness.fail_step(is_run=is_run) == [gang.request_id], "whose branches use up the budget"
-    assert (harness.scheduler.waiting, harness.scheduler.running) == ([gang], [other])
+    assert harness.fail_step(is_run=is_run) == [group.request_id], "whose branches use up the budget"
+    assert (harness.scheduler.waiting, harness.scheduler.running) == ([group], [other])
     assert harness.cache.block_ids(other.live[0].seq_id) == blocks
     assert other.live[0].num_computed_tokens == num_computed > 0
     harness.run()
-    assert (gang.num_preemptions, other.num_preemptions) == (1, 0)
-    for request in (gang, other):
+    assert (group.num_preemptions, other.num_preemptions) == (1, 0)
+    for request in (group, other):
         harness.assert_right(request)
 
 
@@ -329,7 +329,7 @@ def test_who_was_being_planned_answers_for_a_plan_that_cannot_be_made(monkeypatc
         patched.setattr(type(harness.cache), "append", lambda _, *arguments: fail_for_victim(*arguments))
         with pytest.raises(MemoryError):
             harness.schedule()
-    assert harness.scheduler.undo() == [1]
+    assert harness.scheduler.roll_back() == [1]
     harness.check()
     assert (harness.scheduler.running, harness.scheduler.waiting) == ([], requests), "decodes are planned all at once"
     assert harness.scheduler.abort(1)
@@ -398,7 +398,7 @@ def test_stop_tokens_and_lengths_end_a_sequence() -> None:
 def test_random_runs_with_a_window_are_safe_live_and_right() -> None:
     runs = [random_run(seed, crowded=seed % 2 == 0, windowed=True) for seed in range(60)]
     assert sum(harness.num_pinned for harness in runs) > 0
-    assert sum(sum(harness.scheduler.recovery.num_preemptions.values()) for harness in runs) > 0
+    assert sum(sum(harness.scheduler.preemption.num_preemptions.values()) for harness in runs) > 0
 
 
 @pytest.mark.parametrize("crowded", [False, True])
@@ -406,14 +406,14 @@ def test_random_runs_with_a_window_are_safe_live_and_right() -> None:
 def test_random_runs_are_safe_live_and_right(first_seed: int, crowded: bool) -> None:
     runs = [random_run(seed, crowded=crowded) for seed in range(first_seed, first_seed + 50)]
     assert crowded or sum(harness.num_pinned for harness in runs) > 0
-    assert sum(sum(harness.scheduler.recovery.num_preemptions.values()) for harness in runs) > 0
+    assert sum(sum(harness.scheduler.preemption.num_preemptions.values()) for harness in runs) > 0
 
 
 @pytest.mark.parametrize("crowded", [False, True])
 def test_random_runs_are_right_with_hardly_any_head_room(crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entrance, "HEAD_ROOM", 1)
+    monkeypatch.setattr(admission, "HEAD_ROOM", 1)
     runs = [random_run(seed, crowded=crowded) for seed in range(300, 400)]
-    assert sum(sum(harness.scheduler.recovery.num_preemptions.values()) for harness in runs) > 0
+    assert sum(sum(harness.scheduler.preemption.num_preemptions.values()) for harness in runs) > 0
 
 
 def test_same_seed_gives_the_same_trace() -> None:

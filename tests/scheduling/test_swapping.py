@@ -5,7 +5,7 @@ import pytest
 from quire.core.config import PreemptionMode
 from quire.core.plan import MeasuredRates, StepPlan
 from quire.core.sequence import Request, SequenceStatus
-from quire.scheduling.policies import ByPriority, PassedOver
+from quire.scheduling.policies import ByPriority, SkippedRequests
 from support.scheduling import Harness
 
 MODES: tuple[PreemptionMode, ...] = ("recompute", "swap", "auto")
@@ -55,7 +55,7 @@ def test_victim_comes_back_with_all_that_it_had_computed() -> None:
     assert set(counts) == {1}, "nothing is computed twice"  # type: ignore[call-overload]
     finish(harness)
     assert first.num_preemptions == 0
-    assert harness.scheduler.recovery.num_recomputed_tokens == 0
+    assert harness.scheduler.preemption.num_recomputed_tokens == 0
     assert harness.executor.num_computed == 2 * (8 + 30 - 1)
 
 
@@ -79,41 +79,41 @@ def test_swapped_requests_return_in_their_order() -> None:
     while harness.scheduler.has_requests:
         before = [r for r in harness.requests.values() if r in harness.scheduler.swapped]
         harness.step()
-        now = [r.turn for r in before if r in harness.scheduler.running]
-        assert all(r.turn > max(now) for r in before if now and r in harness.scheduler.swapped)
+        now = [r.queue_key for r in before if r in harness.scheduler.running]
+        assert all(r.queue_key > max(now) for r in before if now and r in harness.scheduler.swapped)
         returned += now
     assert len(returned) > 4
     finish(harness)
 
 
-def test_gang_comes_back_sharing_its_prompt() -> None:
+def test_group_comes_back_sharing_its_prompt() -> None:
     harness = swapping(14, max_num_seqs=4)
     harness.add(8, max_tokens=44, ignore_eos=True)
-    gang = harness.add(9, n=3, max_tokens=12, ignore_eos=True)
-    until_swapped(harness, gang)
+    group = harness.add(9, n=3, max_tokens=12, ignore_eos=True)
+    until_swapped(harness, group)
     held = harness.num_swap_blocks - harness.cache.num_free_swap_blocks
-    assert held < sum(harness.cache.blocks_for(s.num_computed_tokens) for s in gang.live)
-    while gang not in harness.scheduler.running:
+    assert held < sum(harness.cache.blocks_for(s.num_computed_tokens) for s in group.live)
+    while group not in harness.scheduler.running:
         harness.step()
-    tables = [harness.cache.block_ids(sequence.seq_id) for sequence in gang.live]
+    tables = [harness.cache.block_ids(sequence.seq_id) for sequence in group.live]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     finish(harness)
 
 
-def test_gang_that_was_planned_in_part_loses_nothing() -> None:
+def test_group_that_was_planned_in_part_loses_nothing() -> None:
     """Its last branch finds no block, so that what its first was given in this step is taken back."""
     retracted = 0
     for prompt_len in range(4, 12):
         harness = swapping(11, max_num_seqs=4)
         harness.add(prompt_len, max_tokens=30, ignore_eos=True)
-        gang = harness.add(prompt_len, n=2, max_tokens=10, ignore_eos=True)
-        while harness.scheduler.has_requests and gang not in harness.scheduler.swapped:
+        group = harness.add(prompt_len, n=2, max_tokens=10, ignore_eos=True)
+        while harness.scheduler.has_requests and group not in harness.scheduler.swapped:
             harness.step()
-        if gang in harness.scheduler.swapped:
+        if group in harness.scheduler.swapped:
             retracted += 1
-            assert all(s.num_computed_tokens == s.num_tokens - 1 for s in gang.live)
+            assert all(s.num_computed_tokens == s.num_tokens - 1 for s in group.live)
         finish(harness)
-        assert harness.scheduler.recovery.num_recomputed_tokens == 0
+        assert harness.scheduler.preemption.num_recomputed_tokens == 0
     assert retracted > 0
 
 
@@ -127,7 +127,7 @@ def test_prompt_that_was_computed_in_part_goes_on_where_it_was() -> None:
     assert [sequence.status.value for sequence in victim.live] == ["swapped", "waiting"]
     assert 0 < victim.live[0].num_computed_tokens < 24
     finish(harness)
-    assert harness.scheduler.recovery.num_recomputed_tokens == 0
+    assert harness.scheduler.preemption.num_recomputed_tokens == 0
 
 
 def test_first_branch_may_end_while_its_prompt_is_swapped_out() -> None:
@@ -148,20 +148,20 @@ def test_first_branch_may_end_while_its_prompt_is_swapped_out() -> None:
 def test_swapped_request_can_be_ended(whole: bool) -> None:
     harness = swapping(12)
     harness.add(8, max_tokens=30, ignore_eos=True)
-    gang = harness.add(8, n=2, max_tokens=12, ignore_eos=True)
-    until_swapped(harness, gang)
+    group = harness.add(8, n=2, max_tokens=12, ignore_eos=True)
+    until_swapped(harness, group)
     if whole:
-        assert harness.scheduler.abort(gang.request_id)
+        assert harness.scheduler.abort(group.request_id)
         assert harness.cache.num_free_swap_blocks == 100
-        assert gang not in harness.scheduler.swapped
+        assert group not in harness.scheduler.swapped
     else:
-        assert harness.scheduler.finish(gang.request_id, 0)
+        assert harness.scheduler.finish(group.request_id, 0)
         assert harness.cache.num_free_swap_blocks < 100
     harness.check()
     harness.run()
-    harness.assert_right(gang, whole=False)
+    harness.assert_right(group, whole=False)
     if not whole:
-        assert harness.outputs[gang.request_id, 1] == harness.expected(gang)[1]
+        assert harness.outputs[group.request_id, 1] == harness.expected(group)[1]
 
 
 @pytest.mark.parametrize("direction", ["out", "in"])
@@ -184,7 +184,7 @@ def test_full_swap_space_leaves_recomputation() -> None:
     victim = harness.add(8, max_tokens=30, ignore_eos=True)
     finish(harness)
     assert victim.num_preemptions > 0
-    assert harness.scheduler.recovery.num_preemptions["swap"] == 0
+    assert harness.scheduler.preemption.num_preemptions["swap"] == 0
     assert harness.executor.num_swapped == 0
 
 
@@ -235,21 +235,21 @@ def test_many_long_generations_in_a_pool_for_one_and_a_half(
     requests = [harness.add(8, max_tokens=56, ignore_eos=True) for _ in range(32)]
     finish(harness)
     assert max(request.num_preemptions for request in requests) <= 4
-    assert sum(harness.scheduler.recovery.num_preemptions.values()) > 32
+    assert sum(harness.scheduler.preemption.num_preemptions.values()) > 32
 
 
 def test_only_an_earlier_victim_comes_before_what_is_swapped_out() -> None:
     harness = Harness(100)
     new, lost, swapped, lost_later = [harness.add(4, max_tokens=4) for _ in range(4)]
     lost.num_preemptions = lost_later.num_preemptions = 1
-    next_to_enter = ByPriority().next_to_enter
-    assert next_to_enter([], []) is None
-    assert next_to_enter([], [swapped]) is swapped
-    assert next_to_enter([lost_later], [swapped]) is swapped
-    assert next_to_enter([lost, lost_later], [swapped]) is lost
+    next_to_admit = ByPriority().next_to_admit
+    assert next_to_admit([], []) is None
+    assert next_to_admit([], [swapped]) is swapped
+    assert next_to_admit([lost_later], [swapped]) is swapped
+    assert next_to_admit([lost, lost_later], [swapped]) is lost
     waiting = [new, lost, lost_later]
-    assert next_to_enter(waiting, [swapped]) is lost, "nothing new, which may stand before it by priority"
-    passed = PassedOver()
-    passed.add(lost)
-    assert next_to_enter(waiting, [swapped], passed) is swapped
-    assert next_to_enter(waiting, []) is new
+    assert next_to_admit(waiting, [swapped]) is lost, "nothing new, which may stand before it by priority"
+    skipped = SkippedRequests()
+    skipped.add(lost)
+    assert next_to_admit(waiting, [swapped], skipped) is swapped
+    assert next_to_admit(waiting, []) is new

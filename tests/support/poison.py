@@ -48,7 +48,7 @@ class Poison:
             tensor[torch.tensor(free, dtype=torch.int64)] = torch.nan
 
     def _fill_rows(self) -> None:
-        batch, rows = self._worker._batch, self._scheduler.roster.free_rows
+        batch, rows = self._worker._batch, self._scheduler.queues.free_rows
         self.num_poisoned_rows += len(rows)
         batch.token_ids[rows] = POISON_TOKEN
         batch.block_tables[rows] = 0

@@ -189,7 +189,7 @@ class Harness:
         return self._undo()
 
     def _undo(self) -> list[int]:
-        concerned = self.scheduler.undo()
+        concerned = self.scheduler.roll_back()
         self.check()
         return concerned
 
@@ -200,13 +200,14 @@ class Harness:
         assert not before or before[0] in scheduler.running, "the first in order gave way"
         for victim in (request for request in before if request not in scheduler.running):
             assert all(
-                request.turn < victim.turn or (self.max_kv_share < 1 and request.client_id != victim.client_id)
+                request.queue_key < victim.queue_key
+                or (self.max_kv_share < 1 and request.client_id != victim.client_id)
                 for request in scheduler.admitted
             ), "let in past a victim"
         if scheduler.swapped:
             assert all(request.num_preemptions > 0 for request in scheduler.admitted), "let in past a swapped request"
-            first = scheduler.swapped[0].turn
-            assert all(request.turn < first for request in scheduler.admitted), "returned out of order"
+            first = scheduler.swapped[0].queue_key
+            assert all(request.queue_key < first for request in scheduler.admitted), "returned out of order"
         return plan
 
     def check(self) -> None:

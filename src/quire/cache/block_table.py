@@ -167,7 +167,7 @@ class BlockTable:
         self._first_replaced = self._copied = None
         self._take_counts(parent)
 
-    def moved(self, pool: BlockPool, places: BlockArray) -> "BlockTable":
+    def relocate(self, pool: BlockPool, places: BlockArray) -> "BlockTable":
         """Return the table in another pool, where it shares what that has at places[b] for each block b.
 
         `places` has one more place at its end, which holds NULL_BLOCK.

@@ -70,14 +70,14 @@ class BuddyPool(BlockPool):
         self._num_held[first] -= owners == 1
         if self._num_held[first] == 0:
             del self._num_held[first]
-            self._give_back(first, self._orders.pop(first))
+            self._swap_in(first, self._orders.pop(first))
 
     def release_all(self, blocks: BlockArray) -> None:
         """Drop one owner of each of several blocks."""
         for block in blocks.tolist():
             self.release(block)
 
-    def _give_back(self, first: int, order: int) -> None:
+    def _swap_in(self, first: int, order: int) -> None:
         self._num_free += 1 << order
         while (buddy := first ^ 1 << order) in self._free[order]:
             self._free[order].remove(buddy)

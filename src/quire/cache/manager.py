@@ -39,16 +39,16 @@ class KVCacheManager:
 
     __slots__ = (
         "_num_copied", "_num_found", "_num_queried", "_pool", "_prefixes", "_swap", "_tables", "_window",
-        "block_size", "can_find", "num_blocks",
+        "block_size", "num_blocks", "prefix_caching_enabled",
     )
 
     def __init__(self, config: CacheConfig) -> None:
         self.num_blocks = config.num_blocks
         self.block_size = config.block_size
         self._window = config.sliding_window
-        self.can_find = config.enable_prefix_caching    # else sequences have no paths, and the tree stays empty
-        tree = PrefixTree(config.num_blocks if self.can_find else 0, config.block_size)
-        self._pool = BlockPool(config.num_blocks, tree if self.can_find else None)
+        self.prefix_caching_enabled = config.enable_prefix_caching  # else there are no paths, and the tree stays empty
+        tree = PrefixTree(config.num_blocks if self.prefix_caching_enabled else 0, config.block_size)
+        self._pool = BlockPool(config.num_blocks, tree if self.prefix_caching_enabled else None)
         self._prefixes = PrefixCache(self._pool, tree)
         self._tables = _Tables()
         self._swap = SwapSpace(config.num_swap_blocks) if config.num_swap_blocks else None
@@ -112,7 +112,7 @@ class KVCacheManager:
         """
         self._refuse_taken(seq_id)
         table = self._tables[seq_id] = self._new_table(num_reserved)
-        if token_ids is None or not self.can_find:
+        if token_ids is None or not self.prefix_caching_enabled:
             return None
         table.begin(match.blocks, match.num_tokens - match.num_inside)
         self._prefixes.begin(table, token_ids, scope, len(match.blocks), keeps_all=keeps_all)
@@ -182,7 +182,7 @@ class KVCacheManager:
         else:
             self._free_in_cache(seq_id, num_computed)
 
-    def distrust(self, seq_id: int) -> None:
+    def invalidate(self, seq_id: int) -> None:
         """Let nobody find what a sequence holds and others do not: its keys and values may be no numbers."""
         if seq_id in self._tables:
             self._prefixes.withdraw(self._tables[seq_id], only_pending=False)
@@ -195,7 +195,7 @@ class KVCacheManager:
         del self._tables[seq_id]
 
     def pin(self, pin_id: int, seq_id: int) -> None:
-        """Keep the blocks of a sequence until `unpin`, whatever becomes of it. For a cache that `can_find`.
+        """Keep the blocks of a sequence until `unpin`, whatever becomes of it. Needs prefix caching.
 
         All of its tokens have been computed, and it holds all of its blocks. For the end of a step.
         """
@@ -238,7 +238,7 @@ class KVCacheManager:
 
     def note_query(self, num_queried: int, num_found: int) -> None:
         """Count the tokens of a prompt that were looked up, and those that need not be computed."""
-        if self.can_find:
+        if self.prefix_caching_enabled:
             self._num_queried += num_queried
             self._num_found += num_found
 
@@ -276,18 +276,18 @@ class KVCacheManager:
         self._num_copied -= self._prefixes.retract(self._tables[seq_id], num_tokens)
 
     def swap_out(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
-        """Move a gang that appends nothing in this step to the swap space; return what has to be copied, first of all.
+        """Move a sequence group to the swap space; return the copies to make, before all others of the step.
 
-        Raises OutOfBlocksError for want of swap blocks; nothing has moved then. What could be found in the cache still
-        can.
+        The group appends nothing in this step. Raises OutOfBlocksError, and changes nothing, for want of swap blocks.
+        What could be found in the cache still can.
         """
         swap, tables = self._swap, {seq_id: self._tables[seq_id] for seq_id in seq_ids}
         assert swap is not None, "there is no swap space"
         for table in tables.values():
-            assert table.path is None or not table.path.is_arriving, f"{seq_ids} swapped in and out in one step"
+            assert table.path is None or not table.path.swap_in_pending, f"{seq_ids} swapped in and out in one step"
             if self._window is not None:
                 self._drop_unseen(table, self._window)
-        copies = swap.take(tables, self._pool)
+        copies = swap.swap_out(tables, self._pool)
         for seq_id, table in tables.items():
             self._free_in_cache(seq_id, table.num_tokens)
         return copies
@@ -297,16 +297,16 @@ class KVCacheManager:
         if self._swap is None:
             return 0
         found, _ = self._found(seq_ids)
-        return self._swap.num_blocks_to_return(seq_ids, self._pool, found)
+        return self._swap.num_blocks_to_swap_in(seq_ids, self._pool, found)
 
     def swap_in(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
-        """Move a gang back; return what has to be copied after all that is swapped out. What the cache holds is not.
+        """Move a sequence group back; return the copies to make after all swap-outs. Cached blocks are not copied.
 
         Raises OutOfBlocksError, and changes nothing, when the pool lacks blocks.
         """
         assert self._swap is not None, "there is no swap space"
         found, num_found = self._found(seq_ids)
-        tables, copies = self._swap.give_back(seq_ids, self._pool, found)
+        tables, copies = self._swap.swap_in(seq_ids, self._pool, found)
         self._tables |= tables
         for seq_id, table in tables.items():
             if table.path is not None:

@@ -72,7 +72,7 @@ class PrefixCache:
         self._size = tree.block_size
         self.pins = Pins(tree.block_size)
         self._computing: dict[int, Path] = {}  # by the first node that the step computes for each
-        self._arriving: list[Path] = []        # of the sequences that the step under way swaps in
+        self._swapping_in: list[Path] = []        # of the sequences that the step under way swaps in
         self._sources: list[int] = []  # blocks that the step under way copies from, held until it is over
 
     # --- looking up -----------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class PrefixCache:
         Compares memory, so it costs a fiftieth of a walk. For tables that hold all of their blocks: no window.
         """
         path = table.path
-        if path is None or path.is_arriving or path.scope != scope:
+        if path is None or path.swap_in_pending or path.scope != scope:
             return []
         num_blocks = min(path.num_blocks if path.pending is None else path.pending[0], stop // self._size)
         if num_blocks == 0 or path.token_ids[: self._size] != token_ids[: self._size]:
@@ -160,13 +160,13 @@ class PrefixCache:
             child.path = None
             return
         child.path = replace(parent.path, token_ids=token_ids, keeps_all=False, pending=None)
-        if child.path.is_arriving:
-            self._arriving.append(child.path)
+        if child.path.swap_in_pending:
+            self._swapping_in.append(child.path)
 
     def arrive(self, path: Path, num_found: int) -> None:
         """Begin a path anew for a sequence that the step under way swaps in, with the columns that it found."""
-        path.num_blocks, path.is_arriving = num_found, True
-        self._arriving.append(path)
+        path.num_blocks, path.swap_in_pending = num_found, True
+        self._swapping_in.append(path)
 
     def publish(self, table: BlockTable, num_tokens: int, *, is_pending: bool = False) -> None:
         """Put the full blocks of the first `num_tokens` tokens into the tree, or adopt those that it has.
@@ -175,7 +175,7 @@ class PrefixCache:
         does this sequence, so they become pending nodes, as far as nobody has the same ones.
         """
         path, stop = table.path, num_tokens // self._size
-        if path is None or path.is_arriving or path.num_blocks >= stop:
+        if path is None or path.swap_in_pending or path.num_blocks >= stop:
             return
         tree, node, first = self._tree, self._last_node(path, table), path.num_blocks
         packed = as_bytes(path.token_ids[first * self._size : stop * self._size])
@@ -210,7 +210,7 @@ class PrefixCache:
         with an ancestor that was given up, leaves the path.
         """
         tree, path = self._tree, table.path
-        while path is not None and not path.is_arriving and path.num_blocks > 0:
+        while path is not None and not path.swap_in_pending and path.num_blocks > 0:
             block = table.columns[path.num_blocks - 1]
             if block == NULL_BLOCK:
                 return
@@ -249,8 +249,8 @@ class PrefixCache:
         for path in self._computing.values():
             path.pending = None
         self._computing.clear()
-        while self._arriving:
-            self._arriving.pop().is_arriving = False
+        while self._swapping_in:
+            self._swapping_in.pop().swap_in_pending = False
         while self._sources:
             self._pool.release(self._sources.pop())
 
@@ -295,7 +295,7 @@ class PrefixCache:
     def check_path(self, table: BlockTable) -> None:
         """Assert that the blocks of a table's path stand in the tree under its tokens, as far as they are there."""
         path = table.path
-        if path is None or path.is_arriving:
+        if path is None or path.swap_in_pending:
             return
         assert path.num_blocks <= len(table.columns), f"a path of {path.num_blocks} blocks in {len(table.columns)}"
         node = self._tree.root(path.scope)

@@ -37,7 +37,7 @@ class Path:
     scope: Scope
     num_blocks: int = 0         # leading columns of its table that are in the tree
     keeps_all: bool = False     # no block is given up when it leaves the sliding window: it will be pinned
-    is_arriving: bool = False   # the step under way swaps its blocks in: they can be found when that is over
+    swap_in_pending: bool = False   # the step under way swaps its blocks in: they can be found when that is over
     pending: tuple[int, int] | None = None  # column and block of the first node that the step computes for it
 
 

@@ -39,7 +39,7 @@ def places_of(blocks: BlockArray, places: BlockArray, num_blocks: int) -> BlockA
 
 
 class Footprint(NamedTuple):
-    """The blocks of a gang, each counted once, and how many of them others hold as well."""
+    """The blocks of a group, each counted once, and how many of them others hold as well."""
 
     num_blocks: int
     num_held_by_others: int
@@ -69,8 +69,8 @@ class SwapSpace:
         """Return the table of a sequence that is swapped out."""
         return self._tables[seq_id]
 
-    def take(self, tables: Mapping[int, BlockTable], pool: BlockPool) -> list[BlockCopy]:
-        """Take in the tables of a gang, by sequence id; return what has to be copied (src in the cache's `pool`).
+    def swap_out(self, tables: Mapping[int, BlockTable], pool: BlockPool) -> list[BlockCopy]:
+        """Take in the tables of a group, by sequence id; return what has to be copied (src in the cache's `pool`).
 
         Raises OutOfBlocksError, and changes nothing, for want of blocks. The given tables are left as they are.
         """
@@ -78,25 +78,25 @@ class SwapSpace:
         taken = _as_array(self._pool.allocate(len(blocks)))
         places = places_of(blocks, taken, pool.num_blocks)
         for seq_id, table in tables.items():
-            self._tables[seq_id] = table.moved(self._pool, places)
+            self._tables[seq_id] = table.relocate(self._pool, places)
         self._pool.release_all(taken)                            # the tables own them now
         self._num_swapped_out += len(taken)
         return list(map(BlockCopy, blocks.tolist(), taken.tolist()))
 
-    def num_blocks_to_return(self, seq_ids: Sequence[int], pool: BlockPool, found: Mapping[int, int]) -> int:
-        """Return how many blocks of the cache's pool `give_back` would take, cached ones that it finds included."""
+    def num_blocks_to_swap_in(self, seq_ids: Sequence[int], pool: BlockPool, found: Mapping[int, int]) -> int:
+        """Return how many blocks of the cache's pool `swap_in` would take, cached ones that it finds included."""
         num_missing = len(self._distinct_blocks(seq_ids)) - len(found)
         return num_missing + sum(pool.ref_count(block) == 0 for block in set(found.values()))
 
-    def give_back(
+    def swap_in(
         self, seq_ids: Sequence[int], pool: BlockPool, found: Mapping[int, int]
     ) -> tuple[dict[int, BlockTable], list[BlockCopy]]:
-        """Return the tables of a gang, now in the cache's pool, and what has to be copied (dst in the cache).
+        """Return the tables of a group, now in the cache's pool, and what has to be copied (dst in the cache).
 
         `found`: blocks of ours whose content stands in the cache, and where. Raises OutOfBlocksError, and changes
         nothing, for want of blocks.
         """
-        if (need := self.num_blocks_to_return(seq_ids, pool, found)) > pool.num_free_blocks:
+        if (need := self.num_blocks_to_swap_in(seq_ids, pool, found)) > pool.num_free_blocks:
             raise OutOfBlocksError(f"need {need} blocks, {pool.num_free_blocks} of {pool.num_blocks} are free")
         ours = self._distinct_blocks(seq_ids)
         places = places_of(_as_array(found), _as_array(found.values()), self._pool.num_blocks)
@@ -111,7 +111,7 @@ class SwapSpace:
         places[missing] = copied
         self._pool.share_all(missing)
         self._sources.append(missing)
-        tables = {seq_id: self.table(seq_id).moved(pool, places) for seq_id in seq_ids}
+        tables = {seq_id: self.table(seq_id).relocate(pool, places) for seq_id in seq_ids}
         pool.release_all(np.concatenate([held, copied]))         # the tables own them now
         for seq_id in seq_ids:
             self.free(seq_id)

@@ -14,7 +14,7 @@ from quire.core.token_ids import TokenIds
 
 NO_ROW = -1
 
-Turn = tuple[int, int]  # a place in line: the lower comes first
+QueueKey = tuple[int, int]  # sort key of the queues: the lower comes first
 
 
 class SequenceStatus(Enum):
@@ -59,7 +59,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One client's ask. Its sequences are one gang: admitted, preempted and resumed together (the paper's group)."""
+    """One client's ask. Its sequences are one group: admitted, preempted and resumed together (the paper's group)."""
 
     request_id: int                   # given by the engine; never a client's own id
     prompt_token_ids: abc.Sequence[int]
@@ -78,11 +78,10 @@ class Request:
     weight: float = 1.0               # of its client, under the policy `fair`
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
     prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)  # of positions 1, 2, ... as far as computed
-    turn: Turn = (0, 0)               # place in line, given by the scheduler at arrival; not the order of ids, which
-                                      # were given by those who make requests and take their time to queue them
+    queue_key: QueueKey = (0, 0)      # sort key of the queues, set by the scheduler: ids are not in order of arrival
     num_preemptions: int = 0
     num_cached_tokens: int = 0        # of the prompt, found in the cache when the request was first let in
-    waited: list[int] = field(default_factory=list)        # steps by WAIT_REASONS: see quire.scheduling.hold_ups
+    waited: list[int] = field(default_factory=list)        # steps by WAIT_REASONS: see quire.scheduling.wait_reasons
     num_recomputed_tokens: int = 0    # of what the last preemption has taken
     num_swapped_blocks: int = 0       # that the last preemption has moved, out and in
 

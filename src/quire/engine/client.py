@@ -124,7 +124,7 @@ class EngineClient:
         state = self.state
         if state.num_waiting or state.num_swapped:
             return 0
-        return max(0, self.ready.limits.max_num_seqs - state.num_seats)
+        return max(0, self.ready.limits.max_num_seqs - state.num_running_seqs)
 
     def prepare(
         self, prompt: TokenizedPrompt, params: SamplingParams, beam: BeamSearchParams | None = None, priority: int = 0,

@@ -56,22 +56,22 @@ class Engine:
                 return self.scheduler.take_deltas()
             if not self._in_flight:
                 self._submit(plan)
-            if self._may_plan_ahead and (ahead := self.scheduler.plan_ahead()) is not None:
+            if self._may_schedule_next and (ahead := self.scheduler.schedule_next()) is not None:
                 self._submit(ahead)
             deltas = self.scheduler.update(plan, self._collect())
         except BaseException:
             self._discard()
             self._is_certain = self.scheduler.planner.step.at is not None
-            self._suspects = self.scheduler.undo()
+            self._suspects = self.scheduler.roll_back()
             raise
         if self._in_flight and not self.scheduler.has_requests:
             self._discard()                             # of those that have just ended: nothing comes of it
-            self.scheduler.undo()
+            self.scheduler.roll_back()
         self.num_computed_tokens = sum(plan.counts)
         return [delta for delta in deltas if delta.request_id != PROBE_ID] + self._isolation.note_success()
 
     @property
-    def _may_plan_ahead(self) -> bool:
+    def _may_schedule_next(self) -> bool:
         return len(self._in_flight) < self._max_steps_in_flight and not self._isolation.is_active
 
     def _submit(self, plan: StepPlan) -> None:
@@ -118,7 +118,7 @@ class Engine:
 
         With `by_owner`, which takes longer, also who holds it.
         """
-        recovery = self.scheduler.recovery
+        recovery = self.scheduler.preemption
         return replace(
             self.scheduler.cache.stats(),
             blocks_by_owner=count_blocks_by_owner(self.scheduler) if by_owner else None,

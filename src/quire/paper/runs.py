@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from quire.cache.contiguous import make_manager
-from quire.core.config import Batching, CacheConfig, MemoryPolicy, Recovery, SchedulerConfig
+from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionKind, SchedulerConfig
 from quire.core.plan import StepPlan
 from quire.core.sequence import NO_ROW, Request, Sequence
 from quire.scheduling.scheduler import Scheduler
@@ -66,7 +66,7 @@ class Point:
     n: int = 1
     beam_width: int | None = None
     block_size: int = 16
-    recovery: Recovery | None = None       # None: whichever is cheaper
+    recovery: PreemptionKind | None = None       # None: whichever is cheaper
     seed: int = 0
     data: Path = DATA_FOLDER
 
@@ -198,7 +198,7 @@ class _Watch:
         cache, slots = scheduler.cache, scheduler.cache.num_blocks * scheduler.cache.block_size
         for request, sequence in _running(scheduler):
             num_tokens, longest = cache.num_tokens(sequence.seq_id), sequence.num_prompt_tokens + request.max_tokens
-            reserved = scheduler.entrance.num_reserved(request) or cache.blocks_for(num_tokens) * cache.block_size
+            reserved = scheduler.admission.num_reserved(request) or cache.blocks_for(num_tokens) * cache.block_size
             parts = num_tokens, max(0, min(reserved, longest) - num_tokens), max(0, reserved - max(longest, num_tokens))
             for kind, part in enumerate(parts):
                 self._sums[kind] += part / slots * seconds

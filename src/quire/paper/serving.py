@@ -7,7 +7,7 @@ from itertools import chain, pairwise
 from math import log
 from typing import NamedTuple, get_args
 
-from quire.core.config import Recovery
+from quire.core.config import PreemptionKind
 from quire.core.plan import StepPlan
 from quire.paper.figures import Comparison, Result, Row, Settings, figure
 from quire.paper.plots import Bars, Lines
@@ -240,7 +240,8 @@ def block_size(settings: Settings) -> Result:
 @figure("swap", "19", "Swapping against recomputation by block size, OPT-13B, ShareGPT")
 def swap(settings: Settings) -> Result:
     """What one preempted sequence adds to steps that run anyway, and the latency under many preemptions."""
-    base = {way: replace(_point(settings, "OPT-13B", "sharegpt", 2.2), recovery=way) for way in get_args(Recovery)}
+    point = _point(settings, "OPT-13B", "sharegpt", 2.2)
+    base = {kind: replace(point, recovery=kind) for kind in get_args(PreemptionKind)}
     found, rows = _by_block_size(base)
     costs = {size: set_up("OPT-13B").cost_model(size) for size in SIZES}
     again = StepPlan(rows=[0], starts=[0], counts=[SWAPPED_LEN], sample_rows=[0], sample_entries=[0])

@@ -19,23 +19,23 @@ class AdmissionWork:
     def __init__(self) -> None:
         self._done = 0
 
-    def open(self) -> None:
+    def start_step(self) -> None:
         """Begin a step."""
         self._done = 0
 
     @property
-    def is_done(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether the step has done its share, and admits no more."""
         return self._done >= MAX_WORK
 
-    def note_lookup(self, match: PrefixMatch) -> None:
+    def count_lookup(self, match: PrefixMatch) -> None:
         """Count a lookup: the nodes that it visited, and the blocks that it found in a table."""
         self._done += _LOOKUP_WORK + len(match.blocks) - match.num_known + match.num_known // _BLOCKS_PER_UNIT
 
-    def note_followed(self) -> None:
+    def count_refreshed(self) -> None:
         """Count a pending match that was followed from the last step."""
         self._done += _LOOKUP_WORK
 
-    def note_row(self, num_blocks: int) -> None:
+    def count_row(self, num_blocks: int) -> None:
         """Count a sequence that begins in a row, with so many blocks."""
         self._done += _ROW_WORK + num_blocks // _BLOCKS_PER_UNIT

@@ -6,7 +6,7 @@ others survive. Hypotheses that ended are kept apart, the `beam_width` best by s
 tokens ** length_penalty), the one that ends a sequence among them. With that many kept, the search is over as soon as
 the best survivor, scored at its present length, is not better than the worst of them.
 
-A search runs on a gang of `beam_width` sequences. Which of them hold a beam, the search says: at first only one does.
+A search runs on a sequence group of `beam_width` sequences. At first only one of them holds a beam.
 """
 
 import math
@@ -128,13 +128,13 @@ class BeamSearches:
         self._answered: dict[int, Request] = {}         # in the step under way
         self._row_forks: list[RowFork] = []             # that the worker has not been told of
 
-    def begin(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Take in a new request, if it is a beam search."""
         if request.beam is not None:
             search = BeamSearch(request.beam, request.max_tokens, request.eos_token_ids)
             self._searches[request.request_id] = search
 
-    def end(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """Forget a request, whatever it is."""
         self._searches.pop(request.request_id, None)
         self._answered.pop(request.request_id, None)

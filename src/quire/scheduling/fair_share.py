@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 
-from quire.core.sequence import Request, Sequence, Turn
-from quire.scheduling.policies import ByPriority, PassedOver, turn_of
+from quire.core.sequence import QueueKey, Request, Sequence
+from quire.scheduling.policies import ByPriority, SkippedRequests, queue_key_of
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # the paper's (section 5.1), after the prices of hosted models
 MAX_ABSENT = 4096                   # clients without a request that keep their counters
@@ -78,7 +78,7 @@ class Backlog:
 
     def __init__(self, counters: TokenCounters) -> None:
         self._counters = counters
-        self._queues: dict[str, list[Request]] = {}     # by turn
+        self._queues: dict[str, list[Request]] = {}     # by queue key
         self._ranks: dict[str, int] = {}                # of the valid entry of each client
         self._heap: list[tuple[float, int, str]] = []
         self._numbers = count()
@@ -98,37 +98,37 @@ class Backlog:
         if client not in self._queues:
             self._queues[client] = []
             self._rank(client)
-        insort(self._queues[client], request, key=turn_of)
+        insort(self._queues[client], request, key=queue_key_of)
 
     def remove(self, request: Request) -> None:
         """Remove a request that is admitted, or has ended."""
         client = request.client_id
         queue = self._queues[client]
-        del queue[bisect_left(queue, request.turn, key=turn_of)]
+        del queue[bisect_left(queue, request.queue_key, key=queue_key_of)]
         if queue:
             self._rank(client)
         else:
             del self._queues[client], self._ranks[client]
 
-    def first(self, passed: PassedOver | None) -> Request | None:
-        """Return the first request, by the counters of clients and then by turn, that is not passed over."""
+    def first(self, skipped: SkippedRequests | None) -> Request | None:
+        """Return the first request, by the counters of clients and then by queue key, that is not skipped."""
         set_aside = []
         found = None
         while found is None and (client := self._first_client()) is not None:
-            found = self._first_of(client, passed)
+            found = self._first_of(client, skipped)
             if found is None:
                 set_aside.append(heappop(self._heap))
         for entry in set_aside:
             heappush(self._heap, entry)
         return found
 
-    def _first_of(self, client: str, passed: PassedOver | None) -> Request | None:
+    def _first_of(self, client: str, skipped: SkippedRequests | None) -> Request | None:
         queue = self._queues[client]
-        if passed is None:
+        if skipped is None:
             return queue[0]
-        if client in passed.clients:
+        if client in skipped.clients:
             return None
-        return next((request for request in queue if request not in passed.requests), None)
+        return next((request for request in queue if request not in skipped.requests), None)
 
     def _first_client(self) -> str | None:
         """Return the client with the least counter, whose entry is at the top then."""
@@ -155,8 +155,8 @@ class Backlog:
 class FairShare(ByPriority):
     """Admit the first request of the client with the least counter; preempt the latest of the one with the largest.
 
-    A client's own requests are in the order of `ByPriority`. An admitted request gets its turn then, and keeps it: a
-    preempted one comes back before any new one is admitted, so all admitted requests finish.
+    A client's own requests are in the order of `ByPriority`. An admitted request gets its queue key then, and keeps it:
+    a preempted one comes back before any new one is admitted, so all admitted requests finish.
     """
 
     def __init__(self) -> None:
@@ -174,25 +174,25 @@ class FairShare(ByPriority):
             least = self._backlog.least_counter() or 0.0
             self.counters.lift(client, max(least, self.counters[self._last_admitted]))
 
-    def queue(self, request: Request) -> None:
+    def enqueue(self, request: Request) -> None:
         """Let a request compete by its client's counter, unless it was admitted before."""
         if not _was_admitted(request):
             self._backlog.add(request)
 
-    def remove(self, request: Request) -> None:
+    def dequeue(self, request: Request) -> None:
         """Let a request compete no more."""
         if not _was_admitted(request):
             self._backlog.remove(request)
 
-    def admit(self, request: Request) -> Turn:
-        """Return a turn behind all admitted requests, and before all new ones; an earlier one is kept."""
+    def admit(self, request: Request) -> QueueKey:
+        """Return a queue key behind all admitted requests, and before all new ones; an earlier one is kept."""
         if _was_admitted(request):
-            return request.turn
+            return request.queue_key
         self._last_admitted = request.client_id
         self._num_admitted += 1
         return _ADMITTED, self._num_admitted
 
-    def end(self, request: Request) -> None:
+    def finish(self, request: Request) -> None:
         """Note that a request has ended, admitted or not."""
         self.counters.end_request(request.client_id)
 
@@ -205,22 +205,22 @@ class FairShare(ByPriority):
         for request, _ in sampled:
             self.counters.charge(request, OUTPUT_WEIGHT)
 
-    def next_to_enter(
-        self, waiting: list[Request], swapped: list[Request], passed: PassedOver | None = None
+    def next_to_admit(
+        self, waiting: list[Request], swapped: list[Request], skipped: SkippedRequests | None = None
     ) -> Request | None:
-        """Return a preempted request, by turn, if one waits or is swapped out, else the first new one."""
+        """Return a preempted request, by queue key, if one waits or is swapped out, else the first new one."""
         for request in waiting:
-            if not _was_admitted(request) or (swapped and request.turn > swapped[0].turn):
+            if not _was_admitted(request) or (swapped and request.queue_key > swapped[0].queue_key):
                 break
-            if passed is None or request not in passed:
+            if skipped is None or request not in skipped:
                 return request
-        return swapped[0] if swapped else self._backlog.first(passed)
+        return swapped[0] if swapped else self._backlog.first(skipped)
 
-    def in_line(self, running: list[Request]) -> list[Request]:
-        """Return the first by turn, then the others by their clients' counters."""
+    def planning_order(self, running: list[Request]) -> list[Request]:
+        """Return the first by queue key, then the others by their clients' counters."""
         counters = self.counters
         return running[:1] + sorted(running[1:], key=lambda request: counters[request.client_id])
 
 
 def _was_admitted(request: Request) -> bool:
-    return request.turn[0] == _ADMITTED
+    return request.queue_key[0] == _ADMITTED

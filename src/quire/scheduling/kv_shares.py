@@ -16,7 +16,7 @@ class _Holding:
     """What the running requests of a client hold."""
 
     num_blocks: int = 0
-    num_seats: int = 0
+    num_running_seqs: int = 0
     num_requests: int = 0
 
 
@@ -32,7 +32,7 @@ class KVShares:
         self._known_blocks, self._head_room = known_blocks, head_room
         self._holdings: dict[str, _Holding] | None = None
 
-    def open(self) -> None:
+    def start_step(self) -> None:
         """Begin a step: requests have grown since."""
         self._holdings = None
 
@@ -43,7 +43,7 @@ class KVShares:
         holding = self._counted().get(request.client_id)
         if holding is None:
             return False
-        head_room = self._head_room(holding.num_seats + len(request.live))
+        head_room = self._head_room(holding.num_running_seqs + len(request.live))
         return holding.num_blocks + self._known_blocks(request) + head_room > self._max_blocks
 
     def admit(self, request: Request) -> None:
@@ -53,9 +53,9 @@ class KVShares:
 
     def has_excess(self) -> bool:
         """Return whether a client holds more than its share, as of now."""
-        self.open()
+        self.start_step()
         is_over = bool(self.excess())
-        self.open()
+        self.start_step()
         return is_over
 
     def excess(self) -> list[Request]:
@@ -69,7 +69,7 @@ class KVShares:
             holding = holdings[request.client_id]
             if request.client_id in over and holding.num_requests > 1 and holding.num_blocks > self._max_blocks:
                 holding.num_blocks -= self._known_blocks(request)
-                holding.num_seats -= len(request.live)
+                holding.num_running_seqs -= len(request.live)
                 holding.num_requests -= 1
                 victims.append(request)
         return victims
@@ -88,5 +88,5 @@ class KVShares:
     def _count(self, holdings: dict[str, _Holding], request: Request) -> None:
         holding = holdings.setdefault(request.client_id, _Holding())
         holding.num_blocks += self._known_blocks(request)
-        holding.num_seats += len(request.live)
+        holding.num_running_seqs += len(request.live)
         holding.num_requests += 1

@@ -13,7 +13,7 @@ def check_pinnable(
     num_tokens: int, requests: Collection[Request], cache: KVCacheManager, limits: AdmissionLimits
 ) -> None:
     """Raise InvalidRequestError if a prefix of so many tokens cannot be kept beside all that was let in."""
-    if not cache.can_find:
+    if not cache.prefix_caching_enabled:
         raise InvalidRequestError("nothing can be pinned: prefix caching is off (enable_prefix_caching)")
     num_pins = len(cache.pins) + sum(request.is_pin for request in requests)
     limits.check_pinnable(num_tokens, num_pins, _most_needed_blocks(requests, cache.block_size))

@@ -11,7 +11,7 @@ class PlanBuilder:
     """A plan under construction. `planned[i]` is the sequence of entry i, `sampled[j]` that of sample j.
 
     `forked`: sequences that begin with tokens of another's prompt, which is computed when the step is over.
-    `resting`: sequences that sit it out: see run_ahead.py. `at`: whose turn it is while the plan is made. `admitted`,
+    `resting`: sequences that sit it out: see async_scheduling.py. `at`: the request that is being planned. `admitted`,
     `swapped_out`: requests that come and go with this step, the last ones with their blocks. `preempted`: the ids of
     all that go.
     """

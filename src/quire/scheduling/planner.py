@@ -2,7 +2,7 @@
 
 When blocks run out, the last in order gives way as a whole, to be computed again later or swapped out and in (Kwon et
 al. 2023, section 4.5). The first in order never does. Whoever waits comes in while rows, blocks and budget last; who
-begins with a block that is being computed in this step is passed over, and its seats are kept: in the next step it
+begins with a block that is being computed in this step is skipped, and its seats are kept: in the next step it
 finds that block.
 """
 
@@ -15,18 +15,18 @@ from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
 from quire.core.outputs import WaitReason
 from quire.core.plan import BlockCopy
 from quire.core.sequence import NO_ROW, Request, Sequence
-from quire.scheduling.budget import LongPrompts
-from quire.scheduling.entrance import Entrance
+from quire.scheduling.admission import AdmissionControl
+from quire.scheduling.chunked_prefill import ChunkedPrefillBudget
 from quire.scheduling.kv_shares import KVShares
 from quire.scheduling.plan_builder import PlanBuilder
-from quire.scheduling.policies import ByPriority, PassedOver
-from quire.scheduling.recovery import RecoveryPolicy
-from quire.scheduling.roster import Roster
+from quire.scheduling.policies import ByPriority, SkippedRequests
+from quire.scheduling.preemption import PreemptionPolicy
+from quire.scheduling.queues import RequestQueues
 
-_DECODES_AT_ONCE = 256  # where decodes and gangs alternate, each run of decodes looks at no more requests than this
+_DECODES_AT_ONCE = 256  # requests that each run of decodes looks at, at most: decodes and groups may alternate
 
 
-class GaveWayError(Exception):
+class SelfPreemptedError(Exception):
     """The request that was being planned is the last in order itself, and has been preempted."""
 
 
@@ -34,35 +34,35 @@ class Planner:
     """Writes the plan of one step after the other. Changes where requests stand, and what they hold."""
 
     def __init__(
-        self, budget: int, roster: Roster, entrance: Entrance, recovery: RecoveryPolicy, order: ByPriority,
-        cache: KVCacheManager, shares: KVShares,
+        self, budget: int, queues: RequestQueues, admission: AdmissionControl, preemption: PreemptionPolicy,
+        order: ByPriority, cache: KVCacheManager, shares: KVShares,
     ) -> None:  # fmt: skip
         self._shares = shares
-        self._roster, self._entrance, self._recovery = roster, entrance, recovery
+        self._queues, self._admission, self._preemption = queues, admission, preemption
         self._order, self._cache = order, cache
-        self._long_prompts = LongPrompts(budget, self._contenders)
-        self._line: list[Request] = []  # running requests as this step plans them; the last is preempted first
+        self._prefill_budget = ChunkedPrefillBudget(budget, self._budget_candidates)
+        self._planning_order: list[Request] = []  # of the running requests in this step; the last is preempted first
         self.step = PlanBuilder()       # that is being planned, or is under way
 
-    def open(self, step: PlanBuilder) -> None:
+    def start_step(self, step: PlanBuilder) -> None:
         """Begin to plan a step."""
         self.step = step
-        self._entrance.open()
-        self._shares.open()
-        self._roster.hold_ups.open()
-        self._long_prompts.open()
-        if self._cache.can_find and self._needs_prefixes():
+        self._admission.start_step()
+        self._shares.start_step()
+        self._queues.wait_reasons.start_step()
+        self._prefill_budget.start_step()
+        if self._cache.prefix_caching_enabled and self._needs_prefixes():
             self._cache.publish()
 
     def _needs_prefixes(self) -> bool:
         """Whether somebody may be let in and will look for prefixes, or blocks are short: none may be there twice."""
-        return self._entrance.may_admit() or self._cache.num_free_blocks < self._roster.num_seats
+        return self._admission.may_admit() or self._cache.num_free_blocks < self._queues.num_running_seqs
 
-    def _contenders(self) -> Iterator[Request]:
+    def _budget_candidates(self) -> Iterator[Request]:
         """Yield who could use some of this step's budget: who runs, and who may be let in next."""
-        yield from self._roster.running
-        if self._entrance.may_admit():
-            yield from self._roster.swapped or self._roster.waiting
+        yield from self._queues.running
+        if self._admission.may_admit():
+            yield from self._queues.swapped or self._queues.waiting
 
     def preempt_excess(self) -> None:
         """Preempt the requests that take their clients past their shares. They come back by recomputation.
@@ -73,15 +73,15 @@ class Planner:
             request.num_preemptions += 1
             request.num_recomputed_tokens = request.num_swapped_blocks = 0
             self.step.preempted.append(request.request_id)
-            self._recovery.count("recompute")
-            self._roster.lose(request)
+            self._preemption.count("recompute")
+            self._queues.release_for_recompute(request)
 
     # --- who runs -------------------------------------------------------------------------------------------------
 
     def plan_running(self, budget: int) -> int:
         """Plan running requests in order. Return the budget left."""
-        running, index = self._order.in_line(self._roster.running), 0
-        self._line = running
+        running, index = self._order.planning_order(self._queues.running), 0
+        self._planning_order = running
         try:
             while budget > 0 and index < len(running):
                 self.step.at = running[index]
@@ -92,15 +92,15 @@ class Planner:
                 else:
                     budget -= self._advance_share(running[index], budget)
                     index += 1
-        except GaveWayError:
+        except SelfPreemptedError:
             pass                                                        # it was the last
         return budget
 
     def _decodes(self, index: int, budget: int) -> list[Sequence]:
         """Return the sequences of the running requests from `index` on that have one token to compute, up to one that
-        has more, or is a gang: what most requests of most steps are."""
+        has more, or is a group: what most requests of most steps are."""
         sequences = []
-        for request in self._line[index : index + min(budget, _DECODES_AT_ONCE)]:
+        for request in self._planning_order[index : index + min(budget, _DECODES_AT_ONCE)]:
             live = request.live
             first = live[0]
             num_missing = first.num_prompt_tokens + len(first.token_ids.output) - first.num_computed_tokens
@@ -111,14 +111,14 @@ class Planner:
 
     def _plan_decodes(self, index: int, sequences: list[Sequence]) -> int:
         """Plan one token of each of these, all at once. Return of how many: the last ones may have to give way."""
-        running, step, updates = self._line, self.step, dict[int, TableUpdate | None]()
+        running, step, updates = self._planning_order, self.step, dict[int, TableUpdate | None]()
         try:
             for place in self._cache.append_where_room([sequence.seq_id for sequence in sequences]):
                 if index + place >= len(running):
                     break                                               # has given way meanwhile
                 step.at = running[index + place]
                 updates[place] = self._append(step.at, sequences[place], 1)
-        except GaveWayError:
+        except SelfPreemptedError:
             pass                                                        # it was the last
         finally:
             del sequences[len(running) - index :]
@@ -126,21 +126,21 @@ class Planner:
         return len(sequences)
 
     def _advance_share(self, request: Request, budget: int) -> int:
-        """Plan a prompt, which may be long, or a gang. What a prompt does not get in this step is promised to it."""
+        """Plan a prompt, which may be long, or a group. What a prompt does not get in this step is promised to it."""
         mark, num_missing = self.step.mark(), num_missing_tokens(request)
         waits_to_fork, is_alone = request.live[-1].row == NO_ROW, len(request.live) == 1
         if waits_to_fork or is_alone:
-            budget = self._long_prompts.share(num_missing, budget)
+            budget = self._prefill_budget.share(num_missing, budget)
         try:
-            used = self._advance_gang(request, budget) if budget > 0 else 0
-        except GaveWayError:
+            used = self._advance_group(request, budget) if budget > 0 else 0
+        except SelfPreemptedError:
             self.step.cut(mark)
             raise
         if waits_to_fork or (is_alone and used < num_missing):
-            self._entrance.promise(request)
+            self._admission.reserve(request)
         return used
 
-    def _advance_gang(self, request: Request, budget: int) -> int:
+    def _advance_group(self, request: Request, budget: int) -> int:
         """Plan the branches of a request, up to `budget` tokens in all. Return how many.
 
         First one branch computes the prompt for all, and the others fork from it at its end (section 4.4). A fork
@@ -150,7 +150,7 @@ class Planner:
         first, *others = request.live
         if request.live[-1].row == NO_ROW:
             if first.row == NO_ROW:
-                self._begin(request, first, NO_MATCH)                   # its gang's first has ended before the fork
+                self._start(request, first, NO_MATCH)                   # its group's first has ended before the fork
             num_missing = num_missing_tokens(request)
             used = min(num_missing, budget)
             self._advance(request, first, used)
@@ -167,7 +167,7 @@ class Planner:
         return budget - left
 
     def _advance(self, request: Request, sequence: Sequence, num_tokens: int) -> None:
-        """Plan the next tokens of a sequence. GaveWayError if its own request had to be preempted for blocks."""
+        """Plan the next tokens of a sequence. SelfPreemptedError if its own request had to be preempted for blocks."""
         self.step.advance(sequence, num_tokens, self._append(request, sequence, num_tokens))
         if sequence.num_computed_tokens + num_tokens == sequence.num_tokens:
             self.step.sample(request, sequence)
@@ -178,11 +178,11 @@ class Planner:
             try:
                 return self._cache.append(sequence.seq_id, num_tokens)
             except OutOfBlocksError:
-                assert len(self._line) > 1, "the first in order is never preempted"
-                victim = self._line.pop()
+                assert len(self._planning_order) > 1, "the first in order is never preempted"
+                victim = self._planning_order.pop()
                 self.preempt(victim)
                 if victim is request:
-                    raise GaveWayError from None
+                    raise SelfPreemptedError from None
 
     def preempt(self, request: Request) -> None:
         """Take everything from a running request, to come back in one way or the other.
@@ -196,115 +196,115 @@ class Planner:
         request.num_recomputed_tokens = request.num_swapped_blocks = 0
         self.step.preempted.append(request.request_id)
         footprint = self._cache.footprint([sequence.seq_id for sequence in held])
-        if self._recovery.choose(request, footprint, self._cache.num_free_swap_blocks) == "swap":
-            self.step.plan.swap_outs.extend(self._roster.swap_out(request))
+        if self._preemption.choose(request, footprint, self._cache.num_free_swap_blocks) == "swap":
+            self.step.plan.swap_outs.extend(self._queues.swap_out(request))
             self.step.swapped_out.append(request)
         else:
-            self._roster.lose(request)
+            self._queues.release_for_recompute(request)
 
     # --- who comes in ---------------------------------------------------------------------------------------------
 
     def admit(self, budget: int) -> WaitReason | None:
         """Let swapped and waiting requests run, in order, while rows, blocks and budget last. Return what does not."""
-        roster, entrance, passed = self._roster, self._entrance, PassedOver()
-        while (request := roster.next_to_enter(passed)) is not None:
+        queues, admission, skipped = self._queues, self._admission, SkippedRequests()
+        while (request := queues.next_to_admit(skipped)) is not None:
             self.step.at = request
-            if budget <= 0 or entrance.work.is_done:
+            if budget <= 0 or admission.work.is_exhausted:
                 return "token_budget"
-            is_swapped = request in roster.swapped
+            is_swapped = request in queues.swapped
             if not is_swapped and self._shares.exceeds(request):
-                passed.add_client(request.client_id)
-                roster.hold_ups.pass_over(request, "kv_share")
+                skipped.add_client(request.client_id)
+                queues.wait_reasons.count_skipped(request, "kv_share")
                 continue
-            if (shortage := entrance.shortage(request)) is not None:
+            if (shortage := admission.shortage(request)) is not None:
                 return "swapped_first" if is_swapped else shortage
             if is_swapped:
-                if entrance.num_spare_blocks_on_return(request) < 0 and roster.running:
+                if admission.num_spare_blocks_on_swap_in(request) < 0 and queues.running:
                     return "swapped_first"
-                budget -= self._return(request, budget)
+                budget -= self._swap_in(request, budget)
                 continue
-            match = entrance.match(request)
+            match = admission.match(request)
             if match.is_pending:
-                passed.add(request)
-                entrance.pass_over(request)
-                roster.hold_ups.pass_over(request, "pending_prefix")
+                skipped.add(request)
+                admission.skip(request)
+                queues.wait_reasons.count_skipped(request, "pending_prefix")
                 continue
-            num_spare = entrance.num_spare_blocks(request, match)
-            if num_spare < 0 and roster.running:                        # alone it fits: see AdmissionLimits
+            num_spare = admission.num_spare_blocks(request, match)
+            if num_spare < 0 and queues.running:                        # alone it fits: see AdmissionLimits
                 return "kv_blocks"
-            share = self._long_prompts.share(num_missing_tokens(request) - match.num_tokens, budget)
+            share = self._prefill_budget.share(num_missing_tokens(request) - match.num_tokens, budget)
             if share == 0:
-                if request.num_preemptions or not self._long_prompts.may_be_passed():
+                if request.num_preemptions or not self._prefill_budget.may_be_passed():
                     return "token_budget"                               # nobody takes the blocks of who gave way
-                passed.add(request)
-                roster.hold_ups.pass_over(request, "token_budget")
+                skipped.add(request)
+                queues.wait_reasons.count_skipped(request, "token_budget")
                 continue
-            budget -= self._let_in(request, match if num_spare > 0 else match.of_whole_blocks(), share)
+            budget -= self._admit_waiting(request, match if num_spare > 0 else match.of_whole_blocks(), share)
         return None
 
-    def _return(self, request: Request, budget: int) -> int:
+    def _swap_in(self, request: Request, budget: int) -> int:
         """Swap a request in, and plan its next tokens. Return how many."""
         self.step.admitted.append(request)
-        self.step.plan.swap_ins.extend(self._roster.swap_in(request))
-        self._note_admitted(request)
+        self.step.plan.swap_ins.extend(self._queues.swap_in(request))
+        self._record_admitted(request)
         for sequence in request.live:
             if sequence.row != NO_ROW:
-                self._begin_row(request, sequence)
-        used = self._advance_gang(request, budget)
-        self._entrance.promise(request)
+                self._start_row(request, sequence)
+        used = self._advance_group(request, budget)
+        self._admission.reserve(request)
         return used
 
-    def _let_in(self, request: Request, match: PrefixMatch, budget: int) -> int:
+    def _admit_waiting(self, request: Request, match: PrefixMatch, budget: int) -> int:
         """Let a waiting request begin with what has been found, and plan its first tokens. Return how many.
 
-        The branches of a preempted gang go their own ways at once if their prompt has been found.
+        The branches of a preempted sequence group go their own ways at once if their prompt has been found.
         """
         self.step.admitted.append(request)
-        self._roster.let_in(request)
-        self._note_admitted(request)
+        self._queues.admit(request)
+        self._record_admitted(request)
         first, *others = request.live
-        self._begin(request, first, match)
+        self._start(request, first, match)
         if request.num_preemptions == 0:
             request.num_cached_tokens = first.num_computed_tokens
             if request.params.prompt_logprobs is None:
                 self._cache.note_query(first.num_prompt_tokens, first.num_computed_tokens)
             self._order.charge_prompt(request)
-        if first.num_output_tokens > 0 and self._entrance.has_prompt(request, match):
+        if first.num_output_tokens > 0 and self._admission.has_prompt(request, match):
             for other in others:
-                self._begin(request, other, self._entrance.match_sequence(request, other).of_whole_blocks())
+                self._start(request, other, self._admission.match_sequence(request, other).of_whole_blocks())
         for other in others:                                            # that will fork have lost all but the prompt
-            request.num_recomputed_tokens += self._recovery.note_return(other, other.num_prompt_tokens)
-        used = self._advance_gang(request, budget)
-        self._entrance.promise(request)
+            request.num_recomputed_tokens += self._preemption.record_resumed(other, other.num_prompt_tokens)
+        used = self._advance_group(request, budget)
+        self._admission.reserve(request)
         return used
 
-    def _note_admitted(self, request: Request) -> None:
-        self._line.append(request)
+    def _record_admitted(self, request: Request) -> None:
+        self._planning_order.append(request)
         self._shares.admit(request)
 
     # --- sequences begin ------------------------------------------------------------------------------------------
 
-    def _begin(self, request: Request, sequence: Sequence, match: PrefixMatch) -> None:
+    def _start(self, request: Request, sequence: Sequence, match: PrefixMatch) -> None:
         """Give a sequence a row, and the tokens of a match."""
-        self._roster.give_row(sequence)
+        self._queues.assign_row(sequence)
         copy = self._cache.create(
             sequence.seq_id, sequence.token_ids, request.cache_salt, match,
-            keeps_all=request.is_pin, num_reserved=self._entrance.num_reserved(request),
+            keeps_all=request.is_pin, num_reserved=self._admission.num_reserved(request),
         )  # fmt: skip
         sequence.num_computed_tokens = self._cache.num_tokens(sequence.seq_id)
-        request.num_recomputed_tokens += self._recovery.note_return(sequence, sequence.num_computed_tokens)
-        self._begin_row(request, sequence, copy)
+        request.num_recomputed_tokens += self._preemption.record_resumed(sequence, sequence.num_computed_tokens)
+        self._start_row(request, sequence, copy)
 
-    def _begin_row(self, request: Request, sequence: Sequence, copy: BlockCopy | None = None) -> None:
+    def _start_row(self, request: Request, sequence: Sequence, copy: BlockCopy | None = None) -> None:
         block_ids = self._cache.block_array(sequence.seq_id)
         self.step.begin_row(request, sequence, block_ids, copy)
-        self._entrance.note_begun(sequence, len(block_ids))
+        self._admission.record_started(sequence, len(block_ids))
 
     def _fork(self, request: Request, first: Sequence, other: Sequence) -> None:
         """Let `other` share all blocks of `first`, and draw its first token from the same logits if it has none."""
-        self._roster.give_row(other)
+        self._queues.assign_row(other)
         self._cache.fork(first.seq_id, other.seq_id, other.token_ids)
-        self._begin_row(request, other)
+        self._start_row(request, other)
         self.step.forked.append(other)
         if other.num_output_tokens == 0 and request.beam is None:
             self.step.sample(request, other)

@@ -20,11 +20,11 @@ class PrefixLookups:
         self._awaited_before: dict[int, Awaited] = {}
         self._last_begun: int | None = None     # its sequence id
 
-    def open(self) -> None:
+    def start_step(self) -> None:
         """Begin a step: requests that were not looked up in the last one have ended, or have been admitted."""
         self._awaited_before, self._awaited = self._awaited, {}
 
-    def note_begun(self, sequence: Sequence) -> None:
+    def record_started(self, sequence: Sequence) -> None:
         """Note a sequence that has a block table now: the next request may begin with the same tokens."""
         self._last_begun = sequence.seq_id
 
@@ -35,7 +35,7 @@ class PrefixLookups:
         if awaited is not None:
             awaited = self._cache.still_awaits(awaited, sequence.token_ids)
         if awaited is not None:
-            self._work.note_followed()
+            self._work.count_refreshed()
             match = PrefixMatch(awaited=awaited)
         else:
             match = self.match(request, sequence, stop)
@@ -46,5 +46,5 @@ class PrefixLookups:
     def match(self, request: Request, sequence: Sequence, stop: int) -> PrefixMatch:
         """Look up the first `stop` tokens of any branch."""
         match = self._cache.match(sequence.token_ids, stop, request.cache_salt, self._last_begun)
-        self._work.note_lookup(match)
+        self._work.count_lookup(match)
         return match

@@ -11,8 +11,8 @@ from quire.core.config import MemoryPolicy
 from quire.core.errors import ContextLengthError
 from quire.core.outputs import WaitReason
 from quire.core.sequence import NO_ROW, Request
-from quire.scheduling.entrance import Entrance
-from quire.scheduling.roster import Roster
+from quire.scheduling.admission import AdmissionControl
+from quire.scheduling.queues import RequestQueues
 
 
 def num_reserved_tokens(policy: MemoryPolicy, num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> int:
@@ -23,16 +23,16 @@ def num_reserved_tokens(policy: MemoryPolicy, num_prompt_tokens: int, max_tokens
     return min(num_prompt_tokens + output_len, max_model_len)
 
 
-class ReservingEntrance(Entrance):
+class ReservingAdmission(AdmissionControl):
     """Lets a request in when there is a chunk for each of its sequences.
 
     Those that wait for the first one's prompt take theirs when they fork. Nobody is let in before that.
     """
 
-    def __init__(self, roster: Roster, cache: ContiguousManager, max_num_seqs: int, max_model_len: int) -> None:
-        super().__init__(roster, cache, max_num_seqs)
+    def __init__(self, queues: RequestQueues, cache: ContiguousManager, max_num_seqs: int, max_model_len: int) -> None:
+        super().__init__(queues, cache, max_num_seqs)
         self._chunks, self._policy, self._max_model_len = cache, cache.policy, max_model_len
-        self._is_fork_due = False  # of a running request, whose other sequences have no chunks yet
+        self._is_fork_pending = False  # of a running request, whose other sequences have no chunks yet
 
     def check_admissible(self, request: Request) -> None:
         """Raise ContextLengthError if there could never be a chunk for each sequence."""
@@ -49,20 +49,20 @@ class ReservingEntrance(Entrance):
         num_prompt_tokens = len(request.prompt_token_ids)
         return num_reserved_tokens(self._policy, num_prompt_tokens, request.max_tokens, self._max_model_len)
 
-    def open(self) -> None:
+    def start_step(self) -> None:
         """Begin a step."""
-        super().open()
-        self._is_fork_due = False
+        super().start_step()
+        self._is_fork_pending = False
 
-    def promise(self, request: Request) -> None:
+    def reserve(self, request: Request) -> None:
         """Keep back all that is free while sequences of a request have no chunks."""
-        self._is_fork_due |= any(sequence.row == NO_ROW for sequence in request.live)
+        self._is_fork_pending |= any(sequence.row == NO_ROW for sequence in request.live)
 
     def shortage(self, request: Request) -> WaitReason | None:
         """Return what there is too little of: rows for a request's sequences, or chunks, where somebody's are due."""
-        if self._roster.num_seats + len(request.live) > self._max_num_seqs:
+        if self._queues.num_running_seqs + len(request.live) > self._max_num_seqs:
             return "max_num_seqs"
-        return "kv_blocks" if self._is_fork_due else None
+        return "kv_blocks" if self._is_fork_pending else None
 
     def num_spare_blocks(self, request: Request, match: PrefixMatch) -> int:
         """Return 0 if there is a chunk for each sequence, else -1."""

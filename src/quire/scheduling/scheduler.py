@@ -5,8 +5,8 @@ first by at most the token budget. Chunked prefill, decoding, recomputation afte
 prefix cache all follow from it.
 
 Requests are served in the order of a policy: by priority with ageing, by arrival, or by shares of clients. While
-anything is swapped out nothing new is let in. The first in order never gives way, and no request is accepted that could
-not finish alone: what is accepted always finishes. `Roster` knows where each request stands, `Planner` writes plans.
+anything is swapped out nothing new is admitted. The first in order is never preempted, and no request is accepted that
+could not finish alone: every accepted request finishes. `RequestQueues` has the queues, `Planner` writes plans.
 Pure Python: no torch, no clock, no I/O.
 """
 
@@ -23,9 +23,9 @@ from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
 from quire.core.seeds import branch_seed
 from quire.core.sequence import Request, Sequence, SequenceStatus
 from quire.core.token_ids import TokenIds, pack_tokens
+from quire.scheduling.admission import AdmissionControl
+from quire.scheduling.async_scheduling import schedule_next
 from quire.scheduling.beam_search import BeamSearches
-from quire.scheduling.entrance import Entrance
-from quire.scheduling.failed_steps import check_running, concerned_by, lose
 from quire.scheduling.fair_share import FairShare
 from quire.scheduling.kv_shares import KVShares
 from quire.scheduling.limits import AdmissionLimits
@@ -33,11 +33,11 @@ from quire.scheduling.pinning import check_pinnable, check_pinned, num_pinned_bl
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.planner import Planner
 from quire.scheduling.policies import ByPriority, FirstComeFirstServed
-from quire.scheduling.recording import outcome
-from quire.scheduling.recovery import RecoveryPolicy
-from quire.scheduling.reservation import ReservingEntrance
-from quire.scheduling.roster import Roster
-from quire.scheduling.run_ahead import plan_ahead
+from quire.scheduling.preemption import PreemptionPolicy
+from quire.scheduling.queues import RequestQueues
+from quire.scheduling.reservation import ReservingAdmission
+from quire.scheduling.step_rollback import affected_by, check_running, release_affected
+from quire.scheduling.stopping import check_stop
 
 
 class Scheduler:
@@ -50,15 +50,15 @@ class Scheduler:
             cache.num_blocks, cache.block_size, config.max_num_seqs, config.max_model_len
         )
         self.order = _make_order(config)
-        self.roster = Roster(cache, config.max_num_seqs, self.order)
-        self.waiting, self.running, self.swapped = self.roster.waiting, self.roster.running, self.roster.swapped
-        self.hold_ups = self.roster.hold_ups
-        self.entrance = _make_entrance(config, cache, self.roster)
-        self.recovery = RecoveryPolicy(config.preemption_mode, cache.block_size)
+        self.queues = RequestQueues(cache, config.max_num_seqs, self.order)
+        self.waiting, self.running, self.swapped = self.queues.waiting, self.queues.running, self.queues.swapped
+        self.wait_reasons = self.queues.wait_reasons
+        self.admission = _make_admission(config, cache, self.queues)
+        self.preemption = PreemptionPolicy(config.preemption_mode, cache.block_size)
         max_blocks = None if config.max_kv_share == 1 else int(config.max_kv_share * cache.num_blocks)
-        self._shares = KVShares(max_blocks, self.running, self.entrance.known_blocks, self.entrance.head_room)
+        self._shares = KVShares(max_blocks, self.running, self.admission.known_blocks, self.admission.head_room)
         self.planner = Planner(
-            config.max_num_batched_tokens, self.roster, self.entrance, self.recovery, self.order, cache, self._shares
+            config.max_num_batched_tokens, self.queues, self.admission, self.preemption, self.order, cache, self._shares
         )
         self._ahead: PlanBuilder | None = None      # the step after the one under way, if it has been planned already
         self._beams = BeamSearches(cache)
@@ -70,7 +70,7 @@ class Scheduler:
     @property
     def has_requests(self) -> bool:
         """Whether anything waits, runs or is swapped out, or is still to be told."""
-        return bool(self.roster.requests or self._deltas)
+        return bool(self.queues.requests or self._deltas)
 
     @property
     def admitted(self) -> list[Request]:
@@ -84,11 +84,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError, and changes nothing, if it could never run."""
-        assert request.request_id not in self.roster.requests, f"request {request.request_id} added twice"
+        assert request.request_id not in self.queues.requests, f"request {request.request_id} added twice"
         num_prompt_tokens = len(request.prompt_token_ids)
         self.limits.check_admissible(num_prompt_tokens, request.max_tokens, request.params.n)
         if request.is_pin:
-            check_pinnable(num_prompt_tokens, self.roster.requests.values(), self.cache, self.limits)
+            check_pinnable(num_prompt_tokens, self.queues.requests.values(), self.cache, self.limits)
         prompt = pack_tokens(request.prompt_token_ids)
         request.live = [
             Sequence(
@@ -100,52 +100,52 @@ class Scheduler:
             )
             for index in range(request.params.n)
         ]
-        request.turn = self.order.turn(request, request.live[0].seq_id)
-        self.entrance.check_admissible(request)
+        request.queue_key = self.order.queue_key(request, request.live[0].seq_id)
+        self.admission.check_admissible(request)
         self.order.add(request)
-        self.roster.add(request)
-        self._beams.begin(request)
+        self.queues.add(request)
+        self._beams.add(request)
         if request.is_pin:
-            self._note_pins()
+            self._update_pin_limits()
 
     def abort(self, request_id: int) -> bool:
         """End a request at once, wherever it is; its blocks are free on return. False if it is not here (any more).
 
         A prefix that it has pinned is unpinned.
         """
-        request = self.roster.requests.get(request_id)
+        request = self.queues.requests.get(request_id)
         if request is not None:
-            self._end_all(request)
+            self._finish_all(request)
             return True
         is_pin = self.cache.unpin(request_id)
         if is_pin:
-            self._note_pins()
+            self._update_pin_limits()
         return is_pin
 
     def finish(self, request_id: int, index: int) -> bool:
         """End one branch, because its text is complete. False if it is not here (any more), or is a beam."""
-        request = self.roster.requests.get(request_id)
+        request = self.queues.requests.get(request_id)
         sequence = next((s for s in request.live if s.index == index), None) if request else None
         if request is None or sequence is None or request.beam is not None:
             return False
-        self._end(request, sequence)
+        self._finish(request, sequence)
         return True
 
-    def _end(self, request: Request, sequence: Sequence) -> None:
+    def _finish(self, request: Request, sequence: Sequence) -> None:
         """End a branch for good; with the last one the request ends."""
-        self.roster.end(request, sequence)
+        self.queues.finish(request, sequence)
         if not request.live:
-            self.order.end(request)
-            self._beams.end(request)
+            self.order.finish(request)
+            self._beams.remove(request)
             if request.is_pin:
-                self._note_pins()
+                self._update_pin_limits()
 
-    def _end_all(self, request: Request) -> None:
+    def _finish_all(self, request: Request) -> None:
         for sequence in list(request.live):
-            self._end(request, sequence)
+            self._finish(request, sequence)
 
-    def _note_pins(self) -> None:
-        num_pinned = num_pinned_blocks(self.roster.requests.values(), self.cache)
+    def _update_pin_limits(self) -> None:
+        num_pinned = num_pinned_blocks(self.queues.requests.values(), self.cache)
         self.limits = replace(self.limits, num_pinned_blocks=num_pinned)
 
     # --- the plan -------------------------------------------------------------------------------------------------
@@ -158,33 +158,34 @@ class Scheduler:
         if self._ahead is not None:
             self.planner.step, self._ahead = self._ahead, None
             return self.planner.step.plan
-        self.planner.open(step := PlanBuilder())
-        plan = self._open(step)
+        self.planner.start_step(step := PlanBuilder())
+        plan = self._start_step(step)
         self.planner.preempt_excess()
         self._admit(self.planner.plan_running(self.config.max_num_batched_tokens))
         step.at = None
-        assert not plan.is_empty or not self.roster.requests, "requests are here, but none of them can run"
+        assert not plan.is_empty or not self.queues.requests, "requests are here, but none of them can run"
         return plan
 
-    def plan_ahead(self) -> StepPlan | None:
+    def schedule_next(self) -> StepPlan | None:
         """Return the step after the one under way, to be recorded after it; None where it cannot be planned yet."""
-        if self.cache.has_window or self.entrance.has_room_for_next() or self._shares.has_excess():
+        if self.cache.has_window or self.admission.has_room_for_next() or self._shares.has_excess():
             return None
-        self._ahead = plan_ahead(
-            self.planner.step, self.running, self.roster.num_seats, self.config.max_num_batched_tokens, self.cache
+        self._ahead = schedule_next(
+            self.planner.step, self.running, self.queues.num_running_seqs, self.config.max_num_batched_tokens,
+            self.cache,
         )
-        return None if self._ahead is None else self._open(self._ahead)
+        return None if self._ahead is None else self._start_step(self._ahead)
 
-    def _open(self, step: PlanBuilder) -> StepPlan:
+    def _start_step(self, step: PlanBuilder) -> StepPlan:
         """Count a step, and put into its plan what the last one has left to do."""
-        self.order.note_step()
+        self.order.count_step()
         step.plan.row_forks.extend(self._beams.take_row_forks())
         step.plan.copies.extend(self.cache.take_copies())
         return step.plan
 
     def _admit(self, budget: int) -> None:
         """Let those in that have room; take down what keeps out the others."""
-        self.hold_ups.note(self.planner.admit(budget))
+        self.wait_reasons.count(self.planner.admit(budget))
 
     # --- the result -----------------------------------------------------------------------------------------------
 
@@ -202,9 +203,9 @@ class Scheduler:
         for sequence in step.forked:
             sequence.num_computed_tokens = sequence.num_prompt_tokens
         self.cache.end_step()
-        self.recovery.note_step(result)
+        self.preemption.record_step(result)
         for chunk in result.prompt_logprobs:
-            self._take_prompt_logprobs(chunk)
+            self._store_prompt_logprobs(chunk)
         self.order.charge_outputs(step.sampled)
         self._record(step, result)
         return self.take_deltas()
@@ -226,7 +227,7 @@ class Scheduler:
                 if request.beam is not None:
                     self._beams.answer(request, sequence, candidates)
                     continue
-                delta = outcome(request, sequence, token, candidates)
+                delta = check_stop(request, sequence, token, candidates)
                 if delta.finish_reason is not None:
                     if request.is_pin:
                         self.cache.pin(request.request_id, sequence.seq_id)  # without the token, which nobody wants
@@ -235,7 +236,7 @@ class Scheduler:
                 deltas.append(delta)
             for request in self._beams.take_answered():
                 if answers := self._beams.advance(request):
-                    self._end_all(request)
+                    self._finish_all(request)
                     deltas += answers
         except BaseException:
             step.at = request
@@ -243,19 +244,19 @@ class Scheduler:
 
     def _complete(self, request: Request, sequence: Sequence) -> None:
         """Let go of a sequence that has reached its end by itself."""
-        self._end(request, sequence)
+        self._finish(request, sequence)
 
     def _fail(self, failures: Mapping[int, str]) -> None:
         """End the requests that own these rows, for the reasons given. Nobody shall find what they have computed."""
         for request in [r for r in self.running if any(sequence.row in failures for sequence in r.live)]:
             index, why = next((s.index, failures[s.row]) for s in request.live if s.row in failures)
             for sequence in list(request.live):
-                self.cache.distrust(sequence.seq_id)
+                self.cache.invalidate(sequence.seq_id)
                 sequence.num_computed_tokens = 0
-                self._end(request, sequence)
+                self._finish(request, sequence)
             self._deltas.append(SequenceDelta(request.request_id, index, [], error=why))
 
-    def _take_prompt_logprobs(self, chunk: PromptLogprobsChunk) -> None:
+    def _store_prompt_logprobs(self, chunk: PromptLogprobsChunk) -> None:
         """Keep the logprobs of prompt positions that were not known yet: a recomputed prompt brings them again."""
         request = next((r for r in self.running if any(s.row == chunk.row for s in r.live)), None)
         if request is None:
@@ -263,40 +264,40 @@ class Scheduler:
         known = 1 + len(request.prompt_logprobs)
         request.prompt_logprobs.extend(chunk.tokens[max(0, known - chunk.start) :])
 
-    def undo(self) -> list[int]:
-        """Take back a step that has failed: whom it concerned is queued again, in order, and will be computed anew.
+    def roll_back(self) -> list[int]:
+        """Take back a step that has failed: whom it affected is queued again, in order, and will be computed anew.
 
         Nobody knows how far the step came, so nothing that it wrote is trusted, in the swap space either. What was
         swapped out before, and did not come back in this step, is as it was; who had no part in the step runs on.
-        Returns the ids of those who answer for it: all whom it concerned, or, where it failed while the plan was made
+        Returns the ids of those who answer for it: all whom it affected, or, where it failed while the plan was made
         or tokens were recorded, the one whose turn it was.
         """
         steps = [self.planner.step] if self._ahead is None else [self.planner.step, self._ahead]
         at, self._ahead = self.planner.step.at, None
-        concerned = concerned_by(steps, self.running, self.cache)
-        lose(concerned, self.planner.step.swapped_out, self.roster, self.recovery)
+        affected = affected_by(steps, self.running, self.cache)
+        release_affected(affected, self.planner.step.swapped_out, self.queues, self.preemption)
         self.cache.end_step()
-        return [request.request_id for request in (concerned if at is None else [at])]
+        return [request.request_id for request in (affected if at is None else [at])]
 
     # --- isolation: see quire.scheduling.isolation --------------------------------------------------------------------
 
     def requeue_running(self) -> None:
         """Preempt all running requests by recompute. Only between steps, and with none planned ahead."""
         assert self._ahead is None, "a step is planned ahead"
-        lose(self.running.copy(), [], self.roster, self.recovery)
+        release_affected(self.running.copy(), [], self.queues, self.preemption)
 
     def hold_all_but(self, request_ids: Container[int]) -> None:
         """Admit none but these requests until `release_all`; the others must not run. Again after each arrival."""
         for request in [*self.waiting, *self.swapped]:
             if request.request_id not in request_ids:
-                self.roster.hold(request)
-        for request in [each for each in self.roster.held if each.request_id in request_ids]:
-            self.roster.release(request)
+                self.queues.hold(request)
+        for request in [each for each in self.queues.held if each.request_id in request_ids]:
+            self.queues.release(request)
 
     def release_all(self) -> None:
         """Admit all requests again that are held."""
-        for request in self.roster.held.copy():
-            self.roster.release(request)
+        for request in self.queues.held.copy():
+            self.queues.release(request)
 
     # --- invariants -----------------------------------------------------------------------------------------------
 
@@ -307,17 +308,17 @@ class Scheduler:
     def checking(self) -> Iterator[None]:
         """Do what `check` does in slices of about a millisecond, for an idle engine; drop it when anything changes."""
         yield from self.cache.checking()
-        self.roster.check()
-        assert self.roster.num_seats <= self.config.max_num_seqs
+        self.queues.check()
+        assert self.queues.num_running_seqs <= self.config.max_num_seqs
         check_running(self.running, self._ahead, self.cache)
-        self._beams.check(self.roster.requests.values())
-        check_pinned(self.roster.requests.values(), self.cache, self.limits)
+        self._beams.check(self.queues.requests.values())
+        check_pinned(self.queues.requests.values(), self.cache, self.limits)
 
 
-def _make_entrance(config: SchedulerConfig, cache: KVCacheManager, roster: Roster) -> Entrance:
+def _make_admission(config: SchedulerConfig, cache: KVCacheManager, queues: RequestQueues) -> AdmissionControl:
     if isinstance(cache, ContiguousManager):
-        return ReservingEntrance(roster, cache, config.max_num_seqs, config.max_model_len)
-    return Entrance(roster, cache, config.max_num_seqs)
+        return ReservingAdmission(queues, cache, config.max_num_seqs, config.max_model_len)
+    return AdmissionControl(queues, cache, config.max_num_seqs)
 
 
 def _make_order(config: SchedulerConfig) -> ByPriority:

@@ -49,10 +49,10 @@ class StaticScheduler(Scheduler):
         self._held = {key: delta for key, delta in held.items() if key in here}
         return [each for each in deltas if each.finish_reason is None] + [held[key] for key in held if key not in here]
 
-    def undo(self) -> list[int]:
+    def roll_back(self) -> list[int]:
         """Take back a plan whose step failed: padding is not computed again, and handed over with the next step."""
         self._end_padding()
-        return super().undo()
+        return super().roll_back()
 
     def requeue_running(self) -> None:
         """Preempt all running requests; padding is not computed again, and handed over with the next step."""
@@ -63,7 +63,7 @@ class StaticScheduler(Scheduler):
         for request in self.running.copy():
             for sequence in request.live.copy():
                 if sequence.status is SequenceStatus.PADDING:
-                    self._end(request, sequence)
+                    self._finish(request, sequence)
 
     def _admit(self, budget: int) -> None:
         """Let the next batch in when nothing runs."""
@@ -74,7 +74,7 @@ class StaticScheduler(Scheduler):
         """Make a sequence padding, or end it where it is given the last token of the model."""
         sequence.status = SequenceStatus.PADDING
         if sequence.num_tokens + 1 >= self.config.max_model_len:
-            self._end(request, sequence)
+            self._finish(request, sequence)
 
 
 def make_scheduler(config: SchedulerConfig, cache: KVCacheManager) -> Scheduler:

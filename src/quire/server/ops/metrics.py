@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.core.config import Recovery
+from quire.core.config import PreemptionKind
 from quire.core.outputs import FinishReason, KVStats
 from quire.core.owner_labels import OTHER
 from quire.engine.messages import EngineState, Stepped
@@ -142,7 +142,7 @@ class Metrics(Collector):
         yield gauge("vllm:num_requests_running", "Requests that hold blocks.", (model, state.num_running))
         yield gauge("vllm:num_requests_waiting", "Requests in the queue, also preempted ones.", (model, num_waiting))
         yield gauge("quire:num_requests_swapped", "Requests in the swap space.", ({}, state.num_swapped))
-        preemptions = {mode: kv.preemptions.get(mode, 0) for mode in get_args(Recovery)}
+        preemptions = {mode: kv.preemptions.get(mode, 0) for mode in get_args(PreemptionKind)}
         num_preemptions = sum(preemptions.values())
         yield counter("vllm:num_preemptions_total", "Requests that lost their blocks.", (model, num_preemptions))
         yield counter("quire:preemptions_total", "Preemptions by the way back.", *by("mode", preemptions))

@@ -26,17 +26,17 @@ class Chunk(NamedTuple):
     is_last: bool
 
 
-def plan_ahead(
-    current: PlanBuilder, running: Iterable[Request], num_seats: int, budget: int, cache: KVCacheManager
+def schedule_next(
+    current: PlanBuilder, running: Iterable[Request], num_running_seqs: int, budget: int, cache: KVCacheManager
 ) -> PlanBuilder | None:
     """Return the step after `current`, which has not been recorded; None where it has to wait for that.
 
-    `num_seats`: unfinished sequences of `running`. Decodes come first, then prompts: whoever has the least left.
+    `num_running_seqs`: unfinished sequences of `running`. Decodes come first, then prompts: whoever has the least left.
     """
     drawn = [each for each in current.sampled if each[1].status is SequenceStatus.RUNNING]
     rested = [each for each in current.resting if each[1].status is SequenceStatus.RUNNING if _num_missing(each[1]) < 2]
     ahead, chunks, num_met = PlanBuilder(), list[Chunk](), len(drawn) + len(rested)
-    if num_met < num_seats:
+    if num_met < num_running_seqs:
         seen = {sequence.seq_id for _, sequence in (*drawn, *rested)}
         found = _chunks(current, running, ahead, seen, budget - num_met)
         if found is None:

@@ -6,7 +6,7 @@ from quire.cache.swap_space import Footprint
 from quire.core.config import PreemptionMode
 from quire.core.plan import MeasuredRates, StepResult
 from quire.core.sequence import Request
-from quire.scheduling.recovery import RecoveryPolicy
+from quire.scheduling.preemption import PreemptionPolicy
 from support.scheduling import Harness
 
 BLOCKS = Footprint(num_blocks=10, num_held_by_others=0)
@@ -21,10 +21,10 @@ def request_of(*num_computed: int, num_prompt_tokens: int = 100) -> Request:
     return request
 
 
-def policy_at(tokens_per_s: float | None, out_per_s: float | None, in_per_s: float | None) -> RecoveryPolicy:
+def policy_at(tokens_per_s: float | None, out_per_s: float | None, in_per_s: float | None) -> PreemptionPolicy:
     """A policy of mode auto that knows these rates."""
-    policy = RecoveryPolicy("auto", block_size=16)
-    policy.note_step(StepResult([], rates=MeasuredRates(tokens_per_s, out_per_s, in_per_s)))
+    policy = PreemptionPolicy("auto", block_size=16)
+    policy.record_step(StepResult([], rates=MeasuredRates(tokens_per_s, out_per_s, in_per_s)))
     return policy
 
 
@@ -40,14 +40,14 @@ def policy_at(tokens_per_s: float | None, out_per_s: float | None, in_per_s: flo
     ],
 )
 def test_swap_needs_room_for_all_blocks(mode: PreemptionMode, num_free: int, chosen: str) -> None:
-    policy = RecoveryPolicy(mode, block_size=16)
+    policy = PreemptionPolicy(mode, block_size=16)
     assert policy.choose(request_of(150), BLOCKS, num_free) == chosen
     assert policy.num_preemptions == {"recompute": 0, "swap": 0} | {chosen: 1}
     assert policy.saved_s == 0, "there was no choice, or nothing to compare by"
 
 
 def test_request_without_blocks_has_nothing_to_swap() -> None:
-    assert RecoveryPolicy("swap", 16).choose(request_of(0), Footprint(0, 0), 100) == "recompute"
+    assert PreemptionPolicy("swap", 16).choose(request_of(0), Footprint(0, 0), 100) == "recompute"
 
 
 @pytest.mark.parametrize("unknown", [0, 1, 2])
@@ -67,7 +67,7 @@ def test_auto_takes_the_cheaper_and_counts_the_difference(tokens_per_s: float, c
     assert policy.saved_s == pytest.approx(saved_s)
 
 
-def test_prompt_of_a_gang_is_computed_once() -> None:
+def test_prompt_of_a_group_is_computed_once() -> None:
     policy = policy_at(100, 50, 100)
     policy.choose(request_of(110, 120), BLOCKS, 100)                 # 100 + 10 + 20 tokens
     assert policy.saved_s == pytest.approx(1.3 - 0.3)
@@ -80,19 +80,19 @@ def test_blocks_that_others_hold_need_not_come_back_nor_be_computed() -> None:
     assert policy.num_preemptions == {"recompute": 1, "swap": 0}
 
 
-def note_lost(policy: RecoveryPolicy, num_tokens: int) -> None:
+def note_lost(policy: PreemptionPolicy, num_tokens: int) -> None:
     """Let a sequence return that has lost so many tokens, and as many more that it has found again."""
     sequence = request_of(0).live[0]
     sequence.num_lost_tokens = 2 * num_tokens
-    assert policy.note_return(sequence, num_tokens) == num_tokens
-    assert policy.note_return(sequence, 0) == 0, "counted once"
+    assert policy.record_resumed(sequence, num_tokens) == num_tokens
+    assert policy.record_resumed(sequence, 0) == 0, "counted once"
 
 
 def test_seconds_are_added_up() -> None:
-    policy = RecoveryPolicy("auto", 16)
+    policy = PreemptionPolicy("auto", 16)
     note_lost(policy, 5)
     assert (policy.num_recomputed_tokens, policy.recompute_s) == (5, 0), "no rate yet"
     for _ in range(2):
-        policy.note_step(StepResult([], swap_s=0.5, rates=MeasuredRates(100)))
+        policy.record_step(StepResult([], swap_s=0.5, rates=MeasuredRates(100)))
         note_lost(policy, 50)
     assert (policy.num_recomputed_tokens, policy.recompute_s, policy.swap_s) == (105, 1.0, 1.0)

@@ -1,15 +1,15 @@
-"""Whom a step that has failed concerned, what becomes of them, and what must hold of all who run after any step."""
+"""Whom a step that has failed affected, what becomes of them, and what must hold of all who run after any step."""
 
 from collections.abc import Iterable, Sequence
 
 from quire.cache.manager import KVCacheManager
 from quire.core.sequence import NO_ROW, Request
 from quire.scheduling.plan_builder import PlanBuilder
-from quire.scheduling.recovery import RecoveryPolicy
-from quire.scheduling.roster import Roster
+from quire.scheduling.preemption import PreemptionPolicy
+from quire.scheduling.queues import RequestQueues
 
 
-def concerned_by(steps: Sequence[PlanBuilder], running: Iterable[Request], cache: KVCacheManager) -> list[Request]:
+def affected_by(steps: Sequence[PlanBuilder], running: Iterable[Request], cache: KVCacheManager) -> list[Request]:
     """Return who was let in by one of these steps, or has a row that one names, or a block that one copies into."""
     at = [request for step in steps for request in (step.at, *step.admitted)]
     plans = [step.plan for step in steps]
@@ -17,26 +17,26 @@ def concerned_by(steps: Sequence[PlanBuilder], running: Iterable[Request], cache
     rows |= {fork.row for plan in plans for fork in plan.row_forks}
     copied = {copy.dst for plan in plans for copy in plan.copies}
 
-    def is_concerned(request: Request) -> bool:
+    def is_affected(request: Request) -> bool:
         held = [sequence for sequence in request.live if sequence.row != NO_ROW]
         return request in at or any(
             each.row in rows or not copied.isdisjoint(cache.block_ids(each.seq_id)) for each in held
         )
 
-    return [request for request in running if is_concerned(request)]
+    return [request for request in running if is_affected(request)]
 
 
-def lose(
-    concerned: Sequence[Request], swapped_out: Iterable[Request], roster: Roster, recovery: RecoveryPolicy
+def release_affected(
+    affected: Sequence[Request], swapped_out: Iterable[Request], queues: RequestQueues, recovery: PreemptionPolicy
 ) -> None:
     """Let those who run, and those that the step was to swap out, wait again with nothing that it may have written."""
-    for request in reversed(concerned):
+    for request in reversed(affected):
         recovery.count("recompute")
         request.num_preemptions += 1
-        roster.lose(request)
+        queues.release_for_recompute(request)
     for request in swapped_out:
-        if request in roster.swapped:                                   # else it was aborted while the step ran
-            roster.lose(request)
+        if request in queues.swapped:                                   # else it was aborted while the step ran
+            queues.release_for_recompute(request)
 
 
 def check_running(running: Iterable[Request], ahead: PlanBuilder | None, cache: KVCacheManager) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.core.sequence import Request
-from quire.scheduling.budget import LongPrompts
+from quire.scheduling.chunked_prefill import ChunkedPrefillBudget
 from support.scheduling import Harness
 
 BUDGET = 16
@@ -75,7 +75,7 @@ def test_prompt_that_waits_behind_long_ones_is_found_past_a_few_of_them() -> Non
     finish(harness)
 
 
-def test_gang_with_a_long_prompt_stalls_nobody_either() -> None:
+def test_group_with_a_long_prompt_stalls_nobody_either() -> None:
     harness = Harness(num_blocks=2000, budget=BUDGET)
     harness.add(500, max_tokens=5, n=3, ignore_eos=True)
     harness.step()
@@ -93,10 +93,10 @@ def test_long_prompt_that_is_under_way_keeps_its_room() -> None:
         harness.step()
     finish(harness)
     assert long.num_preemptions == 0
-    assert harness.scheduler.recovery.num_recomputed_tokens <= 60, "hardly anybody is thrown out for it"
+    assert harness.scheduler.preemption.num_recomputed_tokens <= 60, "hardly anybody is thrown out for it"
 
 
 def test_budget_of_one_has_no_shares() -> None:
-    shares = LongPrompts(1, lambda: iter(()))
-    shares.open()
+    shares = ChunkedPrefillBudget(1, lambda: iter(()))
+    shares.start_step()
     assert [shares.share(missing, 1) for missing in (1, 2)] == [1, 1]

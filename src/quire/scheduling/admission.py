@@ -1,8 +1,8 @@
 """Whether a request that waits, or is swapped out, may run now: rows and blocks for it, and what it finds in the cache.
 
-Room means blocks for all known tokens, and for HEAD_ROOM more of each running sequence, so that what is let in is not
-thrown out again at once (docs/decisions/0013). A gang that has only begun its prompt takes more blocks later than it
-holds: these are promised.
+Room means blocks for all known tokens, and for HEAD_ROOM more of each running sequence, so that an admitted request is
+not preempted at once (docs/decisions/0013). A sequence group that has only begun its prompt takes more blocks later
+than it holds: these are reserved.
 """
 
 from quire.cache.manager import KVCacheManager
@@ -11,18 +11,18 @@ from quire.core.outputs import WaitReason
 from quire.core.sequence import Request, Sequence, SequenceStatus
 from quire.scheduling.admission_work import AdmissionWork
 from quire.scheduling.prefix_lookups import PrefixLookups
-from quire.scheduling.roster import Roster
+from quire.scheduling.queues import RequestQueues
 
 HEAD_ROOM = 16  # tokens, but one block at most
 
 
-class Entrance:
-    """Counts the seats and blocks that are promised in this step; asks roster and cache, and changes nothing."""
+class AdmissionControl:
+    """Counts the seats and blocks that are promised in this step; asks queues and cache, and changes nothing."""
 
-    def __init__(self, roster: Roster, cache: KVCacheManager, max_num_seqs: int) -> None:
-        self._roster, self._cache, self._max_num_seqs = roster, cache, max_num_seqs
-        self._num_promised = 0  # blocks
-        self._num_kept = 0      # seats
+    def __init__(self, queues: RequestQueues, cache: KVCacheManager, max_num_seqs: int) -> None:
+        self._queues, self._cache, self._max_num_seqs = queues, cache, max_num_seqs
+        self._num_reserved_blocks = 0  # blocks
+        self._num_skipped_seqs = 0      # seats
         self.work = AdmissionWork()
         self._lookups = PrefixLookups(cache, self.work)
 
@@ -35,28 +35,28 @@ class Entrance:
         """Return how many tokens each sequence of a request reserves: none, since blocks are taken as they fill."""
         return 0
 
-    def open(self) -> None:
+    def start_step(self) -> None:
         """Begin a step: nothing is promised yet."""
-        self._num_promised = self._num_kept = 0
-        self.work.open()
-        self._lookups.open()
+        self._num_reserved_blocks = self._num_skipped_seqs = 0
+        self.work.start_step()
+        self._lookups.start_step()
 
-    def note_begun(self, sequence: Sequence, num_blocks: int) -> None:
+    def record_started(self, sequence: Sequence, num_blocks: int) -> None:
         """Note a sequence that begins in a row, with so many blocks."""
-        self.work.note_row(num_blocks)
-        self._lookups.note_begun(sequence)
+        self.work.count_row(num_blocks)
+        self._lookups.record_started(sequence)
 
-    def promise(self, request: Request) -> None:
-        """Keep blocks back for what is known of a gang's branches that this step does not reach."""
-        self._num_promised += self._blocks_to_come(request)
+    def reserve(self, request: Request) -> None:
+        """Keep blocks back for what is known of a sequence group's branches that this step does not reach."""
+        self._num_reserved_blocks += self._blocks_to_come(request)
 
-    def pass_over(self, request: Request) -> None:
+    def skip(self, request: Request) -> None:
         """Keep the seats of a request that waits for this step: nobody behind it takes them, or looks in vain."""
-        self._num_kept += len(request.live)
+        self._num_skipped_seqs += len(request.live)
 
     def may_admit(self) -> bool:
         """Whether there is somebody to be let in next, and may be room for him."""
-        request = self._roster.next_to_enter()
+        request = self._queues.next_to_admit()
         return request is not None and self.shortage(request) is None
 
     def has_room_for_next(self) -> bool:
@@ -64,41 +64,41 @@ class Entrance:
 
         Also while the prefix that he begins with is being computed.
         """
-        request = self._roster.next_to_enter()
+        request = self._queues.next_to_admit()
         if request is None or self.shortage(request) is not None:
             return False
-        if request in self._roster.swapped:
-            return self.num_spare_blocks_on_return(request) + self._num_promised >= 0
+        if request in self._queues.swapped:
+            return self.num_spare_blocks_on_swap_in(request) + self._num_reserved_blocks >= 0
         match = self.match(request)
-        return match.is_pending or self.num_spare_blocks(request, match) + self._num_promised >= 0
+        return match.is_pending or self.num_spare_blocks(request, match) + self._num_reserved_blocks >= 0
 
     def shortage(self, request: Request) -> WaitReason | None:
         """Return what there is too little of at a quick look: rows for its branches, or blocks for those that run."""
-        num_seats = self._roster.num_seats + self._num_kept + len(request.live)
-        if num_seats > self._max_num_seqs:
+        num_running_seqs = self._queues.num_running_seqs + self._num_skipped_seqs + len(request.live)
+        if num_running_seqs > self._max_num_seqs:
             return "max_num_seqs"
-        num_spare = self._cache.num_free_blocks - self._num_promised - self.head_room(num_seats)
-        return None if self._roster.num_seats == 0 or num_spare >= 0 else "kv_blocks"
+        num_spare = self._cache.num_free_blocks - self._num_reserved_blocks - self.head_room(num_running_seqs)
+        return None if self._queues.num_running_seqs == 0 or num_spare >= 0 else "kv_blocks"
 
     def num_spare_blocks(self, request: Request, match: PrefixMatch) -> int:
         """Return how many blocks stay free when a waiting request has all that it needs; below 0 it has no room.
 
         A request that was preempted in this very step has no room: somebody else took one of its blocks.
         """
-        num_seats = self._roster.num_seats + len(request.live)
-        num_needed = self.known_blocks(request) - match.num_in_use + self.head_room(num_seats)
-        return self._cache.num_free_blocks - self._num_promised - num_needed
+        num_running_seqs = self._queues.num_running_seqs + len(request.live)
+        num_needed = self.known_blocks(request) - match.num_in_use + self.head_room(num_running_seqs)
+        return self._cache.num_free_blocks - self._num_reserved_blocks - num_needed
 
-    def num_spare_blocks_on_return(self, request: Request) -> int:
+    def num_spare_blocks_on_swap_in(self, request: Request) -> int:
         """Return how many blocks stay free when a swapped request has all that it had, and its known tokens' blocks."""
         swapped = [sequence.seq_id for sequence in request.live if sequence.status is SequenceStatus.SWAPPED]
-        num_seats = self._roster.num_seats + len(request.live)
+        num_running_seqs = self._queues.num_running_seqs + len(request.live)
         num_needed = self._cache.num_blocks_to_swap_in(swapped) + self._blocks_to_come(request)
-        return self._cache.num_free_blocks - self._num_promised - num_needed - self.head_room(num_seats)
+        return self._cache.num_free_blocks - self._num_reserved_blocks - num_needed - self.head_room(num_running_seqs)
 
-    def head_room(self, num_seats: int) -> int:
+    def head_room(self, num_running_seqs: int) -> int:
         """Return how many blocks so many sequences are likely to take soon: with large blocks, fewer than one each."""
-        return self._cache.blocks_for(num_seats * min(HEAD_ROOM, self._cache.block_size))
+        return self._cache.blocks_for(num_running_seqs * min(HEAD_ROOM, self._cache.block_size))
 
     def known_blocks(self, request: Request) -> int:
         """Return the blocks that all known tokens of a waiting request will take, its prompt shared by all branches."""
@@ -107,7 +107,7 @@ class Entrance:
         return shared + sum(cache.blocks_for(sequence.num_tokens) - shared for sequence in live)
 
     def _blocks_to_come(self, request: Request) -> int:
-        """Return the most blocks that a gang may take for what is known of its branches, past what it holds.
+        """Return the most blocks that a sequence group may take for what is known of its branches, past what it holds.
 
         Of a running one the last block may have to be copied. A swapped one is given a block for that besides.
         """

@@ -8,12 +8,12 @@ prefills is known from the first prompt of more than one token on. docs/decision
 """
 
 from quire.cache.swap_space import Footprint
-from quire.core.config import PreemptionMode, Recovery
+from quire.core.config import PreemptionKind, PreemptionMode
 from quire.core.plan import UNMEASURED, StepResult
 from quire.core.sequence import Request, Sequence
 
 
-class RecoveryPolicy:
+class PreemptionPolicy:
     """Chooses the way back, and keeps account of both. Seconds come from the worker, or from its rates."""
 
     def __init__(self, mode: PreemptionMode, block_size: int) -> None:
@@ -26,27 +26,27 @@ class RecoveryPolicy:
         self.recompute_s = 0.0          # spent on computing tokens again: from the rate of prefills
         self.saved_s = 0.0              # by the choices of `auto`: what the other way would have cost more
 
-    def choose(self, request: Request, footprint: Footprint, num_free_swap_blocks: int) -> Recovery:
+    def choose(self, request: Request, footprint: Footprint, num_free_swap_blocks: int) -> PreemptionKind:
         """Choose for a victim that holds such blocks, and count it as preempted.
 
         It is computed again where the swap space has no room for all of them.
         """
-        recovery: Recovery = "recompute"
+        recovery: PreemptionKind = "recompute"
         if self._mode != "recompute" and 0 < footprint.num_blocks <= num_free_swap_blocks:
             recovery = "swap" if self._mode == "swap" else self._cheaper(footprint, _num_computed_tokens(request))
         self.count(recovery)
         return recovery
 
-    def count(self, recovery: Recovery) -> None:
+    def count(self, recovery: PreemptionKind) -> None:
         """Count a preemption by its way back."""
         self.num_preemptions[recovery] += 1
 
-    def note_step(self, result: StepResult) -> None:
+    def record_step(self, result: StepResult) -> None:
         """Take over what the worker has measured."""
         self._rates = result.rates
         self.swap_s += result.swap_s
 
-    def note_return(self, sequence: Sequence, num_known: int) -> int:
+    def record_resumed(self, sequence: Sequence, num_known: int) -> int:
         """Count, and return, what a sequence had computed, has lost and now computes again past its first tokens."""
         num_tokens = max(0, sequence.num_lost_tokens - num_known)
         sequence.num_lost_tokens = 0
@@ -55,7 +55,7 @@ class RecoveryPolicy:
             self.recompute_s += num_tokens / self._rates.prefill_tokens_per_s
         return num_tokens
 
-    def _cheaper(self, footprint: Footprint, num_tokens: int) -> Recovery:
+    def _cheaper(self, footprint: Footprint, num_tokens: int) -> PreemptionKind:
         tokens_per_s, blocks_out_per_s, blocks_in_per_s = self._rates
         if tokens_per_s is None or blocks_out_per_s is None or blocks_in_per_s is None:
             return "swap"
@@ -67,6 +67,6 @@ class RecoveryPolicy:
 
 
 def _num_computed_tokens(request: Request) -> int:
-    """Return how many tokens a gang has computed, the prompt once for all branches."""
+    """Return how many tokens a sequence group has computed, the prompt once for all branches."""
     first, *others = request.live
     return first.num_computed_tokens + sum(max(0, o.num_computed_tokens - o.num_prompt_tokens) for o in others)

@@ -5,7 +5,7 @@ from quire.core.outputs import SequenceDelta, TokenLogprobs
 from quire.core.sequence import Request, Sequence
 
 
-def outcome(request: Request, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> SequenceDelta:
+def check_stop(request: Request, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> SequenceDelta:
     """Return what there is to tell of a sequence's next token; `finish_reason` is set if it is the last.
 
     An end-of-sequence token of the model ends it with no stop_reason, one of the request's own stop tokens with its id;

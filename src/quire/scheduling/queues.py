@@ -1,9 +1,9 @@
 """Where each request stands, and what it holds there: rows of the worker, and blocks.
 
 Whoever waits holds nothing. Whoever runs has a seat for each sequence, and rows and blocks for those that have begun.
-Whoever is swapped out has blocks in the swap space. The three lists are in the order of turns, so a preempted request
-returns to its place; in most cases that is the front, for only those that wait for another to compute their common
-prefix are passed over.
+Whoever is swapped out has blocks in the swap space. The three lists are in the order of queue keys, so a preempted
+request returns to its place; in most cases that is the front, for only those that wait for another to compute
+their common prefix are skipped.
 """
 
 from bisect import bisect_left, insort
@@ -11,11 +11,11 @@ from bisect import bisect_left, insort
 from quire.cache.manager import KVCacheManager
 from quire.core.plan import BlockCopy
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
-from quire.scheduling.hold_ups import HoldUps
-from quire.scheduling.policies import ByPriority, PassedOver, turn_of
+from quire.scheduling.policies import ByPriority, SkippedRequests, queue_key_of
+from quire.scheduling.wait_reasons import WaitReasonCounters
 
 
-class Roster:
+class RequestQueues:
     """All requests of a scheduler, by id and in line."""
 
     def __init__(self, cache: KVCacheManager, max_num_seqs: int, policy: ByPriority) -> None:
@@ -25,32 +25,32 @@ class Roster:
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.held: list[Request] = []   # waiting or swapped out, and not to be admitted (quire.scheduling.isolation)
-        self._returning: list[Request] = []  # those of `waiting` that have been preempted
-        self.hold_ups = HoldUps()
-        self.num_seats = 0              # unfinished sequences of running requests
+        self._preempted: list[Request] = []  # those of `waiting` that have been preempted
+        self.wait_reasons = WaitReasonCounters()
+        self.num_running_seqs = 0              # unfinished sequences of running requests
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
 
-    def next_to_enter(self, passed: PassedOver | None = None) -> Request | None:
-        """Return the next request to admit that is not passed over; None if there is none."""
-        queue = self._returning if self.swapped else self.waiting  # no new one is admitted before a swapped one
-        return self._policy.next_to_enter(queue, self.swapped, passed)
+    def next_to_admit(self, skipped: SkippedRequests | None = None) -> Request | None:
+        """Return the next request to admit that is not skipped; None if there is none."""
+        queue = self._preempted if self.swapped else self.waiting  # no new one is admitted before a swapped one
+        return self._policy.next_to_admit(queue, self.swapped, skipped)
 
     # --- from one place to the next -------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Take in a new request, which waits."""
         self.requests[request.request_id] = request
-        self._queue(request, self.waiting)
+        self._enqueue(request, self.waiting)
 
-    def let_in(self, request: Request) -> None:
+    def admit(self, request: Request) -> None:
         """Move a request from its queue to those that run: it has its seats, and no rows yet."""
-        self._leave(request)
-        request.turn = self._policy.admit(request)
-        self.hold_ups.end(request)
-        insort(self.running, request, key=turn_of)
-        self.num_seats += len(request.live)
+        self._remove(request)
+        request.queue_key = self._policy.admit(request)
+        self.wait_reasons.stop(request)
+        insort(self.running, request, key=queue_key_of)
+        self.num_running_seqs += len(request.live)
 
-    def give_row(self, sequence: Sequence) -> None:
+    def assign_row(self, sequence: Sequence) -> None:
         """Let a sequence of a running request begin."""
         sequence.row = self.free_rows.pop()
         sequence.status = SequenceStatus.RUNNING
@@ -63,74 +63,74 @@ class Roster:
         for sequence in held:
             self._free_row(sequence)
             sequence.status = SequenceStatus.SWAPPED
-        self._leave(request)
-        self._queue(request, self.swapped)
+        self._remove(request)
+        self._enqueue(request, self.swapped)
         return moves
 
     def swap_in(self, request: Request) -> list[BlockCopy]:
         """Let a swapped request run again, with rows for what it has begun. Return what is to be copied."""
-        self.let_in(request)
+        self.admit(request)
         swapped = [sequence for sequence in request.live if sequence.status is SequenceStatus.SWAPPED]
         moves = self._cache.swap_in([sequence.seq_id for sequence in swapped])
         request.num_swapped_blocks += len(moves)
         for sequence in swapped:
-            self.give_row(sequence)
+            self.assign_row(sequence)
         return moves
 
-    def lose(self, request: Request) -> None:
+    def release_for_recompute(self, request: Request) -> None:
         """Free all that a request holds and let it wait again; what is not found then will be computed anew."""
         for sequence in request.live:
-            self._take_back(sequence)
+            self._release(sequence)
             sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_computed_tokens)
             sequence.num_computed_tokens = 0
             sequence.status = SequenceStatus.WAITING
-        self._leave(request)
-        self._queue(request, self.waiting)
+        self._remove(request)
+        self._enqueue(request, self.waiting)
 
     def hold(self, request: Request) -> None:
         """Keep a request that waits, or is swapped out, from being admitted; it keeps what it has."""
-        self._leave(request)
-        insort(self.held, request, key=turn_of)
+        self._remove(request)
+        insort(self.held, request, key=queue_key_of)
 
     def release(self, request: Request) -> None:
-        """Let a request that is held be admitted again, in its turn."""
-        self._leave(request)
+        """Let a request that is held be admitted again, in its queue key."""
+        self._remove(request)
         is_swapped = any(sequence.status is SequenceStatus.SWAPPED for sequence in request.live)
         self._insert(request, self.swapped if is_swapped else self.waiting)
 
-    def end(self, request: Request, sequence: Sequence) -> None:
+    def finish(self, request: Request, sequence: Sequence) -> None:
         """End a branch for good, wherever it is; with the last one the request is gone."""
-        self._take_back(sequence)
+        self._release(sequence)
         sequence.status = SequenceStatus.FINISHED
         request.live.remove(sequence)
-        self.num_seats -= _stands_in(self.running, request)
+        self.num_running_seqs -= _is_in(self.running, request)
         if not request.live:
-            self._leave(request)
+            self._remove(request)
             del self.requests[request.request_id]
 
-    def _queue(self, request: Request, queue: list[Request]) -> None:
-        self.hold_ups.begin(request)
+    def _enqueue(self, request: Request, queue: list[Request]) -> None:
+        self.wait_reasons.start(request)
         self._insert(request, queue)
 
     def _insert(self, request: Request, queue: list[Request]) -> None:
-        insort(queue, request, key=turn_of)
+        insort(queue, request, key=queue_key_of)
         if queue is self.waiting:
-            self._policy.queue(request)
+            self._policy.enqueue(request)
             if request.num_preemptions:
-                insort(self._returning, request, key=turn_of)
+                insort(self._preempted, request, key=queue_key_of)
 
-    def _leave(self, request: Request) -> None:
+    def _remove(self, request: Request) -> None:
         queues = (self.running, self.waiting, self.swapped, self.held)
-        queue = next(each for each in queues if _stands_in(each, request))
-        del queue[bisect_left(queue, request.turn, key=turn_of)]
+        queue = next(each for each in queues if _is_in(each, request))
+        del queue[bisect_left(queue, request.queue_key, key=queue_key_of)]
         if queue is self.running:
-            self.num_seats -= len(request.live)
+            self.num_running_seqs -= len(request.live)
         elif queue is self.waiting:
-            self._policy.remove(request)
+            self._policy.dequeue(request)
             if request.num_preemptions:
-                del self._returning[bisect_left(self._returning, request.turn, key=turn_of)]
+                del self._preempted[bisect_left(self._preempted, request.queue_key, key=queue_key_of)]
 
-    def _take_back(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         """Free the row and the blocks of a sequence; where a step has failed, it may have the one without the other."""
         if sequence.seq_id in self._cache:
             self._cache.free(sequence.seq_id, sequence.num_computed_tokens)
@@ -146,19 +146,19 @@ class Roster:
     def check(self) -> None:
         """Assert that each request stands in one place, in order, and that no seat and no row is lost or doubled."""
         for queue in (self.waiting, self.running, self.swapped, self.held):
-            turns = [request.turn for request in queue]
-            assert turns == sorted(turns), f"requests are out of order: {turns}"
-        assert self._returning == [request for request in self.waiting if request.num_preemptions]
+            keys = [request.queue_key for request in queue]
+            assert keys == sorted(keys), f"requests are out of order: {keys}"
+        assert self._preempted == [request for request in self.waiting if request.num_preemptions]
         num_queued = len(self.waiting) + len(self.swapped) + len(self.held)
         assert len(self.running) + num_queued == len(self.requests)
         sequences = [sequence for request in self.running for sequence in request.live]
-        assert self.num_seats == len(sequences), f"{self.num_seats} seats of {len(sequences)} sequences"
+        assert self.num_running_seqs == len(sequences), f"{self.num_running_seqs} seats of {len(sequences)} sequences"
         rows = sorted([sequence.row for sequence in sequences if sequence.row != NO_ROW] + self.free_rows)
         assert rows == list(range(len(rows))), f"rows lost or doubled: {rows}"
         for sequence in sequences:
             assert (sequence.row != NO_ROW) == (sequence.status in {SequenceStatus.RUNNING, SequenceStatus.PADDING})
 
 
-def _stands_in(queue: list[Request], request: Request) -> bool:
-    index = bisect_left(queue, request.turn, key=turn_of)
+def _is_in(queue: list[Request], request: Request) -> bool:
+    index = bisect_left(queue, request.queue_key, key=queue_key_of)
     return index < len(queue) and queue[index] is request

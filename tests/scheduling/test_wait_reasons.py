@@ -25,7 +25,7 @@ def test_who_runs_at_once_has_waited_for_nothing() -> None:
     request = harness.add(8, max_tokens=2)
     assert steps_until_let_in(harness, request) == 0
     assert waited(request) == {}
-    assert harness.scheduler.hold_ups.now is None
+    assert harness.scheduler.wait_reasons.current is None
     harness.run()
 
 
@@ -34,7 +34,7 @@ def test_seats_are_waited_for() -> None:
     harness.add(8, n=2, max_tokens=5, ignore_eos=True)
     second, third = (harness.add(4, max_tokens=1) for _ in range(2))
     harness.step()
-    assert harness.scheduler.hold_ups.now == "max_num_seqs"
+    assert harness.scheduler.wait_reasons.current == "max_num_seqs"
     num_steps = 1 + steps_until_let_in(harness, second)
     assert waited(second) == {"max_num_seqs": num_steps}
     assert third in harness.scheduler.admitted
@@ -66,7 +66,7 @@ def test_who_waits_for_its_prefix_waits_alone() -> None:
     harness.add(prompt, max_tokens=2)
     same, other = harness.add(prompt, max_tokens=2), harness.add(4, max_tokens=2)
     harness.step()
-    assert harness.scheduler.hold_ups.now == "pending_prefix"
+    assert harness.scheduler.wait_reasons.current == "pending_prefix"
     assert steps_until_let_in(harness, same) == 0
     assert waited(same)["pending_prefix"] == 1
     assert waited(other) == {}
@@ -97,14 +97,14 @@ def test_a_victim_knows_what_its_return_took(mode: str) -> None:
     harness.run()
 
 
-def test_a_gangs_tokens_are_counted_when_it_returns() -> None:
+def test_a_group_tokens_are_counted_when_it_returns() -> None:
     harness = Harness(24, mode="recompute", budget=8)
     harness.add(30, max_tokens=40, ignore_eos=True)
-    gang = harness.add(20, n=3, max_tokens=12, ignore_eos=True)
+    group = harness.add(20, n=3, max_tokens=12, ignore_eos=True)
     counted = 0
     while harness.scheduler.has_requests:
         harness.step()
-        if gang in harness.scheduler.admitted and gang.num_preemptions:
-            counted += gang.num_recomputed_tokens
-    assert gang.num_preemptions > 0
-    assert counted >= harness.scheduler.recovery.num_recomputed_tokens > 0, "forks to come are counted ahead"
+        if group in harness.scheduler.admitted and group.num_preemptions:
+            counted += group.num_recomputed_tokens
+    assert group.num_preemptions > 0
+    assert counted >= harness.scheduler.preemption.num_recomputed_tokens > 0, "forks to come are counted ahead"

@@ -14,7 +14,7 @@ _MAX_LOOKED_AT = 512  # requests that count as others: more say no more than tha
 _MAX_PASSED = 8       # long prompts in a step that shorter ones behind them pass: each is looked up in the cache
 
 
-class LongPrompts:
+class ChunkedPrefillBudget:
     """The part of each step's budget that goes to sequences with more than half a budget to compute."""
 
     def __init__(self, budget: int, others: Callable[[], Iterator[Request]]) -> None:
@@ -22,7 +22,7 @@ class LongPrompts:
         self._left: int | None = None       # of this step's part; None: no long prompt was met yet
         self._num_passed = 0
 
-    def open(self) -> None:
+    def start_step(self) -> None:
         """Begin a step."""
         self._left, self._num_passed = None, 0
 
