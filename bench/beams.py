@@ -62,7 +62,7 @@ def model_engine(model: str | None, max_num_seqs: int, seed: int) -> Engine:
     options = EngineOptions(
         model=model, max_num_seqs=max_num_seqs, kv_cache_memory="1GiB", enable_prefix_caching=False, seed=seed
     )
-    return assemble(options, takes_text=False).engine
+    return assemble(options, loads_tokenizer=False).engine
 
 
 def written_prompts(llm: LLM, requests: Sequence[Lengths], seed: int) -> list[list[int]]:

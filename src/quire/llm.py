@@ -15,7 +15,7 @@ from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import KVStats, PinnedPrefix, RequestOutput
 from quire.core.sampling_params import SamplingParams
-from quire.engine.assembly import AssembledEngine, assemble, give_back_device_memory
+from quire.engine.assembly import AssembledEngine, assemble, release_device_memory
 from quire.engine.input_processor import InputProcessor, PreparedRequest, Prompt, TokenizedPrompt
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind, OutputProcessor
@@ -42,11 +42,11 @@ class LLM:
     ) -> None:
         folder, swap_folder = (None if path is None else str(path) for path in (model, swap_dir))
         options = EngineOptions(folder, swap_dir=swap_folder, **settings)
-        self._assembled: AssembledEngine | None = assemble(options, takes_text=True)
+        self._assembled: AssembledEngine | None = assemble(options, loads_tokenizer=True)
         self._outputs = OutputProcessor(self._assembled.tokenizer)
         self._pinned = PinnedPrefixes(self._assembled.inputs.limits.block_size)
         self._num_requests = 0                                 # accepted so far; also the next one's id
-        self._news: dict[int, RequestOutput | Exception] = {}  # of each request, until its iterator gives it out
+        self._unread: dict[int, RequestOutput | Exception] = {}  # of each request, until its iterator gives it out
 
     def __enter__(self) -> Self:
         _ = self._engine  # a closed one cannot be entered
@@ -60,7 +60,7 @@ class LLM:
     def close(self) -> None:
         """Give everything back: weights, KV cache, what still runs. Closing twice is fine."""
         self._assembled = None
-        give_back_device_memory()
+        release_device_memory()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -171,7 +171,7 @@ class LLM:
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """Return what is pinned, in the order in which it was."""
         _ = self._engine  # a closed LLM says so
-        return [pin.prefix for pin in self._pinned.of(None)]
+        return [pin.prefix for pin in self._pinned.of_key(None)]
 
     def kv_stats(self) -> KVStats:
         """Return the state of the KV cache between two steps."""
@@ -223,11 +223,11 @@ class LLM:
                 name = str(prepared.request.request_id)
                 self._outputs.add(prepared, external_id=name, arrival_s=arrival_s, kind=kind)
             while left:
-                if not (self._engine.engine.scheduler.has_requests or left & self._news.keys()):
+                if not (self._engine.engine.scheduler.has_requests or left & self._unread.keys()):
                     raise RuntimeError(f"a failed step of another call has ended request {min(left)}")
                 self._step()
-                for request_id in [ours for ours in self._news if ours in left]:
-                    new = self._news.pop(request_id)
+                for request_id in [ours for ours in self._unread if ours in left]:
+                    new = self._unread.pop(request_id)
                     if isinstance(new, Exception):
                         raise new
                     if new.finished:
@@ -243,22 +243,22 @@ class LLM:
         started_s = time.monotonic()
         deltas = engine.step()
         try:
-            self._outputs.note_scheduled(engine.scheduler.preempted, engine.admissions, started_s)
+            self._outputs.record_scheduled(engine.scheduler.preempted, engine.admissions, started_s)
             processed = self._outputs.process(deltas, time.monotonic())
-            self._news |= {request_id: self._outputs.output(request_id) for request_id in processed.ready}
+            self._unread |= {request_id: self._outputs.output(request_id) for request_id in processed.ready}
         except BaseException:
             self._abort({delta.request_id for delta in deltas})  # their new tokens are lost
             raise
-        for request_id, index in processed.finish:
+        for request_id, index in processed.stopped:
             engine.finish(request_id, index)
         for request_id, error in processed.failed:
             engine.abort(request_id)
-            self._news[request_id] = error
+            self._unread[request_id] = error
 
     def _abort(self, request_ids: set[int]) -> None:
         """End what is still there of these requests: the iterator was left early, or a step failed."""
         for request_id in request_ids:
-            self._news.pop(request_id, None)
+            self._unread.pop(request_id, None)
             self._engine.engine.abort(request_id)
             self._outputs.drop(request_id)
 

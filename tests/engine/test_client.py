@@ -152,7 +152,7 @@ def test_output_carries_the_callers_id_and_the_times_of_the_request(
     assert metrics.finished_s is not None
     moments = [before_s, metrics.arrival_s, metrics.first_scheduled_s, metrics.first_token_s, metrics.finished_s]
     assert moments == sorted(moments) <= [time.monotonic()] * 5
-    assert recorder.processed[-1].ended[0].metrics.finished_s == metrics.finished_s
+    assert recorder.processed[-1].finished[0].metrics.finished_s == metrics.finished_s
 
 
 def test_stop_string_ends_the_branch_in_the_engine_too(
@@ -395,7 +395,7 @@ def test_requests_cut_at_random_moments_leave_nothing_behind(
         await until(lambda: is_at_rest(client))
 
     runner.run(run())
-    num_ended = sum(len(step.ended) for step in recorder.processed)
+    num_ended = sum(len(step.finished) for step in recorder.processed)
     assert num_ended + len(recorder.aborted_requests) == num_added, "each request ends once"
 
 

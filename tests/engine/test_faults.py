@@ -122,7 +122,7 @@ def assert_at_rest(llm: LLM) -> None:
     llm._engine.engine.scheduler.check()
     stats = llm.kv_stats()
     assert (stats.used_blocks, stats.swap_used_blocks) == (0, 0)
-    assert not llm._news
+    assert not llm._unread
     assert len(llm._outputs) == 0
 
 

@@ -26,9 +26,9 @@ def test_work_that_gets_on_beats_and_rest_does_not() -> None:
     steps, has_beaten = iter(range(10**9)), threading.Event()
     working = start(lambda: next(steps), has_beaten.set)
     assert not has_beaten.is_set()
-    working.work()
+    working.resume()
     assert has_beaten.wait(LIMIT_S)
-    working.rest()
+    working.pause()
 
 
 def test_work_that_stands_still_is_silent() -> None:
@@ -46,7 +46,7 @@ def test_work_that_stands_still_is_silent() -> None:
         num_beats += 1
 
     working = start(progress, beat)
-    working.work()
+    working.resume()
     assert has_looked.wait(LIMIT_S)
-    working.rest()
+    working.pause()
     assert num_beats == 0

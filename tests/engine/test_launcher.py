@@ -164,7 +164,7 @@ def test_signal_that_comes_while_a_process_starts_is_not_lost() -> None:
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert came == [signal.SIGTERM]
-    child.end()
+    child.stop()
 
 
 def test_process_that_cannot_be_started_leaves_no_socket() -> None:
@@ -188,12 +188,12 @@ def test_modules_of_the_working_directory_are_not_loaded(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     child = EngineProcess.spawn(EngineOptions())
     assert child.connection.recv(1), "it says that it has found the model"
-    child.end()
+    child.stop()
 
 
 def test_ending_twice_is_fine() -> None:
     child = EngineProcess.spawn(EngineOptions())
-    assert child.end() == child.end()
+    assert child.stop() == child.stop()
     assert not is_running(child.process.pid)
 
 
@@ -201,4 +201,4 @@ def test_engine_that_does_not_end_by_itself_is_killed(monkeypatch: pytest.Monkey
     monkeypatch.setattr("quire.engine.launcher.STOP_TIMEOUT_S", 0.01)
     child = EngineProcess.spawn(EngineOptions())
     with stopped(child.process.pid):
-        assert child.end() == -signal.SIGKILL
+        assert child.stop() == -signal.SIGKILL

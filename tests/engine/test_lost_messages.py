@@ -60,7 +60,7 @@ async def run(child: EngineProcess) -> bool:
     outcomes = await ask(client)
     is_alive = client.is_alive
     if not is_alive:
-        assert FAULT in str(await client.death())
+        assert FAULT in str(await client.wait_dead())
     await client.close()
     assert child.process.returncode is not None
     for tokens, expected in zip(outcomes, EXPECTED, strict=True):
@@ -130,7 +130,7 @@ def test_command_that_the_server_cannot_send_is_the_engines_end(monkeypatch: pyt
             await read(other)
         victim.abort()
         async with asyncio.timeout(TIMEOUT_S):
-            await client.death()
+            await client.wait_dead()
         await until(lambda: child.process.returncode is not None)
         assert holds_nothing(client)
         await client.close()

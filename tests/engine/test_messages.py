@@ -25,23 +25,23 @@ from quire.engine.messages import (
     MAX_FAILURE_CHARS,
     Abort,
     Add,
-    BlocksShown,
+    BlocksReply,
     Command,
     EngineDeadError,
     EngineState,
     Failed,
     Finish,
+    GetBlocks,
     Idle,
     Located,
     Ready,
     Refused,
     Report,
-    ShowBlocks,
     Start,
     Stepped,
-    as_error,
     decode_command,
     decode_report,
+    error_from,
     failed,
 )
 from quire.engine.options import EngineOptions
@@ -105,7 +105,7 @@ requests = st.builds(
     owner=texts,
     beam=st.none() | beams,
 )
-shows = st.builds(ShowBlocks, counts, counts, counts)
+shows = st.builds(GetBlocks, counts, counts, counts)
 commands = st.one_of(
     st.builds(Start, options),
     st.builds(Add, requests),
@@ -180,7 +180,7 @@ reports = st.one_of(
     ),
     st.builds(Idle, states),
     st.builds(Refused, request_ids, texts, st.none() | texts, st.none() | texts),
-    st.builds(BlocksShown, shows, maps),
+    st.builds(BlocksReply, shows, maps),
 )
 
 
@@ -249,7 +249,7 @@ def test_part_of_a_frame_is_the_end_of_the_stream(num_bytes: int) -> None:
 
 @pytest.mark.parametrize("kind", [ConfigError, ModelError])
 def test_what_a_user_can_mend_keeps_its_type_and_text(kind: type[EngineError]) -> None:
-    error = as_error(failed(kind("block_size must be 16")))
+    error = error_from(failed(kind("block_size must be 16")))
     assert type(error) is kind
     assert str(error) == "block_size must be 16"
 
@@ -258,13 +258,13 @@ def test_kinds_of_what_a_user_can_mend_count_as_it() -> None:
     class NoWeightsError(ModelError):
         """A ModelError in particular."""
 
-    assert type(as_error(failed(NoWeightsError("no weights")))) is ModelError
+    assert type(error_from(failed(NoWeightsError("no weights")))) is ModelError
 
 
 def test_every_other_error_is_a_fault_of_the_engine() -> None:
     message = failed(KeyError("row"))
     assert message == Failed(FAULT, "KeyError: 'row'")
-    assert type(as_error(message)) is EngineDeadError
+    assert type(error_from(message)) is EngineDeadError
 
 
 @pytest.mark.parametrize("text", ["x" * 1_000_000, "/models/caf\udce9"], ids=["long", "a file's name"])

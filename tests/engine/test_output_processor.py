@@ -86,7 +86,7 @@ def run(
             delta.finish_reason, delta.stop_reason = reason, stop_reason
         step = processor.process([delta], ARRIVAL_S + STEP_S * (begin + 1))
         outputs += outputs_of(processor, step)
-        finish += step.finish
+        finish += step.stopped
     return outputs, finish
 
 
@@ -350,14 +350,14 @@ def test_request_ends_with_its_last_branch(tokenizer: Tokenizer) -> None:
     the, stop = tokens_of(tokenizer, " the")[0], tokens_of(tokenizer, " stop")[0]
     processor = start(tokenizer, kind="final", n=3, stop=" stop")
     step = processor.process([SequenceDelta(7, index, [the]) for index in range(3)], 101.0)
-    assert (step.ready, step.finish) == ([], [])
+    assert (step.ready, step.stopped) == ([], [])
     deltas = [
         SequenceDelta(7, 0, [the], finish_reason="length"),
         SequenceDelta(7, 1, [stop]),
         SequenceDelta(7, 2, [the]),
     ]
     step = processor.process(deltas, 102.0)
-    assert (step.ready, step.finish) == ([], [(7, 1)])
+    assert (step.ready, step.stopped) == ([], [(7, 1)])
     late = SequenceDelta(7, 1, [the], finish_reason="length")
     step = processor.process([late, SequenceDelta(7, 2, [the], finish_reason="stop", stop_reason=the)], 103.0)
     (output,) = outputs_of(processor, step)
@@ -447,7 +447,7 @@ def test_slow_reader_finds_everything_in_one_delta(tokenizer: Tokenizer) -> None
 
 def test_metrics_tell_when_things_happened(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer)
-    processor.note_scheduled([], [Admission(7, 0)], 100.2)
+    processor.record_scheduled([], [Admission(7, 0)], 100.2)
     outputs, _ = run(processor, [9, 9])
     first, last = outputs[0].metrics, outputs[1].metrics
     assert first is not None
@@ -455,13 +455,13 @@ def test_metrics_tell_when_things_happened(tokenizer: Tokenizer) -> None:
     assert (first.arrival_s, first.first_scheduled_s, first.first_token_s) == (100.0, 100.2, 100.5)
     assert first.queue_s == pytest.approx(0.2)
     assert (first.finished_s, last.first_token_s, last.finished_s) == (None, 100.5, 101.0)
-    processor.note_scheduled([], [Admission(7, 2)], 105.0)  # ended: nothing to note
+    processor.record_scheduled([], [Admission(7, 2)], 105.0)  # ended: nothing to note
 
 
 def test_preemptions_are_counted_and_the_first_admission_stays(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer)
-    processor.note_scheduled([], [Admission(7, 0)], 100.2)
-    processor.note_scheduled([], [Admission(7, 2)], 100.4)
+    processor.record_scheduled([], [Admission(7, 0)], 100.2)
+    processor.record_scheduled([], [Admission(7, 2)], 100.4)
     metrics = run(processor, [9])[0][0].metrics
     assert metrics is not None
     assert (metrics.first_scheduled_s, metrics.num_preemptions) == (100.2, 2)
@@ -469,15 +469,15 @@ def test_preemptions_are_counted_and_the_first_admission_stays(tokenizer: Tokeni
 
 def test_preemption_costs_the_time_to_the_next_token_or_to_the_next_preemption(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer)
-    processor.note_scheduled([], [Admission(7, 0)], 100.0)
+    processor.record_scheduled([], [Admission(7, 0)], 100.0)
     processor.process([SequenceDelta(7, 0, [9])], 101.0)
-    processor.note_scheduled([7], [], 102.0)
-    processor.note_scheduled([], [Admission(7, 1)], 103.0)
+    processor.record_scheduled([7], [], 102.0)
+    processor.record_scheduled([], [Admission(7, 1)], 103.0)
     told = processor.output(7).metrics
     assert told is not None
     assert [(each.returned_s, each.cost_s) for each in told.preemptions] == [(103.0, None)], "it computes them again"
-    processor.note_scheduled([7], [], 104.0)
-    processor.note_scheduled([], [Admission(7, 2)], 105.0)
+    processor.record_scheduled([7], [], 104.0)
+    processor.record_scheduled([], [Admission(7, 2)], 105.0)
     for now_s in (106.5, 107.0):
         processor.process([SequenceDelta(7, 0, [9])], now_s)
     assert [each.cost_s for each in told.preemptions] == [2.0, 2.5]
@@ -485,11 +485,11 @@ def test_preemption_costs_the_time_to_the_next_token_or_to_the_next_preemption(t
 
 def test_only_the_last_preemptions_are_kept_and_all_are_counted(tokenizer: Tokenizer) -> None:
     processor, number = start(tokenizer), MAX_PREEMPTIONS_KEPT + 5
-    processor.note_scheduled([], [Admission(7, 0)], 100.0)
+    processor.record_scheduled([], [Admission(7, 0)], 100.0)
     for nth in range(1, number + 1):
-        processor.note_scheduled([7], [], 100.0 + nth)
+        processor.record_scheduled([7], [], 100.0 + nth)
         if nth < number:
-            processor.note_scheduled([], [Admission(7, nth)], 100.5 + nth)
+            processor.record_scheduled([], [Admission(7, nth)], 100.5 + nth)
     processor.process([SequenceDelta(7, 0, [9])], 1000.0)
     told = processor.output(7).metrics
     assert told is not None
@@ -500,21 +500,21 @@ def test_only_the_last_preemptions_are_kept_and_all_are_counted(tokenizer: Token
 
 def test_tokens_found_in_the_cache_are_told(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer)
-    processor.note_scheduled([], [Admission(7, 0, 3)], 100.2)
-    processor.note_scheduled([], [Admission(7, 1, 3)], 100.4)
+    processor.record_scheduled([], [Admission(7, 0, 3)], 100.2)
+    processor.record_scheduled([], [Admission(7, 1, 3)], 100.4)
     assert run(processor, [9])[0][0].num_cached_tokens == 3
 
 
 def test_step_tells_first_tokens_gaps_and_ends(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer, n=2)
     first = processor.process([SequenceDelta(7, 0, [9]), SequenceDelta(7, 1, [9])], 101.0)
-    assert [(metrics.first_token_s, num_tokens) for metrics, num_tokens in first.begun] == [
+    assert [(metrics.first_token_s, num_tokens) for metrics, num_tokens in first.first_tokens] == [
         (101.0, len(tokenizer.encode(PROMPT)))
     ]
-    assert (first.gaps_s, first.ended) == ([], [])
+    assert (first.itl_s, first.finished) == ([], [])
     second = processor.process([SequenceDelta(7, index, [9], finish_reason="length") for index in (0, 1)], 101.5)
-    assert (second.begun, second.gaps_s) == ([], [0.5, 0.5])
-    (ended,) = second.ended
+    assert (second.first_tokens, second.itl_s) == ([], [0.5, 0.5])
+    (ended,) = second.finished
     assert (ended.num_output_tokens, ended.finish_reasons) == (4, ["length", "length"])
     assert ended.metrics.finished_s == 101.5
 
@@ -541,9 +541,9 @@ def test_step_is_processed_in_slices_of_bounded_work(tokenizer: Tokenizer) -> No
     deltas += [SequenceDelta(256, index, [7] * 10_000, finish_reason="length") for index in range(2)]
     looks: list[int] = []
     num_gaps = 0
-    for step in processor.slices(deltas, 101.0):
+    for step in processor.process_in_slices(deltas, 101.0):
         looks.append(step.num_output_tokens + 21 * len(step.ready))
-        num_gaps += len(step.gaps_s)
+        num_gaps += len(step.itl_s)
         for request_id in step.ready:
             processor.output(request_id)
     assert max(looks) <= SLICE_UNITS + PART_TOKENS
@@ -554,10 +554,10 @@ def test_step_is_processed_in_slices_of_bounded_work(tokenizer: Tokenizer) -> No
 
 def test_request_may_be_dropped_between_slices(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer, kind="delta")
-    slices = processor.slices([SequenceDelta(7, 0, [9] * 4000, finish_reason="length")], 101.0)
+    slices = processor.process_in_slices([SequenceDelta(7, 0, [9] * 4000, finish_reason="length")], 101.0)
     assert next(slices).ready == [7]
     processor.drop(7)
-    assert all(not (step.ready or step.ended or step.failed) for step in slices)
+    assert all(not (step.ready or step.finished or step.failed) for step in slices)
 
 
 def test_request_that_waits_holds_no_branches(tokenizer: Tokenizer) -> None:

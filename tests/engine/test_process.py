@@ -30,17 +30,17 @@ from quire.engine.messages import (
     Abort,
     Add,
     Alive,
-    BlocksShown,
+    BlocksReply,
     Command,
     EngineDeadError,
     EngineState,
     Finish,
+    GetBlocks,
     Idle,
     Located,
     Ready,
     Refused,
     Report,
-    ShowBlocks,
     Stepped,
     is_add,
 )
@@ -147,7 +147,7 @@ def test_engine_ends_with_a_stream_that_ends_within_a_command() -> None:
     child.connection.sendall(frame(Abort(1))[:-1])
     child.connection.shutdown(socket.SHUT_WR)
     assert child.process.wait(TIMEOUT_S) == 0
-    child.end()
+    child.stop()
 
 
 def test_command_that_nobody_understands_is_a_fault() -> None:
@@ -155,7 +155,7 @@ def test_command_that_nobody_understands_is_a_fault() -> None:
         child = spawn_scripted()
         client = await EngineClient.connect(child, EngineOptions(), Recorder())
         client._writer.write(b"\0\0\0\1\xc1")
-        assert "the engine has failed: DecodeError" in str(await client.death())
+        assert "the engine has failed: DecodeError" in str(await client.wait_dead())
         await client.close()
         assert child.process.returncode == 1
 
@@ -175,12 +175,12 @@ def test_death_of_the_engine_ends_every_stream_and_loses_no_finished_output(
         client = await connect(EngineOptions(str(demo_model), max_num_seqs=8), recorder)
         finished = await add(client, "x", GREEDY)
         unread = await add(client, "x", LONG, "delta")
-        await until(lambda: bool(recorder.processed) and any(step.ended for step in recorder.processed))
+        await until(lambda: bool(recorder.processed) and any(step.finished for step in recorder.processed))
         streams = [await add(client, f"{i} = ", LONG, "delta") for i in range(32)]
         readers = [asyncio.create_task(read_to_the_end(stream)) for stream in streams]
         await until(lambda: client.state.num_running == 8 and client.num_queued >= 20)
 
-        death = asyncio.create_task(client.death())
+        death = asyncio.create_task(client.wait_dead())
         os.kill(client._child.process.pid, signal.SIGKILL)
         async with asyncio.timeout(TIMEOUT_S):
             errors = await asyncio.gather(*readers)
@@ -240,7 +240,7 @@ def test_closing_ends_what_runs_and_the_process(demo_model: Path) -> None:
             await reader
         with pytest.raises(EngineDeadError, match="the engine was closed"):
             await add(client, "x", GREEDY)
-        assert str(await client.death()) == "the engine was closed"
+        assert str(await client.wait_dead()) == "the engine was closed"
         assert client._child.process.returncode == 0
         assert client._child.connection.fileno() == -1
         assert holds_nothing(client)
@@ -323,7 +323,7 @@ def test_engine_that_dies_within_a_report_is_dead(last_bytes: bytes) -> None:
 def test_report_that_nobody_understands_ends_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         client = await EngineClient.connect(stand_in_engine(b"\0\0\0\1\xc1"), EngineOptions(), Recorder())
-        told = str(await client.death())
+        told = str(await client.wait_dead())
         assert "could not be taken" in told
         with pytest.raises(EngineDeadError, match="could not be taken"):
             await add(client, [1], GREEDY)
@@ -462,7 +462,7 @@ def kv_of(report: Report) -> KVStats:
 
 
 def test_burst_of_requests_is_added_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "ADDED_BYTES", 3 * len(frame(request(1))))
+    monkeypatch.setattr(process, "MAX_ADD_BYTES_PER_STEP", 3 * len(frame(request(1))))
     script = Script([request(number) for number in range(1, 9)])
     steps = [report.state for report in script.run() if isinstance(report, Stepped)]
     assert [state.num_running + state.num_waiting for state in steps[:4]] == [4, 8, 8, 8], "a bound is passed by one"
@@ -471,7 +471,7 @@ def test_burst_of_requests_is_added_over_several_steps(monkeypatch: pytest.Monke
 
 
 def test_abort_does_not_wait_behind_requests_that_are_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "ADDED_BYTES", 1)
+    monkeypatch.setattr(process, "MAX_ADD_BYTES_PER_STEP", 1)
     script = Script([request(1)], [], [*(request(number) for number in range(2, 6)), Abort(5), Abort(1)])
     steps = [report for report in script.run() if isinstance(report, Stepped)]
     assert [step.state.num_running for step in steps[:5]] == [1, 1, 1, 2, 3], "the first was aborted before others came"
@@ -547,10 +547,10 @@ def test_state_follows_every_step() -> None:
 
 
 def test_blocks_are_shown_between_two_steps_and_at_rest() -> None:
-    show = ShowBlocks(5, first=1, count=2)
+    show = GetBlocks(5, first=1, count=2)
     reports = Script([show], [], [request(1, prompt_len=8)], [], [show]).run()
-    assert [type(report) for report in reports[:5]] == [Idle, BlocksShown, Idle, Stepped, Stepped]
-    at_rest, amid = [report for report in reports if isinstance(report, BlocksShown)]
+    assert [type(report) for report in reports[:5]] == [Idle, BlocksReply, Idle, Stepped, Stepped]
+    at_rest, amid = [report for report in reports if isinstance(report, BlocksReply)]
     assert at_rest.command == amid.command == show
     assert [(entry.block, entry.state) for entry in at_rest.map.blocks] == [(1, "free"), (2, "free")]
     assert [entry.state for entry in amid.map.blocks] == ["used", "used"]
@@ -558,7 +558,7 @@ def test_blocks_are_shown_between_two_steps_and_at_rest() -> None:
 
 
 def test_owners_are_counted_from_time_to_time_and_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "OWNERS_S", 3600.0)
+    monkeypatch.setattr(process, "OWNER_COUNT_INTERVAL_S", 3600.0)
     command = request(1)
     command.request.owner = "key-1"
     first, *steps, last = Script([command]).run()
@@ -568,7 +568,7 @@ def test_owners_are_counted_from_time_to_time_and_at_rest(monkeypatch: pytest.Mo
 
 
 def test_lost_block_is_found_when_the_quiet_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "QUIET_S", 0.0)
+    monkeypatch.setattr(process, "IDLE_CHECK_DELAY_S", 0.0)
     harness = Harness(num_blocks=64)
     harness.cache._pool.allocate(1)
     loop = EngineLoop(Engine(harness.scheduler, harness.executor), SimpleQueue(), lambda report: None, NO_HEARTBEAT)
@@ -578,7 +578,7 @@ def test_lost_block_is_found_when_the_quiet_lasts(monkeypatch: pytest.MonkeyPatc
 
 def test_lost_block_is_found_although_somebody_watches_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look is a command, a second after the one before; the quiet lasts all the same."""
-    monkeypatch.setattr(process, "QUIET_S", 20.0)
+    monkeypatch.setattr(process, "IDLE_CHECK_DELAY_S", 20.0)
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: float(num_looks)))
     harness, commands = Harness(num_blocks=64), SimpleQueue[bytes]()
     harness.cache._pool.allocate(1)
@@ -588,7 +588,7 @@ def test_lost_block_is_found_although_somebody_watches_the_blocks(monkeypatch: p
         nonlocal num_looks
         if isinstance(report, Idle):
             num_looks += 1
-            commands.put(frame(ShowBlocks(num_looks, 0, 1))[LENGTH_BYTES:])
+            commands.put(frame(GetBlocks(num_looks, 0, 1))[LENGTH_BYTES:])
 
     loop = EngineLoop(Engine(harness.scheduler, harness.executor), commands, look, NO_HEARTBEAT)
     with pytest.raises(AssertionError, match="but held"):
@@ -597,9 +597,9 @@ def test_lost_block_is_found_although_somebody_watches_the_blocks(monkeypatch: p
 
 
 def test_blocks_are_looked_for_once_in_a_quiet_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "QUIET_S", 0.0)
+    monkeypatch.setattr(process, "IDLE_CHECK_DELAY_S", 0.0)
     num_begun = num_checks = 0
-    show = ShowBlocks(1, 0, 1)
+    show = GetBlocks(1, 0, 1)
     script = Script([request(1)], *[[]] * 30, *[[show], []] * 3)
 
     def checking() -> Iterator[None]:
@@ -609,5 +609,5 @@ def test_blocks_are_looked_for_once_in_a_quiet_time(monkeypatch: pytest.MonkeyPa
         num_checks += 1
 
     monkeypatch.setattr(script.harness.scheduler, "checking", checking)
-    assert len([report for report in script.run() if isinstance(report, BlocksShown)]) == 3
+    assert len([report for report in script.run() if isinstance(report, BlocksReply)]) == 3
     assert (num_begun, num_checks) == (2, 1), "dropped when a request came, but not for a look at the blocks"

@@ -48,16 +48,16 @@ def test_requests_that_wait_in_the_engine_count(service: Service) -> None:
 
 
 def test_free_seats_are_places_too(service: Service) -> None:
-    service.client.num_queued, service.client.num_free_seats = 3, 2  # type: ignore[misc]
+    service.client.num_queued, service.client.num_free_seqs = 3, 2  # type: ignore[misc]
     with service.let_in(3):
         assert refusal(service, 1).code == "server_overloaded"
-    service.client.num_free_seats = 1  # type: ignore[misc]
+    service.client.num_free_seqs = 1  # type: ignore[misc]
     assert refusal(service, 3).code == "server_overloaded"
 
 
 def test_as_many_as_ever_fit_are_let_in_and_more_are_no_overload(service: Service) -> None:
     assert refusal(service, 6).code == "server_overloaded"  # two seats are taken
-    service.client.num_free_seats = 2  # type: ignore[misc]
+    service.client.num_free_seqs = 2  # type: ignore[misc]
     with service.let_in(6):
         assert service.num_preparing == 6
     error = refusal(service, 7)

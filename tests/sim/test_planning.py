@@ -30,7 +30,7 @@ def test_plan_is_what_the_engine_reports(
     options, memory_bytes = EngineOptions(model=folder, max_num_seqs=8, max_num_batched_tokens=32), 100 * MIB
     plan = plan_memory(read_model(folder), this_machine(memory_bytes), options)
     monkeypatch.setattr(assembly, "free_memory_bytes", lambda: memory_bytes - plan.weight_bytes)
-    loaded = assemble(options, takes_text=False)
+    loaded = assemble(options, loads_tokenizer=False)
     if loaded.model.back_end.name != "cpp":
         pytest.skip("the C++ kernels were not built")
     limits = loaded.engine.scheduler.limits

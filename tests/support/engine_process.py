@@ -17,7 +17,7 @@ from quire.engine.input_processor import Prompt
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineState, Stepped
 from quire.engine.options import EngineOptions
-from quire.engine.output_processor import EndedRequest, OutputKind, ProcessedStep
+from quire.engine.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.engine.streams import RequestStream
 from quire.text.tokenizer import Tokenizer
 
@@ -31,17 +31,17 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[Stepped] = []
         self.processed: list[ProcessedStep] = []
-        self.aborted_requests: list[EndedRequest] = []
+        self.aborted_requests: list[FinishedRequest] = []
         self.num_rests = 0
 
-    def stepped(self, step: Stepped, processed: ProcessedStep) -> None:
+    def on_step(self, step: Stepped, processed: ProcessedStep) -> None:
         self.steps.append(step)
         self.processed.append(processed)
 
-    def idled(self, state: EngineState) -> None:
+    def on_idle(self, state: EngineState) -> None:
         self.num_rests += 1
 
-    def aborted(self, ended: EndedRequest) -> None:
+    def on_abort(self, ended: FinishedRequest) -> None:
         self.aborted_requests.append(ended)
 
 

@@ -31,7 +31,7 @@ class StandInEngine:
 
     def __init__(self) -> None:
         self.is_alive, self.death_reason = True, "the engine process ended"
-        self.num_queued = self.num_free_seats = self.num_queued_tokens = 0
+        self.num_queued = self.num_free_seqs = self.num_queued_tokens = 0
         self.stalled_s = 0.0
         self.tokenizer = None
         self.ready = SimpleNamespace(limits=SimpleNamespace(max_num_seqs=2))

@@ -51,23 +51,23 @@ BOUNDED = {
 def test_least_tokens_is_a_bound_and_worth_something(tmp_path: Path, kind: str) -> None:
     tokenizer = Tokenizer.from_folder(small_tokenizers.save(BOUNDED[kind], tmp_path))
     for text in TEXTS:
-        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
-    assert tokenizer.least_tokens("x" * 5000) > 50
+        assert tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+    assert tokenizer.min_num_tokens("x" * 5000) > 50
 
 
 def test_bound_holds_behind_a_normalizer_that_composes(tmp_path: Path) -> None:
     backend = small_tokenizers.byte_level()
     backend.normalizer = normalizers.NFC()
     tokenizer = Tokenizer.from_folder(small_tokenizers.save(backend, tmp_path))
-    assert all(tokenizer.least_tokens(text) <= len(tokenizer.encode(text)) for text in TEXTS)
-    assert tokenizer.least_tokens("x" * 5000) > 50
+    assert all(tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text)) for text in TEXTS)
+    assert tokenizer.min_num_tokens("x" * 5000) > 50
 
 
 @pytest.mark.parametrize("tokenizer_folder", REAL, indirect=True)
 def test_bound_holds_for_real_tokenizers(tokenizer_folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
     for text in TEXTS:
-        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+        assert tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
 
 
 def test_no_character_is_composed_of_more_bytes_than_is_reckoned_with() -> None:

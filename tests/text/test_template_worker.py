@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from quire.core.frames import frame, read_frame
-from quire.text.template_worker import OUT_OF_MEMORY, Ready, Refused, Render, Rendered, Reply, Start, decode_reply
+from quire.text.template_worker import (
+    OUT_OF_MEMORY,
+    LoadTemplate,
+    Render,
+    Rendered,
+    RenderRefused,
+    TemplateLoaded,
+    TemplateReply,
+    decode_reply,
+)
 
 TEMPLATE = (
     "{% set word = messages[0].content %}{{ bos_token }}{{ word }}"
@@ -33,10 +42,10 @@ class Child:
             )
         self._stream = self.connection.makefile("rb")
 
-    def send(self, command: Start | Render) -> None:
+    def send(self, command: LoadTemplate | Render) -> None:
         self.connection.sendall(frame(command))
 
-    def receive(self) -> Reply | None:
+    def receive(self) -> TemplateReply | None:
         body = read_frame(self._stream)
         return None if body is None else decode_reply(body)
 
@@ -49,8 +58,8 @@ class Child:
 def child() -> Iterator[Child]:
     child = Child()
     try:
-        child.send(Start(TEMPLATE))
-        assert child.receive() == Ready()
+        child.send(LoadTemplate(TEMPLATE))
+        assert child.receive() == TemplateLoaded()
         yield child
     finally:
         child.close()
@@ -81,7 +90,7 @@ def test_refusals_leave_the_process_alive(child: Child) -> None:
     ):
         child.send(render)
         reply = child.receive()
-        assert isinstance(reply, Refused)
+        assert isinstance(reply, RenderRefused)
         assert reason in reply.message
         assert (reply.param, reply.code) == ("messages", None)
     child.send(conversation("a"))

@@ -56,14 +56,14 @@ class AssembledEngine:
     ready: Ready
 
 
-def assemble(options: EngineOptions, *, takes_text: bool) -> AssembledEngine:
+def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngine:
     """Load the model, size the cache, and return an engine. ModelError and ConfigError say what cannot work.
 
     One that takes no text, since another process tokenizes for it, does not load the tokenizer.
     """
     folder = resolve_model(options.model)
     config = read_config(folder)
-    tokenizer = Tokenizer.from_folder_if_any(folder) if takes_text else None
+    tokenizer = Tokenizer.from_folder_if_any(folder) if loads_tokenizer else None
     source = str(folder / CONFIG_FILE)
     spec = spec_from_config(config, source)
     device = resolve_device(options.device)
@@ -204,7 +204,7 @@ def _what_cuda_lacks() -> str | None:
     return None
 
 
-def give_back_device_memory() -> None:
+def release_device_memory() -> None:
     """Let the GPU, if one was used, and the host have what nobody refers to any more: other processes want it.
 
     What stays is cuBLAS's workspace, a few dozen MiB, for as long as the process: others' graphs may point into it.

@@ -28,7 +28,7 @@ from quire.engine.input_processor import InputProcessor, PreparedRequest, Tokeni
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Command, EngineDeadError, EngineState, Report
 from quire.engine.options import EngineOptions
-from quire.engine.output_processor import EndedRequest, OutputKind, OutputProcessor, ProcessedStep
+from quire.engine.output_processor import FinishedRequest, OutputKind, OutputProcessor, ProcessedStep
 from quire.engine.pinned_prefixes import PinnedPrefixes
 from quire.engine.start_timeout import START_TIMEOUT_S, with_start_timeout
 from quire.engine.streams import RequestStream
@@ -42,13 +42,13 @@ ReportT = TypeVar("ReportT", messages.Located, messages.Ready)
 class Observer(Protocol):
     """Whoever counts. Called on the event loop; must be quick."""
 
-    def stepped(self, step: messages.Stepped, processed: ProcessedStep) -> None:
+    def on_step(self, step: messages.Stepped, processed: ProcessedStep) -> None:
         """Take down a step of the engine and what it meant to requests."""
 
-    def idled(self, state: EngineState) -> None:
+    def on_idle(self, state: EngineState) -> None:
         """Take down that nothing waits and nothing runs."""
 
-    def aborted(self, ended: EndedRequest) -> None:
+    def on_abort(self, ended: FinishedRequest) -> None:
         """Take down a request that its client, or the server, has ended."""
 
 
@@ -98,9 +98,9 @@ class EngineClient:
         except BaseException as error:
             if writer is not None:
                 writer.transport.abort()
-            status = await asyncio.to_thread(child.end)
+            status = await asyncio.to_thread(child.stop)
             if isinstance(error, (EOFError, ConnectionError)):
-                raise EngineDeadError(f"the engine process ended while it loaded ({_told(status)})") from error
+                raise EngineDeadError(f"the engine process ended while it loaded ({_exit_text(status)})") from error
             raise
         client = cls(child, writer, ready, tokenizer, options, observer, request_ids or itertools.count(), owners)
         client._listener = asyncio.create_task(client._listen(reader), name="engine reports")
@@ -119,7 +119,7 @@ class EngineClient:
         return sum(self._queued.values())
 
     @property
-    def num_free_seats(self) -> int:
+    def num_free_seqs(self) -> int:
         """Requests of one sequence that would not have to wait, as far as the last report tells: none if some do."""
         state = self.state
         if state.num_waiting or state.num_swapped:
@@ -205,7 +205,7 @@ class EngineClient:
         if ended is None:
             return
         self._send(messages.Abort(request_id))
-        self._observer.aborted(ended)
+        self._observer.on_abort(ended)
 
     def _forget(self, request_id: int) -> None:
         del self._streams[request_id]
@@ -222,7 +222,7 @@ class EngineClient:
         """
         async with asyncio.timeout(timeout_s), self._map_turn:
             self._raise_if_dead()
-            shown: BlockMap = await self._ask(messages.ShowBlocks(next(self._map_numbers), first, count, tier))
+            shown: BlockMap = await self._ask(messages.GetBlocks(next(self._map_numbers), first, count, tier))
             return shown
 
     async def _ask(self, command: Command) -> Any:  # noqa: ANN401 (what the engine tells)
@@ -263,14 +263,14 @@ class EngineClient:
         """Make the engine write to its error stream where every thread stands, as soon as it can."""
         self._child.process.send_signal(signal.SIGUSR1)
 
-    async def death(self) -> EngineDeadError:
+    async def wait_dead(self) -> EngineDeadError:
         """Wait until the engine has died or the client was closed; return why."""
         return EngineDeadError(await asyncio.shield(self._death))
 
     async def close(self) -> None:
         """End the engine process, and with it all requests. Returns when it is gone. Twice is fine."""
-        self._die("the engine was closed")
-        await self._end_child()
+        self._mark_dead("the engine was closed")
+        await self._stop_process()
         if self._listener is not None:
             await asyncio.wait([self._listener])
 
@@ -284,7 +284,7 @@ class EngineClient:
             self._write(frame(command))
         except Exception as error:
             log.exception("a command could not be sent")
-            self._die(f"a command could not be sent: {error}")
+            self._mark_dead(f"a command could not be sent: {error}")
             self._writer.transport.abort()                # the listener ends the rest
 
     def _write(self, message: bytes) -> None:
@@ -300,15 +300,15 @@ class EngineClient:
                 if isinstance(report, messages.Stepped):
                     await self._take_step(report)
         except (EOFError, ConnectionError):
-            self._die(f"the engine process ended ({_told(await self._end_child())})")
+            self._mark_dead(f"the engine process ended ({_exit_text(await self._stop_process())})")
         except EngineDeadError as error:
-            self._die(str(error))
+            self._mark_dead(str(error))
         except Exception as error:
             log.exception("a report of the engine could not be taken")
-            self._die(f"a report of the engine could not be taken: {error}")
+            self._mark_dead(f"a report of the engine could not be taken: {error}")
         finally:
-            self._die("nobody reads the engine's reports any more")  # whatever has happened, no stream waits in vain
-            await self._end_child()
+            self._mark_dead("the reader of the engine's outputs stopped")  # no stream waits in vain
+            await self._stop_process()
 
     def _take(self, report: Report) -> None:
         self._last_progress_s = time.monotonic()
@@ -319,10 +319,10 @@ class EngineClient:
                 pass
             case messages.Idle(state):
                 self._note_state(state)
-                self._observer.idled(state)
+                self._observer.on_idle(state)
             case messages.Refused(request_id, message, param, code):
                 self._fail(request_id, InvalidRequestError(message, param=param, code=code))
-            case messages.BlocksShown(command, block_map):
+            case messages.BlocksReply(command, block_map):
                 self._tell(command, block_map)
             case messages.Failed(_, message):
                 raise EngineDeadError(f"the engine has failed: {message}")
@@ -334,18 +334,18 @@ class EngineClient:
         self._note_state(step.state)
         for admission in step.admissions:
             self._queued.pop(admission.request_id, None)
-        self._outputs.note_scheduled(step.preempted, step.admissions, step.started_s)
+        self._outputs.record_scheduled(step.preempted, step.admissions, step.started_s)
         whole = ProcessedStep()
-        for processed in self._outputs.slices(step.deltas, time.monotonic()):
+        for processed in self._outputs.process_in_slices(step.deltas, time.monotonic()):
             self._hand_out(processed)
             whole.add(processed)
             if not processed.is_last:
                 await asyncio.sleep(0)
-        self._observer.stepped(step, whole)
+        self._observer.on_step(step, whole)
 
     def _hand_out(self, processed: ProcessedStep) -> None:
         """Notify the engine and the readers of what a slice of a step means."""
-        for request_id, index in processed.finish:
+        for request_id, index in processed.stopped:
             self._send(messages.Finish(request_id, index))
         for request_id, error in processed.failed:
             log.error("request %d has failed", request_id, exc_info=error)
@@ -360,7 +360,7 @@ class EngineClient:
         if request_id in self._streams:
             self._streams[request_id].fail(error)
 
-    def _die(self, reason: str) -> None:
+    def _mark_dead(self, reason: str) -> None:
         if self._death.done():
             return
         self._death.set_result(reason)
@@ -372,10 +372,10 @@ class EngineClient:
             if not told.done():
                 told.set_exception(EngineDeadError(reason))
 
-    async def _end_child(self) -> int:
+    async def _stop_process(self) -> int:
         """End the engine process, if it is still there, and return its exit status."""
         self._writer.transport.abort()
-        return await asyncio.get_running_loop().run_in_executor(self._ending, self._child.end)
+        return await asyncio.get_running_loop().run_in_executor(self._ending, self._child.stop)
 
 
 async def _started(reader: asyncio.StreamReader) -> tuple[Tokenizer | None, messages.Ready]:
@@ -389,7 +389,7 @@ async def _expect(reader: asyncio.StreamReader, kind: type[ReportT]) -> ReportT:
     """Wait for a report of this kind. Raises what a `Failed` stands for."""
     report = await _receive(reader)
     if isinstance(report, messages.Failed):
-        raise messages.as_error(report)
+        raise messages.error_from(report)
     assert isinstance(report, kind), f"expected {kind.__name__}, got {report}"
     return report
 
@@ -400,6 +400,6 @@ async def _receive(reader: asyncio.StreamReader) -> Report:
     return messages.decode_report(await reader.readexactly(length))
 
 
-def _told(status: int) -> str:
+def _exit_text(status: int) -> str:
     """Say how a process ended."""
     return f"exit status {status}" if status >= 0 else f"killed by signal {-status}, {signal.strsignal(-status)}"

@@ -15,7 +15,7 @@ class CompletionBuilder:
     """One choice of a request, growing with each delta until it ends; what comes after its end is ignored.
 
     `tokenizer` is None where no text is wanted or possible. Text that may begin a stop string is not yet in `text`.
-    Read it by `snapshot` or by `take`, not by both. `matcher` is that of the request's stop strings, shared by its
+    Read it by `snapshot` or by `drain`, not by both. `matcher` is that of the request's stop strings, shared by its
     branches. With `packs_logprobs`, outputs have `packed_logprobs` instead of `logprobs`.
     """
 
@@ -37,7 +37,7 @@ class CompletionBuilder:
             self._stops = StopStringFinder(matcher, include=params.include_stop_str_in_output)
         self.num_tokens = 0                             # of all, taken or not
         self.last_token_s: float | None = None          # when it came, as whoever extends the branch tells
-        self.has_news = False                           # since the last take
+        self.has_new_output = False                           # since the last drain
         self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
@@ -47,10 +47,10 @@ class CompletionBuilder:
 
     def extend(self, delta: SequenceDelta) -> None:
         """Take what a step added, up to the token that completes a stop string."""
-        self.has_news = True
+        self.has_new_output = True
         if self._stops is None:
-            self._take(delta.token_ids, delta.logprobs)
-            visible = self._visible(delta.token_ids, delta.finish_reason)
+            self._append_tokens(delta.token_ids, delta.logprobs)
+            visible = self._text_tokens(delta.token_ids, delta.finish_reason)
             if self._detokenizer is not None and visible:
                 self._pieces.append(self._detokenizer.append(visible))
         else:
@@ -62,7 +62,7 @@ class CompletionBuilder:
 
     def finish(self, reason: FinishReason, stop_reason: int | None = None) -> None:
         """End the branch: whatever text was held back belongs to it, unless it completes a stop string."""
-        self.finish_reason, self._stop_reason, self.has_news = reason, stop_reason, True
+        self.finish_reason, self._stop_reason, self.has_new_output = reason, stop_reason, True
         if self._detokenizer is None:
             return
         text = self._detokenizer.finish()
@@ -81,10 +81,10 @@ class CompletionBuilder:
         self._pieces = ["".join(self._pieces)]
         return self._output(self._token_ids.copy(), None if self._logprobs is None else self._logprobs.copy())
 
-    def take(self) -> CompletionOutput:
-        """Return what came since the last take; only `cumulative_logprob` is of everything."""
+    def drain(self) -> CompletionOutput:
+        """Return what came since the last drain; only `cumulative_logprob` is of everything."""
         output = self._output(self._token_ids, self._logprobs)
-        self._pieces, self._token_ids, self.has_news = [], [], False
+        self._pieces, self._token_ids, self.has_new_output = [], [], False
         self._logprobs = None if self._logprobs is None else []
         self._packed = None if self._packed is None else LogprobBuffer()
         return output
@@ -101,7 +101,7 @@ class CompletionBuilder:
             packed_logprobs=self._packed,
         )
 
-    def _take(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+    def _append_tokens(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
         """Record tokens and, if they were asked for, their logprobs."""
         self._token_ids += token_ids
         self.num_tokens += len(token_ids)
@@ -116,7 +116,7 @@ class CompletionBuilder:
         elif self._logprobs is not None:
             self._logprobs += [logprob_dict(position, self._tokenizer) for position in logprobs]
 
-    def _visible(self, token_ids: list[int], finish_reason: FinishReason | None) -> list[int]:
+    def _text_tokens(self, token_ids: list[int], finish_reason: FinishReason | None) -> list[int]:
         """Return the tokens that become text: all but the stop token that ended the sequence, unless it is wanted."""
         if finish_reason == "stop" and not self._params.include_stop_str_in_output:
             return token_ids[:-1]
@@ -126,10 +126,10 @@ class CompletionBuilder:
         """Take tokens one by one, because the one that completes a stop string is the last."""
         assert self._detokenizer is not None, "stop strings are found in text"
         assert self._stops is not None, "there are stop strings"
-        num_visible = len(self._visible(delta.token_ids, delta.finish_reason))
+        num_visible = len(self._text_tokens(delta.token_ids, delta.finish_reason))
         for position, token_id in enumerate(delta.token_ids):
             logprobs = None if delta.logprobs is None else delta.logprobs[position : position + 1]
-            self._take([token_id], logprobs)
+            self._append_tokens([token_id], logprobs)
             if position < num_visible:
                 self._find_stop(self._stops, self._detokenizer.append([token_id]))
             if self.finish_reason is not None:

@@ -21,7 +21,7 @@ class Engine:
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler = scheduler
         self.num_computed_tokens = 0        # by the last step
-        self.note_plan: Callable[[StepPlan], None] = lambda plan: None  # called with each plan that is about to run
+        self.on_submit: Callable[[StepPlan], None] = lambda plan: None  # called with each plan that is about to run
         self._isolation = Isolation(scheduler)
         self._suspects: list[int] = []      # requests that answer for the last step, if it failed
         self._is_certain = False            # it failed while the only suspect was planned or recorded
@@ -75,7 +75,7 @@ class Engine:
         return len(self._in_flight) < self._max_steps_in_flight and not self._isolation.is_active
 
     def _submit(self, plan: StepPlan) -> None:
-        self.note_plan(plan)
+        self.on_submit(plan)
         self._executor.submit(plan)
         self._in_flight.append(plan)
 

@@ -27,11 +27,11 @@ class Heartbeat:
         """Start the thread; it ends with the process."""
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
-    def work(self) -> None:
+    def resume(self) -> None:
         """Tell that there is work."""
         self._is_working.set()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Tell that there is none."""
         self._is_working.clear()
 

@@ -119,7 +119,7 @@ class InputProcessor:
     def _encode(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return a text's tokens; one that is hopelessly long is refused before it is looked at any closer."""
         if len(text) > self.limits.max_model_len:
-            self.limits.check_length(tokenizer.least_tokens(text))
+            self.limits.check_length(tokenizer.min_num_tokens(text))
         return self._check_token_ids(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _tokenize_dict(self, prompt: TextPrompt | TokensPrompt) -> TokenizedPrompt:

@@ -46,7 +46,7 @@ class EngineProcess:
             ours.sendall(start)
         return cls(process, ours)
 
-    def end(self) -> int:
+    def stop(self) -> int:
         """Close our end and wait for the process, or kill it; return its exit status. Blocks. Twice is fine."""
         self.connection.close()
         try:

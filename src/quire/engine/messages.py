@@ -48,7 +48,7 @@ class Finish(msgspec.Struct, tag="finish", array_like=True, frozen=True):
     index: int
 
 
-class ShowBlocks(msgspec.Struct, tag="show_blocks", array_like=True, frozen=True):
+class GetBlocks(msgspec.Struct, tag="get_blocks", array_like=True, frozen=True):
     """Tell what blocks [first, first + count) are. Answered between two steps. `number` tells one from another."""
 
     number: int
@@ -57,7 +57,7 @@ class ShowBlocks(msgspec.Struct, tag="show_blocks", array_like=True, frozen=True
     tier: Tier = "kv"
 
 
-Command = Start | Add | Abort | Finish | ShowBlocks
+Command = Start | Add | Abort | Finish | GetBlocks
 
 
 # --- from the engine --------------------------------------------------------------------------------------------------
@@ -134,14 +134,14 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     code: str | None
 
 
-class BlocksShown(msgspec.Struct, tag="blocks_shown", array_like=True, frozen=True):
-    """The answer to a ShowBlocks."""
+class BlocksReply(msgspec.Struct, tag="blocks_reply", array_like=True, frozen=True):
+    """The answer to a GetBlocks."""
 
-    command: ShowBlocks
+    command: GetBlocks
     map: BlockMap
 
 
-Report = Located | Ready | Failed | Stepped | Idle | Alive | Refused | BlocksShown
+Report = Located | Ready | Failed | Stepped | Idle | Alive | Refused | BlocksReply
 
 
 _ADD_HEAD = b"\x92" + msgspec.msgpack.encode("add")  # an array of two: the tag, and the request
@@ -166,7 +166,7 @@ def decode_command(message: bytes) -> Command:
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 
-_MENDABLE: dict[str, type[EngineError]] = {error.__name__: error for error in (ConfigError, ModelError)}
+_USER_ERRORS: dict[str, type[EngineError]] = {error.__name__: error for error in (ConfigError, ModelError)}
 
 
 class EngineDeadError(EngineError):
@@ -175,11 +175,11 @@ class EngineDeadError(EngineError):
 
 def failed(error: Exception) -> Failed:
     """Return the message for an error: a user's mistake by its name, everything else as a fault."""
-    kind = next((name for name, mendable in _MENDABLE.items() if isinstance(error, mendable)), FAULT)
+    kind = next((name for name, mendable in _USER_ERRORS.items() if isinstance(error, mendable)), FAULT)
     text = str(error) if kind != FAULT else f"{type(error).__name__}: {error}"
     return Failed(kind, text[:MAX_FAILURE_CHARS].encode(errors="replace").decode())  # file names may be no Unicode
 
 
-def as_error(message: Failed) -> EngineError:
+def error_from(message: Failed) -> EngineError:
     """Return the error that a message stands for."""
-    return _MENDABLE.get(message.kind, EngineDeadError)(message.message)
+    return _USER_ERRORS.get(message.kind, EngineDeadError)(message.message)

@@ -42,7 +42,7 @@ PART_TOKENS = 512
 _DELTA_UNITS = 16
 
 
-class EndedRequest(NamedTuple):
+class FinishedRequest(NamedTuple):
     """What a request was like, when its last branch has ended."""
 
     metrics: RequestMetrics
@@ -56,18 +56,18 @@ class ProcessedStep:
     """What a step, or a slice of it, means to users, to the engine, and to whoever counts.
 
     `ready`: requests whose `output` has something new; a "final" one only at its end.
-    `finish`: (request_id, index) of branches that a stop string ended and that the engine still runs.
-    `begun`: requests that gave their first token. `gaps_s`: seconds between two tokens of a branch, for each pair.
+    `stopped`: (request_id, index) of branches that a stop string ended and that the engine still runs.
+    `first_tokens`: requests that gave their first token. `itl_s`: inter-token latencies, in seconds.
     `num_output_tokens`: given to users in this step, so without those behind a stop string.
     `failed`: requests whose tokens could not be had or taken, and why; they are forgotten, and the engine may still run
     them.
     """
 
     ready: list[int] = field(default_factory=list)
-    finish: list[tuple[int, int]] = field(default_factory=list)
-    begun: list[tuple[RequestMetrics, int]] = field(default_factory=list)  # with the number of prompt tokens
-    gaps_s: list[float] = field(default_factory=list)
-    ended: list[EndedRequest] = field(default_factory=list)
+    stopped: list[tuple[int, int]] = field(default_factory=list)
+    first_tokens: list[tuple[RequestMetrics, int]] = field(default_factory=list)  # with the number of prompt tokens
+    itl_s: list[float] = field(default_factory=list)
+    finished: list[FinishedRequest] = field(default_factory=list)
     num_output_tokens: int = 0
     failed: list[tuple[int, Exception]] = field(default_factory=list)
     is_last: bool = True                         # no slice of this step comes after it
@@ -75,16 +75,16 @@ class ProcessedStep:
     def add(self, later: "ProcessedStep") -> None:
         """Append what a later slice of the same step means."""
         self.ready += later.ready
-        self.finish += later.finish
-        self.begun += later.begun
-        self.gaps_s += later.gaps_s
-        self.ended += later.ended
+        self.stopped += later.stopped
+        self.first_tokens += later.first_tokens
+        self.itl_s += later.itl_s
+        self.finished += later.finished
         self.num_output_tokens += later.num_output_tokens
         self.failed += later.failed
 
 
 @dataclass(slots=True, eq=False)
-class _OpenRequest:
+class _RequestState:
     """A request whose last output has not been taken."""
 
     prepared: PreparedRequest
@@ -130,7 +130,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None, *, packs_logprobs: bool = False) -> None:
         self._tokenizer, self._packs_logprobs = tokenizer, packs_logprobs
-        self._requests: dict[int, _OpenRequest] = {}
+        self._requests: dict[int, _RequestState] = {}
 
     def __contains__(self, request_id: int) -> bool:
         """Whether a request has begun, and its last output has not been taken."""
@@ -150,18 +150,18 @@ class OutputProcessor:
         assert tokenizer is not None or not params.stop, "stop strings are found in text, and there is none"
         metrics = RequestMetrics(arrival_s)
         packs = self._packs_logprobs
-        opened = _OpenRequest(prepared, external_id, kind, tokenizer, packs, metrics, num_unfinished=params.n)
+        opened = _RequestState(prepared, external_id, kind, tokenizer, packs, metrics, num_unfinished=params.n)
         self._requests[request.request_id] = opened
         return metrics
 
-    def note_scheduled(self, preempted: Iterable[int], admissions: Iterable[Admission], now_s: float) -> None:
+    def record_scheduled(self, preempted: Iterable[int], admissions: Iterable[Admission], now_s: float) -> None:
         """Take down who had to give way, and who began to run, or ran again: each return is an admission, too."""
         for request_id in preempted:
             if request_id in self._requests:
-                _note_preemption(self._requests[request_id].metrics, now_s)
+                _record_preemption(self._requests[request_id].metrics, now_s)
         for admission in admissions:
             if admission.request_id in self._requests:
-                _note_admission(self._requests[admission.request_id].metrics, admission, now_s)
+                _record_admission(self._requests[admission.request_id].metrics, admission, now_s)
 
     def process(self, deltas: Iterable[SequenceDelta], now_s: float) -> ProcessedStep:
         """Take what a step added. Deltas of branches and requests that have ended are ignored.
@@ -169,15 +169,15 @@ class OutputProcessor:
         A fault in one request fails that request.
         """
         whole = ProcessedStep()
-        for step in self.slices(deltas, now_s):
+        for step in self.process_in_slices(deltas, now_s):
             whole.add(step)
         whole.ready = [request_id for request_id in dict.fromkeys(whole.ready) if request_id in self._requests]
         return whole
 
-    def slices(self, deltas: Iterable[SequenceDelta], now_s: float) -> Iterator[ProcessedStep]:
+    def process_in_slices(self, deltas: Iterable[SequenceDelta], now_s: float) -> Iterator[ProcessedStep]:
         """As `process`, in slices of SLICE_UNITS: between two of them requests may end and be added."""
         step, num_units = ProcessedStep(), 0
-        touched: dict[int, _OpenRequest] = {}
+        touched: dict[int, _RequestState] = {}
         for delta in deltas:
             is_short = len(delta.token_ids) <= PART_TOKENS
             for part, is_first in ((delta, True),) if is_short else _parts(delta):
@@ -186,13 +186,13 @@ class OutputProcessor:
                     step.is_last = False
                     yield step
                     step, num_units, touched = ProcessedStep(), 0, {}
-                num_units += num_units_of(part)
+                num_units += work_units(part)
                 self._process(part, is_first, now_s, step, touched)
         step.ready.extend(touched)
         yield step
 
     def _process(
-        self, delta: SequenceDelta, is_first: bool, now_s: float, step: ProcessedStep, touched: dict[int, _OpenRequest]
+        self, delta: SequenceDelta, is_first: bool, now_s: float, step: ProcessedStep, touched: dict[int, _RequestState]
     ) -> None:
         """Add a delta, or a part of one, to its request, and what it means to `step`."""
         request = self._requests.get(delta.request_id)
@@ -210,14 +210,14 @@ class OutputProcessor:
             return
         if branch.finish_reason is not None:
             if delta.finish_reason is None:
-                step.finish.append((delta.request_id, delta.index))
+                step.stopped.append((delta.request_id, delta.index))
             request.num_unfinished -= 1
             if not request.num_unfinished:
-                step.ended.append(_end(request, now_s))
+                step.finished.append(_end(request, now_s))
         if request.kind != "final" or not request.num_unfinished:
             touched[delta.request_id] = request
 
-    def abort(self, request_id: int, now_s: float) -> EndedRequest | None:
+    def abort(self, request_id: int, now_s: float) -> FinishedRequest | None:
         """End a request; its unfinished branches end with "abort". None if it has ended; KeyError if it is not here."""
         request = self._requests[request_id]
         if not request.num_unfinished:
@@ -237,8 +237,8 @@ class OutputProcessor:
             del self._requests[request_id]
         prompt_logprobs = request.prompt_logprobs
         if request.kind == "delta":
-            branches = [branch for _, branch in sorted(request.branches.items()) if branch.has_news]
-            outputs = [branch.take() for branch in branches]
+            branches = [branch for _, branch in sorted(request.branches.items()) if branch.has_new_output]
+            outputs = [branch.drain() for branch in branches]
             request.prompt_logprobs = None
         else:
             outputs = [branch.snapshot() for branch in request.all_branches()]
@@ -259,15 +259,15 @@ class OutputProcessor:
         self._requests.pop(request_id, None)
 
 
-def _note_preemption(metrics: RequestMetrics, now_s: float) -> None:
+def _record_preemption(metrics: RequestMetrics, now_s: float) -> None:
     """Count a preemption, and record it among the last MAX_PREEMPTIONS_KEPT."""
-    _note_recovery(metrics.preemptions, now_s)
+    _record_recovery(metrics.preemptions, now_s)
     metrics.num_preemptions += 1
     metrics.preemptions.append(Preemption(now_s))
     del metrics.preemptions[:-MAX_PREEMPTIONS_KEPT]
 
 
-def _note_admission(metrics: RequestMetrics, admission: Admission, now_s: float) -> None:
+def _record_admission(metrics: RequestMetrics, admission: Admission, now_s: float) -> None:
     """Take down that a request begins to run, or runs again."""
     metrics.num_preemptions, metrics.num_cached_tokens = admission.num_preemptions, admission.num_cached_tokens
     counts = zip(WAIT_REASONS, admission.waited, strict=False)
@@ -281,13 +281,13 @@ def _note_admission(metrics: RequestMetrics, admission: Admission, now_s: float)
         last.num_swapped_blocks = admission.num_swapped_blocks
 
 
-def _note_recovery(preemptions: list[Preemption], now_s: float) -> None:
+def _record_recovery(preemptions: list[Preemption], now_s: float) -> None:
     """Take down that the last preemption, if any, costs no more."""
     if preemptions and preemptions[-1].recovered_s is None:
         preemptions[-1].recovered_s = now_s
 
 
-def num_units_of(delta: SequenceDelta) -> int:
+def work_units(delta: SequenceDelta) -> int:
     """Return how much work a delta is, in candidates of logprobs: to process it, to write it and to send it."""
     num_units = _DELTA_UNITS + len(delta.token_ids)
     if delta.logprobs is not None:
@@ -312,7 +312,7 @@ def _parts(delta: SequenceDelta) -> Iterator[tuple[SequenceDelta, bool]]:
 
 
 def _extend(
-    opened: _OpenRequest, branch: CompletionBuilder, delta: SequenceDelta, is_first: bool, now_s: float,
+    opened: _RequestState, branch: CompletionBuilder, delta: SequenceDelta, is_first: bool, now_s: float,
     step: ProcessedStep,
 ) -> int:  # fmt: skip
     """Add a delta to its branch, and what rides on the first one to the request. Return how many tokens were taken.
@@ -325,13 +325,13 @@ def _extend(
     request = opened.prepared.request
     if opened.metrics.first_token_s is None:
         opened.metrics.first_token_s = now_s
-        step.begun.append((opened.metrics, len(request.prompt_token_ids)))
+        step.first_tokens.append((opened.metrics, len(request.prompt_token_ids)))
     if branch.last_token_s is None:
         if delta.index == 0 and request.params.prompt_logprobs is not None:
             opened.prompt_logprobs = delta.prompt_logprobs or LogprobTable()
     elif is_first:
-        step.gaps_s.append(now_s - branch.last_token_s)
-    _note_recovery(opened.metrics.preemptions, now_s)
+        step.itl_s.append(now_s - branch.last_token_s)
+    _record_recovery(opened.metrics.preemptions, now_s)
     branch.last_token_s = now_s
     num_before = branch.num_tokens
     branch.extend(delta)
@@ -345,10 +345,10 @@ def _unpacked(table: LogprobTable | None, tokenizer: Tokenizer | None) -> list[d
     return [None, *(logprob_dict(position, tokenizer) for position in table.positions(0, len(table)))]
 
 
-def _end(opened: _OpenRequest, now_s: float) -> EndedRequest:
+def _end(opened: _RequestState, now_s: float) -> FinishedRequest:
     """Take down that a request's last branch has ended."""
     opened.metrics.finished_s = now_s
     num_output_tokens = sum(branch.num_tokens for branch in opened.branches.values())
     ends = {index: branch.finish_reason for index, branch in opened.branches.items()}
     reasons: list[FinishReason] = [ends.get(index) or "abort" for index in range(opened.prepared.request.params.n)]
-    return EndedRequest(opened.metrics, len(opened.prepared.request.prompt_token_ids), num_output_tokens, reasons)
+    return FinishedRequest(opened.metrics, len(opened.prepared.request.prompt_token_ids), num_output_tokens, reasons)

@@ -39,13 +39,13 @@ class PinnedPrefixes:
         """Count them."""
         return len(self._pinned)
 
-    def of(self, key_number: int | None) -> Iterator[Pin]:
+    def of_key(self, key_number: int | None) -> Iterator[Pin]:
         """Yield each that came with this API key, numbered from 1; 0: without one; None: all."""
         return (pin for pin in self._pinned.values() if key_number in (None, pin.key_number))
 
     def num_blocks(self, key_number: int | None) -> int:
         """Return how many blocks the pins of a key have; one that two pins share counts twice. None: of all keys."""
-        return sum(pin.prefix.num_blocks for pin in self.of(key_number))
+        return sum(pin.prefix.num_blocks for pin in self.of_key(key_number))
 
     def add(self, request: Request, key_number: int = 0, ttl_s: float | None = None) -> PinnedPrefix:
         """Add a prefix that a request has computed. `ttl_s`: after that its owner removes it."""

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-QUIET_S = 10.0  # without work, until the engine looks for lost blocks: a second for 500,000, so not between requests
-OWNERS_S = 0.5  # at least, between two counts of blocks by owner, which walk all block tables ...
-OWNERS_SHARE = 0.01  # ... and take no more of the time than this
-ADDED_BYTES = 1 << 18  # of the messages of requests that are added between two steps: 2 ms of decoding and packing
+IDLE_CHECK_DELAY_S = 10.0      # idle time before the check for leaked blocks, which takes a second for 500,000 blocks
+OWNER_COUNT_INTERVAL_S = 0.5   # at least, between two counts of blocks by owner, which walk all block tables ...
+OWNER_COUNT_TIME_SHARE = 0.01  # ... and take no more of the time than this
+MAX_ADD_BYTES_PER_STEP = 1 << 18  # of Add messages handled between two steps: 2 ms of decoding and packing
 
 
 class Connection:
@@ -93,40 +93,40 @@ class EngineLoop:
         self._quiet_since_s = time.monotonic()  # the end of the last step
         self._is_checked = False                # since then
         self._checking: Iterator[None] | None = None  # what is left of the check under way
-        self._arrived = deque[bytes]()          # messages of requests that are not added yet, in order
+        self._pending_adds = deque[bytes]()          # messages of requests that are not added yet, in order
         self._aborted: set[int] = set()         # ids of requests among them, perhaps
 
     def run(self) -> NoReturn:
         """Step for as long as the process lives."""
         while True:
             while not self._commands.empty():
-                self._take(self._commands.get())
-            self._add_arrived()
+                self._handle_message(self._commands.get())
+            self._add_pending()
             if self._engine.scheduler.has_requests:
                 self._step()
-            elif not self._arrived:
-                self._rest()
+            elif not self._pending_adds:
+                self._wait_for_command()
 
-    def _take(self, message: bytes) -> None:
+    def _handle_message(self, message: bytes) -> None:
         """Obey a command. A request is added later, so that a burst does not hold up a step, or an abort behind it."""
         if messages.is_add(message):
-            self._arrived.append(message)
+            self._pending_adds.append(message)
         else:
-            self._obey(message)
+            self._handle_command(message)
 
-    def _add_arrived(self) -> None:
+    def _add_pending(self) -> None:
         """Add requests that have arrived, in order, up to a bound on the work between two steps."""
         num_bytes = 0
-        while self._arrived and num_bytes < ADDED_BYTES:
-            message = self._arrived.popleft()
+        while self._pending_adds and num_bytes < MAX_ADD_BYTES_PER_STEP:
+            message = self._pending_adds.popleft()
             num_bytes += len(message)
-            self._obey(message)
-        if not self._arrived:
+            self._handle_command(message)
+        if not self._pending_adds:
             self._aborted.clear()
 
-    def _obey(self, message: bytes) -> None:
+    def _handle_command(self, message: bytes) -> None:
         command = messages.decode_command(message)
-        if not isinstance(command, messages.ShowBlocks):
+        if not isinstance(command, messages.GetBlocks):
             self._checking = None               # begins anew: what it has seen changes
         match command:
             case messages.Add(request):
@@ -137,17 +137,17 @@ class EngineLoop:
                 except InvalidRequestError as error:
                     self._send(messages.Refused(request.request_id, str(error), error.param, error.code))
             case messages.Abort(request_id):
-                if not self._engine.abort(request_id) and self._arrived:
+                if not self._engine.abort(request_id) and self._pending_adds:
                     self._aborted.add(request_id)
             case messages.Finish(request_id, index):
                 self._engine.finish(request_id, index)
-            case messages.ShowBlocks(_, first, count, tier):
-                self._send(messages.BlocksShown(command, self._engine.block_map(first, count, tier)))
+            case messages.GetBlocks(_, first, count, tier):
+                self._send(messages.BlocksReply(command, self._engine.block_map(first, count, tier)))
             case messages.Start():
                 raise AssertionError("started twice")
 
     def _step(self) -> None:
-        self._heartbeat.work()
+        self._heartbeat.resume()
         engine, started_s = self._engine, time.monotonic()
         try:
             deltas = engine.step()
@@ -158,24 +158,24 @@ class EngineLoop:
         state, preempted = self._state(), engine.scheduler.preempted
         self._send(messages.Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, state, preempted))
 
-    def _rest(self) -> None:
+    def _wait_for_command(self) -> None:
         """Say that all is done, and sleep until the next command.
 
         When nothing has run for a while, whoever has asked what meanwhile, look once for lost blocks and rows: a leak
         shall be found by us, not by users. A command waits for a slice of that, about a millisecond.
         """
-        self._heartbeat.rest()
+        self._heartbeat.pause()
         self._send(messages.Idle(self._state()))
         if not self._is_checked:
-            pause_s = self._quiet_since_s + QUIET_S - time.monotonic()
+            pause_s = self._quiet_since_s + IDLE_CHECK_DELAY_S - time.monotonic()
             if pause_s > 0:
                 with suppress(Empty):
-                    return self._take(self._commands.get(timeout=pause_s))
-            while self._check_a_slice() and self._commands.empty():
+                    return self._handle_message(self._commands.get(timeout=pause_s))
+            while self._check_slice() and self._commands.empty():
                 pass
-        return self._take(self._commands.get())
+        return self._handle_message(self._commands.get())
 
-    def _check_a_slice(self) -> bool:
+    def _check_slice(self) -> bool:
         """Go on with the check for lost blocks; False if that was the last of it."""
         if self._checking is None:
             self._checking = self._engine.scheduler.checking()
@@ -204,7 +204,7 @@ class EngineLoop:
             return self._engine.kv_stats(by_owner=False)
         stats = self._engine.kv_stats()
         ended_s = time.monotonic()
-        pause_s = 0.0 if is_at_rest else max(OWNERS_S, (ended_s - started_s) / OWNERS_SHARE)
+        pause_s = 0.0 if is_at_rest else max(OWNER_COUNT_INTERVAL_S, (ended_s - started_s) / OWNER_COUNT_TIME_SHARE)
         self._owners_due_s = ended_s + pause_s
         return stats
 
@@ -215,7 +215,7 @@ def main() -> None:
     if sys.stderr is not None:  # closed, if the server's is
         faulthandler.register(signal.SIGUSR1)  # whoever finds that nothing goes on asks where every thread stands
     logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
-    threading.excepthook = _end_with_thread
+    threading.excepthook = _exit_with_thread
     connection, commands = Connection(socket.socket(fileno=int(sys.argv[1]))), SimpleQueue[bytes]()
     listener = threading.Thread(target=connection.read_into, args=(commands,), name="commands", daemon=True)
     listener.start()
@@ -230,7 +230,7 @@ def main() -> None:
         listener.join()  # until the server has read all of it: what it still sends would otherwise break its stream
 
 
-def _end_with_thread(died: threading.ExceptHookArgs) -> NoReturn:
+def _exit_with_thread(died: threading.ExceptHookArgs) -> NoReturn:
     """End the process with a thread of it, which nobody would miss before it is too late."""
     log.critical("a thread of the engine has died", exc_info=died.exc_value)
     os._exit(1)
@@ -245,7 +245,7 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     gc.disable()  # what is made from here on stays
     from quire.engine.assembly import assemble  # noqa: PLC0415 (loads torch; the server reads its tokenizer meanwhile)
 
-    assembled = assemble(replace(start.options, model=folder), takes_text=False)
+    assembled = assemble(replace(start.options, model=folder), loads_tokenizer=False)
     gc.freeze()  # else a full collection looks through all of torch: 75 ms in the middle of a step
     gc.enable()
     connection.send(assembled.ready)
@@ -261,7 +261,7 @@ def _make_heartbeat(assembled: "AssembledEngine", beat: Callable[[], None]) -> H
         return Heartbeat(lambda: int(progress[0]), beat)
     per_token, per_pair = 2.0 * num_layer_weights(spec) / spec.num_layers, 4.0 * spec.num_heads * spec.head_dim
     detector = StallDetector(LayerCost(per_token, per_pair), os.cpu_count() or 1, time.monotonic)
-    assembled.engine.note_plan = detector.begin_step
+    assembled.engine.on_submit = detector.begin_step
     return Heartbeat(lambda: int(progress[0]), beat, detector.is_on_time)
 
 

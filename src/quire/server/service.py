@@ -136,7 +136,7 @@ class Service:
             self.metrics.refused("key_limit")
             raise refusal
         limit, num_queued = self.options.max_queued_requests, self.num_preparing + self.client.num_queued
-        if num_queued + num_requests > limit + self.client.num_free_seats:
+        if num_queued + num_requests > limit + self.client.num_free_seqs:
             self.metrics.refused("server_overloaded")
             raise overloaded(num_queued, limit, self.metrics.seconds_until_room(num_queued))
 

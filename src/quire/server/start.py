@@ -38,7 +38,7 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
             child.process.kill()  # it may be in the middle of a long load, and has nothing to lose
             raise
         finally:
-            child.end()
+            child.stop()
 
 
 def _open_standard_streams() -> None:

@@ -22,7 +22,7 @@ from quire.server.fair_semaphore import FairTurns
 from quire.server.options import DEFAULT_LIMITS, Limits
 from quire.text import template_worker as worker
 from quire.text.chat_template import MAX_RENDERED_CHARS, Message
-from quire.text.template_worker import Refused, Render, Rendered, Reply, Start
+from quire.text.template_worker import LoadTemplate, Render, Rendered, RenderRefused, TemplateReply
 from quire.text.tokenizer import Tokenizer
 
 START_LIMIT_S = 60.0                        # it takes a seventh of a second
@@ -83,10 +83,10 @@ class TemplateRenderer:
         lane = self._short if len(command) <= SHORT_BYTES else self._long
         try:
             async with lane.turns.turn(client_id):
-                reply = await lane.ask(Start(self._template), command)
+                reply = await lane.ask(LoadTemplate(self._template), command)
         finally:
             self._num_waiting -= 1
-        if isinstance(reply, Refused):
+        if isinstance(reply, RenderRefused):
             raise InvalidRequestError(reply.message, param=reply.param, code=reply.code)
         assert isinstance(reply, Rendered), f"expected a text, got {reply}"
         return reply.text
@@ -111,7 +111,7 @@ class _Lane:
         if self.process is None and not self._is_closed:
             self.process = _TemplateProcess()
 
-    async def ask(self, start: Start, command: bytes) -> Reply:
+    async def ask(self, start: LoadTemplate, command: bytes) -> TemplateReply:
         """Return the reply of the process that we have, if it still lives, or of a new one."""
         if self.process is not None and not self.process.is_alive:
             await self._end_process()
@@ -157,7 +157,7 @@ class _TemplateProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, message: bytes, limit_s: float) -> Reply:
+    def ask(self, message: bytes, limit_s: float) -> TemplateReply:
         """Send a frame and wait for the reply, in a thread. EOFError, OSError or MsgspecError when there is none."""
         self._socket.settimeout(limit_s)
         self._socket.sendall(message)
@@ -175,7 +175,7 @@ class _TemplateProcess:
         return status
 
 
-def _frame(message: Start | Render) -> bytes:
+def _frame(message: LoadTemplate | Render) -> bytes:
     """Return a message ready to be sent. InvalidRequestError for what msgpack cannot hold."""
     try:
         return frame(message)

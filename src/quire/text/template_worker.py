@@ -25,7 +25,7 @@ MEMORY_LIMIT_BYTES = 1024**3
 OUT_OF_MEMORY = 3           # exit status
 
 
-class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
+class LoadTemplate(msgspec.Struct, tag="load", array_like=True, frozen=True):
     """The first message: the template's source."""
 
     source: str
@@ -40,8 +40,8 @@ class Render(msgspec.Struct, tag="render", array_like=True, frozen=True):
     variables: dict[str, Any]
 
 
-class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
-    """The answer to `Start`."""
+class TemplateLoaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
+    """The answer to `LoadTemplate`."""
 
 
 class Rendered(msgspec.Struct, tag="rendered", array_like=True, frozen=True):
@@ -50,7 +50,7 @@ class Rendered(msgspec.Struct, tag="rendered", array_like=True, frozen=True):
     text: str
 
 
-class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+class RenderRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     """An InvalidRequestError."""
 
     message: str
@@ -58,11 +58,11 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     code: str | None
 
 
-Command = Start | Render
-Reply = Ready | Rendered | Refused
+TemplateCommand = LoadTemplate | Render
+TemplateReply = TemplateLoaded | Rendered | RenderRefused
 
-decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
-decode_reply: Callable[[bytes], Reply] = msgspec.msgpack.Decoder(Reply).decode
+decode_command: Callable[[bytes], TemplateCommand] = msgspec.msgpack.Decoder(TemplateCommand).decode
+decode_reply: Callable[[bytes], TemplateReply] = msgspec.msgpack.Decoder(TemplateReply).decode
 
 
 def main() -> None:
@@ -74,10 +74,10 @@ def main() -> None:
     while (body := read_frame(stream)) is not None:
         signal.setitimer(signal.ITIMER_REAL, RENDER_LIMIT_S)
         command = decode_command(body)
-        if isinstance(command, Start):
-            template, reply = ChatTemplate(command.source), frame(Ready())  # compiled by its first render
+        if isinstance(command, LoadTemplate):
+            template, reply = ChatTemplate(command.source), frame(TemplateLoaded())  # compiled by its first render
         else:
-            assert template is not None, "the first command must be Start"
+            assert template is not None, "the first command must be LoadTemplate"
             reply = _answer(template, command)
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
@@ -108,7 +108,7 @@ def _answer(template: ChatTemplate, command: Render) -> bytes:
 
 def _refusal(message: str, param: str | None, code: str | None) -> bytes:
     """Return a frame for a text that a template may have written."""
-    return frame(Refused(message.encode(errors="replace").decode(), param, code))
+    return frame(RenderRefused(message.encode(errors="replace").decode(), param, code))
 
 
 def _set_limits() -> None:

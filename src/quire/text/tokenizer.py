@@ -20,7 +20,7 @@ from quire.text.chat_template import ChatTemplate
 from quire.text.longest_token import LongestToken, longest_token
 from quire.text.text_settings import TOKENIZER_FILE, TextSettings, read_text_settings
 from quire.text.token_bytes import TokenBytes, decoding_rule
-from quire.text.tokenizer_files import read_backend, tokenizer_file, warn_of_no_tokenizer
+from quire.text.tokenizer_files import read_backend, tokenizer_file, warn_missing_tokenizer
 
 _ANCHOR_TEXT = "a"
 _SHORT_TOKENS = 4096
@@ -70,7 +70,7 @@ class Tokenizer:
         """Load the tokenizer of a model folder, or warn and return None if it has none: its model takes token ids."""
         if tokenizer_file(folder) is not None:
             return cls.from_folder(folder)
-        warn_of_no_tokenizer(folder)
+        warn_missing_tokenizer(folder)
         return None
 
     @property
@@ -95,7 +95,7 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def least_tokens(self, text: str) -> int:
+    def min_num_tokens(self, text: str) -> int:
         """Return how many tokens a text has at least, as far as its length alone tells; 0 where it tells nothing."""
         if self._longest_token is None:
             return 0

@@ -31,7 +31,7 @@ def tokenizer_file(folder: Path) -> str | None:
     return VOCAB_FILE if has_byte_level_bpe(folder) else None
 
 
-def warn_of_no_tokenizer(folder: Path) -> None:
+def warn_missing_tokenizer(folder: Path) -> None:
     """Log that prompts can only be token ids, and what would help."""
     found = sorted({path.name for pattern in _OTHER_FILES for path in folder.glob(pattern)})
     log.warning(

@@ -131,8 +131,8 @@ def test_long_prompts_hold_up_no_short_ones(server: OpenAIServer, monkeypatch: p
 
 
 def test_full_queue_is_told_before_any_work(server: OpenAIServer) -> None:
-    num_free_seats = server.service.client.num_free_seats
-    server.on_loop(lambda: setattr(server.service, "num_preparing", 19 + num_free_seats))
+    num_free_seqs = server.service.client.num_free_seqs
+    server.on_loop(lambda: setattr(server.service, "num_preparing", 19 + num_free_seqs))
     try:
         response = server.http.post(COMPLETIONS, json={"prompt": ["x", "y"]})
         assert (response.status_code, response.json()["error"]["code"]) == (429, "server_overloaded")

@@ -107,7 +107,7 @@ class Dead:
 
     request_ids = iter(range(10))
 
-    async def death(self) -> EngineDeadError:
+    async def wait_dead(self) -> EngineDeadError:
         return EngineDeadError("it was killed")
 
 

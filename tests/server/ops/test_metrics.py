@@ -17,7 +17,7 @@ from quire.engine.client import EngineClient
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Stepped
 from quire.engine.options import EngineOptions
-from quire.engine.output_processor import EndedRequest, ProcessedStep
+from quire.engine.output_processor import FinishedRequest, ProcessedStep
 from quire.engine.streams import RequestStream
 from quire.server.errors import RETRY_AFTER_S, shutting_down
 from quire.server.ops.admission_rate import LONGEST_S
@@ -109,12 +109,12 @@ def stepped(
 
 def processed(
     *,
-    begun: list[tuple[RequestMetrics, int]] | None = None,
-    gaps_s: list[float] | None = None,
-    ended: list[EndedRequest] | None = None,
+    first_tokens: list[tuple[RequestMetrics, int]] | None = None,
+    itl_s: list[float] | None = None,
+    finished: list[FinishedRequest] | None = None,
     num_output_tokens: int = 0,
 ) -> ProcessedStep:
-    return ProcessedStep([], [], begun or [], gaps_s or [], ended or [], num_output_tokens)
+    return ProcessedStep([], [], first_tokens or [], itl_s or [], finished or [], num_output_tokens)
 
 
 def kv_stats(**values: Any) -> KVStats:  # noqa: ANN401
@@ -191,14 +191,14 @@ class Watched(Metrics):
         self.news = asyncio.Event()
         self.to_abort: RequestStream | None = None
 
-    def stepped(self, step: Stepped, processed: ProcessedStep) -> None:
-        super().stepped(step, processed)
+    def on_step(self, step: Stepped, processed: ProcessedStep) -> None:
+        super().on_step(step, processed)
         self.news.set()
-        if self.to_abort is not None and processed.gaps_s:
+        if self.to_abort is not None and processed.itl_s:
             self.to_abort.abort()
 
-    def idled(self, state: EngineState) -> None:
-        super().idled(state)
+    def on_idle(self, state: EngineState) -> None:
+        super().on_idle(state)
         self.news.set()
 
     async def until(self, condition: Callable[[Page], bool]) -> Page:
@@ -275,8 +275,8 @@ def test_run_of_an_engine_is_counted_as_users_saw_it(demo_model: Path) -> None:
 
 def test_gauges_show_the_newest_state_and_keep_the_last_cache() -> None:
     metrics = Metrics("tiny")
-    metrics.stepped(stepped(EngineState(3, 2, 5, kv_stats(copied_blocks=6))), processed())
-    metrics.stepped(stepped(EngineState(4, 1, 7)), processed())
+    metrics.on_step(stepped(EngineState(3, 2, 5, kv_stats(copied_blocks=6))), processed())
+    metrics.on_step(stepped(EngineState(4, 1, 7)), processed())
     page = Page(metrics)
     assert (page["vllm:num_requests_running"], page["vllm:num_requests_waiting"]) == (4, 1)
     assert page["quire:num_requests_swapped"] == 7
@@ -289,7 +289,7 @@ def test_gauges_show_the_newest_state_and_keep_the_last_cache() -> None:
 def test_labels_of_owners_stay_and_are_told_when_they_were_counted() -> None:
     metrics = Metrics("tiny")
     for blocks_by_owner in ({"key-1": 3, "other": 2}, None, {"key-2": 1}):
-        metrics.stepped(stepped(EngineState(1, 0, 0, kv_stats(blocks_by_owner=blocks_by_owner))), processed())
+        metrics.on_step(stepped(EngineState(1, 0, 0, kv_stats(blocks_by_owner=blocks_by_owner))), processed())
         if blocks_by_owner is None:
             assert Page(metrics).by("quire:kv_blocks_by_owner", "owner") == {"key-1": 3, "other": 2}
     assert Page(metrics).by("quire:kv_blocks_by_owner", "owner") == {"key-1": 0, "key-2": 1, "other": 0}
@@ -320,7 +320,7 @@ def test_figures_of_the_cache_are_passed_on() -> None:
 
 def test_requests_that_the_engine_does_not_know_yet_wait_too() -> None:
     metrics = Metrics("tiny")
-    metrics.idled(EngineState(0, 2, 0))
+    metrics.on_idle(EngineState(0, 2, 0))
     assert [Page(metrics, num_queued)["vllm:num_requests_waiting"] for num_queued in (0, 2, 7)] == [2, 2, 7]
 
 
@@ -334,16 +334,16 @@ def buckets(metrics: Metrics, name: str) -> dict[str, float]:
     return {bound: count for bound, count in zip(cumulative, counts, strict=True) if count}
 
 
-def ended(arrival_s: float, first_scheduled_s: float, first_token_s: float, finished_s: float) -> EndedRequest:
+def ended(arrival_s: float, first_scheduled_s: float, first_token_s: float, finished_s: float) -> FinishedRequest:
     times = RequestMetrics(arrival_s, first_scheduled_s, first_token_s, finished_s)
-    return EndedRequest(times, num_prompt_tokens=300, num_output_tokens=7, finish_reasons=["stop", "length"])
+    return FinishedRequest(times, num_prompt_tokens=300, num_output_tokens=7, finish_reasons=["stop", "length"])
 
 
 def test_times_of_a_request_lie_between_the_right_moments() -> None:
     metrics = Metrics("tiny")
     request = ended(100.0, 100.5, 102.5, 112.5)
-    metrics.stepped(stepped(IDLE), processed(begun=[(request.metrics, 300)]))
-    metrics.stepped(stepped(IDLE), processed(ended=[request]))
+    metrics.on_step(stepped(IDLE), processed(first_tokens=[(request.metrics, 300)]))
+    metrics.on_step(stepped(IDLE), processed(finished=[request]))
     seconds = {
         "time_to_first_token": 2.5,
         "request_queue_time": 0.5,
@@ -361,7 +361,7 @@ def test_times_of_a_request_lie_between_the_right_moments() -> None:
 
 def test_gaps_are_pooled_over_tokens_and_equal_ones_each_count() -> None:
     metrics = Metrics("tiny")
-    metrics.stepped(stepped(IDLE), processed(gaps_s=[0.03, 0.03, 0.03, 0.2, 100.0]))
+    metrics.on_step(stepped(IDLE), processed(itl_s=[0.03, 0.03, 0.03, 0.2, 100.0]))
     assert buckets(metrics, "vllm:inter_token_latency_seconds") == {"0.05": 3, "0.2": 1, "+Inf": 1}
     assert Page(metrics)["vllm:inter_token_latency_seconds_sum"] == pytest.approx(100.29)
 
@@ -369,15 +369,15 @@ def test_gaps_are_pooled_over_tokens_and_equal_ones_each_count() -> None:
 def test_each_step_counts_with_the_tokens_it_computed() -> None:
     metrics = Metrics("tiny")
     for num_tokens in (1, 2048, 7, 20000):
-        metrics.stepped(stepped(IDLE, num_computed_tokens=num_tokens), processed())
+        metrics.on_step(stepped(IDLE, num_computed_tokens=num_tokens), processed())
     assert buckets(metrics, "vllm:iteration_tokens_total") == {"1.0": 1, "8.0": 1, "2048.0": 1, "+Inf": 1}
 
 
 def test_prompts_count_with_the_first_token_and_outputs_as_they_come() -> None:
     metrics = Metrics("tiny")
     begun = [(RequestMetrics(1.0, 2.0, 3.0), 10), (RequestMetrics(1.0, 2.0, 3.0), 20)]
-    metrics.stepped(stepped(IDLE), processed(begun=begun, num_output_tokens=2))
-    metrics.stepped(stepped(IDLE), processed(num_output_tokens=3))
+    metrics.on_step(stepped(IDLE), processed(first_tokens=begun, num_output_tokens=2))
+    metrics.on_step(stepped(IDLE), processed(num_output_tokens=3))
     page = Page(metrics)
     assert (page["vllm:prompt_tokens_total"], page["vllm:generation_tokens_total"]) == (30, 5)
 
@@ -388,7 +388,7 @@ def test_prompts_count_with_the_first_token_and_outputs_as_they_come() -> None:
 def test_aborted_request_counts_once_and_leaves_no_times() -> None:
     metrics = Metrics("tiny")
     reasons: list[FinishReason] = ["stop", "abort", "abort"]
-    metrics.aborted(EndedRequest(RequestMetrics(100.0, None, None, 101.0), 8, 0, reasons))
+    metrics.on_abort(FinishedRequest(RequestMetrics(100.0, None, None, 101.0), 8, 0, reasons))
     page = Page(metrics)
     assert page["quire:requests_aborted_total"] == 1
     assert page.by("vllm:request_success_total", "finished_reason") == {"stop": 1, "length": 0, "abort": 2}
@@ -418,24 +418,24 @@ def test_calls_that_fail_are_counted_and_those_at_fault_are_not() -> None:
 def test_refused_client_is_told_when_the_queue_will_have_left() -> None:
     metrics = Metrics("tiny")
     assert metrics.seconds_until_room(50) == RETRY_AFTER_S
-    metrics.stepped(stepped(IDLE, admissions=100, started_s=time.monotonic()), processed())
+    metrics.on_step(stepped(IDLE, admissions=100, started_s=time.monotonic()), processed())
     assert metrics.seconds_until_room(50) == 1
     assert metrics.seconds_until_room(100_000) == LONGEST_S
-    metrics.idled(IDLE)
+    metrics.on_idle(IDLE)
     assert metrics.seconds_until_room(50) == RETRY_AFTER_S
 
 
 def test_counters_go_on_when_another_engine_takes_over() -> None:
     metrics = Metrics("tiny")
     figures = kv_stats(copied_blocks=5, swap_s=1.5, prefix_hits_tokens=7, preemptions={"swap": 2})
-    metrics.idled(EngineState(1, 2, 3, figures))
+    metrics.on_idle(EngineState(1, 2, 3, figures))
     for _ in range(2):
         metrics.engine_ended()
         page = Page(metrics)
         assert (page["quire:kv_blocks_copied_total"], page["quire:swap_seconds_total"]) == (5, 1.5)
         assert page["vllm:num_requests_running"] == page["quire:kv_sequences"] == 0
-    metrics.idled(EngineState(0, 0, 0, figures))
-    metrics.idled(EngineState(0, 0, 0, figures))
+    metrics.on_idle(EngineState(0, 0, 0, figures))
+    metrics.on_idle(EngineState(0, 0, 0, figures))
     page = Page(metrics)
     assert (page["quire:kv_blocks_copied_total"], page["vllm:prefix_cache_hits_total"]) == (10, 14)
     assert page.by("quire:preemptions_total", "mode") == {"recompute": 0, "swap": 4}

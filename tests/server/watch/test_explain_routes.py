@@ -84,17 +84,17 @@ def test_only_the_owner_is_told(server: OpenAIServer) -> None:
 
 def test_victims_and_those_who_wait_are_told_why(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
     long: dict[str, Any] = {**GREEDY, "max_tokens": 330}
-    service, stepped = server.service, server.service.metrics.stepped
+    service, on_step = server.service, server.service.metrics.on_step
     seen: set[tuple[str, bool]] = set()
 
     def look(step: Stepped, processed: ProcessedStep) -> None:
         """See what could be told after a step; who asks over HTTP may miss it."""
-        stepped(step, processed)
+        on_step(step, processed)
         for past in chain(*service.history._calls.values()):
             told = explain_routes._explained(service, past, None)
             seen.add((told["state"], told["waits_for"] is not None))
 
-    monkeypatch.setattr(service.metrics, "stepped", look)
+    monkeypatch.setattr(service.metrics, "on_step", look)
     with ThreadPoolExecutor(3) as clients:
         with server.held():  # so that all three run together
             asking = [clients.submit(server.ask, COMPLETIONS, prompt=[500 + i] * 40, **long) for i in range(3)]

@@ -37,7 +37,7 @@ async def keep_engine(
     `pause` waits before each start, and `spawn` starts the process.
     """
     num_granted = service.options.restart_engine
-    why: Exception = await service.client.death()
+    why: Exception = await service.client.wait_dead()
     for number in range(1, num_granted + 1):
         pause_s = min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S)
         log.error("%s; engine %d of %d more is started in %g s (restart_engine)", why, number, num_granted, pause_s)
@@ -54,7 +54,7 @@ async def keep_engine(
             continue
         service.metrics.engine_restarted()
         log.warning("a new engine serves; what was cached or pinned is gone")
-        why = await service.client.death()
+        why = await service.client.wait_dead()
     return why
 
 

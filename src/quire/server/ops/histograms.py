@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from prometheus_client.metrics_core import HistogramMetricFamily
 
-from quire.engine.output_processor import EndedRequest, ProcessedStep
+from quire.engine.output_processor import FinishedRequest, ProcessedStep
 
 _TTFT_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
@@ -69,16 +69,16 @@ class RequestHistograms:
     def __init__(self) -> None:
         self._by_name = {name: Histogram(f"vllm:{name}", *about) for name, about in _HISTOGRAMS.items()}
 
-    def stepped(self, num_computed_tokens: int, processed: ProcessedStep) -> None:
+    def on_step(self, num_computed_tokens: int, processed: ProcessedStep) -> None:
         """Take down a step and what it meant to requests."""
         self._by_name["iteration_tokens_total"].observe(num_computed_tokens)
-        gaps_s, ttft_s = self._by_name["inter_token_latency_seconds"], self._by_name["time_to_first_token_seconds"]
-        for gap_s, times in Counter(processed.gaps_s).items():      # who got a token in both steps has the same gap
-            gaps_s.observe(gap_s, times)
-        for metrics, _ in processed.begun:
+        itl_s, ttft_s = self._by_name["inter_token_latency_seconds"], self._by_name["time_to_first_token_seconds"]
+        for gap_s, times in Counter(processed.itl_s).items():      # who got a token in both steps has the same gap
+            itl_s.observe(gap_s, times)
+        for metrics, _ in processed.first_tokens:
             assert metrics.first_token_s is not None, "begun without a token"
             ttft_s.observe(metrics.first_token_s - metrics.arrival_s)
-        for ended in processed.ended:
+        for ended in processed.finished:
             for name, value in _of_end(ended).items():
                 self._by_name[name].observe(value)
 
@@ -87,7 +87,7 @@ class RequestHistograms:
         return (histogram.family(labels) for histogram in self._by_name.values())
 
 
-def _of_end(ended: EndedRequest) -> dict[str, float]:
+def _of_end(ended: FinishedRequest) -> dict[str, float]:
     metrics = ended.metrics
     scheduled_s, first_token_s, finished_s = metrics.first_scheduled_s, metrics.first_token_s, metrics.finished_s
     assert scheduled_s is not None, f"ended without having run: {metrics}"

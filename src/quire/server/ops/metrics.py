@@ -21,7 +21,7 @@ from quire.core.config import PreemptionKind
 from quire.core.outputs import FinishReason, KVStats
 from quire.core.owner_labels import OTHER
 from quire.engine.messages import EngineState, Stepped
-from quire.engine.output_processor import EndedRequest, ProcessedStep
+from quire.engine.output_processor import FinishedRequest, ProcessedStep
 from quire.server.ops.admission_rate import AdmissionRate
 from quire.server.ops.histograms import RequestHistograms
 
@@ -66,22 +66,22 @@ class Metrics(Collector):
 
     # --- what happens ---------------------------------------------------------------------------------------------
 
-    def stepped(self, step: Stepped, processed: ProcessedStep) -> None:
+    def on_step(self, step: Stepped, processed: ProcessedStep) -> None:
         """Take down a step of the engine and what it meant to requests."""
         self._note_state(step.state)
         self._admissions.note(sum(not admission.num_preemptions for admission in step.admissions), step.started_s)
-        self._num_prompt_tokens += sum(num_tokens for _, num_tokens in processed.begun)
+        self._num_prompt_tokens += sum(num_tokens for _, num_tokens in processed.first_tokens)
         self._num_generation_tokens += processed.num_output_tokens
-        for ended in processed.ended:
+        for ended in processed.finished:
             self._note_end(ended)
-        self._histograms.stepped(step.num_computed_tokens, processed)
+        self._histograms.on_step(step.num_computed_tokens, processed)
 
-    def idled(self, state: EngineState) -> None:
+    def on_idle(self, state: EngineState) -> None:
         """Take down that nothing waits and nothing runs."""
         self._note_state(state)
         self._admissions.forget()
 
-    def aborted(self, ended: EndedRequest) -> None:
+    def on_abort(self, ended: FinishedRequest) -> None:
         """Take down a request that its client, or the server, has ended."""
         self._num_aborted += 1
         self._note_end(ended)
@@ -111,7 +111,7 @@ class Metrics(Collector):
             if state.kv.blocks_by_owner is not None:
                 self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0) | state.kv.blocks_by_owner
 
-    def _note_end(self, ended: EndedRequest) -> None:
+    def _note_end(self, ended: FinishedRequest) -> None:
         for reason in ended.finish_reasons:
             self._num_finished[reason] += 1
 

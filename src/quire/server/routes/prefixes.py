@@ -42,7 +42,7 @@ async def list_prefixes(request: Request) -> Response:
     client, keys = request.app.state.service.client, _keys_of(request)
     data = [
         _described(pin.prefix) | ({"owner": client.inputs.owners.label(pin.key_number, None)} if keys is None else {})
-        for pin in client.pinned.of(keys)
+        for pin in client.pinned.of_key(keys)
     ]
     return json_response({"object": "list", "data": data})
 
