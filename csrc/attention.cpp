@@ -4,15 +4,15 @@
 // A thread computes one query tile under one KV head at a time: all query heads of the group times some tokens are the
 // rows that are multiplied with the head's keys and values. It walks through the context in partitions. Of a partition it
 // computes, for up to 32 rows at once: scores (32 KiB, first-level cache), their softmax in place, weighted values. The
-// result of a partition, per row the highest score, the sum of weights and the weighted sum, is folded into the row's
-// running result. Partitions stand at fixed absolute positions and are folded in ascending order, by one thread or, where
-// several share a long context, from a list after all have come in: the same operations on the same numbers. Bytes moved:
+// result of a partition, per row the highest score, the sum of weights and the weighted sum, is merged into the row's
+// running result. Partitions begin at fixed absolute positions and are merged in ascending order, by one thread or, where
+// several share a long context, from a list when all are computed: the same operations on the same numbers. Bytes moved:
 // a decode row's keys and values once from memory; a tile of 256 rows reads them once for 36 tokens of 7 heads.
 #include "aligned.hpp"
 #include "attention_scores.hpp"
 #include "attention_tiles.hpp"
 #include "attention_vectors.hpp"
-#include "gang.hpp"
+#include "thread_pool.hpp"
 
 namespace quire::ISA {
 namespace {
@@ -48,8 +48,8 @@ void clear(Results results, long rows) {
     std::memset(results.weighted, 0, rows * results.width * sizeof(float));
 }
 
-// Fold a later partition into what came before; one that a row does not see leaves the row as it is, bit for bit.
-void fold(Results running, Results later, long rows, Floats scale) {
+// Merge a later partition into the running results; one that a row does not see leaves the row's bits unchanged.
+void merge_partials(Results running, Results later, long rows, Floats scale) {
     for (long first = 0; first < rows; first += LANES) {
         const Floats before = load(running.highest + first), after = load(later.highest + first);
         const Floats highest = maximum(before, after);
@@ -83,7 +83,7 @@ struct Scratch {
 
 // What some row of a tile sees of a partition.
 template <typename T>
-Stretch live(const Attention<T>& op, const QueryTile& tile, long partition, long head) {
+TokenRange live(const Attention<T>& op, const QueryTile& tile, long partition, long head) {
     const long first = op.window ? tile.first_position - op.window + 1 : 0, start = partition * PARTITION;
     return {op.block_tables + tile.sequence * op.table_stride, tile.kv_head + head, std::max(first, start),
             std::min(tile.first_position + tile.num_tokens, start + PARTITION)};
@@ -93,7 +93,7 @@ Stretch live(const Attention<T>& op, const QueryTile& tile, long partition, long
 template <typename T>
 class TileWork {
 public:
-    TileWork(const Attention<T>& op, const QueryTile& tile, Scratch<T>& scratch, Stretch next = {})
+    TileWork(const Attention<T>& op, const QueryTile& tile, Scratch<T>& scratch, TokenRange next = {})
         : op_(op), tile_(tile), scratch_(scratch), group_(op.num_heads / op.num_kv_heads),
           rows_(tile.num_tokens * group_), row_stride_(rounded_up(rows_, LANES)), padded_(rounded_up(op.head_dim, GROUP)), width_(padded_ + LANES),
           key_rows_(rounded_up(op.head_dim / PAIR<T>, P::KEY_ROWS)), query_stride_(key_rows_ * PAIR<T>),
@@ -108,17 +108,17 @@ public:
     void attend() {
         const Results running = clear_running(), block(scratch_.partition.data(), BLOCK_ROWS, width_);
         for (long i = tile_.first_partition; i < tile_.end_partition; i++)
-            each_block(i, tile_.end_partition, [&](long head, long row, long rows, const Stretch& next) {
+            each_block(i, tile_.end_partition, [&](long head, long row, long rows, const TokenRange& next) {
                 compute(i, head, row, rows, block, next);
-                fold(running.from(head * row_stride_ + row), block, rows, splat(scale_));
+                merge_partials(running.from(head * row_stride_ + row), block, rows, splat(scale_));
             });
         finish(running);
     }
 
     // Some partitions, whose results are kept.
-    void attend_part(const Piece& piece, const KeptResults& results) {
-        for (long i = piece.first_partition; i < piece.end_partition; i++)
-            each_block(i, piece.end_partition, [&](long head, long row, long rows, const Stretch& next) {
+    void attend_part(const WorkItem& item, const KeptResults& results) {
+        for (long i = item.first_partition; i < item.end_partition; i++)
+            each_block(i, item.end_partition, [&](long head, long row, long rows, const TokenRange& next) {
                 compute(i, head, row, rows, result(results, i, head).from(row), next);
             });
     }
@@ -127,7 +127,7 @@ public:
         const Results running = clear_running();
         for (long i = tile_.first_partition; i < tile_.end_partition; i++)
             for (long head = 0; head < tile_.num_kv_heads; head++)
-                fold(running.from(head * row_stride_), result(results, i, head), rows_, splat(scale_));
+                merge_partials(running.from(head * row_stride_), result(results, i, head), rows_, splat(scale_));
         finish(running);
     }
 
@@ -139,7 +139,7 @@ private:
     long group_, rows_, row_stride_, padded_, width_, key_rows_, query_stride_;  // rows: of one KV head
     float scale_;
     long* positions_;  // of the rows' tokens
-    Stretch next_, live_;  // what this thread reads after this tile; what of the partition some row sees
+    TokenRange next_, live_;  // what this thread reads after this tile; what of the partition some row sees
     bool has_values_;      // whether the view of the partition has its values
     PartitionView<T> view_;
 
@@ -188,7 +188,7 @@ private:
     template <typename Compute>
     void each_block(long partition, long end, Compute compute) {
         for (long head = 0; head < tile_.num_kv_heads; head++) {
-            const Stretch next = head + 1 < tile_.num_kv_heads ? live(op_, tile_, partition, head + 1)
+            const TokenRange next = head + 1 < tile_.num_kv_heads ? live(op_, tile_, partition, head + 1)
                                  : partition + 1 < end         ? live(op_, tile_, partition + 1, 0)
                                                                : next_;
             live_ = live(op_, tile_, partition, head);
@@ -200,7 +200,7 @@ private:
 
     // Scores, softmax, weighted values. While keys are multiplied the values are on their way from memory, while the
     // values are multiplied the next partition's keys.
-    void compute(long partition, long head, long row, long rows, Results out, const Stretch& next) {
+    void compute(long partition, long head, long row, long rows, Results out, const TokenRange& next) {
         const Columns computed = seen(partition, row, row + rows);
         if (computed.begin >= computed.end) return clear(out, rows);
         float* scores = scratch_.scores.data();
@@ -248,18 +248,18 @@ void attention(const Attention<T>& op) {
     const AttentionWork& shared = work;
     const long stride = Results::floats(shared.max_split_rows, rounded_up(op.head_dim, GROUP) + LANES);
     const KeptResults results{kept.at_least(shared.num_results * stride), stride};
-    const long num_pieces = static_cast<long>(shared.pieces.size());
-    share(num_pieces, [&](Chunks& chunks) {
+    const long num_items = static_cast<long>(shared.items.size());
+    share(num_items, [&](Chunks& chunks) {
         static thread_local Scratch<T> scratch;
         const typename Products<T>::Session session(shared.max_rows);
-        for (long i = chunks.take(), after; i < num_pieces; i = after) {
+        for (long i = chunks.take(), after; i < num_items; i = after) {
             after = chunks.take();
-            const Piece &piece = shared.pieces[i], &then = shared.pieces[std::min(after, num_pieces - 1)];
-            TileWork<T> tile(op, shared.tiles[piece.tile], scratch, live(op, shared.tiles[then.tile], then.first_partition, 0));
-            if (shared.tiles[piece.tile].results < 0)
+            const WorkItem &item = shared.items[i], &then = shared.items[std::min(after, num_items - 1)];
+            TileWork<T> tile(op, shared.tiles[item.tile], scratch, live(op, shared.tiles[then.tile], then.first_partition, 0));
+            if (shared.tiles[item.tile].results < 0)
                 tile.attend();
             else
-                tile.attend_part(piece, results);
+                tile.attend_part(item, results);
         }
     });
     if (shared.num_results)

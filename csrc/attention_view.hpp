@@ -26,7 +26,7 @@ struct Rows {
 };
 
 // Tokens [begin, end) of a sequence, all in one partition, that some query sees.
-struct Stretch {
+struct TokenRange {
     const std::int32_t* table;  // the sequence's blocks
     long kv_head, begin, end;
 };
@@ -49,7 +49,7 @@ public:
     static long scratch_elements(long head_dim) { return 2 * PARTITION * rounded_up(head_dim, 2 * GROUP); }
 
     // Look at the keys of a partition's live tokens.
-    void look_at_keys(const Stretch& live) {
+    void look_at_keys(const TokenRange& live) {
         const long start = live.begin / PARTITION * PARTITION;
         const long first = (live.begin - start) / GROUP, end = (live.end - 1 - start) / GROUP + 1;
         T* scratch = scratch_;
@@ -60,7 +60,7 @@ public:
 
     // And at their values; `meanwhile` is called for each group.
     template <typename Meanwhile>
-    void look_at_values(const Stretch& live, Meanwhile& meanwhile) {
+    void look_at_values(const TokenRange& live, Meanwhile& meanwhile) {
         const long start = live.begin / PARTITION * PARTITION;
         T* scratch = scratch_ + scratch_elements(layout_.head_dim) / 2;
         for (long i = (live.begin - start) / VALUE_TOKENS; i <= (live.end - 1 - start) / VALUE_TOKENS; i++) {
@@ -69,10 +69,10 @@ public:
         }
     }
 
-    // Ask for the blocks that hold a stretch, a share at each call, so that memory is never idle and never in the way.
+    // Ask for the blocks that hold a range, a share at each call, so that memory is never idle and never in the way.
     class Prefetch {
     public:
-        Prefetch(const PartitionView& view, const T* cache, const Stretch& live, long calls)
+        Prefetch(const PartitionView& view, const T* cache, const TokenRange& live, long calls)
             : view_(view), cache_(cache), live_(live), calls_(live.begin < live.end ? calls : 0) {}
 
         void operator()() {
@@ -83,12 +83,12 @@ public:
     private:
         const PartitionView& view_;
         const T* cache_;
-        const Stretch& live_;
+        const TokenRange& live_;
         long calls_, call_ = 0;
     };
 
-    Prefetch prefetch_keys(const Stretch& live, long calls) const { return {*this, op_.key_cache, live, calls}; }
-    Prefetch prefetch_values(const Stretch& live, long calls) const { return {*this, op_.value_cache, live, calls}; }
+    Prefetch prefetch_keys(const TokenRange& live, long calls) const { return {*this, op_.key_cache, live, calls}; }
+    Prefetch prefetch_values(const TokenRange& live, long calls) const { return {*this, op_.value_cache, live, calls}; }
 
 private:
     CacheLayout<T> layout_;
@@ -96,11 +96,11 @@ private:
     long key_rows_;
     T* scratch_;
 
-    long place(const Stretch& live, long token) const {
+    long place(const TokenRange& live, long token) const {
         return layout_.head_in_cache(live.table[token / layout_.block_size], live.kv_head);
     }
 
-    void prefetch(const T* cache, const Stretch& live, long step, long steps) const {
+    void prefetch(const T* cache, const TokenRange& live, long step, long steps) const {
         const long lines = layout_.head_elements() * static_cast<long>(sizeof(T)) / LINE;  // of a block
         const long first = live.begin / layout_.block_size, blocks = (live.end - 1) / layout_.block_size + 1 - first;
         const long end = blocks * lines * (step + 1) / steps;
@@ -114,7 +114,7 @@ private:
         }
     }
 
-    Rows<T> key_rows_of(const Stretch& live, long token, T*& scratch) {
+    Rows<T> key_rows_of(const TokenRange& live, long token, T*& scratch) {
         const long rows = layout_.head_dim / PAIR<T>, width = std::min(GROUP, layout_.block_size);
         if (width == GROUP && rows == key_rows_)
             return {op_.key_cache + place(live, token) + layout_.key_element(token % layout_.block_size, 0),
@@ -133,7 +133,7 @@ private:
         return {out, stride};
     }
 
-    Rows<T> value_rows(const Stretch& live, long token, T*& scratch) {
+    Rows<T> value_rows(const TokenRange& live, long token, T*& scratch) {
         const bool is_live = token >= live.begin && token + VALUE_TOKENS <= live.end;
         const long width = layout_.value_stride(), padded = rounded_up(layout_.head_dim, GROUP) * PAIR<T>;
         if (is_live && layout_.block_size >= VALUE_TOKENS && width == padded)

@@ -7,14 +7,14 @@ namespace {
 
 constexpr long MAX_ROWS = 256;       // of a query tile: its running results stay in the second-level cache
 constexpr long FEW_ROWS = 32;        // tiles up to this many rows are bound by reading
-constexpr long PIECES_PER_THREAD = 8;
+constexpr long ITEMS_PER_THREAD = 8;
 constexpr long READING = 2;          // a partition's keys and values cost as much as this many row tiles' arithmetic
 
 long tokens_per_tile(const AttentionShape& shape, long group, long num_threads) {
     long tokens = std::max(1L, MAX_ROWS / group);
     const long num_tokens = shape.query_starts[shape.num_seqs] - shape.query_starts[0];
     while (tokens > 1 && tokens * group > FEW_ROWS &&
-           num_tokens * shape.num_kv_heads < tokens * num_threads * PIECES_PER_THREAD)
+           num_tokens * shape.num_kv_heads < tokens * num_threads * ITEMS_PER_THREAD)
         tokens = (tokens + 1) / 2;
     return tokens;
 }
@@ -40,17 +40,17 @@ void cut_sequence(const AttentionShape& shape, long sequence, long tokens, long 
     }
 }
 
-void cut_tile(QueryTile& tile, long index, long rows, long num_pieces, AttentionWork& work) {
+void cut_tile(QueryTile& tile, long index, long rows, long num_items, AttentionWork& work) {
     const long partitions = tile.end_partition - tile.first_partition;
-    num_pieces = std::min(num_pieces, partitions);
-    if (num_pieces > 1) {
+    num_items = std::min(num_items, partitions);
+    if (num_items > 1) {
         tile.results = work.num_results;
         work.num_results += partitions * tile.num_kv_heads;
         work.max_split_rows = std::max(work.max_split_rows, rows);
     }
-    for (long i = 0; i < num_pieces; i++)
-        work.pieces.push_back({index, tile.first_partition + partitions * i / num_pieces,
-                               tile.first_partition + partitions * (i + 1) / num_pieces});
+    for (long i = 0; i < num_items; i++)
+        work.items.push_back({index, tile.first_partition + partitions * i / num_items,
+                               tile.first_partition + partitions * (i + 1) / num_items});
 }
 
 }  // namespace
@@ -58,12 +58,12 @@ void cut_tile(QueryTile& tile, long index, long rows, long num_pieces, Attention
 void cut_work(const AttentionShape& shape, long num_threads, AttentionWork& work) {
     const long group = shape.num_heads / shape.num_kv_heads, tokens = tokens_per_tile(shape, group, num_threads);
     work.tiles.clear();
-    work.pieces.clear();
+    work.items.clear();
     work.max_rows = work.num_results = work.max_split_rows = 0;
     for (long sequence = 0; sequence < shape.num_seqs; sequence++) cut_sequence(shape, sequence, tokens, group, work);
     long total = 0;
     for (const QueryTile& tile : work.tiles) total += cost(tile, group);
-    const long enough = std::max(1L, total / (num_threads * PIECES_PER_THREAD));
+    const long enough = std::max(1L, total / (num_threads * ITEMS_PER_THREAD));
     for (std::size_t i = 0; i < work.tiles.size(); i++) {
         QueryTile& tile = work.tiles[i];
         const long rows = tile.num_tokens * group;
@@ -71,12 +71,12 @@ void cut_work(const AttentionShape& shape, long num_threads, AttentionWork& work
         const bool may_split = num_threads > 1 && (rows <= FEW_ROWS || tile.num_tokens == 1);
         cut_tile(tile, static_cast<long>(i), rows, may_split ? (cost(tile, group) + enough - 1) / enough : 1, work);
     }
-    const auto length = [&](const Piece& piece) {
-        const QueryTile& tile = work.tiles[piece.tile];
-        return cost(tile, group) / (tile.end_partition - tile.first_partition) * (piece.end_partition - piece.first_partition);
+    const auto length = [&](const WorkItem& item) {
+        const QueryTile& tile = work.tiles[item.tile];
+        return cost(tile, group) / (tile.end_partition - tile.first_partition) * (item.end_partition - item.first_partition);
     };
-    const auto is_longer = [&](const Piece& a, const Piece& b) { return length(a) > length(b); };
-    std::stable_sort(work.pieces.begin(), work.pieces.end(), is_longer);
+    const auto is_longer = [&](const WorkItem& a, const WorkItem& b) { return length(a) > length(b); };
+    std::stable_sort(work.items.begin(), work.items.end(), is_longer);
 }
 
 }  // namespace quire

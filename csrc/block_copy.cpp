@@ -2,7 +2,7 @@
 // once out.
 #include <cstring>
 
-#include "gang.hpp"
+#include "thread_pool.hpp"
 #include "kernels.hpp"
 
 namespace quire {

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "aligned.hpp"
-#include "gang.hpp"
+#include "thread_pool.hpp"
 
 namespace quire {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "gang.hpp"
+#include "thread_pool.hpp"
 #include "softmax.hpp"
 
 namespace quire::ISA {

@@ -5,7 +5,7 @@
 // does it, and rounded once: the same bits. A key's dimensions are scattered over the rows of its block, and so are a value's
 // where tokens stand in pairs: in the cache a token is a column, which is what makes it cheap to read, often, later.
 #include "cache_layout.hpp"
-#include "gang.hpp"
+#include "thread_pool.hpp"
 #include "vec.hpp"
 
 namespace quire::ISA {

@@ -6,7 +6,7 @@
 
 #include "activation.hpp"
 #include "aligned.hpp"
-#include "gang.hpp"
+#include "thread_pool.hpp"
 #include "packing.hpp"
 #include "vec.hpp"
 

@@ -10,7 +10,7 @@
 // between and taken up again, the same numbers.
 #pragma once
 
-#include "gang.hpp"
+#include "thread_pool.hpp"
 #include "linear_output.hpp"
 #include "tiles.hpp"
 

@@ -5,7 +5,7 @@
 // are put down in between and taken up again, the same numbers.
 #pragma once
 
-#include "gang.hpp"
+#include "thread_pool.hpp"
 #include "linear_output.hpp"
 #include "products.hpp"
 

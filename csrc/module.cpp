@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "decoder_layers.hpp"
-#include "gang.hpp"
+#include "thread_pool.hpp"
 #include "packing.hpp"
 #include "sampling.hpp"
 

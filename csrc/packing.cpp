@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "gang.hpp"
+#include "thread_pool.hpp"
 
 namespace quire {
 namespace {

@@ -1,7 +1,7 @@
 // Penalties touch a few logits of a row, each once, however often its token stands there.
 #include <vector>
 
-#include "gang.hpp"
+#include "thread_pool.hpp"
 #include "sampling.hpp"
 
 namespace quire {

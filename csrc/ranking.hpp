@@ -1,7 +1,7 @@
 // The order of a row's tokens, higher logit first and equal ones by id, and its first tokens found without sorting it.
 //
-// A logit's bits become an integer that rises with it (quire/kernels/ranking.py), so NaN has a place, too. A survey keeps
-// the highest of every 64 logits: the k-th highest of those is a bound that at least k tokens reach, and in most rows
+// A logit's bits become an integer that rises with it (quire/kernels/ranking.py), so NaN has a place, too. BlockMaxima
+// holds the highest of every 64 logits: the k-th highest of those is a bound that at least k tokens reach, and in most rows
 // hardly more. Among the tokens at the bound, `last_of` narrows down where a prefix of the order ends: 512 bins of
 // equal width in the integers, the bin in which the running count or sum gets there, and so on inside that bin.
 #pragma once
@@ -112,8 +112,8 @@ inline Integers load_some_keys(const std::int32_t* keys, long count) {
     return lanes;
 }
 
-// A row seen once: the highest keys of stripes of 1,024 logits, lane by lane.
-class Survey {
+// The highest keys of stripes of 1,024 logits, lane by lane, from one pass over a row.
+class BlockMaxima {
 public:
     static constexpr long STRIPE = 1024;
 
@@ -147,7 +147,7 @@ public:
         return id;
     }
 
-    // A key that at least `num` tokens reach; LOWEST_KEY where the survey is too coarse to tell.
+    // A key that at least `num` tokens reach; LOWEST_KEY where the blocks are too few for a bound.
     std::int32_t bound(long num) {
         const long num_stripes = (count_ + STRIPE - 1) / STRIPE, together = std::max(1L, num_stripes * LANES / (4 * num));
         const long num_groups = (num_stripes + together - 1) / together * LANES;

@@ -7,15 +7,15 @@
 // the top. Bytes moved: the logits once from memory, if a row fits into the cache.
 #include <cmath>
 
-#include "gang.hpp"
+#include "thread_pool.hpp"
 #include "ranking.hpp"
-#include "weights.hpp"
+#include "sampling_softmax.hpp"
 
 namespace quire::ISA {
 namespace {
 
 struct Scratch {
-    Survey survey;
+    BlockMaxima maxima;
     Weights weights, kept_weights;
     Candidates reached, kept;
     PrefixSearch search;
@@ -41,9 +41,9 @@ void keep_up_to(Place last, const Candidates& reached, Candidates& kept, bool wi
     }
 }
 
-// The first `num` tokens of the row surveyed, into `kept`.
+// The first `num` tokens of the row scanned, into `kept`.
 void keep_first(long num, Scratch& s) {
-    s.survey.collect(s.survey.bound(num), s.reached);
+    s.maxima.collect(s.maxima.bound(num), s.reached);
     keep_up_to(s.search.last_of(s.reached, Measure::tokens, static_cast<double>(num)), s.reached, s.kept, false);
 }
 
@@ -83,16 +83,16 @@ long draw_top_p(const float* row, long vocab_size, double top_p, double uniform,
 long choose(const TokenChoice& op, long index, Scratch& s) {
     const float* row = op.logits + index * op.stride;
     const long vocab_size = op.vocab_size;
-    s.survey.of(row, vocab_size);
-    if (!op.temperatures || op.temperatures[index] == 0 || !s.survey.has_distribution()) return s.survey.argmax();
-    const Scale scale(s.survey.highest(), op.temperatures[index], op.log_min_ps[index]);
+    s.maxima.of(row, vocab_size);
+    if (!op.temperatures || op.temperatures[index] == 0 || !s.maxima.has_distribution()) return s.maxima.argmax();
+    const Scale scale(s.maxima.highest(), op.temperatures[index], op.log_min_ps[index]);
     const double top_p = op.top_ps[index], uniform = op.uniforms[index];
     if (op.top_ks[index] < vocab_size) return draw_top_k(op.top_ks[index], top_p, uniform, scale, s);
     s.weights.of(vocab_size, scale, [=](long i) { return load_some(row + i, vocab_size - i); });
     return top_p < 1 ? draw_top_p(row, vocab_size, top_p, uniform, s) : s.weights.draw(uniform);
 }
 
-// The first `num` tokens of the row surveyed, in order.
+// The first `num` tokens of the row scanned, in order.
 void rank_first(long num, Scratch& s, std::int64_t* ids) {
     if (num == 0) return;
     keep_first(num, s);
@@ -106,16 +106,16 @@ void record(const TopLogprobs& op, long entry, Scratch& s) {
     const float* row = op.logits + op.rows[entry] * op.stride;
     const long vocab_size = op.vocab_size, num = op.counts[entry];
     std::int64_t *ids = op.ids + entry * op.width, *ranks = op.ranks + entry * op.width;
-    s.survey.of(row, vocab_size);
+    s.maxima.of(row, vocab_size);
     ids[0] = op.tokens[entry];
-    ranks[0] = s.survey.rank(ids[0]);
+    ranks[0] = s.maxima.rank(ids[0]);
     rank_first(num, s, ids + 1);
     for (long i = 1; i <= num; i++) ranks[i] = i;
-    s.weights.of(vocab_size, Scale(s.survey.highest()), [=](long i) { return load_some(row + i, vocab_size - i); });
-    const double highest = s.survey.highest(), log_total = std::log(s.weights.total());
+    s.weights.of(vocab_size, Scale(s.maxima.highest()), [=](long i) { return load_some(row + i, vocab_size - i); });
+    const double highest = s.maxima.highest(), log_total = std::log(s.weights.total());
     for (long i = 0; i <= num; i++)
         op.logprobs[entry * op.width + i] =
-            s.survey.has_distribution() ? static_cast<float>((row[ids[i]] - highest) - log_total) : __builtin_nanf("");
+            s.maxima.has_distribution() ? static_cast<float>((row[ids[i]] - highest) - log_total) : __builtin_nanf("");
 }
 
 }  // namespace

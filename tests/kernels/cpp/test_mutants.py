@@ -94,7 +94,7 @@ MUTANTS = {
             ("attention.cpp", r"(float scale_;\n)", r"\1    long from_ = 0, to_ = PARTITION;\n"),
             (
                 "attention.cpp",
-                r"( +)(compute\(i, head, row, rows, block, next\);\s+fold\([^;]*;)",
+                r"( +)(compute\(i, head, row, rows, block, next\);\s+merge_partials\([^;]*;)",
                 r"\1const long border = std::clamp(tile_.first_position - i * PARTITION, 0L, PARTITION) / 32 * 32;\n"
                 r"\1for (const auto& [from, to] : {std::pair(0L, border), std::pair(border, PARTITION)}) {\n"
                 r"\1from_ = from, to_ = to;\n\1\2\n\1}\n\1from_ = 0, to_ = PARTITION;",
@@ -104,7 +104,7 @@ MUTANTS = {
         right_by="test_attention.py::test_kernel_matches_reference",
         chosen="(14 or 24) and (None or ragged) and not float16",
     ),
-    "what several threads have computed is folded from the last partition to the first": Mutant(
+    "what several threads have computed is merged from the last partition to the first": Mutant(
         (
             (
                 "attention.cpp",

@@ -1,4 +1,4 @@
-#include "gang.hpp"
+#include "thread_pool.hpp"
 
 #include <omp.h>
 #include <pthread.h>
@@ -14,8 +14,8 @@
 namespace quire {
 namespace {
 
-constexpr int SPINS = 2000;         // turns of 50 ns that a thread without work looks out for some before it sleeps
-constexpr int SPINS_TO_YIELD = 400;  // that the caller waits for a chunk before it offers its CPU
+constexpr int SPINS = 2000;         // turns of 50 ns that an idle thread polls for work before it sleeps
+constexpr int SPINS_TO_YIELD = 400;  // turns that the caller waits for a chunk before it yields its CPU
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -25,15 +25,15 @@ inline void pause() {
 #endif
 }
 
-// The door of a job: its number, whether it is open, how many more may come in, how many have.
+// The gate of a job, one word: its number, whether it is open, how many helpers may enter, how many have entered.
 //
-// A helper comes in by one compare-and-swap of the whole word, so it can neither enter a job that has been closed nor
-// mistake one for the next. The caller closes the door when no chunk is left and waits for those inside, no one else.
-struct Door {
-    static constexpr std::uint64_t ENTERED = 1, WELCOME = 1u << 12, OPEN = 1u << 24, NUMBER = 1u << 25, COUNT = WELCOME - 1;
+// A helper enters by one compare-and-swap of the whole word, so it can neither enter a job that has been closed nor
+// mistake one for the next. The caller closes the gate when no chunk is left and waits for the helpers inside only.
+struct JobGate {
+    static constexpr std::uint64_t ENTERED = 1, CAPACITY = 1u << 12, OPEN = 1u << 24, NUMBER = 1u << 25, MAX_HELPERS = CAPACITY - 1;
 
-    static std::uint64_t next(std::uint64_t door, long helpers) { return (door / NUMBER + 1) * NUMBER + OPEN + helpers * WELCOME; }
-    static bool has_room(std::uint64_t door) { return (door & OPEN) && (door & COUNT) < (door / WELCOME & COUNT); }
+    static std::uint64_t next(std::uint64_t gate, long helpers) { return (gate / NUMBER + 1) * NUMBER + OPEN + helpers * CAPACITY; }
+    static bool has_room(std::uint64_t gate) { return (gate & OPEN) && (gate & MAX_HELPERS) < (gate / CAPACITY & MAX_HELPERS); }
 };
 
 // The first exception of a job, from whichever thread.
@@ -56,21 +56,21 @@ private:
     std::exception_ptr failure_;
 };
 
-class Gang {
+class ThreadPool {
 public:
     void run(long num_helpers, Chunks& chunks, Work work, void* body) {
-        hire(num_helpers);
+        start_helpers(num_helpers);
         chunks_ = &chunks;
         work_ = work;
         body_ = body;
         num_left_.store(0, std::memory_order_relaxed);
-        door_.store(Door::next(door_.load(std::memory_order_relaxed), num_helpers));
+        gate_.store(JobGate::next(gate_.load(std::memory_order_relaxed), num_helpers));
         if (num_asleep_.load() > 0) {
-            bell_.fetch_add(1);
-            bell_.notify_all();
+            wake_count_.fetch_add(1);
+            wake_count_.notify_all();
         }
         work_or_cancel();
-        const std::uint64_t entered = door_.fetch_and(~Door::OPEN) & Door::COUNT;
+        const std::uint64_t entered = gate_.fetch_and(~JobGate::OPEN) & JobGate::MAX_HELPERS;
         for (int spins = 0; num_left_.load(std::memory_order_acquire) != entered; spins++)
             if (spins < SPINS_TO_YIELD)
                 pause();
@@ -82,28 +82,28 @@ public:
     std::atomic_flag in_use;
 
 private:
-    alignas(64) std::atomic<std::uint64_t> door_{0};
+    alignas(64) std::atomic<std::uint64_t> gate_{0};
     alignas(64) std::atomic<std::uint64_t> num_left_{0};
     Chunks* chunks_ = nullptr;
     Work work_ = nullptr;
     void* body_ = nullptr;
     Failure failure_;
-    alignas(64) std::atomic<std::uint32_t> bell_{0};
+    alignas(64) std::atomic<std::uint32_t> wake_count_{0};
     std::atomic<long> num_asleep_{0};
     long num_helpers_ = 0;
-    bool may_hire_ = true;
+    bool may_start_threads_ = true;
 
-    // Threads that are asked for are kept. Signals are the main thread's. Where the system refuses a thread, the work is
-    // shared among those that exist.
-    void hire(long num_helpers) {
-        if (num_helpers <= num_helpers_ || !may_hire_) return;
+    // Started threads are kept. Signals are the main thread's. If the system refuses a thread, the existing ones share
+    // the work.
+    void start_helpers(long num_helpers) {
+        if (num_helpers <= num_helpers_ || !may_start_threads_) return;
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_BLOCK, &all, &before);
         try {
             for (; num_helpers_ < num_helpers; num_helpers_++) std::thread([this] { help(); }).detach();
         } catch (const std::exception&) {
-            may_hire_ = false;
+            may_start_threads_ = false;
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
@@ -130,26 +130,26 @@ private:
         }
     }
 
-    // A job that this thread has left is out of chunks: coming in once more finds nothing to do.
+    // A job that this thread has left has no chunks: entering it again finds nothing to do.
     bool try_to_help() {
-        std::uint64_t door = door_.load();
-        if (!Door::has_room(door) || !door_.compare_exchange_strong(door, door + Door::ENTERED)) return false;
+        std::uint64_t gate = gate_.load();
+        if (!JobGate::has_room(gate) || !gate_.compare_exchange_strong(gate, gate + JobGate::ENTERED)) return false;
         work_or_cancel();
         num_left_.fetch_add(1, std::memory_order_release);
         return true;
     }
 
     void sleep() {
-        const std::uint32_t rung = bell_.load();
+        const std::uint32_t seen = wake_count_.load();
         num_asleep_.fetch_add(1);
-        if (!Door::has_room(door_.load())) bell_.wait(rung);
+        if (!JobGate::has_room(gate_.load())) wake_count_.wait(seen);
         num_asleep_.fetch_sub(1);
     }
 };
 
-// Never destroyed: its threads outlive main(). A child that was forked has none of them and hires its own.
-Gang* gang = new Gang;
-[[maybe_unused]] const int is_registered = pthread_atfork(nullptr, nullptr, [] { gang = new Gang; });
+// Never destroyed: its threads outlive main(). A forked child has none of them and starts its own.
+ThreadPool* pool = new ThreadPool;
+[[maybe_unused]] const int is_registered = pthread_atfork(nullptr, nullptr, [] { pool = new ThreadPool; });
 
 }  // namespace
 
@@ -157,12 +157,12 @@ long num_threads() { return omp_get_max_threads(); }
 
 void work_together(long num_chunks, Work work, void* body) {
     Chunks chunks(num_chunks);
-    const long helpers = std::min<long>(std::min(num_threads(), num_chunks) - 1, Door::COUNT);
-    if (helpers < 1 || gang->in_use.test_and_set(std::memory_order_acquire)) return work(body, chunks);
+    const long helpers = std::min<long>(std::min(num_threads(), num_chunks) - 1, JobGate::MAX_HELPERS);
+    if (helpers < 1 || pool->in_use.test_and_set(std::memory_order_acquire)) return work(body, chunks);
     struct Use {
-        ~Use() { gang->in_use.clear(std::memory_order_release); }
+        ~Use() { pool->in_use.clear(std::memory_order_release); }
     } use;
-    gang->run(helpers, chunks, work, body);
+    pool->run(helpers, chunks, work, body);
 }
 
 long fail_in_chunk(long num_chunks, long failing, bool in_helper) {

@@ -1,9 +1,8 @@
-// The threads that kernels share their work among.
+// Thread pool of the kernels: dynamic work sharing.
 //
-// Work is cut into chunks that whichever thread is free takes, one at a time. Nobody is waited for but a thread that has
-// taken a chunk: a thread that sleeps, or that the system has set aside for another process, costs its help and not the
-// time until it runs again, which is what a team with a barrier pays at every kernel (docs/kernels.md has figures). Who
-// computes a chunk changes no bit of it.
+// Work is cut into chunks that free threads take one at a time. The caller waits only for chunks in progress: a thread
+// that sleeps or is descheduled costs its help, not the latency until it runs again, which a team with a barrier pays at
+// every kernel (docs/kernels.md has figures). Results do not depend on which thread computes a chunk.
 #pragma once
 
 #include <atomic>
@@ -16,7 +15,7 @@ class Chunks {
 public:
     explicit Chunks(long count) : count_(count) {}
 
-    // The next chunk that nobody has taken; `count` or more: all are taken.
+    // The next free chunk; `count` or more: all are taken.
     long take() { return next_.fetch_add(1, std::memory_order_relaxed); }
     long count() const { return count_; }
 
@@ -45,11 +44,11 @@ void share(long num_chunks, Body&& body) {
     if (num_chunks > 0) work_together(num_chunks, [](void* body, Chunks& chunks) { (*static_cast<Body*>(body))(chunks); }, &body);
 }
 
-// Run body(begin, end) for pieces of [0, count), each of `piece` things.
+// Run body(begin, end) for parts of [0, count) of `size` indices each.
 template <typename Body>
-void share_range(long count, long piece, Body&& body) {
-    share((count + piece - 1) / piece, [&](Chunks& chunks) {
-        for (long i; (i = chunks.take()) < chunks.count();) body(i * piece, std::min(count, (i + 1) * piece));
+void share_range(long count, long size, Body&& body) {
+    share((count + size - 1) / size, [&](Chunks& chunks) {
+        for (long i; (i = chunks.take()) < chunks.count();) body(i * size, std::min(count, (i + 1) * size));
     });
 }
 
