@@ -70,8 +70,6 @@ struct KeptResults {
     long stride;
 };
 
-constexpr float LOG2_E = 1.44269504f;
-
 // A thread's scratch; none of it grows with the context.
 template <typename T>
 struct Scratch {

@@ -24,7 +24,6 @@ struct Columns {
 // Hide the scores outside of `seen`.
 inline void hide(float* scores, Columns seen, Columns computed) {
     if (seen.begin <= computed.first() && seen.end >= computed.last()) return;
-    typedef std::int32_t Integers __attribute__((vector_size(64)));
     constexpr Integers lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const Words hidden = (Words)splat(-__builtin_inff());
     for (long i = computed.first(); i < computed.last(); i += LANES) {

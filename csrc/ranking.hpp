@@ -15,8 +15,6 @@
 
 namespace quire::ISA {
 
-typedef std::int32_t Integers __attribute__((vector_size(64)));
-
 constexpr Integers LANE_NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr std::int32_t LOWEST_KEY = std::numeric_limits<std::int32_t>::min();
 constexpr std::int32_t INFINITY_KEY = 0x7f800000, MINUS_INFINITY_KEY = ~INFINITY_KEY;  // beyond them is NaN

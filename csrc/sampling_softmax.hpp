@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "aligned.hpp"
-#include "vec.hpp"
+#include "exp.hpp"
 
 namespace quire::ISA {
 
@@ -21,20 +21,13 @@ struct Scale {
 
     // exp(x) = 2^n exp(r), n the integer nearest to x / ln 2, r by a polynomial of degree 6: relative error below 3e-7.
     Floats weight(Floats logit) const {
-        typedef std::uint32_t Bits __attribute__((vector_size(64)));
         const Floats x = (logit - highest) * factor;
-        const Floats magic = splat(12582912.0f), shifted = x * splat(1.44269504f) + magic;  // n in the lowest bits
+        const Floats magic = splat(12582912.0f), shifted = x * splat(LOG2_E) + magic;  // n in the lowest bits
         const Floats n = shifted - magic;
-        const Floats r = (x - n * splat(0.693145752f)) - n * splat(1.42860677e-6f);
-        Floats p = splat(1.3888889e-3f);
-        p = p * r + splat(8.3333333e-3f);
-        p = p * r + splat(4.1666667e-2f);
-        p = p * r + splat(1.6666667e-1f);
-        p = p * r + splat(0.5f);
-        p = p * r + splat(1.0f);
-        p = p * r + splat(1.0f);
-        const Bits power = ((Bits)shifted - 0x4b400000u + 127u) << 23;
-        return (Floats)((Bits)(p * (Floats)power) & (Bits)(x >= lowest));  // NaN is 0, too
+        const Floats r = (x - n * splat(LN2_HIGH)) - n * splat(LN2_LOW);
+        const Floats p = exp_of_remainder(r, [](Floats a, Floats b, Floats c) { return a * b + c; });
+        const Words power = ((Words)shifted - 0x4b400000u + 127u) << 23;
+        return (Floats)((Words)(p * (Floats)power) & (Words)(x >= lowest));  // NaN is 0, too
     }
 };
 

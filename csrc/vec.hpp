@@ -13,9 +13,11 @@
 namespace quire::ISA {
 
 constexpr int LANES = 16;
+constexpr float LOG2_E = 1.44269504f;
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef std::uint32_t Words __attribute__((vector_size(64)));
+typedef std::int32_t Integers __attribute__((vector_size(64)));
 typedef std::uint16_t Halves __attribute__((vector_size(32)));
 
 inline Floats load(const float* p) {
@@ -60,13 +62,6 @@ inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 #endif
 
 inline Floats as_floats(Words bits) { return (Floats)bits; }
-
-inline float widen(bf16 x) {
-    const std::uint32_t bits = std::uint32_t(x) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
 
 // Round to the nearest bfloat16, ties to even; NaN stays NaN.
 inline Words rounded_bits(Floats v) {
