@@ -22,7 +22,7 @@ from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.attention import paged_attention
 from quire.kernels.cpp.cache_layout import cache_shapes
 from quire.kernels.cpp.huge_pages import huge_pages
-from quire.kernels.paged_attention import AttentionPlan, prepare
+from quire.kernels.paged_attention import AttentionMetadata, build_metadata
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 14, 2, 64  # of bench-0.5b
 DECODES = [(1, 2048), (1, 8192), (1, 32768), (8, 2048), (8, 8192), (32, 2048), (32, 8192)]  # batch, context
@@ -38,13 +38,13 @@ def random_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return cache
 
 
-def make_plan(batch: int, before: int, num_tokens: int, block_size: int) -> AttentionPlan:
+def make_metadata(batch: int, before: int, num_tokens: int, block_size: int) -> AttentionMetadata:
     """Give every sequence shuffled blocks of its own."""
     length = before + num_tokens
     num_blocks = -(-length // block_size)
     tables = torch.randperm(batch * num_blocks, generator=torch.Generator().manual_seed(0)).view(batch, -1).int()
     starts = torch.arange(0, batch * num_tokens + 1, num_tokens).int()
-    return prepare(tables, starts, torch.full((batch,), length).int(), block_size)
+    return build_metadata(tables, starts, torch.full((batch,), length).int(), block_size)
 
 
 def in_turns(calls: list[Callable[[], object]], repeats: int) -> list[list[float]]:
@@ -65,8 +65,8 @@ def spread(values: list[float]) -> str:
 
 
 def bench_decode(batch: int, context: int, block_size: int, dtype: torch.dtype, repeats: int) -> None:
-    plan = make_plan(batch, context - 1, 1, block_size)
-    shapes = cache_shapes(plan.block_tables.numel(), block_size, NUM_KV_HEADS, HEAD_DIM, dtype)
+    metadata = make_metadata(batch, context - 1, 1, block_size)
+    shapes = cache_shapes(metadata.block_tables.numel(), block_size, NUM_KV_HEADS, HEAD_DIM, dtype)
     layer_bytes = 2 * dtype.itemsize * int(np.prod(shapes[0]))
     num_layers = max(2, -(-MIN_BYTES // layer_bytes))
     layers = [tuple(random_cache(shape, dtype) for shape in shapes) for _ in range(num_layers)]
@@ -75,7 +75,7 @@ def bench_decode(batch: int, context: int, block_size: int, dtype: torch.dtype, 
 
     def attend() -> None:
         for keys, values in layers:
-            paged_attention(query, keys, values, plan, HEAD_DIM**-0.5)
+            paged_attention(query, keys, values, metadata, HEAD_DIM**-0.5)
 
     def read() -> None:
         for each in words:
@@ -90,11 +90,11 @@ def bench_decode(batch: int, context: int, block_size: int, dtype: torch.dtype, 
 
 
 def bench_chunk(before: int, num_tokens: int, block_size: int, dtype: torch.dtype, repeats: int) -> None:
-    plan = make_plan(1, before, num_tokens, block_size)
-    shapes = cache_shapes(plan.block_tables.numel(), block_size, NUM_KV_HEADS, HEAD_DIM, dtype)
+    metadata = make_metadata(1, before, num_tokens, block_size)
+    shapes = cache_shapes(metadata.block_tables.numel(), block_size, NUM_KV_HEADS, HEAD_DIM, dtype)
     keys, values = (random_cache(shape, dtype) for shape in shapes)
     query = torch.randn(num_tokens, NUM_HEADS, HEAD_DIM).to(dtype)
-    (times,) = in_turns([lambda: paged_attention(query, keys, values, plan, HEAD_DIM**-0.5)], repeats)
+    (times,) = in_turns([lambda: paged_attention(query, keys, values, metadata, HEAD_DIM**-0.5)], repeats)
     pairs = num_tokens * before + num_tokens * (num_tokens + 1) // 2
     rate = [4 * pairs * NUM_HEADS * HEAD_DIM / s * 1e-12 for s in times]
     print(f"chunk {before:6} + {num_tokens}: TFLOP/s {spread(rate)}, ms {spread([s * 1e3 for s in times])}")

@@ -39,7 +39,7 @@ import quire.engine.assembly  # noqa: E402
 import quire.model.loader  # noqa: E402
 from quire import LLM, SamplingParams  # noqa: E402
 from quire.kernels.back_end import cuda_back_end  # noqa: E402
-from quire.kernels.paged_attention import prepare  # noqa: E402
+from quire.kernels.paged_attention import build_metadata  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs/gpu.md"
 BEGIN, END = "<!-- figures of bench/gpu.py -->", "<!-- end of figures -->"
@@ -156,9 +156,9 @@ def paged_call(batch: int, context: int, num_queries: int) -> Callable[[], objec
     tables = torch.randperm(batch * per_sequence, device=DEVICE).int().view(batch, per_sequence)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * num_queries
     lens = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
-    plan = prepare(tables, starts, lens, 16)
+    metadata = build_metadata(tables, starts, lens, 16)
     query = random(batch * num_queries, HEADS, HEAD_DIM)
-    return partial(back_end.paged_attention, query, key, value, plan, HEAD_DIM**-0.5)
+    return partial(back_end.paged_attention, query, key, value, metadata, HEAD_DIM**-0.5)
 
 
 def prefill_rows() -> Iterator[Row]:

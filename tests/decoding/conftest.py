@@ -12,7 +12,7 @@ from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import SamplingState
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
-from quire.kernels.sampling import SamplingOps
+from quire.kernels.sampling_ops import SamplingOps
 
 SampleRows = Callable[[Sequence[NewRow], np.ndarray], SampledTokens]
 

@@ -12,7 +12,7 @@ from quire.decoding.sampler import sample
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import SamplingState
 from quire.kernels.back_end import choose_back_end
-from quire.kernels.sampling import SamplingOps
+from quire.kernels.sampling_ops import SamplingOps
 
 NUM_DRAWS = 100_000
 VOCAB_SIZE = 60

@@ -9,7 +9,7 @@ import torch
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.decoding.sampler import SampledTokens, prompt_logprobs
-from quire.kernels.sampling import SamplingOps
+from quire.kernels.sampling_ops import SamplingOps
 
 SampleRows = Callable[[list[NewRow], np.ndarray], SampledTokens]
 

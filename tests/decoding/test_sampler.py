@@ -17,7 +17,7 @@ from quire.decoding.sampler import SampledTokens, sample
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import SamplingState
 from quire.kernels.philox import uniforms
-from quire.kernels.sampling import SamplingOps
+from quire.kernels.sampling_ops import SamplingOps
 
 SampleRows = Callable[[list[NewRow], np.ndarray], SampledTokens]
 

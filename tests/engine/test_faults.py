@@ -31,7 +31,7 @@ from quire.engine.output_processor import OutputProcessor
 from quire.engine.process import EngineLoop
 from quire.execution import worker
 from quire.execution.swapper import Swapper
-from quire.kernels.sampling import SamplingOps
+from quire.kernels.sampling_ops import SamplingOps
 from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache

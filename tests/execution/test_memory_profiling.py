@@ -10,7 +10,7 @@ from quire.core.errors import ConfigError
 from quire.execution.cuda_graphs import dummy_batch
 from quire.execution.memory_profiling import GRAPHS_SHARE, CudaMemoryMeter, available_kv_bytes
 from quire.kernels.back_end import REFERENCE, cuda_back_end
-from quire.kernels.token_choice import Draws
+from quire.kernels.sampling import SamplingInputs
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.loader import load_model
@@ -68,7 +68,7 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(tmp_path: Path, block_size
             hidden = model.forward(dummy_batch(num_seqs, num_tokens, 5, model.device), cache)
             logits = model.logits(hidden[:num_seqs])
             narrow, wide = np.ones(num_seqs, np.float32), np.ones(num_seqs)
-            draws = Draws(narrow, narrow, narrow.astype(np.int32), wide, wide)
+            draws = SamplingInputs(narrow, narrow, narrow.astype(np.int32), wide, wide)
             model.back_end.sampling.choose_tokens(logits, draws)
         blocks = torch.arange(16)
         for caches in (cache.keys + cache.values, cache.values + cache.keys):  # a copy, and a swap

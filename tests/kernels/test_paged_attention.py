@@ -146,10 +146,10 @@ def test_layers_with_and_without_window_share_a_plan() -> None:
     tokens = Tokens.random(32, (4, 2, 32))
     caches = tokens.key.view(4, 8, 2, 32), tokens.value.view(4, 8, 2, 32)
     step = torch.arange(4).view(1, 4).int(), torch.tensor([0, 32]).int(), torch.tensor([32]).int()
-    plan = paged_attention.prepare(*step, block_size=8)
+    metadata = paged_attention.build_metadata(*step, block_size=8)
     for window in (None, 5, None):
-        result = paged_attention.paged_attention(tokens.query, *caches, plan, 0.2, window)
-        expected = paged_attention.reference(tokens.query, *caches, plan, 0.2, window)
+        result = paged_attention.paged_attention(tokens.query, *caches, metadata, 0.2, window)
+        expected = paged_attention.reference(tokens.query, *caches, metadata, 0.2, window)
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -157,9 +157,9 @@ def test_sequence_without_tokens_in_the_step_is_passed_over() -> None:
     tokens = Tokens.random(8, (4, 2, 32))
     caches = tokens.key.view(1, 8, 2, 32), tokens.value.view(1, 8, 2, 32)
     starts, lengths = torch.tensor([0, 0, 8]).int(), torch.tensor([5, 8]).int()
-    plan = paged_attention.prepare(torch.zeros(2, 1).int(), starts, lengths, block_size=8)
-    alone = paged_attention.prepare(torch.zeros(1, 1).int(), starts[1:], lengths[1:], block_size=8)
-    attended = [paged_attention.paged_attention(tokens.query, *caches, each, 0.2) for each in (plan, alone)]
+    metadata = paged_attention.build_metadata(torch.zeros(2, 1).int(), starts, lengths, block_size=8)
+    alone = paged_attention.build_metadata(torch.zeros(1, 1).int(), starts[1:], lengths[1:], block_size=8)
+    attended = [paged_attention.paged_attention(tokens.query, *caches, each, 0.2) for each in (metadata, alone)]
     assert torch.equal(*attended)
 
 
@@ -167,7 +167,7 @@ def test_sequence_without_tokens_in_the_step_is_passed_over() -> None:
 def test_block_size_that_kernels_do_not_take_is_refused(block_size: int) -> None:
     ints = torch.zeros(2).int()
     with pytest.raises(AssertionError, match="block size"):
-        paged_attention.prepare(torch.zeros(1, 1).int(), ints, ints[:1], block_size)
+        paged_attention.build_metadata(torch.zeros(1, 1).int(), ints, ints[:1], block_size)
 
 
 @pytest.mark.matrix

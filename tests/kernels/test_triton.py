@@ -53,15 +53,15 @@ def test_kernels_of_a_layer_compile_without_spilling(
     heads: tuple[int, int, int], dtype: torch.dtype, capability: int
 ) -> None:
     from quire.kernels.back_end import cuda_back_end
-    from quire.kernels.paged_attention import prepare
+    from quire.kernels.paged_attention import build_metadata
 
     ops, (num_heads, num_kv_heads, head_dim) = cuda_back_end(), heads
     cache = torch.empty(3, 16, num_kv_heads, head_dim, dtype=dtype)
     query, key = torch.empty(70, num_heads, head_dim, dtype=dtype), torch.empty(70, num_kv_heads, head_dim, dtype=dtype)
     int32, int64 = torch.zeros(5, dtype=torch.int32), torch.zeros(70, dtype=torch.int64)
     with compiled_launches(capability) as kernels:
-        plan = prepare(torch.zeros(4, 2048, dtype=torch.int32), int32, int32[:4], 16)
-        ops.paged_attention(query, cache, cache, plan, 0.1)
+        metadata = build_metadata(torch.zeros(4, 2048, dtype=torch.int32), int32, int32[:4], 16)
+        ops.paged_attention(query, cache, cache, metadata, 0.1)
         ops.write_kv(query, key, key, int64, torch.empty(9, head_dim), cache, cache, int64)
         ops.norm(torch.empty(4096, dtype=dtype), None, 1e-5, False)(torch.empty(4, 4096, dtype=dtype), None)
     assert {kernel.name for kernel in kernels} >= {"_chunk_kernel", "_decode_kernel", "_combine_kernel"}
@@ -76,7 +76,7 @@ def test_other_kernels_compile_without_spilling(capability: int) -> None:
     import numpy as np
 
     from quire.kernels.back_end import cuda_back_end
-    from quire.kernels.token_choice import Draws
+    from quire.kernels.sampling import SamplingInputs
 
     ops, half = cuda_back_end(), torch.empty(64, 4096, dtype=torch.bfloat16)
     blocks, ids = [torch.empty(4, 16, 8, 128, dtype=torch.bfloat16)], torch.tensor([1])
@@ -86,7 +86,7 @@ def test_other_kernels_compile_without_spilling(capability: int) -> None:
         ops.linear(half, activation="gelu")(half)
         ops.copy_blocks(blocks, blocks, ids, ids + 1)
         floats = np.ones(4, np.float32)
-        draws = Draws(floats, floats, np.ones(4, np.int32), floats, floats)
+        draws = SamplingInputs(floats, floats, np.ones(4, np.int32), floats, floats)
         ops.sampling.choose_tokens(torch.empty(4, 128_256), draws)
     assert len(kernels) == 5
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
@@ -98,8 +98,8 @@ def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> Non
     import numpy as np
 
     from quire.kernels.back_end import cuda_back_end
-    from quire.kernels.paged_attention import prepare
-    from quire.kernels.token_choice import Draws
+    from quire.kernels.paged_attention import build_metadata
+    from quire.kernels.sampling import SamplingInputs
 
     ops, num_tokens, dtype = cuda_back_end(), num_seqs * num_queries, torch.bfloat16
     x, positions = torch.empty(num_tokens, 512, dtype=dtype), torch.zeros(num_tokens, dtype=torch.int64)
@@ -111,11 +111,12 @@ def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> Non
     ops.norm(x[0], None, 1e-5, False)(x, x.clone())
     ops.norm(x[0, :64], None, 1e-5, False)(query)
     ops.write_kv(query, key, value, positions, torch.empty(9, 64), *caches, positions)
-    ops.paged_attention(query, *caches, prepare(tables, starts, lens, 16), 0.1)
+    ops.paged_attention(query, *caches, build_metadata(tables, starts, lens, 16), 0.1)
     ops.linear(torch.empty(64, 512, dtype=dtype), activation="silu_and_mul")(x)
     ops.copy_blocks(caches, caches, torch.arange(num_seqs), torch.arange(num_seqs) + num_seqs)
     ones = np.ones(num_seqs, np.float32)
-    ops.sampling.choose_tokens(torch.empty(num_seqs, 301), Draws(ones, ones, ones.astype(np.int32), ones, ones))
+    inputs = SamplingInputs(ones, ones, ones.astype(np.int32), ones, ones)
+    ops.sampling.choose_tokens(torch.empty(num_seqs, 301), inputs)
 
 
 def test_steps_of_any_size_run_on_the_same_kernels() -> None:

@@ -25,8 +25,8 @@ from quire.kernels import back_end, linear
 from quire.kernels.block_copy import copy_blocks
 from quire.kernels.kv_cache_write import write_kv
 from quire.kernels.norm import TorchNorm
-from quire.kernels.paged_attention import AttentionPlan, paged_attention
-from quire.kernels.token_choice import choose_tokens
+from quire.kernels.paged_attention import AttentionMetadata, paged_attention
+from quire.kernels.sampling import choose_tokens
 from quire.kernels.triton import linear as triton_linear
 from quire.model.decoder import Decoder
 from support.fake_cuda import FakeCuda, FakeEvent, FakeStream
@@ -110,25 +110,28 @@ def _kernel(op: Callable[..., Any]) -> Callable[..., Any]:
     """Return an op that takes tensors of the card, runs in host memory, and returns tensors of the card."""
 
     def run(*args: Any) -> Any:  # noqa: ANN401
-        args = tuple(_plan(x) if isinstance(x, AttentionPlan) else _of_host(x) for x in args)
+        args = tuple(_metadata(x) if isinstance(x, AttentionMetadata) else _of_host(x) for x in args)
         with _disable_current_modes():  # type: ignore[no-untyped-call]
             result = op(*args)
         return tree_map_only(Tensor, CardTensor, torch.from_numpy(result) if isinstance(result, np.ndarray) else result)
 
-    def _plan(plan: AttentionPlan) -> AttentionPlan:
-        assert plan.block_tables.is_cuda
-        tables, starts, lens = _of_host((plan.block_tables, plan.query_starts, plan.context_lens))
-        return AttentionPlan(tables, starts, lens, plan.block_size)
+    def _metadata(metadata: AttentionMetadata) -> AttentionMetadata:
+        assert metadata.block_tables.is_cuda
+        tables, starts, lens = _of_host((metadata.block_tables, metadata.query_starts, metadata.context_lens))
+        return AttentionMetadata(tables, starts, lens, metadata.block_size)
 
     return run
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, *how: Any) -> Tensor:  # noqa: ANN401
+def _attend(query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, *how: Any) -> Tensor:  # noqa: ANN401
     """Attend for all but the rows of no sequence, which come last."""
-    count = int((plan.context_lens > 0).sum())
-    num_tokens, out = int(plan.query_starts[count]), torch.zeros_like(query)
-    live = AttentionPlan(
-        plan.block_tables[:count], plan.query_starts[: count + 1], plan.context_lens[:count], plan.block_size
+    count = int((metadata.context_lens > 0).sum())
+    num_tokens, out = int(metadata.query_starts[count]), torch.zeros_like(query)
+    live = AttentionMetadata(
+        metadata.block_tables[:count],
+        metadata.query_starts[: count + 1],
+        metadata.context_lens[:count],
+        metadata.block_size,
     )
     if count:
         out[:num_tokens] = paged_attention(query[:num_tokens], keys, values, live, *how)

@@ -26,7 +26,7 @@ from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import SamplingState
 from quire.kernels.back_end import REFERENCE
 from quire.kernels.philox import uniforms
-from quire.kernels.sampling import TORCH
+from quire.kernels.sampling_ops import TORCH
 from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.back_end import TORCH, BackEnd
-from quire.kernels.paged_attention import prepare
+from quire.kernels.paged_attention import build_metadata
 
 GARBAGE_BLOCK = 10**6
 
@@ -67,14 +67,14 @@ def attend(
         _fill(table, part, window, key_cache, value_cache)
     counts = torch.tensor([0] + [part.stop - part.start for part in parts])
     context_lens = torch.tensor([part.stop for part in parts]).int()
-    plan = prepare(
+    metadata = build_metadata(
         tables.to(device), counts.cumsum(0).int().to(device), context_lens.to(device), paging.block_size
     )
     query, key_cache, value_cache = (
         x.to(device)
         for x in (torch.cat([part.tokens.query[part.start : part.stop] for part in parts]), key_cache, value_cache)
     )
-    out = back_end.paged_attention(query, key_cache, value_cache, plan, query.shape[2] ** -0.5, window)
+    out = back_end.paged_attention(query, key_cache, value_cache, metadata, query.shape[2] ** -0.5, window)
     assert out.shape == query.shape
     assert out.dtype == query.dtype
     return list(out.cpu().split(counts[1:].tolist()))

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import ALLOWED, BAD_WORDS, BIAS, MIN_TOKENS, PENALTIES, TOKEN_LISTS
 from quire.kernels.penalties import Penalties
-from quire.kernels.sampling import SamplingOps
+from quire.kernels.sampling_ops import SamplingOps
 from quire.kernels.upload import upload
 
 FEW_TOKENS = 64

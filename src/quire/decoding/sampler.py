@@ -28,8 +28,8 @@ from quire.core.outputs import TokenLogprobs
 from quire.decoding.logits_processors import process_logits
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import LOGITS_PROCESSED, LOGPROBS, SAMPLED, SCALED
-from quire.kernels.sampling import TORCH, SamplingOps, Tokens
-from quire.kernels.token_choice import Draws
+from quire.kernels.sampling import SamplingInputs
+from quire.kernels.sampling_ops import TORCH, SamplingOps, Tokens
 
 NOT_FINITE = "the model gave logits that are NaN or infinite"
 
@@ -149,5 +149,5 @@ def _choose(samples: SamplingBatch, logits: Tensor, wanted: int, ops: SamplingOp
     temperatures = np.where(samples.features & SAMPLED, settings["temperature"], np.float32(0))
     uniforms = ops.uniforms(settings["seed"], samples.num_tokens - settings["num_prompt_tokens"])
     return ops.choose_tokens(
-        logits, Draws(temperatures, settings["log_min_p"], settings["top_k"], settings["top_p"], uniforms)
+        logits, SamplingInputs(temperatures, settings["log_min_p"], settings["top_k"], settings["top_p"], uniforms)
     )

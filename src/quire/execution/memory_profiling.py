@@ -10,7 +10,7 @@ import torch
 from quire.core.errors import ConfigError
 from quire.execution.cuda_graphs import SIZES, dummy_batch
 from quire.execution.device_memory import device_allocator
-from quire.kernels.token_choice import Draws
+from quire.kernels.sampling import SamplingInputs
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 
@@ -66,7 +66,7 @@ def available_kv_bytes(
     largest = dummy_batch(num_seqs, num_tokens, max_blocks, model.device)
     logits = model.logits(model.forward(largest, cache)[:num_seqs])
     ones, singles = np.ones(len(logits)), np.ones(len(logits), np.float32)
-    draws = Draws(singles, singles, ones.astype(np.int32), ones, ones)
+    draws = SamplingInputs(singles, singles, ones.astype(np.int32), ones, ones)
     model.back_end.sampling.choose_tokens(logits.clone(), draws)  # edits need a second copy
     del largest, logits
     peak_bytes = meter.peak_bytes()

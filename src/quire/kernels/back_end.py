@@ -22,7 +22,7 @@ from quire.kernels import (
     kv_cache_write,
     linear,
     paged_attention,
-    sampling,
+    sampling_ops,
 )
 from quire.kernels import norm as norms
 from quire.kernels.cpp.back_end import MAX_HEAD_DIM, cpp_ops, serves_head_dim, usable_isas
@@ -50,7 +50,7 @@ class BackEnd:
     norm: Callable[[Tensor, Tensor | None, float, bool], norms.Norm]
     embed: Callable[..., Tensor]
     all_finite: Callable[[Tensor], bool]
-    sampling: sampling.SamplingOps
+    sampling: sampling_ops.SamplingOps
 
 
 TORCH = BackEnd(
@@ -64,7 +64,7 @@ TORCH = BackEnd(
     norm=norms.TorchNorm,
     embed=embedding.embed,
     all_finite=linear.all_finite,
-    sampling=sampling.TORCH,
+    sampling=sampling_ops.TORCH,
 )
 REFERENCE = replace(TORCH, name="reference", paged_attention=paged_attention.reference)
 NAMES = ("cpp", "torch", "reference")  # of the CPU's

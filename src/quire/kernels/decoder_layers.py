@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.linear import Linear
 from quire.kernels.norm import Norm
-from quire.kernels.paged_attention import AttentionPlan
+from quire.kernels.paged_attention import AttentionMetadata
 
 
 class LayerParts(NamedTuple):
@@ -33,19 +33,19 @@ class LayerParts(NamedTuple):
     down: Linear
 
 
-class Step(NamedTuple):
+class LayerInputs(NamedTuple):
     """What every layer needs to know of the batch."""
 
     positions: Tensor      # [num_tokens] int64
     slot_mapping: Tensor   # [num_tokens] int64
-    plan: AttentionPlan
+    metadata: AttentionMetadata
 
 
 class RunLayers(Protocol):
     """All layers in one call."""
 
     def __call__(
-        self, x: Tensor, step: Step, keys: Sequence[Tensor], values: Sequence[Tensor]
+        self, x: Tensor, step: LayerInputs, keys: Sequence[Tensor], values: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """Return `(x, residual)`, each [num_tokens, width], whose sum is the stream after the last layer; no residual:
         x is the stream.

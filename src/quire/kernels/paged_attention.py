@@ -21,8 +21,8 @@ ROWS_PER_PRODUCT = 16  # divides SLOTS_PER_KEY_TILE; fewer rows than these may t
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """What all layers of a step share: who the queries belong to and where their context lies."""
+class AttentionMetadata:
+    """Attention inputs shared by the layers of a step: the sequence of each query and the blocks of its context."""
 
     block_tables: Tensor   # [num_seqs, max_blocks] int32
     query_starts: Tensor   # [num_seqs + 1] int32
@@ -35,8 +35,10 @@ class AttentionPlan:
         return int(self.query_starts[-1])
 
 
-def prepare(block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, block_size: int) -> AttentionPlan:
-    """Gather what every layer of a step needs to know; arguments as in `AttentionPlan`.
+def build_metadata(
+    block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, block_size: int
+) -> AttentionMetadata:
+    """Return the metadata of a step; arguments as in `AttentionMetadata`.
 
     Table entries past a context, or before every window, may hold anything: they are never followed.
     """
@@ -44,11 +46,16 @@ def prepare(block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, bl
     assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
     assert all(x.dtype == torch.int32 for x in (block_tables, query_starts, context_lens)), "int32 tables and lengths"
     tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
-    return AttentionPlan(tables, query_starts.contiguous(), context_lens.contiguous(), block_size)
+    return AttentionMetadata(tables, query_starts.contiguous(), context_lens.contiguous(), block_size)
 
 
 def reference(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Attend: the meaning that every back end must match.
 
@@ -59,11 +66,11 @@ def reference(
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // num_kv_heads  # query heads per key-value head
     out = torch.empty_like(query)
-    for i, (start, stop) in enumerate(pairwise(plan.query_starts.tolist())):
-        context_len = int(plan.context_lens[i])
+    for i, (start, stop) in enumerate(pairwise(metadata.query_starts.tolist())):
+        context_len = int(metadata.context_lens[i])
         first = 0 if window is None else max(0, context_len - (stop - start) - window + 1)
         pos = torch.arange(first, context_len, device=query.device)
-        where = plan.block_tables[i, pos // block_size].long(), pos % block_size
+        where = metadata.block_tables[i, pos // block_size].long(), pos % block_size
         k = key_cache[where].float().repeat_interleave(group, dim=1)  # [context_len, num_heads, head_dim]
         v = value_cache[where].float().repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,lhd->hql", query[start:stop].float(), k) * scale
@@ -85,20 +92,25 @@ class _Span(NamedTuple):
 
 
 def paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Attend as `reference` does; caches contiguous."""
     out = query.new_empty(query.shape)
-    for span in _spans(plan):
+    for span in _spans(metadata):
         rows = slice(span.row, span.row + span.stop - span.start)
         out[rows] = _attend(query[rows].float() * scale, key_cache, value_cache, span, window).to(query.dtype)
     return out
 
 
-def _spans(plan: AttentionPlan) -> Iterator[_Span]:
+def _spans(metadata: AttentionMetadata) -> Iterator[_Span]:
     """Cut the step's queries at the borders of key tiles."""
-    rows = pairwise(plan.query_starts.tolist())
-    for table, (row, end), context_len in zip(plan.block_tables, rows, plan.context_lens.tolist(), strict=True):
+    rows = pairwise(metadata.query_starts.tolist())
+    for table, (row, end), context_len in zip(metadata.block_tables, rows, metadata.context_lens.tolist(), strict=True):
         first = start = context_len - (end - row)
         while start < context_len:
             stop = min(context_len, (start // SLOTS_PER_KEY_TILE + 1) * SLOTS_PER_KEY_TILE)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.decoder_layers import RunLayers, Step
+from quire.kernels.decoder_layers import LayerInputs, RunLayers
 from quire.kernels.kv_cache_write import rotary_table
-from quire.kernels.paged_attention import prepare
+from quire.kernels.paged_attention import build_metadata
 from quire.model.batch import ForwardBatch
 from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
@@ -37,9 +37,9 @@ class Decoder:
 
         The hidden states are normed, ready for `logits`. They are in the model's dtype.
         """
-        plan = prepare(batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size)
+        metadata = build_metadata(batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size)
         x = self._embedding(batch.token_ids, batch.positions)
-        step = Step(batch.positions, batch.slot_mapping, plan)
+        step = LayerInputs(batch.positions, batch.slot_mapping, metadata)
         x, residual = self._run_layers(x, step, cache.keys, cache.values)
         if self._final_norm is not None:
             return self._final_norm(x, residual)[0]

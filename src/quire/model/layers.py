@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.back_end import BackEnd
-from quire.kernels.decoder_layers import LayerParts, Step
+from quire.kernels.decoder_layers import LayerInputs, LayerParts
 from quire.kernels.norm import Norm
 from quire.model.shapes import LayerShapes, NormShape
 from quire.model.spec import DecoderSpec, NormPosition
@@ -52,7 +52,7 @@ class ComposedLayers:
         self._run = self._pre_norm if norm_position == "pre" else self._post_norm
 
     def __call__(
-        self, x: Tensor, step: Step, keys: Sequence[Tensor], values: Sequence[Tensor]
+        self, x: Tensor, step: LayerInputs, keys: Sequence[Tensor], values: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """Run all of them; as `RunLayers` says."""
         residual = None
@@ -62,7 +62,8 @@ class ComposedLayers:
         return x, residual
 
     def _pre_norm(
-        self, layer: LayerParts, x: Tensor, residual: Tensor | None, step: Step, key_cache: Tensor, value_cache: Tensor
+        self, layer: LayerParts, x: Tensor, residual: Tensor | None, step: LayerInputs, key_cache: Tensor,
+        value_cache: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Norm, attention, add; norm, feed-forward, add (Radford et al. 2019). The last sum is left to the norm that
         comes next, which adds and normalizes in one pass.
@@ -73,14 +74,17 @@ class ComposedLayers:
         return layer.down(layer.up(normed)), residual
 
     def _post_norm(
-        self, layer: LayerParts, x: Tensor, residual: Tensor | None, step: Step, key_cache: Tensor, value_cache: Tensor
+        self, layer: LayerParts, x: Tensor, residual: Tensor | None, step: LayerInputs, key_cache: Tensor,
+        value_cache: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention, add, norm; feed-forward, add, norm (Vaswani et al. 2017)."""
         attended = self._attend(layer, x, step, key_cache, value_cache)
         normed, _ = layer.attention_norm(attended, x)
         return layer.feed_forward_norm(layer.down(layer.up(normed)), normed)[0], None
 
-    def _attend(self, layer: LayerParts, x: Tensor, step: Step, key_cache: Tensor, value_cache: Tensor) -> Tensor:
+    def _attend(
+        self, layer: LayerParts, x: Tensor, step: LayerInputs, key_cache: Tensor, value_cache: Tensor
+    ) -> Tensor:
         """Project, normalize per head, turn by position, write keys and values, attend to the cache, project."""
         heads = layer.qkv(x).view(len(x), -1, layer.head_dim)  # [num_tokens, all heads, head_dim]
         query, key, value = torch.split(heads, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
@@ -89,5 +93,5 @@ class ComposedLayers:
         query = self._ops.write_kv(
             query, key, value, step.positions, layer.cos_sin, key_cache, value_cache, step.slot_mapping
         )
-        attended = self._ops.paged_attention(query, key_cache, value_cache, step.plan, layer.scale, layer.window)
+        attended = self._ops.paged_attention(query, key_cache, value_cache, step.metadata, layer.scale, layer.window)
         return layer.out(attended.flatten(1))

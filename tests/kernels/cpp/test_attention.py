@@ -11,7 +11,7 @@ from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.kernels.back_end import REFERENCE, TORCH
 from quire.kernels.cpp.attention import paged_attention
 from quire.kernels.cpp.cache_layout import cache_shapes
-from quire.kernels.paged_attention import AttentionPlan, prepare
+from quire.kernels.paged_attention import AttentionMetadata, build_metadata
 from support.packed_cache import pack, unpack
 from support.paged_cache import Paging, Part, Tokens, attend
 
@@ -23,9 +23,9 @@ LENGTH = 600  # more than two partitions of 256 tokens
 
 
 def packed_attention(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scale: float, window: int | None
+    query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, scale: float, window: int | None
 ) -> Tensor:
-    return paged_attention(query, *pack(keys, values), plan, scale, window)
+    return paged_attention(query, *pack(keys, values), metadata, scale, window)
 
 
 CPP = replace(TORCH, name="cpp", paged_attention=packed_attention)
@@ -155,19 +155,20 @@ def test_queries_cut_from_a_fused_projection_are_read_where_they_stand(dtype: to
     tokens = Tokens.random(50, (4, 2, 32), dtype)
     fused = torch.cat([tokens.query, tokens.key, tokens.value], dim=1)
     keys, values = (x[:48].view(3, 16, 2, 32) for x in (tokens.key, tokens.value))
-    plan = prepare(torch.arange(3).view(1, 3).int(), torch.tensor([0, 48]).int(), torch.tensor([48]).int(), 16)
+    table, starts, lengths = torch.arange(3).view(1, 3).int(), torch.tensor([0, 48]).int(), torch.tensor([48]).int()
+    metadata = build_metadata(table, starts, lengths, 16)
     sliced, whole = fused[:48, :4], tokens.query[:48]
     assert not sliced.is_contiguous()
-    assert torch.equal(*(paged_attention(query, *pack(keys, values), plan, 0.2) for query in (sliced, whole)))
+    assert torch.equal(*(paged_attention(query, *pack(keys, values), metadata, 0.2) for query in (sliced, whole)))
 
 
 def test_sequence_without_tokens_in_the_step_is_passed_over() -> None:
     tokens = Tokens.random(8, (4, 2, 32))
     caches = pack(tokens.key.view(1, 8, 2, 32), tokens.value.view(1, 8, 2, 32))
     starts, lengths = torch.tensor([0, 0, 8]).int(), torch.tensor([5, 8]).int()
-    plan = prepare(torch.zeros(2, 1).int(), starts, lengths, block_size=8)
-    alone = prepare(torch.zeros(1, 1).int(), starts[1:], lengths[1:], block_size=8)
-    assert torch.equal(*(paged_attention(tokens.query, *caches, each, 0.2) for each in (plan, alone)))
+    metadata = build_metadata(torch.zeros(2, 1).int(), starts, lengths, block_size=8)
+    alone = build_metadata(torch.zeros(1, 1).int(), starts[1:], lengths[1:], block_size=8)
+    assert torch.equal(*(paged_attention(tokens.query, *caches, each, 0.2) for each in (metadata, alone)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -181,6 +182,6 @@ def test_packing_a_cache_can_be_undone(dtype: torch.dtype, block_size: int) -> N
 
 def test_plain_cache_is_refused() -> None:
     tokens = Tokens.random(16, (4, 2, 32))
-    plan = prepare(torch.zeros(1, 1).int(), torch.tensor([0, 16]).int(), torch.tensor([16]).int(), 16)
+    metadata = build_metadata(torch.zeros(1, 1).int(), torch.tensor([0, 16]).int(), torch.tensor([16]).int(), 16)
     with pytest.raises(AssertionError, match="layout"):
-        paged_attention(tokens.query, tokens.key[None], tokens.value[None], plan, 0.2)
+        paged_attention(tokens.query, tokens.key[None], tokens.value[None], metadata, 0.2)

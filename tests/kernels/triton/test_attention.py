@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.kernels.back_end import REFERENCE, cuda_back_end
-from quire.kernels.paged_attention import prepare
+from quire.kernels.paged_attention import build_metadata
 from support.paged_cache import Paging, Part, Tokens, attend
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -60,6 +60,6 @@ def test_row_of_no_sequence_reads_and_writes_nothing(device: torch.device) -> No
     query, cache = torch.randn(2, 2, 16, device=device), torch.randn(3, 16, 1, 16, device=device)
     tables = torch.tensor([[1], [out_of_reach]], dtype=torch.int32, device=device)
     starts, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1, 2], [5, 0]))
-    padded = back_end.paged_attention(query, cache, cache, prepare(tables, starts, lens, 16), 0.3)
-    plan = prepare(tables[:1], starts[:2], lens[:1], 16)
-    assert torch.equal(padded[:1], back_end.paged_attention(query[:1], cache, cache, plan, 0.3))
+    padded = back_end.paged_attention(query, cache, cache, build_metadata(tables, starts, lens, 16), 0.3)
+    metadata = build_metadata(tables[:1], starts[:2], lens[:1], 16)
+    assert torch.equal(padded[:1], back_end.paged_attention(query[:1], cache, cache, metadata, 0.3))

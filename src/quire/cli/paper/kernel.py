@@ -9,7 +9,7 @@ from random import Random
 import torch
 
 from quire.kernels.back_end import choose_back_end
-from quire.kernels.paged_attention import prepare
+from quire.kernels.paged_attention import build_metadata
 from quire.paper.figures import Comparison, Result, Row, Settings, figure
 from quire.paper.plots import Bars
 
@@ -55,8 +55,8 @@ def _measure(context: int, rounds: int, seed: int) -> dict[str, float]:
         keys, values = (torch.randn(shape, generator=generator).to(layout.dtype(DTYPE)) for shape in shapes)
         tables = order.view(BATCH, -1).int()
         starts, lens = torch.arange(BATCH + 1).int(), torch.full((BATCH,), context).int()
-        plan = prepare(tables, starts, lens, BLOCK_SIZE)
-        calls[f"blocks {name}"] = partial(back_end.paged_attention, query, keys, values, plan, scale)
+        metadata = build_metadata(tables, starts, lens, BLOCK_SIZE)
+        calls[f"blocks {name}"] = partial(back_end.paged_attention, query, keys, values, metadata, scale)
     shape = (BATCH, NUM_KV_HEADS, context, HEAD_DIM)
     whole_keys, whole_values = (torch.randn(shape, generator=generator).to(DTYPE) for _ in range(2))
     attend = torch.nn.functional.scaled_dot_product_attention

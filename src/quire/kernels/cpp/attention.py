@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels.cpp.cache_layout import check_caches
 from quire.kernels.cpp.dtypes import kernel_dtype, pair
-from quire.kernels.paged_attention import AttentionPlan
+from quire.kernels.paged_attention import AttentionMetadata
 
 _KERNELS = pair("attention")
 
@@ -17,22 +17,22 @@ def paged_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    plan: AttentionPlan,
+    metadata: AttentionMetadata,
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Attend as `reference` does, with the plan of the step; caches in the kernels' layout, scale above 0.
+    """Attend as `reference` does, with the metadata of the step; caches in the kernels' layout, scale above 0.
 
     query [num_tokens, num_heads, head_dim] may be a slice of a wider projection: only a token's heads stand together.
     """
     dtype = kernel_dtype(query.dtype)
     if dtype != query.dtype:
-        return paged_attention(query.to(dtype), key_cache, value_cache, plan, scale, window).to(query.dtype)
+        return paged_attention(query.to(dtype), key_cache, value_cache, metadata, scale, window).to(query.dtype)
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[1]
-    assert num_tokens == plan.num_tokens, f"{num_tokens} queries for a plan of {plan.num_tokens}"
+    assert num_tokens == metadata.num_tokens, f"{num_tokens} queries for metadata of {metadata.num_tokens}"
     assert key_cache.dtype == dtype, f"queries {dtype}, caches {key_cache.dtype}"
-    check_caches(key_cache, value_cache, num_kv_heads, plan.block_size, head_dim)
+    check_caches(key_cache, value_cache, num_kv_heads, metadata.block_size, head_dim)
     assert num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads}"
     assert scale > 0, f"scale {scale}"
     token_stride, head_stride, stride = query.stride()
@@ -41,13 +41,13 @@ def paged_attention(
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype)
     _KERNELS[dtype](
         query.data_ptr(), token_stride, key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
-        num_heads * head_dim, *plan_arguments(plan), num_heads, num_kv_heads, head_dim, plan.block_size, scale,
-        window or 0,
+        num_heads * head_dim, *metadata_arguments(metadata), num_heads, num_kv_heads, head_dim,
+        metadata.block_size, scale, window or 0,
     )  # fmt: skip
     return out
 
 
-def plan_arguments(plan: AttentionPlan) -> tuple[int, ...]:
-    """Return what the kernels take of a plan, in their order."""
-    tables, starts, lens = plan.block_tables, plan.query_starts, plan.context_lens
+def metadata_arguments(metadata: AttentionMetadata) -> tuple[int, ...]:
+    """Return the kernels' arguments from attention metadata, in their order."""
+    tables, starts, lens = metadata.block_tables, metadata.query_starts, metadata.context_lens
     return tables.data_ptr(), starts.data_ptr(), lens.data_ptr(), tables.stride(0), len(lens)

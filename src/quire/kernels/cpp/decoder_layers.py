@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.attention import plan_arguments
+from quire.kernels.cpp.attention import metadata_arguments
 from quire.kernels.cpp.cache_layout import check_caches
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.cpp.norm import CppNorm
-from quire.kernels.decoder_layers import LayerParts, RunLayers, Step
+from quire.kernels.decoder_layers import LayerInputs, LayerParts, RunLayers
 from quire.kernels.linear import Linear
 from quire.kernels.norm import Norm
 
@@ -38,24 +38,24 @@ class CppLayers:
         self._keys: Sequence[Tensor] | None = None  # the caches that the extension has the addresses of
 
     def __call__(
-        self, x: Tensor, step: Step, keys: Sequence[Tensor], values: Sequence[Tensor]
+        self, x: Tensor, step: LayerInputs, keys: Sequence[Tensor], values: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Run one step; as `RunLayers` says."""
-        positions, slot_mapping, plan = step
+        positions, slot_mapping, metadata = step
         if keys is not self._keys:
-            self._use_caches(keys, values, plan.block_size)
+            self._use_caches(keys, values, metadata.block_size)
         num_tokens = len(x)
         assert x.shape == (num_tokens, self._width), f"{tuple(x.shape)} for layers of width {self._width}"
         assert x.dtype == self._dtype, f"{x.dtype} for layers of {self._dtype}"
         assert x.is_contiguous(), "hidden states with gaps"
-        assert num_tokens == len(positions) == len(slot_mapping) == plan.num_tokens
+        assert num_tokens == len(positions) == len(slot_mapping) == metadata.num_tokens
         assert positions.dtype == slot_mapping.dtype == torch.int64
         assert positions.is_contiguous(), "positions with gaps"
         assert slot_mapping.is_contiguous(), "slots with gaps"
         residual = torch.empty_like(x)
         self._layers.run(
             x.data_ptr(), residual.data_ptr(), num_tokens, positions.data_ptr(), slot_mapping.data_ptr(),
-            *plan_arguments(plan), self._progress.data_ptr(),
+            *metadata_arguments(metadata), self._progress.data_ptr(),
         )  # fmt: skip
         return x, residual
 

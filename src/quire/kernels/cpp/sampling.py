@@ -11,14 +11,14 @@ from torch import Tensor
 from quire.kernels.cpp import _kernels
 from quire.kernels.penalties import Penalties
 from quire.kernels.ranking import TopLogprobs, empty
-from quire.kernels.sampling import SamplingOps
-from quire.kernels.token_choice import Draws
+from quire.kernels.sampling import SamplingInputs
+from quire.kernels.sampling_ops import SamplingOps
 
-_DRAW_DTYPES = (np.float32, np.float32, np.int32, np.float64, np.float64)  # of `Draws`
+_DRAW_DTYPES = (np.float32, np.float32, np.int32, np.float64, np.float64)  # of `SamplingInputs`
 
 
-def choose_tokens(logits: Tensor, draws: Draws | None = None) -> NDArray[np.int64]:
-    """Choose what `token_choice.choose_tokens` chooses; of a row with NaN, its first NaN."""
+def choose_tokens(logits: Tensor, draws: SamplingInputs | None = None) -> NDArray[np.int64]:
+    """Choose what `sampling.choose_tokens` chooses; of a row with NaN, its first NaN."""
     logits = _in_rows(logits)
     num_rows, vocab_size = logits.shape
     assert vocab_size, "logits of no token"

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.paged_attention import AttentionPlan
+from quire.kernels.paged_attention import AttentionMetadata
 
 MAX_HEAD_DIM = 256
 PARTITION = 256       # least tokens of context in a partition; a multiple of every key tile
@@ -36,18 +36,18 @@ def paged_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    plan: AttentionPlan,
+    metadata: AttentionMetadata,
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Attend as `reference` does, with the plan of the step; caches contiguous, in the plain layout.
+    """Attend as `reference` does, with the metadata of the step; caches contiguous, in the plain layout.
 
     query [num_tokens, num_heads, head_dim] may be a slice of a wider projection. A context of 0 stands for no sequence:
     its rows of the result hold anything.
     """
     num_tokens, num_heads, head_dim = query.shape
-    num_seqs, num_kv_heads = len(plan.context_lens), key_cache.shape[2]
-    assert key_cache.shape == value_cache.shape == (len(key_cache), plan.block_size, num_kv_heads, head_dim)
+    num_seqs, num_kv_heads = len(metadata.context_lens), key_cache.shape[2]
+    assert key_cache.shape == value_cache.shape == (len(key_cache), metadata.block_size, num_kv_heads, head_dim)
     assert key_cache.is_contiguous() and value_cache.is_contiguous(), "caches with gaps"
     assert key_cache.dtype == value_cache.dtype == query.dtype, f"queries {query.dtype}, caches {key_cache.dtype}"
     assert num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads}"
@@ -55,10 +55,10 @@ def paged_attention(
     assert query.stride(2) == 1, "queries with gaps"
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device)
     shape = tile_shape(num_heads // num_kv_heads, head_dim, query.dtype)
-    shape |= {"NUM_KV_HEADS": num_kv_heads, "BLOCK_SIZE": plan.block_size, "WINDOW": window or 0}
+    shape |= {"NUM_KV_HEADS": num_kv_heads, "BLOCK_SIZE": metadata.block_size, "WINDOW": window or 0}
     step = (
-        query, key_cache, value_cache, out, plan.block_tables, plan.query_starts, plan.context_lens, num_seqs,
-        query.stride(0), query.stride(1), plan.block_tables.stride(0), scale * LOG2_E,
+        query, key_cache, value_cache, out, metadata.block_tables, metadata.query_starts, metadata.context_lens,
+        num_seqs, query.stride(0), query.stride(1), metadata.block_tables.stride(0), scale * LOG2_E,
     )  # fmt: skip
     if num_tokens > num_seqs:
         options = chunk_options(shape["DIMS"], query.dtype, capability(query.device))
@@ -66,7 +66,7 @@ def paged_attention(
         tokens = options["ROWS"] // shape["ROWS_PER_TOKEN"]
         grid = (num_tokens // tokens + num_seqs, num_kv_heads)  # at most so many tiles, each sequence's last not full
         _chunk_kernel[grid](*step, **shape, **options)
-    _attend_decodes(step, shape, plan, query, out)
+    _attend_decodes(step, shape, metadata, query, out)
     return out
 
 
@@ -116,11 +116,11 @@ def decode_options(dims: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _attend_decodes(
-    step: tuple[object, ...], shape: dict[str, Any], plan: AttentionPlan, query: Tensor, out: Tensor
+    step: tuple[object, ...], shape: dict[str, Any], metadata: AttentionMetadata, query: Tensor, out: Tensor
 ) -> None:
     """Attend for the sequences of one query: partition by partition, then all of them together."""
-    num_seqs, num_heads, dims = len(plan.context_lens), query.shape[1], shape["DIMS"]
-    max_partitions = min(MAX_PARTITIONS, -(-plan.block_tables.shape[1] * plan.block_size // PARTITION))
+    num_seqs, num_heads, dims = len(metadata.context_lens), query.shape[1], shape["DIMS"]
+    max_partitions = min(MAX_PARTITIONS, -(-metadata.block_tables.shape[1] * metadata.block_size // PARTITION))
     partials = torch.empty(
         (num_seqs, num_heads, max_partitions, dims + 2) if max_partitions > 1 else (1,),
         dtype=torch.float32,
@@ -134,7 +134,7 @@ def _attend_decodes(
     )  # fmt: skip
     if max_partitions > 1:
         _combine_kernel[(num_seqs, num_heads)](
-            partials, out, plan.query_starts, plan.context_lens, max_partitions, num_heads,
+            partials, out, metadata.query_starts, metadata.context_lens, max_partitions, num_heads,
             HEAD_DIM=shape["HEAD_DIM"], DIMS=dims, **limits, num_warps=4,
         )  # fmt: skip
 

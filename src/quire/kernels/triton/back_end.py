@@ -3,8 +3,8 @@
 from typing import Any
 
 from quire.kernels import philox
-from quire.kernels.sampling import SamplingOps
-from quire.kernels.triton import attention, block_copy, kv_cache_write, linear, norm, token_choice, token_records
+from quire.kernels.sampling_ops import SamplingOps
+from quire.kernels.triton import attention, block_copy, kv_cache_write, linear, logprobs, norm, sampling
 
 
 def triton_ops() -> dict[str, Any]:
@@ -16,9 +16,9 @@ def triton_ops() -> dict[str, Any]:
         "copy_blocks": block_copy.copy_blocks,
         "norm": norm.TritonNorm,
         "sampling": SamplingOps(
-            choose_tokens=token_choice.choose_tokens,
+            choose_tokens=sampling.choose_tokens,
             uniforms=philox.uniforms,
-            top_logprobs=token_records.top_logprobs,
-            penalize=token_records.penalize,
+            top_logprobs=logprobs.top_logprobs,
+            penalize=logprobs.penalize,
         ),
     }

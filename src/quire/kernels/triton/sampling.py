@@ -1,4 +1,4 @@
-"""Choosing tokens in Triton: the meaning is `quire.kernels.token_choice.choose_tokens`'s, and nothing is sorted.
+"""Choosing tokens in Triton: the meaning is `quire.kernels.sampling.choose_tokens`'s, and nothing is sorted.
 
 One program takes one row, in passes over its logits, which stay in the device's cache. Where top_k and top_p cut, it
 halves the range of possible logits, read as integers that rise with them, until one value is left: at most 32 passes
@@ -15,16 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.token_choice import Draws
+from quire.kernels.sampling import SamplingInputs
 
 BLOCK = 4096
-SETTINGS = np.dtype(  # a row of `Draws`
+SETTINGS = np.dtype(  # a row of `SamplingInputs`
     [("top_ps", "f8"), ("uniforms", "f8"), ("temperatures", "f4"), ("log_min_ps", "f4"), ("top_ks", "i8")]
 )
 
 
-def choose_tokens(logits: Tensor, draws: Draws | None = None) -> Tensor:
-    """Choose what `token_choice.choose_tokens` chooses; the tokens [num_rows] int64 stay on the device."""
+def choose_tokens(logits: Tensor, draws: SamplingInputs | None = None) -> Tensor:
+    """Choose what `sampling.choose_tokens` chooses; the tokens [num_rows] int64 stay on the device."""
     if draws is None:
         return logits.argmax(dim=1)
     num_rows, vocab_size = logits.shape
