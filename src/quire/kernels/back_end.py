@@ -25,7 +25,8 @@ from quire.kernels import (
     sampling_ops,
 )
 from quire.kernels import norm as norms
-from quire.kernels.cpp.back_end import MAX_HEAD_DIM, cpp_ops, serves_head_dim, usable_isas
+from quire.kernels.cpp.back_end import cpp_ops, usable_isas
+from quire.kernels.cpp.limits import MAX_HEAD_DIM, serves_head_dim
 from quire.kernels.decoder_layers import LayerParts, RunLayers
 
 log = logging.getLogger(__name__)

@@ -1,15 +1,8 @@
-"""What the C++ extension offers on this machine."""
+"""Back end of the C++ extension: its instruction sets and its ops."""
 
 import importlib.util
 from functools import cache, partial
 from typing import Any
-
-MAX_HEAD_DIM = 512  # csrc/cache_layout.hpp
-
-
-def serves_head_dim(head_dim: int) -> bool:
-    """Whether the attention kernel takes heads of this size."""
-    return head_dim in range(8, MAX_HEAD_DIM + 1, 8)
 
 
 @cache

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.kernels.cpp.back_end import serves_head_dim
 from quire.kernels.cpp.dtypes import kernel_dtype
+from quire.kernels.cpp.limits import serves_head_dim
 
 Shape = tuple[int, ...]
 

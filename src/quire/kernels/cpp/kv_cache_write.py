@@ -6,9 +6,9 @@ The caches are laid out as `cache_layout` says.
 import torch
 from torch import Tensor
 
-from quire.kernels.cpp.back_end import MAX_HEAD_DIM
 from quire.kernels.cpp.cache_layout import check_caches
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
+from quire.kernels.cpp.limits import MAX_HEAD_DIM
 
 _KERNELS = pair("kv_write")
 
