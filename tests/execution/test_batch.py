@@ -24,7 +24,7 @@ def test_prefill_and_decode_stand_side_by_side_in_one_flat_batch(batch: Persiste
     batch.apply(StepPlan(new_rows=[new_row(2, [5, 6, 7, 8, 9], [3, 1]), new_row(0, [20, 21, 22], [])]))
     plan = StepPlan(
         table_rows=[0], table_columns=[0], table_blocks=[7], rows=[2, 0], starts=[4, 0], counts=[1, 3],
-        sample_rows=[2, 0], sample_entries=[0, 1],
+        sample_rows=[2, 0], sample_tokens=[0, 3],
     )  # fmt: skip
     batch.apply(plan)
     inputs = batch.inputs(plan)
@@ -41,18 +41,18 @@ def test_prefill_and_decode_stand_side_by_side_in_one_flat_batch(batch: Persiste
 
 def test_sampled_tokens_become_the_next_inputs(batch: PersistentBatch) -> None:
     plan = StepPlan(
-        new_rows=[new_row(1, [4, 5], [0])], rows=[1], starts=[0], counts=[2], sample_rows=[1], sample_entries=[0]
+        new_rows=[new_row(1, [4, 5], [0])], rows=[1], starts=[0], counts=[2], sample_rows=[1], sample_tokens=[1]
     )
     batch.apply(plan)
     batch.record(batch.inputs(plan), [42])
-    following = StepPlan(rows=[1], starts=[2], counts=[1], sample_rows=[1], sample_entries=[0])
+    following = StepPlan(rows=[1], starts=[2], counts=[1], sample_rows=[1], sample_tokens=[0])
     assert batch.inputs(following).forward.token_ids.tolist() == [42]
 
 
 def test_branches_sample_from_the_same_row_of_logits(batch: PersistentBatch) -> None:
     rows = [new_row(row, [4, 5, 6], [0], n=3) for row in range(3)]
     plan = StepPlan(
-        new_rows=rows, rows=[0], starts=[0], counts=[3], sample_rows=[0, 1, 2], sample_entries=[0, 0, 0]
+        new_rows=rows, rows=[0], starts=[0], counts=[3], sample_rows=[0, 1, 2], sample_tokens=[2, 2, 2]
     )
     batch.apply(plan)
     inputs = batch.inputs(plan)
@@ -72,7 +72,7 @@ def test_new_row_replaces_all_that_its_last_owner_left(batch: PersistentBatch) -
 def test_token_past_the_full_length_has_no_place_and_needs_none(batch: PersistentBatch) -> None:
     plan = StepPlan(
         new_rows=[new_row(0, list(range(12)), [0, 1, 2])], rows=[0], starts=[0], counts=[12],
-        sample_rows=[0], sample_entries=[0],
+        sample_rows=[0], sample_tokens=[11],
     )  # fmt: skip
     batch.apply(plan)
     before = batch.token_ids.copy()

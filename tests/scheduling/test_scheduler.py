@@ -156,7 +156,7 @@ def test_decodes_that_give_way_in_the_middle_of_their_step_leave_nothing_in_its_
     planned = [sequence for request in harness.scheduler.running for sequence in request.live]
     assert plan.rows == plan.sample_rows == [sequence.row for sequence in planned]
     assert plan.starts == [sequence.num_computed_tokens for sequence in planned]
-    assert plan.sample_entries == list(range(len(planned)))
+    assert plan.sample_tokens == list(range(len(planned)))
     harness.execute(plan)
     harness.run()
     for request in requests:

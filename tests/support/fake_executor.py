@@ -12,7 +12,17 @@ from functools import reduce
 from quire.cache.block_table import NULL_BLOCK
 from quire.core.beam_search_params import num_candidates
 from quire.core.outputs import TokenLogprobs
-from quire.core.plan import UNMEASURED, BlockCopy, MeasuredRates, NewRow, RowFork, StepPlan, StepResult
+from quire.core.plan import (
+    UNMEASURED,
+    BlockCopy,
+    MeasuredRates,
+    NewRow,
+    RowDrafts,
+    RowFork,
+    RowResult,
+    StepPlan,
+    StepResult,
+)
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import branch_seed
 
@@ -114,9 +124,9 @@ class FakeExecutor:
                 self._write(row, start, count)
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             self._read(row, start, start + count)
-        candidates = [self._candidates(plan.sample_rows[i]) for i in range(len(plan.sample_rows))]
-        token_ids = [self._sample(plan, i) for i in range(len(plan.sample_rows))]
-        return StepResult(token_ids, candidates if any(candidates) else None, rates=self._rates)
+        candidates = [self._candidates(row) for row in plan.sample_rows]
+        token_ids, results = self._sample(plan)
+        return StepResult(token_ids, candidates if any(candidates) else None, rates=self._rates, rows=results)
 
     def fail(self, plan: StepPlan) -> None:
         """Leave garbage behind wherever a plan says that something is to be written."""
@@ -159,6 +169,9 @@ class FakeExecutor:
             table = self._tables[row]
             table.extend([NULL_BLOCK] * (column + 1 - len(table)))
             table[column] = block
+        for row, start, drafts in plan.drafts:
+            assert start == len(self._tokens[row]), "drafts that do not follow the known tokens"
+            self._tokens[row] += drafts
 
     def _fork(self, fork: RowFork) -> None:
         known = [*self._tokens[fork.source][: fork.num_tokens], fork.token_id]
@@ -204,12 +217,29 @@ class FakeExecutor:
             if position >= first_seen:
                 assert self._slots[self._slot(row, position)] == digest, f"row {row} reads wrong keys at {position}"
 
-    def _sample(self, plan: StepPlan, index: int) -> int:
-        row, entry = plan.sample_rows[index], plan.sample_entries[index]
-        tokens = self._tokens[row]
-        stop = plan.starts[entry] + plan.counts[entry]
-        assert stop == len(tokens), "sampled before all known tokens were computed"
-        assert self._tokens[plan.rows[entry]][:stop] == tokens, "sampled from another prefix"
-        token = next_token(self._digest(row, stop), self._rows[row].seed)
-        tokens.append(token)
-        return token
+    def _sample(self, plan: StepPlan) -> tuple[list[int], dict[int, RowResult]]:
+        """Draw all samples; keep the drafts that equal them."""
+        drafts, sampled = {each.row: each for each in plan.drafts}, dict[int, list[int]]()
+        places = [
+            (row, start + offset)
+            for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True)
+            for offset in range(count)
+        ]
+        token_ids = []
+        for row, flat in zip(plan.sample_rows, plan.sample_tokens, strict=True):
+            source, stop = places[flat][0], places[flat][1] + 1
+            tokens, first = self._tokens[row], drafts[row].start if row in drafts else len(self._tokens[row])
+            assert stop == first + len(sampled.get(row, ())), "sampled out of order, or before all tokens were computed"
+            assert self._tokens[source][:stop] == tokens[:stop], "sampled from another prefix"
+            token_ids.append(next_token(self._digest(row, stop), self._rows[row].seed))
+            sampled.setdefault(row, []).append(token_ids[-1])
+        for row, tokens in sampled.items():
+            if row not in drafts:
+                self._tokens[row] += tokens
+        starts = dict(zip(plan.rows, plan.starts, strict=True))
+        return token_ids, {row: self._verify(each, starts[row], sampled[row]) for row, each in drafts.items()}
+
+    def _verify(self, drafts: RowDrafts, start: int, sampled: list[int]) -> RowResult:
+        num_kept = next((i for i, draft in enumerate(drafts.token_ids) if draft != sampled[i]), len(drafts.token_ids))
+        self._tokens[drafts.row][drafts.start :] = kept = sampled[: num_kept + 1]
+        return RowResult(kept, num_computed=drafts.start - start + num_kept)

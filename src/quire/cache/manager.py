@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from quire.cache.block_pool import BlockArray, BlockPool, OutOfBlocksError
+from quire.cache.block_pool import BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate, blocks_for
 from quire.cache.block_view import checking_blocks, count_blocks, count_holders, histogram, view_blocks
 from quire.cache.prefix_cache import NO_MATCH, Awaited, PrefixCache, PrefixMatch
@@ -246,9 +246,9 @@ class KVCacheManager:
         """Return a copy of the sequence's block table. NULL_BLOCK stands where a block has left the sliding window."""
         return self._tables[seq_id].blocks
 
-    def block_array(self, seq_id: int) -> BlockArray:
+    def block_array(self, seq_id: int) -> Sequence[int]:
         """Return what `block_ids` does, as an array: a copy of memory, in microseconds for thousands of blocks."""
-        return self._tables[seq_id].as_array().copy()
+        return self._tables[seq_id].columns[:]
 
     def num_tokens(self, seq_id: int) -> int:
         """Return how many tokens of the sequence have slots."""

@@ -1,29 +1,27 @@
-"""StepPlan and StepResult: the whole control message of a step, and its answer (Kwon et al. 2023, section 4.6).
+"""StepPlan and StepResult: the control message of a step, and its answer (Kwon et al. 2023, section 4.6).
 
-A plan carries changes, not the world. The worker keeps one row per running sequence: its tokens, its block table and
-its sampling parameters. A plan fills rows, sets block table entries, and says which rows advance by how many
-tokens. Both are plain data: integers, lists, arrays and small records, ready to be sent over a wire.
+A plan carries changes, not the whole state. The worker keeps one row per running sequence: its tokens, its block table
+and its sampling parameters. A plan fills rows, sets block table entries, and says which rows advance by how many
+tokens, and behind which of these a token is sampled. Both are plain data and can be sent: see quire.core.plan_codec.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 from msgspec import Struct, field
-from numpy.typing import NDArray
 
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.outputs import TokenLogprobs
 from quire.core.sampling_params import SamplingParams
 
-BlockIds = list[int] | NDArray[np.int64]  # of a whole table: thousands, so an array
+BlockIds = Sequence[int]  # of a whole table: thousands, so an array
 
 
 class BlockCopy(NamedTuple):
-    """Copy one physical block over another, in every layer, before the step's forward pass.
+    """A copy of one physical block over another, in every layer, before the step's forward pass.
 
-    Within the cache (copy-on-write), from it to the swap space, or back: the list it is in tells the tiers.
+    Within the cache (copy-on-write), from it to the swap space, or back, by the list of the plan that has it.
     """
 
     src: int
@@ -32,24 +30,24 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A sequence that begins, or begins again after a preemption, in a row of the worker."""
+    """A sequence that starts, or resumes after a preemption, in a row of the worker."""
 
     row: int
-    token_ids: Sequence[int]                           # all known tokens: TokenIds, whose prompt is not a copy
+    token_ids: Sequence[int]                           # all known tokens: TokenIds, to share the prompt
     num_prompt_tokens: int
     block_ids: BlockIds                                # its block table when the plan was made
     params: SamplingParams
     seed: int                                          # of this branch
     eos_token_ids: frozenset[int] = frozenset()        # tokens that min_tokens forbids, besides params.stop_token_ids
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    beam: BeamSearchParams | None = None               # its samples bring the likeliest tokens, as logprobs
+    beam: BeamSearchParams | None = None               # its samples return the likeliest tokens, as logprobs
 
 
 class RowFork(NamedTuple):
-    """A beam goes on in `row`, from the first `num_tokens` tokens of row `source`, with `token_id` behind them.
+    """A beam that continues in `row`: the first `num_tokens` tokens of row `source`, then `token_id`.
 
-    Both rows are of one request, so they hold the same prompt. Where it stays in its row, that is `source`, too, and
-    keeps its block table; else `block_ids` is the whole table.
+    Both rows belong to one request and hold the same prompt. If `row` is `source`, its block table stays; else
+    `block_ids` is the whole table.
     """
 
     row: int
@@ -59,17 +57,31 @@ class RowFork(NamedTuple):
     block_ids: BlockIds
 
 
-class StepPlan(Struct, frozen=True):
-    """One step: who runs, how many tokens each, on which blocks.
+class RowDrafts(NamedTuple):
+    """Draft tokens that a row computes at positions [start, start + len(token_ids)), the last ones of its entry.
 
-    Order of effects: `row_forks`, `new_rows`, table entries, `swap_outs`, `swap_ins`, `copies`, then one forward pass
-    over the entries. So a block that is swapped out may be overwritten in the same step, and one that is swapped in may
-    be copied. A new row replaces whatever stood there: a row whose sequence has ended is not computed until it has a
-    new owner.
-    Entry i advances row `rows[i]` over positions [starts[i], starts[i] + counts[i]). Sample j is drawn from the
-    logits of entry `sample_entries[j]`'s last token and becomes the next token of row `sample_rows[j]`: the same
-    row in most cases, the rows of all branches when a prompt of n > 1 has just been computed. Entries in
-    `stored_entries` are of one token whose keys and values are in the cache: its logits are wanted, nothing is written.
+    They are not known tokens: the step samples behind the last known token and behind each draft, and keeps the drafts
+    that equal what was sampled (`quire.decoding.verification`).
+    """
+
+    row: int
+    start: int
+    token_ids: list[int]
+
+
+class StepPlan(Struct, frozen=True, array_like=True):
+    """One step: the rows that advance, by how many tokens, on which blocks.
+
+    Order of effects: `row_forks`, `new_rows`, table entries, `drafts`, `swap_outs`, `swap_ins`, `copies`, then one
+    forward pass over the entries. So a block that is swapped out may be overwritten in the same step, and one that is
+    swapped in may be copied. A new row replaces the content of its row: a row whose sequence has ended is not computed
+    until it has a new owner.
+    Entry i advances row `rows[i]` over positions [starts[i], starts[i] + counts[i]). The flat batch holds the tokens of
+    all entries in order. Sample j is drawn behind token `sample_tokens[j]` of the flat batch and becomes the token at
+    the position after it in row `sample_rows[j]`: the same row in most cases, the rows of all branches when the prompt
+    of a request with n > 1 has just been computed. A row has no sample, one, or, with drafts, several at consecutive
+    positions. Entries in `stored_entries` are of one token whose keys and values are in the cache: only its logits are
+    computed, nothing is written.
     """
 
     row_forks: list[RowFork] = field(default_factory=list)
@@ -84,12 +96,13 @@ class StepPlan(Struct, frozen=True):
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     sample_rows: list[int] = field(default_factory=list)
-    sample_entries: list[int] = field(default_factory=list)
+    sample_tokens: list[int] = field(default_factory=list)
     stored_entries: list[int] = field(default_factory=list)
+    drafts: list[RowDrafts] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute."""
+        """Whether there is nothing to compute."""
         return not self.rows
 
 
@@ -98,12 +111,12 @@ class PromptLogprobsChunk:
     """Logprobs of the prompt tokens at positions [start, start + len(tokens)) of the sequence in `row`."""
 
     row: int
-    start: int                                         # at least 1: the first token has nothing before it
+    start: int                                         # at least 1: the first token has no logprob
     tokens: list[TokenLogprobs]
 
 
 class MeasuredRates(NamedTuple):
-    """What the worker does per second, of late: the scheduler has no clock. None: not known yet."""
+    """Moving averages of the worker's rates: the scheduler has no clock. None: not measured yet."""
 
     prefill_tokens_per_s: float | None = None
     swap_out_blocks_per_s: float | None = None
@@ -113,10 +126,29 @@ class MeasuredRates(NamedTuple):
 UNMEASURED = MeasuredRates()
 
 
-class StepResult(Struct, frozen=True):
-    """What a step gave: one token per sample of the plan, in the plan's order.
+class RowResult(Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The result of one row, where it is more or less than one token sampled and everything planned computed.
 
-    `failures`: rows whose tokens or logprobs could not be had, and why; what stands for them elsewhere means nothing.
+    `token_ids`, any number, become the next tokens of the row, then `forced`. The scheduler checks them one by one for
+    the end of the sequence and drops those behind it. All known tokens must have been computed before a token is
+    returned, and a row that goes on must have a token left to compute.
+    """
+
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None    # of `token_ids`, if the row asks for them
+    num_computed: int | None = None                # of the tokens planned for the row; None: all. The rest is undone
+    has_ended: bool = False                        # the sequence finishes with reason "stop" behind these tokens
+    forced: list[int] = []                         # appended without a draw, computed later; none with logprobs
+    drafts: list[int] = []                         # to be verified by the next step of the row, if it has room
+    pooled: bytes | None = None                    # float32 vector of the row's hidden states
+
+
+class StepResult(Struct, frozen=True, array_like=True):
+    """The answer to a plan: one token per sample, in the plan's order.
+
+    `rows`: the results of rows that differ from one token per sample; their entries in `token_ids` and `logprobs` are
+    undefined. Each row with drafts has one. `failures`: rows whose tokens or logprobs could not be computed, with the
+    reason; all else of them is undefined.
     """
 
     token_ids: list[int]
@@ -125,3 +157,4 @@ class StepResult(Struct, frozen=True):
     swap_s: float = 0.0                                      # spent on swapping, both ways
     rates: MeasuredRates = UNMEASURED
     failures: dict[int, str] = field(default_factory=dict)
+    rows: dict[int, RowResult] = field(default_factory=dict)

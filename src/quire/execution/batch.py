@@ -1,8 +1,8 @@
-"""The persistent batch: one row per running sequence, kept from step to step, changed by plans.
+"""Persistent batch: one row per running sequence, kept from step to step and changed by plans.
 
-A row holds a sequence's tokens, its block table and its sampling parameters. A plan sends only what changed; the
-worker writes the tokens that it samples into the rows itself, so a decode step sends no token at all. Per-step inputs
-are gathered from the rows with NumPy: no Python loop over sequences.
+A row holds a sequence's tokens, its block table and its sampling parameters. A plan carries only changes; the worker
+writes sampled tokens into the rows itself, so a decode step sends no token. Per-step inputs are gathered from the rows
+with NumPy, without a Python loop over sequences.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.core.plan import NewRow, RowFork, StepPlan
+from quire.core.plan import NewRow, RowDrafts, RowFork, StepPlan
 from quire.decoding.sampling_state import SamplingState
 from quire.model.batch import ForwardBatch
 
@@ -28,12 +28,13 @@ class StepInputs(NamedTuple):
     starts: IntArray            # [S] position of its first token
     stops: IntArray             # [S] one past its last
     sample_rows: IntArray       # [N] the row that each sample is for
-    sample_num_tokens: IntArray  # [N] known tokens of that row, so also the position of the sampled token
-    logit_rows: IntArray        # [N] the token of the flat batch whose logits it is drawn from
+    sample_num_tokens: IntArray  # [N] tokens of that row before the sample, so also the position of the sampled token
+    logit_rows: IntArray        # [N] the token of the flat batch behind which it is drawn
+    drafts: list[RowDrafts]     # those rows have several samples, in the order of positions
 
 
 class PersistentBatch:
-    """Rows of state, indexed by the scheduler's row numbers."""
+    """The state of rows, by the scheduler's row numbers."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
         self.block_size = block_size
@@ -41,28 +42,30 @@ class PersistentBatch:
         max_blocks = -(-max_model_len // block_size)
         self.block_tables = _touched_zeros(max_num_seqs, max_blocks)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # how many were asked for; -1: none
+        self.prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # number asked for; -1: none
         self.sampling = SamplingState(max_num_seqs, vocab_size)
-        self._owners = np.zeros(max_num_seqs, dtype=np.int64)             # how many sequences each row has had
+        self._owners = np.zeros(max_num_seqs, dtype=np.int64)             # number of sequences each row has had
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over a plan's changes: forked rows first, then new rows, then block table entries."""
+        """Apply a plan's changes: forked rows first, then new rows, block table entries and drafts."""
         for fork in plan.row_forks:
             self._fork(fork)
         for new in plan.new_rows:
-            self._begin(new)
+            self._fill(new)
         if plan.table_rows:
             self.block_tables[plan.table_rows, plan.table_columns] = plan.table_blocks
+        for row, start, token_ids in plan.drafts:
+            self.token_ids[row, start : start + len(token_ids)] = token_ids
 
     def _fork(self, fork: RowFork) -> None:
-        """Let a row go on from another of the same request: their parameters and prompts are the same."""
+        """Copy the output of another row of the same request: parameters and prompts are the same."""
         if fork.row != fork.source:
             output = slice(self.num_prompt_tokens[fork.row], fork.num_tokens)
             self.token_ids[fork.row, output] = self.token_ids[fork.source, output]
             self.block_tables[fork.row, : len(fork.block_ids)] = fork.block_ids
         self.token_ids[fork.row, fork.num_tokens] = fork.token_id
 
-    def _begin(self, new: NewRow) -> None:
+    def _fill(self, new: NewRow) -> None:
         row, asked = new.row, new.params.prompt_logprobs
         self._owners[row] += 1
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
@@ -72,7 +75,7 @@ class PersistentBatch:
         self.sampling.set(new)
 
     def inputs(self, plan: StepPlan) -> StepInputs:
-        """Gather what the forward pass and the sampler of this step need."""
+        """Gather the inputs of the forward pass and of the sampler."""
         rows, starts, counts = np.array(plan.rows), np.array(plan.starts), np.array(plan.counts)
         stops = starts + counts
         query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
@@ -92,27 +95,28 @@ class PersistentBatch:
             context_lens=torch.from_numpy(stops.astype(np.int32)),
             block_tables=torch.from_numpy(self.block_tables[rows, :max_blocks]),
         )
-        entries = np.array(plan.sample_entries, dtype=np.int64)
+        logit_rows = np.array(plan.sample_tokens, dtype=np.int64)
         return StepInputs(
             forward=forward,
             rows=rows,
             starts=starts,
             stops=stops,
             sample_rows=np.array(plan.sample_rows, dtype=np.int64),
-            sample_num_tokens=stops[entries],
-            logit_rows=query_starts[1:][entries].astype(np.int64) - 1,
+            sample_num_tokens=positions[logit_rows] + 1,
+            logit_rows=logit_rows,
+            drafts=plan.drafts,
         )
 
     def write_placeholders(self, inputs: StepInputs) -> IntArray:
-        """Let -1 - row stand for each token that is being sampled; return the rows' owners, for `record`."""
+        """Write -1 - row for each token that is being sampled; return the rows' owners, for `record`."""
         self.record(inputs, (-1 - inputs.sample_rows).tolist())
         owners: IntArray = self._owners[inputs.sample_rows]
         return owners
 
     def record(self, inputs: StepInputs, sampled: list[int], owners: IntArray | None = None) -> None:
-        """Write the sampled tokens behind the known ones. A sequence at its full length has no place for one more.
+        """Write the sampled tokens at their positions. A sequence of the maximum length has no position for one more.
 
-        With `owners`, rows that have another one by now are left alone.
+        With `owners`, rows that have another owner by now are skipped.
         """
         has_place = inputs.sample_num_tokens < self.token_ids.shape[1]
         if owners is not None:
@@ -122,7 +126,7 @@ class PersistentBatch:
 
 
 def _touched_zeros(num_rows: int, num_columns: int) -> NDArray[np.int32]:
-    """Return zeros whose memory is there already: else the first step that uses a row waits 2 ms for its pages."""
+    """Return zeros with their memory mapped: else the first step that uses a row takes 2 ms for page faults."""
     rows = np.zeros((num_rows, num_columns), dtype=np.int32)
     if rows.nbytes <= _MAX_TOUCHED_BYTES:
         rows.fill(0)

@@ -1,7 +1,7 @@
-"""The worker owns one device: the model, the KV tensors and the persistent batch.
+"""Worker: owner of one device with the model, the KV tensors and the persistent batch; runs plans.
 
-The forward pass is one for all: its fault is the step's. What is done for a single row behind it, sampling and
-logprobs, fails for that row alone.
+The forward pass computes all rows at once, so its failure fails the step. Sampling and logprobs fail for the row
+concerned alone.
 """
 
 import logging
@@ -10,9 +10,10 @@ import time
 import torch
 from torch import Tensor
 
-from quire.core.plan import MeasuredRates, PromptLogprobsChunk, StepPlan, StepResult
+from quire.core.plan import MeasuredRates, PromptLogprobsChunk, RowResult, StepPlan, StepResult
 from quire.decoding.sampler import NOT_FINITE, SampledTokens, is_finite, join, prompt_logprobs, sample
 from quire.decoding.sampling_batch import SamplingBatch
+from quire.decoding.verification import num_accepted
 from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.rates import Rate
 from quire.execution.swapper import Swapper
@@ -43,7 +44,7 @@ class Worker:
         hidden = self.forward(inputs.forward)                                      # [T, hidden]
         sampled = self._sample(inputs, hidden, torch.from_numpy(inputs.logit_rows))
         self._batch.record(inputs, sampled.token_ids)
-        if max(plan.counts) > 1:                                                   # else nothing but decodes
+        if max(plan.counts) > 1:                                                   # else every row is a decode
             self._prefill_rate.add(sum(plan.counts), time.perf_counter() - started_s - swap_s)
         return self._result(inputs, hidden, sampled, swap_s)
 
@@ -52,7 +53,7 @@ class Worker:
         return self._model.forward(batch, self._cache)
 
     def _prepare(self, plan: StepPlan) -> tuple[StepInputs, float]:
-        """Do what comes before the forward pass; return its inputs, and the seconds spent on swapping."""
+        """Apply a plan up to the forward pass; return its inputs, and the seconds spent on swapping."""
         self._batch.apply(plan)
         inputs = self._batch.inputs(plan)
         swap_s = 0.0 if self._swapper is None else self._swapper.move(plan, inputs.forward.slot_mapping)
@@ -63,7 +64,9 @@ class Worker:
         return inputs, swap_s
 
     def _result(self, inputs: StepInputs, hidden: Tensor, sampled: SampledTokens, swap_s: float) -> StepResult:
-        failures = {int(inputs.sample_rows[index]): why for index, why in sampled.failures.items()}
+        results, rejected = _verified(inputs, sampled) if inputs.drafts else ({}, set())
+        failed = {index: why for index, why in sampled.failures.items() if index not in rejected}
+        failures = {int(inputs.sample_rows[index]): why for index, why in failed.items()}
         return StepResult(
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
@@ -71,16 +74,17 @@ class Worker:
             swap_s=swap_s,
             rates=self._rates(),
             failures=failures,
+            rows=results,
         )
 
     def _sample(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens:
-        """Draw all samples at once; should that fail, one after the other. hidden [T, hidden], logit_rows [N]."""
+        """Draw all samples at once; if that fails, one by one. hidden [T, hidden], logit_rows [N]."""
         num_samples = len(inputs.sample_rows)
         hidden = hidden[logit_rows]
         try:
             return self._draw(inputs, self._model.logits(hidden), slice(num_samples))
         except Exception:
-            log.exception("the samples of a step are drawn one by one")
+            log.exception("sampling of a step failed; its samples are drawn one by one")
         return join([self._draw_alone(inputs, hidden, slice(i, i + 1)) for i in range(num_samples)])
 
     def _draw_alone(self, inputs: StepInputs, hidden: Tensor, one: slice) -> SampledTokens:
@@ -108,9 +112,9 @@ class Worker:
     def _prompt_logprobs(
         self, inputs: StepInputs, hidden: Tensor, failures: dict[int, str]
     ) -> list[PromptLogprobsChunk]:
-        """Score the prompt tokens that follow this step's tokens, for the rows that asked. hidden [T, hidden].
+        """Score the prompt tokens that follow this step's tokens, for the rows that ask. hidden [T, hidden].
 
-        Adds those that cannot be scored to `failures`.
+        Adds the rows that cannot be scored to `failures`.
         """
         chunks = []
         for entry in (self._batch.prompt_logprobs[inputs.rows] >= 0).nonzero()[0].tolist():
@@ -118,8 +122,8 @@ class Worker:
             try:
                 own = self._prompt_logprobs_of(inputs, hidden, entry)
             except Exception as error:
-                log.exception("prompt logprobs cannot be had")
-                failures[row] = f"its prompt logprobs could not be had: {error!r}"
+                log.exception("prompt logprobs could not be computed")
+                failures[row] = f"its prompt logprobs could not be computed: {error!r}"
                 continue
             if not all(is_finite(record) for chunk in own for record in chunk.tokens):
                 failures[row] = NOT_FINITE
@@ -139,3 +143,19 @@ class Worker:
             records = prompt_logprobs(logits, following, asked, self._model.back_end.sampling)
             chunks.append(PromptLogprobsChunk(row, begin + 1, records))
         return chunks
+
+
+def _verified(inputs: StepInputs, sampled: SampledTokens) -> tuple[dict[int, RowResult], set[int]]:
+    """Return the results of rows with drafts, as of as many single steps, and the samples behind rejected drafts."""
+    first_samples = {row: index for index, row in reversed(list(enumerate(inputs.sample_rows.tolist())))}
+    starts = dict(zip(inputs.rows.tolist(), inputs.starts.tolist(), strict=True))
+    results, rejected = dict[int, RowResult](), set[int]()
+    for row, start, drafts in inputs.drafts:
+        first = first_samples[row]
+        end = first + len(drafts) + 1
+        num_kept = 1 + num_accepted(drafts, sampled.token_ids[first:end])
+        kept = slice(first, first + num_kept)
+        logprobs = None if sampled.logprobs is None else [each for each in sampled.logprobs[kept] if each is not None]
+        results[row] = RowResult(sampled.token_ids[kept], logprobs or None, start - starts[row] + num_kept - 1)
+        rejected.update(range(first + num_kept, end))
+    return results, rejected

@@ -244,7 +244,7 @@ def swap(settings: Settings) -> Result:
     base = {kind: replace(point, recovery=kind) for kind in get_args(PreemptionKind)}
     found, rows = _by_block_size(base)
     costs = {size: set_up("OPT-13B").cost_model(size) for size in SIZES}
-    again = StepPlan(rows=[0], starts=[0], counts=[SWAPPED_LEN], sample_rows=[0], sample_entries=[0])
+    again = StepPlan(rows=[0], starts=[0], counts=[SWAPPED_LEN], sample_rows=[0], sample_tokens=[SWAPPED_LEN - 1])
     once_ms = {
         "recompute": [(size, 1e3 * (cost.step_s(again) - cost.step_s(StepPlan()))) for size, cost in costs.items()],
         "swap": [(size, 2e3 * cost.swap_s(SWAPPED_LEN // size)) for size, cost in costs.items()],

@@ -18,6 +18,7 @@ class PlanBuilder:
 
     def __init__(self) -> None:
         self.plan = StepPlan()
+        self.num_tokens = 0
         self.planned: list[Sequence] = []
         self.sampled: list[tuple[Request, Sequence]] = []
         self.forked: list[Sequence] = []
@@ -58,14 +59,15 @@ class PlanBuilder:
         plan.rows.append(sequence.row)
         plan.starts.append(sequence.num_computed_tokens if start is None else start)
         plan.counts.append(count)
+        self.num_tokens += count
         self.planned.append(sequence)
         if update is not None:
             self._change_table(len(self.planned) - 1, update)
 
     def sample(self, request: Request, sequence: Sequence) -> None:
-        """Draw the sequence's next token from the logits of the entry planned last."""
+        """Sample the sequence's next token behind the last token of the entry planned last."""
         self.plan.sample_rows.append(sequence.row)
-        self.plan.sample_entries.append(len(self.planned) - 1)
+        self.plan.sample_tokens.append(self.num_tokens - 1)
         self.sampled.append((request, sequence))
 
     def decode(
@@ -81,7 +83,8 @@ class PlanBuilder:
         plan.starts.extend([sequence.num_computed_tokens for sequence in sequences])
         plan.counts.extend([1] * len(rows))
         plan.sample_rows.extend(rows)
-        plan.sample_entries.extend(range(first_entry, first_entry + len(rows)))
+        plan.sample_tokens.extend(range(self.num_tokens, self.num_tokens + len(rows)))
+        self.num_tokens += len(rows)
         self.planned += sequences
         self.sampled += zip(requests, sequences, strict=True)
         for place, update in updates.items():
@@ -108,12 +111,13 @@ class PlanBuilder:
         """Forget what a request was to compute since `mark`: it has been preempted within the same step."""
         for each, length in zip(self._growing(), mark, strict=True):
             del each[length:]
+        self.num_tokens = sum(self.plan.counts)
 
     def _growing(self) -> tuple[list[Any], ...]:
         """Return the lists that a request adds to."""
         plan = self.plan
         return (
             plan.new_rows, plan.table_rows, plan.table_columns, plan.table_blocks, plan.copies, plan.rows, plan.starts,
-            plan.counts, plan.sample_rows, plan.sample_entries, plan.stored_entries, self.planned, self.sampled,
+            plan.counts, plan.sample_rows, plan.sample_tokens, plan.stored_entries, self.planned, self.sampled,
             self.forked,
         )  # fmt: skip
