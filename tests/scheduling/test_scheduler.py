@@ -421,6 +421,14 @@ def test_same_seed_gives_the_same_trace() -> None:
         assert random_run(seed).executor.trace == random_run(seed).executor.trace
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_random_run_whose_plans_and_results_are_sent_as_bytes_is_the_same(seed: int) -> None:
+    crowded = seed % 2 == 0
+    sent, kept = (random_run(seed, crowded=crowded, sends=sends) for sends in (True, False))
+    assert sent.executor.trace == kept.executor.trace
+    assert sent.outputs == kept.outputs
+
+
 @pytest.mark.fuzz
 @pytest.mark.timeout(3600)
 def test_many_random_runs_are_safe_live_and_right() -> None:

@@ -13,6 +13,7 @@ from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionMod
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import SequenceDelta
 from quire.core.plan import UNMEASURED, MeasuredRates, StepPlan
+from quire.core.plan_codec import decode_plan, decode_result, encode
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import NO_ROW, Request
 from quire.scheduling.static_batching import make_scheduler
@@ -63,6 +64,7 @@ class Harness:
     logprobs: dict[tuple[int, int], float] = field(default_factory=dict)  # of whole answers of beam searches
     num_steps: int = 0
     num_pinned: int = 0
+    sends: bool = False  # plans and results cross a process boundary as bytes
 
     def __post_init__(self) -> None:
         self.cache = make_manager(
@@ -155,8 +157,9 @@ class Harness:
 
     def execute(self, plan: StepPlan) -> list[SequenceDelta]:
         """Run a step that has been planned, and check every invariant after it."""
-        self.executor.submit(plan)
-        deltas = self.scheduler.update(plan, self.executor.collect())
+        self.executor.submit(decode_plan(encode(plan)) if self.sends else plan)
+        result = self.executor.collect()
+        deltas = self.scheduler.update(plan, decode_result(encode(result)) if self.sends else result)
         self.num_steps += 1
         self.check()
         for delta in deltas:
@@ -293,7 +296,7 @@ def random_params(rng: random.Random, *, crowded: bool) -> dict[str, Any]:
     }
 
 
-def random_run(seed: int, *, crowded: bool = False, windowed: bool = False) -> Harness:
+def random_run(seed: int, *, crowded: bool = False, windowed: bool = False, sends: bool = False) -> Harness:
     """Random pool, limits, requests, beams, stops, aborts, pins, failures; safety after each step, liveness at the end.
 
     Crowded: long answers that come in all at once, in a pool for few of them, so that most are preempted.
@@ -316,6 +319,7 @@ def random_run(seed: int, *, crowded: bool = False, windowed: bool = False) -> H
         rates=MeasuredRates(*(rng.choice([None, *[rng.uniform(1, 100)] * 5]) for _ in range(3))),
         scheduling_policy=policies.choice(["priority", "fair", "fair"]),
         max_kv_share=policies.choice([1.0, 1.0, policies.random() or 1.0]),
+        sends=sends,
     )
     num_clients = policies.choice([1, 2, 5])
     prompts = RandomPrompts(rng, longest_prompt)
