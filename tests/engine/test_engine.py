@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from quire.cache.buddy_pool import BuddyPool
+from quire.cache.baselines.buddy_pool import BuddyPool
 from quire.cache.manager import KVCacheManager
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.config import MemoryPolicy

@@ -9,7 +9,7 @@ import pytest
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.sequence import Request
 from quire.core.token_ids import TokenIds
-from quire.scheduling import admission_work
+from quire.scheduling import admission
 from support.counted_calls import CountedCalls
 from support.scheduling import Harness
 
@@ -133,7 +133,7 @@ def test_burst_behind_a_cached_prefix_is_admitted_without_a_walk_for_each_reques
 
 
 def test_burst_is_admitted_in_order_over_steps_that_each_do_a_bounded_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_work, "MAX_WORK", 1000)
+    monkeypatch.setattr(admission, "MAX_WORK", 1000)
     harness = burst(400)
     admitted, most = list[int](), 0
     while harness.scheduler.waiting:

@@ -6,8 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.cache.baselines.contiguous import make_manager
 from quire.cache.block_table import NULL_BLOCK
-from quire.cache.contiguous import make_manager
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionMode, SchedulerConfig, SchedulingPolicy
 from quire.core.errors import InvalidRequestError
@@ -16,7 +16,7 @@ from quire.core.plan import UNMEASURED, MeasuredRates, StepPlan
 from quire.core.plan_codec import decode_plan, decode_result, encode
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import NO_ROW, Request
-from quire.scheduling.static_batching import make_scheduler
+from quire.scheduling.baselines.static_batching import make_scheduler
 from support.beam_reference import Found, reference_search
 from support.fake_executor import VOCAB_SIZE, FakeExecutor, expected_tokens
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.cache.contiguous import make_manager
+from quire.cache.baselines.contiguous import make_manager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError
 from quire.engine.engine import Engine
@@ -41,7 +41,7 @@ from quire.model.kv_cache import KVCache
 from quire.model.loader import load_model
 from quire.model.resolve import resolve_model
 from quire.model.spec import DecoderSpec
-from quire.scheduling.static_batching import make_scheduler
+from quire.scheduling.baselines.static_batching import make_scheduler
 from quire.text.tokenizer import Tokenizer
 
 

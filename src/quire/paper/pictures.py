@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from statistics import fmean
 
+from quire.cache.baselines.contiguous import make_manager
 from quire.cache.block_pool import OutOfBlocksError
-from quire.cache.contiguous import make_manager
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
 from quire.model.footprint import kv_bytes_per_token
 from quire.paper.figures import Comparison, Result, Row, Settings, figure
 from quire.paper.plots import Bars, Blocks, Grid, Histogram, Lines, Panel
 from quire.paper.runs import MAX, MAX_MODEL_LEN, ORACLE, PAGED, POW2, SYSTEMS
-from quire.scheduling.reservation import num_reserved_tokens
+from quire.scheduling.baselines.reservation import num_reserved_tokens
 from quire.sim.datasets import workload
 from quire.sim.models import read_model, set_up
 

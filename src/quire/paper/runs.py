@@ -12,12 +12,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
-from quire.cache.contiguous import make_manager
+from quire.cache.baselines.contiguous import make_manager
 from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionKind, SchedulerConfig
 from quire.core.plan import StepPlan
 from quire.core.sequence import NO_ROW, Request, Sequence
+from quire.scheduling.baselines.static_batching import make_scheduler
 from quire.scheduling.scheduler import Scheduler
-from quire.scheduling.static_batching import make_scheduler
 from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR
 from quire.sim.datasets import DATA_FOLDER, due_times, workload
 from quire.sim.models import set_up

@@ -1,68 +1,143 @@
-"""Whether a request that waits, or is swapped out, may run now: rows and blocks for it, and what it finds in the cache.
+"""Admission control: whether a waiting or swapped request fits into this step, and its prefix in the cache.
 
-Room means blocks for all known tokens, and for HEAD_ROOM more of each running sequence, so that an admitted request is
-not preempted at once (docs/decisions/0013). A sequence group that has only begun its prompt takes more blocks later
-than it holds: these are reserved.
+A request fits if there are rows for its sequences and blocks for all known tokens, with HEAD_ROOM tokens more for each
+running sequence, so that an admitted request is not preempted at once (docs/decisions/0013). A sequence group that has
+only started its prompt takes more blocks later than it holds: these are reserved.
+
+The work of one step is bounded, so that a burst of requests does not delay running sequences: looking up and sharing
+the 8,000 blocks of a prompt of 128,000 tokens takes half a millisecond or more, starting a sequence 70 microseconds.
+When a step has done MAX_WORK, later steps admit the rest in the same order; the first admission of a step always runs.
+Lookups are not repeated: a pending match is followed from step to step instead of walking the prefix tree from the
+root, and a burst with a common prefix is matched against the blocks of the request admitted before it.
 """
 
 from quire.cache.manager import KVCacheManager
-from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
+from quire.cache.prefix_cache import NO_MATCH, Awaited, PrefixMatch
+from quire.core.config import SchedulerConfig
 from quire.core.outputs import WaitReason
 from quire.core.sequence import Request, Sequence, SequenceStatus
-from quire.scheduling.admission_work import AdmissionWork
-from quire.scheduling.prefix_lookups import PrefixLookups
 from quire.scheduling.queues import RequestQueues
 
 HEAD_ROOM = 16  # tokens, but one block at most
+MAX_WORK = 16_384   # per step, in units of half a microsecond (AMD EPYC, 2024): 8 ms
+_LOOKUP_WORK = 16   # of a lookup, plus a unit for each node of the prefix tree
+_ROW_WORK = 128     # of starting a sequence
+_BLOCKS_PER_UNIT = 8  # blocks compared, shared and copied, where they are found in a table
+
+
+class AdmissionWork:
+    """The admission work of the step that is being planned."""
+
+    def __init__(self) -> None:
+        self._done = 0
+
+    def start_step(self) -> None:
+        """Start a step."""
+        self._done = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the step may admit no more."""
+        return self._done >= MAX_WORK
+
+    def count_lookup(self, match: PrefixMatch) -> None:
+        """Count a lookup: the nodes that it visited, and the blocks that it found in a table."""
+        self._done += _LOOKUP_WORK + len(match.blocks) - match.num_known + match.num_known // _BLOCKS_PER_UNIT
+
+    def count_refreshed(self) -> None:
+        """Count a pending match that was refreshed from the last step."""
+        self._done += _LOOKUP_WORK
+
+    def count_row(self, num_blocks: int) -> None:
+        """Count a sequence that starts in a row with `num_blocks` blocks."""
+        self._done += _ROW_WORK + num_blocks // _BLOCKS_PER_UNIT
+
+
+class PrefixLookups:
+    """Prefix lookups of waiting requests: pending matches by request id, and the sequence that started last."""
+
+    def __init__(self, cache: KVCacheManager, work: AdmissionWork) -> None:
+        self._cache, self._work = cache, work
+        self._awaited: dict[int, Awaited] = {}
+        self._awaited_before: dict[int, Awaited] = {}
+        self._last_started: int | None = None   # a sequence id
+
+    def start_step(self) -> None:
+        """Start a step: requests without a lookup in the last step have finished or been admitted."""
+        self._awaited_before, self._awaited = self._awaited, {}
+
+    def record_started(self, sequence: Sequence) -> None:
+        """Record a sequence that has a block table now: the next request may start with the same tokens."""
+        self._last_started = sequence.seq_id
+
+    def match_first(self, request: Request, stop: int) -> PrefixMatch:
+        """Look up the first `stop` tokens of a waiting request's first branch."""
+        request_id, sequence = request.request_id, request.live[0]
+        awaited = self._awaited.get(request_id) or self._awaited_before.get(request_id)
+        if awaited is not None:
+            awaited = self._cache.still_awaits(awaited, sequence.token_ids)
+        if awaited is not None:
+            self._work.count_refreshed()
+            match = PrefixMatch(awaited=awaited)
+        else:
+            match = self.match(request, sequence, stop)
+        if match.awaited is not None:
+            self._awaited[request_id] = match.awaited
+        return match
+
+    def match(self, request: Request, sequence: Sequence, stop: int) -> PrefixMatch:
+        """Look up the first `stop` tokens of any branch."""
+        match = self._cache.match(sequence.token_ids, stop, request.cache_salt, self._last_started)
+        self._work.count_lookup(match)
+        return match
 
 
 class AdmissionControl:
-    """Counts the seats and blocks that are promised in this step; asks queues and cache, and changes nothing."""
+    """The rows and blocks that are reserved in this step. Reads the queues and the cache, and changes neither."""
 
-    def __init__(self, queues: RequestQueues, cache: KVCacheManager, max_num_seqs: int) -> None:
-        self._queues, self._cache, self._max_num_seqs = queues, cache, max_num_seqs
-        self._num_reserved_blocks = 0  # blocks
-        self._num_skipped_seqs = 0      # seats
+    def __init__(self, queues: RequestQueues, cache: KVCacheManager, config: SchedulerConfig) -> None:
+        self._queues, self._cache, self._config = queues, cache, config
+        self._num_reserved_blocks = self._num_reserved_seqs = 0
         self.work = AdmissionWork()
         self._lookups = PrefixLookups(cache, self.work)
 
     # --- room -----------------------------------------------------------------------------------------------------
 
     def check_admissible(self, request: Request) -> None:
-        """Raise an InvalidRequestError if a request could never run for a reason that the limits do not know."""
+        """Raise InvalidRequestError if a request could never run for a reason that AdmissionLimits does not check."""
 
     def num_reserved(self, request: Request) -> int:
-        """Return how many tokens each sequence of a request reserves: none, since blocks are taken as they fill."""
+        """Return how many tokens each sequence of a request reserves: none, blocks are allocated as they fill."""
         return 0
 
     def start_step(self) -> None:
-        """Begin a step: nothing is promised yet."""
-        self._num_reserved_blocks = self._num_skipped_seqs = 0
+        """Start a step: nothing is reserved yet."""
+        self._num_reserved_blocks = self._num_reserved_seqs = 0
         self.work.start_step()
         self._lookups.start_step()
 
     def record_started(self, sequence: Sequence, num_blocks: int) -> None:
-        """Note a sequence that begins in a row, with so many blocks."""
+        """Record a sequence that starts in a row with `num_blocks` blocks."""
         self.work.count_row(num_blocks)
         self._lookups.record_started(sequence)
 
     def reserve(self, request: Request) -> None:
-        """Keep blocks back for what is known of a sequence group's branches that this step does not reach."""
+        """Reserve blocks for the known tokens of a sequence group that this step does not compute."""
         self._num_reserved_blocks += self._blocks_to_come(request)
 
     def skip(self, request: Request) -> None:
-        """Keep the seats of a request that waits for this step: nobody behind it takes them, or looks in vain."""
-        self._num_skipped_seqs += len(request.live)
+        """Reserve the rows of a request that waits for this step, so that later requests cannot take them."""
+        self._num_reserved_seqs += len(request.live)
 
     def may_admit(self) -> bool:
-        """Whether there is somebody to be let in next, and may be room for him."""
+        """Return whether the next waiting request may fit (cheap check, ignores the prefix cache)."""
         request = self._queues.next_to_admit()
         return request is not None and self.shortage(request) is None
 
     def has_room_for_next(self) -> bool:
-        """Whether who is to be let in next has room by a close look, promises apart: they may have been kept by now.
+        """Return whether the next waiting request fits (exact check with the prefix cache, ignores reservations).
 
-        Also while the prefix that he begins with is being computed.
+        True also while its prefix is being computed.
         """
         request = self._queues.next_to_admit()
         if request is None or self.shortage(request) is not None:
@@ -73,43 +148,43 @@ class AdmissionControl:
         return match.is_pending or self.num_spare_blocks(request, match) + self._num_reserved_blocks >= 0
 
     def shortage(self, request: Request) -> WaitReason | None:
-        """Return what there is too little of at a quick look: rows for its branches, or blocks for those that run."""
-        num_running_seqs = self._queues.num_running_seqs + self._num_skipped_seqs + len(request.live)
-        if num_running_seqs > self._max_num_seqs:
+        """Return what is short by a cheap check: rows for the request, or head room for running sequences."""
+        num_running_seqs = self._queues.num_running_seqs + self._num_reserved_seqs + len(request.live)
+        if num_running_seqs > self._config.max_num_seqs:
             return "max_num_seqs"
         num_spare = self._cache.num_free_blocks - self._num_reserved_blocks - self.head_room(num_running_seqs)
         return None if self._queues.num_running_seqs == 0 or num_spare >= 0 else "kv_blocks"
 
     def num_spare_blocks(self, request: Request, match: PrefixMatch) -> int:
-        """Return how many blocks stay free when a waiting request has all that it needs; below 0 it has no room.
+        """Return how many blocks stay free once a waiting request has all that it needs; below 0 it does not fit.
 
-        A request that was preempted in this very step has no room: somebody else took one of its blocks.
+        A request preempted in this step does not fit: another sequence took one of its blocks.
         """
         num_running_seqs = self._queues.num_running_seqs + len(request.live)
         num_needed = self.known_blocks(request) - match.num_in_use + self.head_room(num_running_seqs)
         return self._cache.num_free_blocks - self._num_reserved_blocks - num_needed
 
     def num_spare_blocks_on_swap_in(self, request: Request) -> int:
-        """Return how many blocks stay free when a swapped request has all that it had, and its known tokens' blocks."""
+        """Return how many blocks stay free once a swapped request has its blocks and those of its known tokens."""
         swapped = [sequence.seq_id for sequence in request.live if sequence.status is SequenceStatus.SWAPPED]
         num_running_seqs = self._queues.num_running_seqs + len(request.live)
         num_needed = self._cache.num_blocks_to_swap_in(swapped) + self._blocks_to_come(request)
         return self._cache.num_free_blocks - self._num_reserved_blocks - num_needed - self.head_room(num_running_seqs)
 
     def head_room(self, num_running_seqs: int) -> int:
-        """Return how many blocks so many sequences are likely to take soon: with large blocks, fewer than one each."""
+        """Return how many blocks running sequences are likely to take soon: with large blocks, under one each."""
         return self._cache.blocks_for(num_running_seqs * min(HEAD_ROOM, self._cache.block_size))
 
     def known_blocks(self, request: Request) -> int:
-        """Return the blocks that all known tokens of a waiting request will take, its prompt shared by all branches."""
+        """Return the blocks that the known tokens of a waiting request take, the prompt shared by all branches."""
         cache, live = self._cache, request.live
         shared = live[0].num_prompt_tokens // cache.block_size
         return shared + sum(cache.blocks_for(sequence.num_tokens) - shared for sequence in live)
 
     def _blocks_to_come(self, request: Request) -> int:
-        """Return the most blocks that a sequence group may take for what is known of its branches, past what it holds.
+        """Return the most blocks that the known tokens of a sequence group may take beyond those that it holds.
 
-        Of a running one the last block may have to be copied. A swapped one is given a block for that besides.
+        The last block of a running sequence may have to be copied; a swapped one counts with one more for that.
         """
         cache, blocks = self._cache, 0
         for sequence in request.live:
@@ -118,16 +193,16 @@ class AdmissionControl:
             elif sequence.status is SequenceStatus.SWAPPED:
                 held = cache.blocks_for(sequence.num_computed_tokens)
             else:
-                held = sequence.num_prompt_tokens // cache.block_size   # it will share those
+                held = sequence.num_prompt_tokens // cache.block_size   # shared by the fork
             blocks += cache.blocks_for(sequence.num_tokens) - held
         return blocks
 
-    # --- what is there already ------------------------------------------------------------------------------------
+    # --- cached prefixes -----------------------------------------------------------------------------------------
 
     def match(self, request: Request) -> PrefixMatch:
-        """Look up what the first branch of a waiting request begins with: at most the prompt, if others fork from it.
+        """Match the first branch of a waiting request: at most its prompt, if other branches fork from it.
 
-        Whoever wants prompt logprobs computes the whole prompt.
+        A request with prompt logprobs computes its whole prompt.
         """
         if request.params.prompt_logprobs is not None:
             return NO_MATCH
@@ -138,10 +213,10 @@ class AdmissionControl:
         return self._lookups.match_first(request, first.num_prompt_tokens)
 
     def match_sequence(self, request: Request, sequence: Sequence) -> PrefixMatch:
-        """Look up what one branch begins with."""
+        """Match one branch."""
         return self._lookups.match(request, sequence, sequence.num_tokens)
 
     def has_prompt(self, request: Request, match: PrefixMatch) -> bool:
-        """Whether a match has the whole prompt, but for a block that is not full: no branch has to wait for another."""
+        """Return whether a match has all full blocks of the prompt: then no branch waits for another."""
         num_full = request.live[0].num_prompt_tokens // self._cache.block_size
         return len(match.blocks) > 0 and len(match.blocks) >= num_full

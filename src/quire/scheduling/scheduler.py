@@ -10,40 +10,39 @@ could not finish alone: every accepted request finishes. `RequestQueues` has the
 Pure Python: no torch, no clock, no I/O.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count, repeat
 
-from quire.cache.contiguous import ContiguousManager
 from quire.cache.manager import KVCacheManager
 from quire.cache.slices import run_to_the_end
 from quire.core.config import SchedulerConfig, SchedulingPolicy
 from quire.core.outputs import SequenceDelta
 from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
 from quire.core.seeds import branch_seed
-from quire.core.sequence import Request, Sequence, SequenceStatus
+from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
 from quire.core.token_ids import TokenIds, pack_tokens
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.async_scheduling import schedule_next
 from quire.scheduling.beam_search import BeamSearches
 from quire.scheduling.fair_share import FairShare
 from quire.scheduling.kv_shares import KVShares
-from quire.scheduling.limits import AdmissionLimits
-from quire.scheduling.pinning import check_pinnable, check_pinned, num_pinned_blocks
+from quire.scheduling.limits import AdmissionLimits, check_pinnable, check_pinned, num_pinned_blocks
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.planner import Planner
 from quire.scheduling.policies import ByPriority, FirstComeFirstServed
 from quire.scheduling.preemption import PreemptionPolicy
 from quire.scheduling.queues import RequestQueues
-from quire.scheduling.reservation import ReservingAdmission
-from quire.scheduling.step_rollback import affected_by, check_running, release_affected
+from quire.scheduling.step_rollback import affected_by, release_affected
 from quire.scheduling.stopping import check_stop
 
 
 class Scheduler:
     """Decides who runs in each step. The only writer of a sequence's tokens, computed tokens, row and status."""
 
-    def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache: KVCacheManager, admission: type[AdmissionControl] = AdmissionControl
+    ) -> None:
         self.config = config
         self.cache = cache
         self.limits = AdmissionLimits(
@@ -53,7 +52,7 @@ class Scheduler:
         self.queues = RequestQueues(cache, config.max_num_seqs, self.order)
         self.waiting, self.running, self.swapped = self.queues.waiting, self.queues.running, self.queues.swapped
         self.wait_reasons = self.queues.wait_reasons
-        self.admission = _make_admission(config, cache, self.queues)
+        self.admission = admission(self.queues, cache, config)
         self.preemption = PreemptionPolicy(config.preemption_mode, cache.block_size)
         max_blocks = None if config.max_kv_share == 1 else int(config.max_kv_share * cache.num_blocks)
         self._shares = KVShares(max_blocks, self.running, self.admission.known_blocks, self.admission.head_room)
@@ -310,15 +309,9 @@ class Scheduler:
         yield from self.cache.checking()
         self.queues.check()
         assert self.queues.num_running_seqs <= self.config.max_num_seqs
-        check_running(self.running, self._ahead, self.cache)
+        _check_running(self.running, self._ahead, self.cache)
         self._beams.check(self.queues.requests.values())
         check_pinned(self.queues.requests.values(), self.cache, self.limits)
-
-
-def _make_admission(config: SchedulerConfig, cache: KVCacheManager, queues: RequestQueues) -> AdmissionControl:
-    if isinstance(cache, ContiguousManager):
-        return ReservingAdmission(queues, cache, config.max_num_seqs, config.max_model_len)
-    return AdmissionControl(queues, cache, config.max_num_seqs)
 
 
 def _make_order(config: SchedulerConfig) -> ByPriority:
@@ -326,3 +319,15 @@ def _make_order(config: SchedulerConfig) -> ByPriority:
         "priority": ByPriority, "fcfs": FirstComeFirstServed, "fair": FairShare,
     }  # fmt: skip
     return orders[config.scheduling_policy]()
+
+
+def _check_running(running: Iterable[Request], ahead: PlanBuilder | None, cache: KVCacheManager) -> None:
+    """Assert that who runs has slots for what is computed, and for what is planned ahead, and has more to compute."""
+    planned = {} if ahead is None else dict(zip(ahead.plan.rows, ahead.plan.counts, strict=True))
+    for request in running:
+        for sequence in request.live:
+            if sequence.row != NO_ROW:
+                num_tokens = cache.num_tokens(sequence.seq_id) - planned.get(sequence.row, 0)
+                assert num_tokens == sequence.num_computed_tokens <= sequence.num_tokens
+        waits = [sequence.is_computed for sequence in request.live]
+        assert not any(waits) or (request.beam is not None and not all(waits)), "nothing left to compute"

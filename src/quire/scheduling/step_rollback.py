@@ -37,15 +37,3 @@ def release_affected(
     for request in swapped_out:
         if request in queues.swapped:                                   # else it was aborted while the step ran
             queues.release_for_recompute(request)
-
-
-def check_running(running: Iterable[Request], ahead: PlanBuilder | None, cache: KVCacheManager) -> None:
-    """Assert that who runs has slots for what is computed, and for what is planned ahead, and has more to compute."""
-    planned = {} if ahead is None else dict(zip(ahead.plan.rows, ahead.plan.counts, strict=True))
-    for request in running:
-        for sequence in request.live:
-            if sequence.row != NO_ROW:
-                num_tokens = cache.num_tokens(sequence.seq_id) - planned.get(sequence.row, 0)
-                assert num_tokens == sequence.num_computed_tokens <= sequence.num_tokens
-        waits = [sequence.is_computed for sequence in request.live]
-        assert not any(waits) or (request.beam is not None and not all(waits)), "nothing left to compute"

@@ -6,21 +6,25 @@ is handed over when the batch is over (the baseline of Kwon et al. 2023, section
 FasterTransformer leaves that out, too. Only where each sequence has the longest length reserved: padding must fit.
 """
 
-from quire.cache.contiguous import ContiguousManager
+from quire.cache.baselines.contiguous import ContiguousManager
 from quire.cache.manager import KVCacheManager
 from quire.core.config import SchedulerConfig
 from quire.core.outputs import SequenceDelta
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request, Sequence, SequenceStatus
+from quire.scheduling.admission import AdmissionControl
+from quire.scheduling.baselines.reservation import ReservingAdmission
 from quire.scheduling.scheduler import Scheduler
 
 
 class StaticScheduler(Scheduler):
     """A scheduler that lets nobody in while anybody runs."""
 
-    def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache: KVCacheManager, admission: type[AdmissionControl] = AdmissionControl
+    ) -> None:
         assert isinstance(cache, ContiguousManager) and cache.policy == "contiguous-max", "no room for padding"  # noqa: PT018
-        super().__init__(config, cache)
+        super().__init__(config, cache, admission)
         self._held: dict[tuple[int, int], SequenceDelta] = {}  # the last ones of padding, by request id and branch
 
     def abort(self, request_id: int) -> bool:
@@ -78,5 +82,6 @@ class StaticScheduler(Scheduler):
 
 
 def make_scheduler(config: SchedulerConfig, cache: KVCacheManager) -> Scheduler:
-    """Return the scheduler of the configuration's way of batching."""
-    return Scheduler(config, cache) if config.batching == "continuous" else StaticScheduler(config, cache)
+    """Return the scheduler of the configuration's way of batching and of the cache's memory policy."""
+    make = Scheduler if config.batching == "continuous" else StaticScheduler
+    return make(config, cache, ReservingAdmission if isinstance(cache, ContiguousManager) else AdmissionControl)

@@ -5,9 +5,10 @@ of the true output length, `contiguous-oracle` the true lengths. The true output
 oracle knows it where the end of sequence is ignored. Who is let in never needs more, so nobody is ever preempted.
 """
 
-from quire.cache.contiguous import ContiguousManager
+from quire.cache.baselines.contiguous import ContiguousManager
+from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import PrefixMatch
-from quire.core.config import MemoryPolicy
+from quire.core.config import MemoryPolicy, SchedulerConfig
 from quire.core.errors import ContextLengthError
 from quire.core.outputs import WaitReason
 from quire.core.sequence import NO_ROW, Request
@@ -29,9 +30,10 @@ class ReservingAdmission(AdmissionControl):
     Those that wait for the first one's prompt take theirs when they fork. Nobody is let in before that.
     """
 
-    def __init__(self, queues: RequestQueues, cache: ContiguousManager, max_num_seqs: int, max_model_len: int) -> None:
-        super().__init__(queues, cache, max_num_seqs)
-        self._chunks, self._policy, self._max_model_len = cache, cache.policy, max_model_len
+    def __init__(self, queues: RequestQueues, cache: KVCacheManager, config: SchedulerConfig) -> None:
+        assert isinstance(cache, ContiguousManager), "nothing is reserved in paged memory"
+        super().__init__(queues, cache, config)
+        self._chunks, self._policy = cache, cache.policy
         self._is_fork_pending = False  # of a running request, whose other sequences have no chunks yet
 
     def check_admissible(self, request: Request) -> None:
@@ -47,7 +49,7 @@ class ReservingAdmission(AdmissionControl):
     def num_reserved(self, request: Request) -> int:
         """Return how many tokens each sequence of a request reserves."""
         num_prompt_tokens = len(request.prompt_token_ids)
-        return num_reserved_tokens(self._policy, num_prompt_tokens, request.max_tokens, self._max_model_len)
+        return num_reserved_tokens(self._policy, num_prompt_tokens, request.max_tokens, self._config.max_model_len)
 
     def start_step(self) -> None:
         """Begin a step."""
@@ -60,7 +62,7 @@ class ReservingAdmission(AdmissionControl):
 
     def shortage(self, request: Request) -> WaitReason | None:
         """Return what there is too little of: rows for a request's sequences, or chunks, where somebody's are due."""
-        if self._queues.num_running_seqs + len(request.live) > self._max_num_seqs:
+        if self._queues.num_running_seqs + len(request.live) > self._config.max_num_seqs:
             return "max_num_seqs"
         return "kv_blocks" if self._is_fork_pending else None
 

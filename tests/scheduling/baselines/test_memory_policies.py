@@ -7,7 +7,7 @@ import pytest
 
 from quire.core.config import CacheConfig, MemoryPolicy, SchedulerConfig
 from quire.core.errors import ContextLengthError, InvalidRequestError
-from quire.scheduling.reservation import num_reserved_tokens
+from quire.scheduling.baselines.reservation import num_reserved_tokens
 from support.scheduling import Harness, random_beams, random_params
 
 CONTIGUOUS = get_args(MemoryPolicy)[1:]
@@ -157,8 +157,8 @@ class TestStatic:
         assert harness.reasons == {(1, 0): "length"}
 
     def test_it_needs_room_for_padding(self) -> None:
-        from quire.cache.contiguous import make_manager
-        from quire.scheduling.static_batching import make_scheduler
+        from quire.cache.baselines.contiguous import make_manager
+        from quire.scheduling.baselines.static_batching import make_scheduler
 
         with pytest.raises(AssertionError, match="no room for padding"):
             make_scheduler(SchedulerConfig(batching="static"), make_manager(CacheConfig(8)))

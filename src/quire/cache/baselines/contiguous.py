@@ -3,7 +3,7 @@
 What the paper compares with (Kwon et al. 2023, section 6.1), behind the same door as paging: a chunk is a run of
 blocks, so a table over it is a table like any other, and scheduler and kernels see no difference. Nothing is shared: a
 fork is a copy of all that is filled, which runs in the next step, because in this one the source may still be filled.
-How much a sequence reserves is the caller's matter (`quire.scheduling.reservation`).
+How much a sequence reserves is the caller's matter (`quire.scheduling.baselines.reservation`).
 """
 
 from array import array
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import cast
 
+from quire.cache.baselines.buddy_pool import BuddyPool
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import BlockTable, TableUpdate, blocks_for
-from quire.cache.buddy_pool import BuddyPool
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from quire.cache.baselines.buddy_pool import BuddyPool
 from quire.cache.block_pool import OutOfBlocksError
-from quire.cache.buddy_pool import BuddyPool
 
 
 def free_run(pool: BuddyPool, run: list[int]) -> None:

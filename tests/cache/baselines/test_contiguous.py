@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from quire.cache.baselines.contiguous import ContiguousManager, make_manager
 from quire.cache.block_pool import OutOfBlocksError
-from quire.cache.contiguous import ContiguousManager, make_manager
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
