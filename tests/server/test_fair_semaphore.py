@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from quire.server.fair_semaphore import FairTurns, Lanes, run_at_once, run_sliced
+from quire.server.fair_semaphore import FairSemaphore, Lanes, run_at_once, run_sliced
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(work)
 
 
-async def started(turns: FairTurns, client_id: str, order: list[str]) -> asyncio.Task[None]:
+async def started(semaphore: FairSemaphore, client_id: str, order: list[str]) -> asyncio.Task[None]:
     async def job() -> None:
-        async with turns.turn(client_id):
+        async with semaphore.slot(client_id):
             order.append(client_id)
             await asyncio.sleep(0)
 
@@ -26,24 +26,24 @@ async def started(turns: FairTurns, client_id: str, order: list[str]) -> asyncio
 
 def test_clients_take_turns_however_many_jobs_they_have() -> None:
     async def check() -> None:
-        turns, order = FairTurns(), list[str]()
-        async with turns.turn("held"):
-            tasks = [await started(turns, client, order) for client in ["a"] * 5 + ["b"] * 2 + ["c"]]
-            assert turns.num_waiting == 8
+        semaphore, order = FairSemaphore(), list[str]()
+        async with semaphore.slot("held"):
+            tasks = [await started(semaphore, client, order) for client in ["a"] * 5 + ["b"] * 2 + ["c"]]
+            assert semaphore.num_waiting == 8
         await asyncio.gather(*tasks)
         assert order == ["a", "b", "c", "a", "b", "a", "a", "a"]
-        assert (turns.num_waiting, turns.is_full) == (0, False)
+        assert (semaphore.num_waiting, semaphore.is_full) == (0, False)
 
     run(check())
 
 
 def test_a_place_is_held_by_one_job() -> None:
     async def check() -> None:
-        turns, num_inside = FairTurns(2), 0
+        semaphore, num_inside = FairSemaphore(2), 0
 
         async def job() -> None:
             nonlocal num_inside
-            async with turns.turn("a"):
+            async with semaphore.slot("a"):
                 num_inside += 1
                 assert num_inside <= 2
                 await asyncio.sleep(0)
@@ -57,18 +57,18 @@ def test_a_place_is_held_by_one_job() -> None:
 @pytest.mark.parametrize("is_granted", [False, True])
 def test_a_job_that_is_cancelled_gives_its_place_to_the_next(is_granted: bool) -> None:
     async def check() -> None:
-        turns, order = FairTurns(), list[str]()
-        async with turns.turn("held"):
-            first, second = await started(turns, "a", order), await started(turns, "b", order)
+        semaphore, order = FairSemaphore(), list[str]()
+        async with semaphore.slot("held"):
+            first, second = await started(semaphore, "a", order), await started(semaphore, "b", order)
             if not is_granted:
                 first.cancel()
                 await asyncio.sleep(0)
-                assert turns.num_waiting == 1
+                assert semaphore.num_waiting == 1
         first.cancel()  # granted by now, and not resumed yet
         await second
         assert order == ["b"]
         assert first.cancelled()
-        assert (turns.num_waiting, turns.is_full) == (0, False)
+        assert (semaphore.num_waiting, semaphore.is_full) == (0, False)
 
     run(check())
 
@@ -76,7 +76,7 @@ def test_a_job_that_is_cancelled_gives_its_place_to_the_next(is_granted: bool) -
 def test_short_jobs_do_not_wait_for_long_ones() -> None:
     async def check() -> None:
         lanes = Lanes()
-        async with lanes.turn("a", is_long=True), lanes.turn("a", is_long=False):
+        async with lanes.slot("a", is_long=True), lanes.slot("a", is_long=False):
             assert lanes.long.is_full
 
     run(check())

@@ -33,8 +33,8 @@ def server(demo_model: Path) -> Iterator[OpenAIServer]:
         yield running
 
 
-def told(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what is told of the answers to each GET."""
+def documented_responses(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the documented responses of each GET."""
     return {path: methods["get"]["responses"] for path, methods in schema["paths"].items() if "get" in methods}
 
 
@@ -48,7 +48,7 @@ def hold(response: httpx.Response, responses: dict[str, Any]) -> None:
 
 
 def test_every_answer_of_a_get_is_as_it_is_told(server: OpenAIServer) -> None:
-    routes = told(server.http.get("/openapi.json").json())
+    routes = documented_responses(server.http.get("/openapi.json").json())
     assert routes.keys() >= SURVIVORS | {"/health", "/ready", "/debug/kv"}
     answer = server.ask("/v1/completions", prompt=[1, 2, 3], max_tokens=2)
     paths = {path: path.replace("{request_id}", answer["id"]).replace("{model_id}", NAME) for path in routes}
@@ -73,8 +73,8 @@ def test_every_answer_of_a_get_is_as_it_is_told(server: OpenAIServer) -> None:
 
 def test_a_fault_of_ours_has_the_form_that_is_told() -> None:
     app = make_app(enable_debug=True)
-    routes = told(ask(app, "GET", "/openapi.json").json())
-    app.state.service = SimpleNamespace(told=app.state.service.told)  # all else is missing
+    routes = documented_responses(ask(app, "GET", "/openapi.json").json())
+    app.state.service = SimpleNamespace(to_api_error=app.state.service.to_api_error)  # all else is missing
     for path, responses in routes.items():
         response = ask(app, "GET", path)
         hold(response, responses)

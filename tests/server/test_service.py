@@ -20,21 +20,21 @@ def service() -> Service:
 
 
 def refusal(service: Service, num_requests: int) -> ApiError:
-    with pytest.raises(ApiError) as refused, service.let_in(num_requests):
+    with pytest.raises(ApiError) as refused, service.admit(num_requests):
         pass
     return refused.value
 
 
 def test_places_are_held_while_requests_are_prepared(service: Service) -> None:
-    with service.let_in(3):
+    with service.admit(3):
         assert refusal(service, 2).code == "server_overloaded"
-        with service.let_in(1):
+        with service.admit(1):
             assert service.num_preparing == 4
     assert service.num_preparing == 0
 
 
 def test_places_are_given_back_by_a_call_that_fails(service: Service) -> None:
-    with pytest.raises(RuntimeError), service.let_in(4):
+    with pytest.raises(RuntimeError), service.admit(4):
         raise RuntimeError
     assert service.num_preparing == 0
 
@@ -49,7 +49,7 @@ def test_requests_that_wait_in_the_engine_count(service: Service) -> None:
 
 def test_free_seats_are_places_too(service: Service) -> None:
     service.client.num_queued, service.client.num_free_seqs = 3, 2  # type: ignore[misc]
-    with service.let_in(3):
+    with service.admit(3):
         assert refusal(service, 1).code == "server_overloaded"
     service.client.num_free_seqs = 1  # type: ignore[misc]
     assert refusal(service, 3).code == "server_overloaded"
@@ -58,7 +58,7 @@ def test_free_seats_are_places_too(service: Service) -> None:
 def test_as_many_as_ever_fit_are_let_in_and_more_are_no_overload(service: Service) -> None:
     assert refusal(service, 6).code == "server_overloaded"  # two seats are taken
     service.client.num_free_seqs = 2  # type: ignore[misc]
-    with service.let_in(6):
+    with service.admit(6):
         assert service.num_preparing == 6
     error = refusal(service, 7)
     assert (error.status, error.param) == (400, "prompt")
@@ -76,7 +76,7 @@ def test_clients_take_turns_at_the_threads(service: Service) -> None:
     order: list[str] = []
 
     async def tokenize(client_id: str) -> None:
-        await service.in_thread(1 << 20, lambda: order.append(client_id), client_id)
+        await service.run_in_thread(1 << 20, lambda: order.append(client_id), client_id)
 
     async def check() -> None:
         await asyncio.gather(*map(tokenize, ["many"] * 10 + ["few"]))
@@ -99,7 +99,7 @@ def prepared(num_tokens: int, n: int = 1) -> PreparedRequest:
 
 
 def token_refusal(service: Service, *requests: PreparedRequest) -> ApiError:
-    with pytest.raises(ApiError) as refused, service.hold_tokens(requests):
+    with pytest.raises(ApiError) as refused, service.reserve_tokens(requests):
         pass
     return refused.value
 
@@ -108,8 +108,8 @@ def test_queued_tokens_are_bounded_in_sum() -> None:
     """Of all calls that are being sent and all requests that wait, each prompt counted n times."""
     service: Service = make_app(max_queued_tokens=100).state.service
     service.client.num_queued_tokens = 30  # type: ignore[misc]
-    with service.hold_tokens([prepared(10, n=4), prepared(20)]):
-        with service.hold_tokens([prepared(10)]):
+    with service.reserve_tokens([prepared(10, n=4), prepared(20)]):
+        with service.reserve_tokens([prepared(10)]):
             error = token_refusal(service, prepared(1))
         assert (error.status, error.type, error.code) == (429, "rate_limit_error", "server_overloaded")
         assert int(error.headers["Retry-After"]) >= 1
@@ -121,7 +121,7 @@ def test_queued_tokens_are_bounded_in_sum() -> None:
 def test_request_that_has_been_sent_is_counted_once() -> None:
     service: Service = make_app(max_queued_tokens=100).state.service
     requests = [prepared(10, n=4), prepared(60)]
-    with service.hold_tokens(requests) as sent:
+    with service.reserve_tokens(requests) as sent:
         service.client.num_queued_tokens = 40  # type: ignore[misc]
         sent(requests[0])
         assert service.num_preparing_tokens == 60
@@ -131,7 +131,7 @@ def test_request_that_has_been_sent_is_counted_once() -> None:
 
 def test_call_with_more_tokens_than_may_ever_wait_is_refused_for_good() -> None:
     service: Service = make_app(max_queued_tokens=100).state.service
-    with service.hold_tokens([prepared(25, n=4)]):
+    with service.reserve_tokens([prepared(25, n=4)]):
         pass
     error = token_refusal(service, prepared(25, n=4), prepared(1))
     assert (error.status, error.param) == (400, "n")
@@ -143,26 +143,26 @@ def test_call_with_more_tokens_than_may_ever_wait_is_refused_for_good() -> None:
 
 
 def test_hold_is_released_with_the_call_unless_it_is_kept(service: Service) -> None:
-    with service.let_in(2, client_id="key:1") as first:
-        assert service.loads["key:1"] == 2
+    with service.admit(2, client_id="key:1") as first:
+        assert service.concurrency["key:1"] == 2
         first.keep()
-    with pytest.raises(RuntimeError), service.let_in(1, client_id="key:1"):
+    with pytest.raises(RuntimeError), service.admit(1, client_id="key:1"):
         raise RuntimeError
-    assert service.loads["key:1"] == 2
+    assert service.concurrency["key:1"] == 2
     first.release()
     first.release()
-    assert (service.loads["key:1"], len(service.loads)) == (0, 0)
+    assert (service.concurrency["key:1"], len(service.concurrency)) == (0, 0)
 
 
 def test_one_client_does_not_take_the_places_of_another() -> None:
     service: Service = make_app(max_queued_requests=9, max_requests_per_key=3).state.service
-    with service.let_in(2, client_id="key:1"), service.let_in(3, client_id="key:2"):
-        with pytest.raises(ApiError) as refused, service.let_in(2, client_id="key:1"):
+    with service.admit(2, client_id="key:1"), service.admit(3, client_id="key:2"):
+        with pytest.raises(ApiError) as refused, service.admit(2, client_id="key:1"):
             pass
         assert (refused.value.status, refused.value.code) == (429, "key_limit")
-        with service.let_in(1, client_id="key:1"):
-            assert service.loads["key:1"] == 3
-    with pytest.raises(ApiError) as refused, service.let_in(4, client_id="key:1"):
+        with service.admit(1, client_id="key:1"):
+            assert service.concurrency["key:1"] == 3
+    with pytest.raises(ApiError) as refused, service.admit(4, client_id="key:1"):
         pass
     assert (refused.value.status, refused.value.param) == (400, "prompt")
     assert "max_requests_per_key" in refused.value.message

@@ -74,7 +74,7 @@ async def looping(renderer: TemplateRenderer) -> "asyncio.Task[str]":
     """Return a render that is on its way and never ends by itself."""
     assert await renderer.render(HELLO) == "hi"  # the process is there
     task = asyncio.create_task(renderer.render(LOOP))
-    await until(lambda: renderer._short.turns.is_full)
+    await until(lambda: renderer._short.semaphore.is_full)
     return task
 
 
@@ -297,7 +297,7 @@ def test_callers_that_go_away_before_their_turn_leave_no_trace(with_template: Ma
         async with opened(with_template(LOOPS_IF_ASKED), max_waiting=1) as renderer:
             for _ in range(3):  # the first while the process starts
                 task = asyncio.create_task(renderer.render([{"role": "user", "content": "a" * 4_000_000}]))
-                await until(lambda: renderer._long.turns.is_full)
+                await until(lambda: renderer._long.semaphore.is_full)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
@@ -310,7 +310,7 @@ def test_more_than_may_wait_are_turned_away(with_template: MakeTokenizer) -> Non
     async def check() -> None:
         async with opened(with_template(LOOPS_IF_ASKED), max_waiting=3) as renderer:
             waiting = [asyncio.create_task(renderer.render(HELLO)) for _ in range(3)]
-            await until(lambda: renderer._short.turns.is_full)
+            await until(lambda: renderer._short.semaphore.is_full)
             with pytest.raises(ApiError, match="3 requests wait already") as caught:
                 await renderer.render(HELLO)
             assert (caught.value.status, caught.value.code) == (429, "server_overloaded")
@@ -326,7 +326,7 @@ def test_closing_ends_the_process_and_tells_all_who_wait(with_template: MakeToke
         renderer = TemplateRenderer(with_template(LOOPS_IF_ASKED))
         first = await looping(renderer) if is_connected else asyncio.create_task(renderer.render(HELLO))
         waiting = asyncio.create_task(renderer.render(HELLO))
-        await until(lambda: renderer._short.turns.is_full)
+        await until(lambda: renderer._short.semaphore.is_full)
         process = process_of(renderer)
         await renderer.close()
         await renderer.close()
@@ -364,7 +364,7 @@ def test_short_conversations_never_wait_for_long_ones(with_template: MakeTokeniz
     async def check() -> None:
         async with opened(with_template(LOOPS_IF_ASKED)) as renderer:
             hostile = [asyncio.create_task(renderer.render(padded)) for _ in range(5)]
-            await until(lambda: renderer._long.turns.is_full)
+            await until(lambda: renderer._long.semaphore.is_full)
             assert await renderer.render(HELLO, client_id="honest") == "hi"
             assert not any(task.done() for task in hostile)
             for task in hostile:
@@ -424,7 +424,7 @@ async def main():
     renderer = TemplateRenderer(Tokenizer.from_folder(Path(sys.argv[1])))
     await renderer.render([{"role": "user", "content": "hi"}])
     asyncio.create_task(renderer.render([{"role": "user", "content": "loop"}]))
-    while not renderer._short.turns.is_full:
+    while not renderer._short.semaphore.is_full:
         await asyncio.sleep(0)
     print("looping", flush=True)
     await asyncio.Event().wait()

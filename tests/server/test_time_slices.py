@@ -1,9 +1,9 @@
-"""Slices of long work: one in a turn of the event loop, in order, whoever else has some."""
+"""Slices of long work: one in an iteration of the event loop, in order, whoever else has some."""
 
 import asyncio
 from collections.abc import Iterator
 
-from quire.server.time_slices import Turns
+from quire.server.time_slices import TimeSlices
 
 
 def test_one_slice_in_each_turn_and_others_run_in_between() -> None:
@@ -11,7 +11,7 @@ def test_one_slice_in_each_turn_and_others_run_in_between() -> None:
     turns_seen: list[int] = []
 
     async def run() -> None:
-        turns, num_turns, is_over = Turns(), 0, False
+        slices, num_turns, is_over = TimeSlices(), 0, False
 
         async def count() -> None:
             nonlocal num_turns
@@ -26,7 +26,7 @@ def test_one_slice_in_each_turn_and_others_run_in_between() -> None:
                 yield number
 
         async def consume(name: str) -> list[int]:
-            return [number async for number in turns.each(work(name))]
+            return [number async for number in slices.iterate(work(name))]
 
         counting = asyncio.create_task(count())
         assert await asyncio.gather(consume("a"), consume("b")) == [[*range(5)]] * 2

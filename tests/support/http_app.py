@@ -70,7 +70,7 @@ def serving(app: ASGIApp, **limits: Any) -> Iterator[int]:  # noqa: ANN401 (thos
         await server.start(listener, HOST)
         is_ready.set()
         await is_over.wait()
-        await server.end()
+        await server.stop()
 
     with bind(HOST, 0) as listener:
         port = port_of(listener)

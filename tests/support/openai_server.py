@@ -98,7 +98,7 @@ class OpenAIServer:
         """Tell whether nothing runs, nothing waits, and no block is in use."""
         client, state = self.service.client, self.service.client.state
         num_used_blocks = 0 if state.kv is None else state.kv.used_blocks  # None: nothing has run yet
-        has_requests = state.num_running or state.num_waiting or len(client._streams) or len(self.service.answers)
+        has_requests = state.num_running or state.num_waiting or len(client._streams) or len(self.service.responses)
         return not (has_requests or num_used_blocks)
 
 
@@ -133,7 +133,7 @@ def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServe
                 await http.start(listener, HOST)
                 is_ready.set_result(OpenAIServer(url_of(listener, HOST), service, loop, child))
                 await ended.wait()
-                await http.end()
+                await http.stop()
         finally:
             await service.templates.close()
             await client.close()

@@ -10,7 +10,7 @@ from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_
 from quire.core.options import parse_bytes
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import free_memory_bytes
-from quire.server.ops.startup_banner import in_units
+from quire.server.ops.startup_banner import format_bytes
 from quire.sim.hardware import Hardware, read_hardware
 from quire.sim.models import Model, read_model
 from quire.sim.planning import MemoryPlan, plan_memory, stored_parameters
@@ -75,11 +75,13 @@ def _rows(found: MemoryPlan) -> dict[str, Any]:
     cache, each = found.cache, " each" if found.num_devices > 1 else ""
     held = f"{cache.num_blocks:,} blocks of {cache.block_size}: {cache.num_blocks * cache.block_size:,} tokens"
     return {
-        "memory": in_units(found.memory_bytes) + each,
-        "weights": f"{in_units(found.weight_bytes)}{each}, {found.num_parameters:,} parameters of {found.dtype}",
-        "workspaces": f"up to {in_units(found.workspace_bytes)}{each}; block tables {in_units(found.table_bytes)}",
-        "KV cache": f"{held}, {in_units(found.kv_cache_bytes)}{each}",
-        "of each token": f"{in_units(found.kv_bytes_per_token)} in {found.kv_cache_dtype}",
+        "memory": format_bytes(found.memory_bytes) + each,
+        "weights": f"{format_bytes(found.weight_bytes)}{each}, {found.num_parameters:,} parameters of {found.dtype}",
+        "workspaces": (
+            f"up to {format_bytes(found.workspace_bytes)}{each}; block tables {format_bytes(found.table_bytes)}"
+        ),
+        "KV cache": f"{held}, {format_bytes(found.kv_cache_bytes)}{each}",
+        "of each token": f"{format_bytes(found.kv_bytes_per_token)} in {found.kv_cache_dtype}",
         "longest request": f"{found.scheduler.max_model_len:,} tokens",
         "at once": ", ".join(f"{num:,} of {length:,}" for length, num in found.num_fitting.items()) + " tokens",
         "what binds": found.binds,

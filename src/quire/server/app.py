@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from quire.core.sampling_params import MAX_SEED
 from quire.core.version import __version__
 from quire.server.errors import handle_errors
-from quire.server.http.middleware import Gate
+from quire.server.http.middleware import AccessMiddleware
 from quire.server.http.request_log import RequestLog
 from quire.server.options import MAX_ELEMENTS
 from quire.server.routes import openai, prefixes, system
@@ -51,7 +51,7 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(module.router)
     handle_errors(app)
     _describe(app, service)
-    app.add_middleware(Gate, service=service)
+    app.add_middleware(AccessMiddleware, service=service)
     app.add_middleware(RequestLog)  # added last: outermost
     return app
 

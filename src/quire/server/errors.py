@@ -51,53 +51,53 @@ def unsupported(param: str, value: object) -> NoReturn:
 
 def engine_unhealthy(message: str) -> ApiError:
     """There is no engine that could answer."""
-    return _come_back(503, message, "engine_unhealthy")
+    return _retryable(503, message, "engine_unhealthy")
 
 
 def shutting_down() -> ApiError:
     """The server finishes what it has and takes nothing more."""
-    return _come_back(503, "the server is shutting down", "shutting_down")
+    return _retryable(503, "the server is shutting down", "shutting_down")
 
 
 def overloaded(num_queued: int, limit: int, retry_after_s: int) -> ApiError:
     """Too many requests wait already."""
     message = f"{num_queued} requests wait already, and at most {limit} may (max_queued_requests)"
-    return _come_back(429, message, "server_overloaded", retry_after_s)
+    return _retryable(429, message, "server_overloaded", retry_after_s)
 
 
 def too_many_queued_tokens(num_queued: int, limit: int, retry_after_s: int) -> ApiError:
     """Return the refusal of a call whose prompts would not fit among those that wait."""
     message = f"{num_queued} prompt tokens x n wait already, and at most {limit} may (max_queued_tokens)"
-    return _come_back(429, message, "server_overloaded", retry_after_s)
+    return _retryable(429, message, "server_overloaded", retry_after_s)
 
 
-def no_logprob_room(num_bytes: int, limit: int) -> ApiError:
+def logprob_memory_full(num_bytes: int, limit: int) -> ApiError:
     """Return the refusal of a call whose logprobs may not fit into what is left for those of all calls."""
     message = f"{num_bytes} bytes are reserved for logprobs of other calls, of {limit} (max_logprob_bytes)"
-    return _come_back(429, message, "server_overloaded", RETRY_AFTER_S)
+    return _retryable(429, message, "server_overloaded", RETRY_AFTER_S)
 
 
-def key_limit(num_held: int, limit: int, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
+def too_many_requests(num_held: int, limit: int, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
     """One client has too many requests already."""
     message = f"{num_held} requests of this key wait or run already, and at most {limit} may (max_requests_per_key)"
-    return _come_back(429, message, "key_limit", retry_after_s)
+    return _retryable(429, message, "key_limit", retry_after_s)
 
 
 def too_many_connections(limit: int) -> ApiError:
     """There is no room for one more client, whatever it wants."""
     message = f"{limit} connections are open already, the most that this server holds"
-    return _come_back(429, message, "server_overloaded", 1)
+    return _retryable(429, message, "server_overloaded", 1)
 
 
-def bodies_full(max_bytes: int) -> ApiError:
+def body_memory_full(max_bytes: int) -> ApiError:
     """There is no room for one more body; the rest of this one is not read."""
     message = f"the bodies of all requests may have at most {max_bytes} bytes together (max_total_body_bytes)"
-    error = _come_back(429, message, "server_overloaded", 1)
+    error = _retryable(429, message, "server_overloaded", 1)
     error.headers["Connection"] = "close"
     return error
 
 
-def _come_back(status: int, message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
+def _retryable(status: int, message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
     """Return an error that passes, and when to try again: in one second or more."""
     kind = "rate_limit_error" if status == 429 else "server_error"
     return ApiError(status, message, type=kind, code=code, headers={"Retry-After": str(max(1, retry_after_s))})
@@ -137,7 +137,7 @@ async def _answer(request: Request, error: Exception) -> Response:
         case HTTPException():
             return error_response(_of_framework(request, error))
         case _:
-            return error_response(request.app.state.service.told(error))
+            return error_response(request.app.state.service.to_api_error(error))
 
 
 def _of_validation(error: RequestValidationError) -> ApiError:

@@ -13,7 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class FairTurns:
+class FairSemaphore:
     """A number of places, each for one job at a time."""
 
     def __init__(self, num_places: int = 1) -> None:
@@ -31,7 +31,7 @@ class FairTurns:
         return not self._num_free
 
     @asynccontextmanager
-    async def turn(self, client_id: str) -> AsyncIterator[None]:
+    async def slot(self, client_id: str) -> AsyncIterator[None]:
         """Wait for a place and hold it."""
         await self._acquire(client_id)
         try:
@@ -51,7 +51,7 @@ class FairTurns:
             if granted.cancelled():
                 self._remove(client_id, granted)
             else:
-                self._release()                   # granted in the same turn of the loop
+                self._release()                   # granted in the same iteration of the event loop
             raise
 
     def _release(self) -> None:
@@ -79,15 +79,15 @@ class Lanes:
     """Places for short jobs and places for long ones."""
 
     def __init__(self, num_short: int = 1, num_long: int = 1) -> None:
-        self.short, self.long = FairTurns(num_short), FairTurns(num_long)
+        self.short, self.long = FairSemaphore(num_short), FairSemaphore(num_long)
 
-    def turn(self, client_id: str, *, is_long: bool) -> AbstractAsyncContextManager[None]:
+    def slot(self, client_id: str, *, is_long: bool) -> AbstractAsyncContextManager[None]:
         """Return a context that holds a place of the job's lane."""
-        return (self.long if is_long else self.short).turn(client_id)
+        return (self.long if is_long else self.short).slot(client_id)
 
 
 async def run_sliced(slices: Generator[None, None, T]) -> T:
-    """Return what a generator returns, with a turn of the event loop after each slice of its work."""
+    """Return what a generator returns, with an iteration of the event loop after each slice of its work."""
     while True:
         try:
             next(slices)

@@ -13,11 +13,11 @@ import msgspec
 from quire.core.checks import shown
 from quire.engine.client import EngineClient
 from quire.engine.input_processor import PreparedRequest
-from quire.server.admission.body_memory import BodyBytes
-from quire.server.admission.concurrency import Hold, KeyLoads
-from quire.server.admission.logprob_memory import LogprobRoom
-from quire.server.admission.pending_pins import PinsUnderWay
-from quire.server.api.active_responses import OpenAnswers
+from quire.server.admission.body_memory import BodyMemory
+from quire.server.admission.concurrency import ConcurrencyLimiter, ConcurrencyReservation
+from quire.server.admission.logprob_memory import LogprobMemory
+from quire.server.admission.pending_pins import PendingPins
+from quire.server.api.active_responses import ActiveResponses
 from quire.server.errors import (
     ApiError,
     as_api_error,
@@ -31,7 +31,7 @@ from quire.server.fair_semaphore import Lanes
 from quire.server.ops.metrics import Metrics
 from quire.server.options import ServerOptions
 from quire.server.template_renderer import TemplateRenderer
-from quire.server.time_slices import Turns
+from quire.server.time_slices import TimeSlices
 from quire.server.watch.history import History
 
 T = TypeVar("T")
@@ -65,26 +65,26 @@ class Service:
     metrics: Metrics
     templates: TemplateRenderer
     history: History = field(init=False)
-    logprob_room: LogprobRoom = field(default_factory=LogprobRoom)
-    turns: Turns = field(default_factory=Turns)
-    answers: OpenAnswers = field(default_factory=OpenAnswers)
-    loads: KeyLoads = field(default_factory=KeyLoads)
+    logprob_memory: LogprobMemory = field(default_factory=LogprobMemory)
+    slices: TimeSlices = field(default_factory=TimeSlices)
+    responses: ActiveResponses = field(default_factory=ActiveResponses)
+    concurrency: ConcurrencyLimiter = field(default_factory=ConcurrencyLimiter)
     # for prompts to become tokens, and tokens large answers; long prompts may hold up each other, and no short ones
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "prepare"))
     long_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "prepare long"))
-    thread_turns: Lanes = field(default_factory=lambda: Lanes(num_short=2, num_long=1))
-    decoding: Lanes = field(default_factory=Lanes)  # of large bodies, in slices on the event loop
+    thread_lanes: Lanes = field(default_factory=lambda: Lanes(num_short=2, num_long=1))
+    decode_lanes: Lanes = field(default_factory=Lanes)  # of large bodies, in slices on the event loop
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
-    vital: tuple[asyncio.Task[Any], ...] = ()  # tasks without which the server is not well
+    critical_tasks: tuple[asyncio.Task[Any], ...] = ()  # tasks without which the server is not well
     num_preparing: int = 0                    # requests let in and not yet sent to the engine
     num_preparing_tokens: int = 0             # prompt tokens x n of calls that are being sent to the engine
-    bodies: BodyBytes = field(init=False)     # that are received, decoded and tokenized
-    pinning: PinsUnderWay = field(default_factory=PinsUnderWay)
+    body_memory: BodyMemory = field(init=False)     # that are received, decoded and tokenized
+    pending_pins: PendingPins = field(default_factory=PendingPins)
 
     def __post_init__(self) -> None:
         """Make what depends on the options."""
-        self.bodies = BodyBytes(self.options.max_total_body_bytes)
+        self.body_memory = BodyMemory(self.options.max_total_body_bytes)
         self.history = History(self.options.max_history_bytes)
 
     def check_model(self, name: str | None) -> str:
@@ -96,21 +96,21 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
 
-    async def in_thread(self, num_chars: int, work: Callable[[], T], client_id: str = "") -> T:
+    async def run_in_thread(self, num_chars: int, work: Callable[[], T], client_id: str = "") -> T:
         """Return what `work` returns, which is done off the event loop for so many characters, or token ids.
 
         Clients take turns at the threads.
         """
         is_long = num_chars > LONG_CHARS
         threads = self.long_thread if is_long else self.threads
-        async with self.thread_turns.turn(client_id, is_long=is_long):
+        async with self.thread_lanes.slot(client_id, is_long=is_long):
             return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def check_engine(self) -> None:
         """Raise ApiError 503 when the engine is dead or stalled, or a task that serves it has ended."""
         if not self.client.is_alive:
             raise engine_unhealthy(self.client.death_reason)
-        for task in self.vital:
+        for task in self.critical_tasks:
             if task.done():
                 raise engine_unhealthy(f"the server's {task.get_name()} has ended")
         limit_s = self.options.stall_limit
@@ -118,7 +118,7 @@ class Service:
             message = f"the engine has work and made no progress for more than {limit_s:g} s (stall_limit)"
             raise engine_unhealthy(message)
 
-    def check_room(self, num_requests: int, client_id: str = "") -> None:
+    def check_capacity(self, num_requests: int, client_id: str = "") -> None:
         """Raise ApiError 503 while shutting down or without an engine that works, 429 if the queue has no such room.
 
         429 also where this client has too many requests (max_requests_per_key). Beyond the queue's bound, so many are
@@ -132,31 +132,33 @@ class Service:
         except ApiError as error:
             self.metrics.failed(str(error.code))
             raise
-        if (refusal := self.loads.refusal(client_id, num_requests, self.options.max_requests_per_key)) is not None:
+        refusal = self.concurrency.refusal(client_id, num_requests, self.options.max_requests_per_key)
+        if refusal is not None:
             self.metrics.refused("key_limit")
             raise refusal
         limit, num_queued = self.options.max_queued_requests, self.num_preparing + self.client.num_queued
         if num_queued + num_requests > limit + self.client.num_free_seqs:
             self.metrics.refused("server_overloaded")
-            raise overloaded(num_queued, limit, self.metrics.seconds_until_room(num_queued))
+            raise overloaded(num_queued, limit, self.metrics.retry_after_s(num_queued))
 
     @contextmanager
-    def let_in(self, num_requests: int, param: str = "prompt", client_id: str = "") -> Iterator[Hold]:
+    def admit(self, num_requests: int, param: str = "prompt", client_id: str = "") -> Iterator[ConcurrencyReservation]:
         """Hold places in the queue while requests are tokenized and sent; raise before any work if there are none.
 
-        A call of several prompts counts as that many. As `check_room`, and ApiError 400 if it could never take so many.
-        The hold is the client's: what runs the requests keeps it until they have ended.
+        A call of several prompts counts as that many. Raises as `check_capacity`, and ApiError 400 if
+        so many could never be admitted.
+        The reservation is the client's: what runs the requests keeps it until they have ended.
         """
         self._check_call(num_requests, param)
-        self.check_room(num_requests, client_id)
+        self.check_capacity(num_requests, client_id)
         self.num_preparing += num_requests
-        hold = self.loads.hold(client_id, num_requests)
+        reservation = self.concurrency.reserve(client_id, num_requests)
         try:
-            yield hold
+            yield reservation
         finally:
             self.num_preparing -= num_requests
-            if not hold.is_kept:
-                hold.release()
+            if not reservation.is_kept:
+                reservation.release()
 
     def _check_call(self, num_requests: int, param: str) -> None:
         """Raise ApiError 400 for a call of more prompts than could ever be taken at once."""
@@ -169,7 +171,7 @@ class Service:
             invalid(f"{num_requests} prompts in one call; at most {bounds}", param=param)
 
     @contextmanager
-    def hold_tokens(
+    def reserve_tokens(
         self, requests: Iterable[PreparedRequest], param: str = "n"
     ) -> Iterator[Callable[[PreparedRequest], None]]:
         """Hold room for a call's prompt tokens x n while its requests are sent; raise before any is.
@@ -183,7 +185,7 @@ class Service:
             invalid(f"prompt tokens x n are {num_tokens}; at most {limit} may wait (max_queued_tokens)", param=param)
         if num_queued + num_tokens > limit:
             self.metrics.refused("server_overloaded")
-            retry_after_s = self.metrics.seconds_until_room(self.num_preparing + self.client.num_queued)
+            retry_after_s = self.metrics.retry_after_s(self.num_preparing + self.client.num_queued)
             raise too_many_queued_tokens(num_queued, limit, retry_after_s)
         num_unsent = num_tokens
 
@@ -198,7 +200,7 @@ class Service:
         finally:
             self.num_preparing_tokens -= num_unsent
 
-    def told(self, error: Exception) -> ApiError:
+    def to_api_error(self, error: Exception) -> ApiError:
         """Return what a client is told of an error that its call has run into, and count it if it is not the call's."""
         told = as_api_error(error)
         if told.status >= 500 and not isinstance(error, ApiError):

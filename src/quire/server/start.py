@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from quire.engine.launcher import EngineProcess
 from quire.engine.options import EngineOptions
-from quire.server.http.sockets import allow_connections, bind
-from quire.server.ops.signals import STOP_SIGNALS, StoppedError, stop_at_once
+from quire.server.http.sockets import bind, raise_file_limit
+from quire.server.ops.signals import STOP_SIGNALS, StoppedError, exit_on_signal
 from quire.server.options import ServerOptions
 
 
@@ -21,11 +21,11 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
 
     ConfigError, ModelError or EngineDeadError say why it cannot start; then nothing is left behind.
     """
-    _open_standard_streams()
-    allow_connections(options.max_connections)
+    _ensure_standard_streams()
+    raise_file_limit(options.max_connections)
     with bind(options.host, options.port) as listener:
         for number in STOP_SIGNALS:
-            signal.signal(number, stop_at_once)
+            signal.signal(number, exit_on_signal)
         child = EngineProcess.spawn(engine)
         try:
             gc.disable()  # what is imported stays
@@ -41,7 +41,7 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
             child.stop()
 
 
-def _open_standard_streams() -> None:
+def _ensure_standard_streams() -> None:
     """Put /dev/null where a standard stream is closed: else our sockets get its number, and what is printed with it."""
     for number in range(3):
         try:

@@ -18,7 +18,7 @@ from quire.core.errors import InvalidRequestError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.engine.launcher import start_module
 from quire.server.errors import overloaded, shutting_down
-from quire.server.fair_semaphore import FairTurns
+from quire.server.fair_semaphore import FairSemaphore
 from quire.server.options import DEFAULT_LIMITS, Limits
 from quire.text import template_worker as worker
 from quire.text.chat_template import MAX_RENDERED_CHARS, Message
@@ -82,7 +82,7 @@ class TemplateRenderer:
         self._num_waiting += 1
         lane = self._short if len(command) <= SHORT_BYTES else self._long
         try:
-            async with lane.turns.turn(client_id):
+            async with lane.semaphore.slot(client_id):
                 reply = await lane.ask(LoadTemplate(self._template), command)
         finally:
             self._num_waiting -= 1
@@ -101,7 +101,7 @@ class _Lane:
     """One process after the other, and the turns at it."""
 
     def __init__(self, name: str) -> None:
-        self.turns = FairTurns()
+        self.semaphore = FairSemaphore()
         self.process: _TemplateProcess | None = None
         self._thread = ThreadPoolExecutor(1, name)
         self._is_closed = False
@@ -114,7 +114,7 @@ class _Lane:
     async def ask(self, start: LoadTemplate, command: bytes) -> TemplateReply:
         """Return the reply of the process that we have, if it still lives, or of a new one."""
         if self.process is not None and not self.process.is_alive:
-            await self._end_process()
+            await self._stop_process()
         if self._is_closed:
             raise shutting_down()
         process, ask_in_thread = self.process or _TemplateProcess(), asyncio.get_running_loop().run_in_executor
@@ -125,24 +125,24 @@ class _Lane:
                 process.is_ready = True
             return await ask_in_thread(self._thread, process.ask, command, REPLY_LIMIT_S)
         except (EOFError, OSError, msgspec.MsgspecError) as error:  # a timeout is an OSError
-            status = await self._end_process()
+            status = await self._stop_process()
             if self._is_closed:
                 raise shutting_down() from error
             raise _failure(status, is_ready=process.is_ready) from error
         except BaseException:  # nobody wants the reply any more
-            await self._end_process()
+            await self._stop_process()
             raise
 
     async def close(self) -> None:
         """End the process, and start none any more."""
         self._is_closed = True
         self._thread.shutdown(wait=False)
-        await self._end_process()
+        await self._stop_process()
 
-    async def _end_process(self) -> int:
+    async def _stop_process(self) -> int:
         """End the process, if there is one, and return its exit status."""
         process, self.process = self.process, None
-        return 0 if process is None else await process.end()
+        return 0 if process is None else await process.stop()
 
 
 class _TemplateProcess:
@@ -166,7 +166,7 @@ class _TemplateProcess:
             raise EOFError(f"a reply of {length} bytes is none of ours")
         return worker.decode_reply(self._replies.read(length))
 
-    async def end(self) -> int:
+    async def stop(self) -> int:
         """Kill the process, unless it has ended, and return its exit status; who asks it just now gets an EOFError."""
         self._process.kill()
         status = await asyncio.to_thread(self._process.wait)

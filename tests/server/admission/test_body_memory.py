@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from quire.server.admission.body_memory import BodiesFullError, BodyBytes, HeldBody
+from quire.server.admission.body_memory import BodyMemory, BodyMemoryFullError, BufferedBody
 from quire.server.options import ServerOptions
 from support.http_app import ask, connect, make_app, parse, read_all, serving
 
@@ -13,14 +13,14 @@ MAX_BYTES = 4096                 # small bodies: up to 64 bytes each, 1,024 in a
 NUM_LARGE = MAX_BYTES * 3 // 4
 
 
-def held(bodies: BodyBytes, client_id: str, num_bytes: int, dropped: list[str] | None = None) -> HeldBody:
-    body = HeldBody(bodies, client_id, lambda: None if dropped is None else dropped.append(client_id))
+def held(bodies: BodyMemory, client_id: str, num_bytes: int, dropped: list[str] | None = None) -> BufferedBody:
+    body = BufferedBody(bodies, client_id, lambda: None if dropped is None else dropped.append(client_id))
     body.grow(num_bytes)
     return body
 
 
 def test_bytes_are_given_back() -> None:
-    bodies = BodyBytes(MAX_BYTES)
+    bodies = BodyMemory(MAX_BYTES)
     small, large = held(bodies, "a", 64), held(bodies, "a", 65)
     assert (bodies.num_bytes, bodies.small.num_bytes, bodies.large.num_bytes) == (129, 64, 65)
     small.grow(1)
@@ -32,24 +32,24 @@ def test_bytes_are_given_back() -> None:
 
 
 def test_the_client_that_holds_the_most_makes_room_with_the_body_that_waits_longest() -> None:
-    bodies, dropped = BodyBytes(MAX_BYTES), list[str]()
+    bodies, dropped = BodyMemory(MAX_BYTES), list[str]()
     held(bodies, "b", 1000, dropped)
     stalled, growing = held(bodies, "a", 700, dropped), held(bodies, "a", 500, dropped)
     growing.grow(100)
     newcomer = held(bodies, "c", 800)
     assert dropped == ["a"]
     assert (stalled.is_dropped, growing.is_dropped, newcomer.is_dropped) == (True, False, False)
-    with pytest.raises(BodiesFullError):
+    with pytest.raises(BodyMemoryFullError):
         stalled.grow(1)
     bodies.check()
 
 
 def test_a_complete_body_is_never_dropped() -> None:
-    bodies, dropped = BodyBytes(MAX_BYTES), list[str]()
+    bodies, dropped = BodyMemory(MAX_BYTES), list[str]()
     for client in "ab":
         held(bodies, client, NUM_LARGE // 2, dropped).complete()
-    newcomer = HeldBody(bodies, "c", lambda: None)
-    with pytest.raises(BodiesFullError):
+    newcomer = BufferedBody(bodies, "c", lambda: None)
+    with pytest.raises(BodyMemoryFullError):
         newcomer.grow(100)
     newcomer.release()
     assert not dropped
@@ -57,17 +57,17 @@ def test_a_complete_body_is_never_dropped() -> None:
 
 
 def test_one_client_holds_half_at_most() -> None:
-    bodies = BodyBytes(MAX_BYTES)
+    bodies = BodyMemory(MAX_BYTES)
     held(bodies, "a", NUM_LARGE // 2)
-    more = HeldBody(bodies, "a", lambda: None)
-    with pytest.raises(BodiesFullError):
+    more = BufferedBody(bodies, "a", lambda: None)
+    with pytest.raises(BodyMemoryFullError):
         more.grow(65)
     more.release()
     held(bodies, "b", NUM_LARGE // 2)
 
 
 def test_small_bodies_have_room_beside_any_number_of_large_ones() -> None:
-    bodies = BodyBytes(MAX_BYTES)
+    bodies = BodyMemory(MAX_BYTES)
     for number in range(3):
         held(bodies, f"hostile {number}", NUM_LARGE // 3).complete()
     for number in range(16):
@@ -76,11 +76,11 @@ def test_small_bodies_have_room_beside_any_number_of_large_ones() -> None:
 
 def test_bound_holds_whatever_comes() -> None:
     rng = random.Random(0)
-    bodies, open_ = BodyBytes(MAX_BYTES), list[HeldBody]()
+    bodies, open_ = BodyMemory(MAX_BYTES), list[BufferedBody]()
     for _ in range(5000):
         body = rng.choice(open_) if open_ and rng.random() < 0.7 else None
         if body is None:
-            body = HeldBody(bodies, rng.choice("abcdefgh"), lambda: None)
+            body = BufferedBody(bodies, rng.choice("abcdefgh"), lambda: None)
             open_.append(body)
         action = rng.random()
         try:
@@ -89,8 +89,8 @@ def test_bound_holds_whatever_comes() -> None:
             elif action < 0.8:
                 body.complete()
             elif action < 0.9:
-                raise BodiesFullError
-        except BodiesFullError:
+                raise BodyMemoryFullError
+        except BodyMemoryFullError:
             body.release()
             open_.remove(body)
         bodies.check()
@@ -99,7 +99,7 @@ def test_bound_holds_whatever_comes() -> None:
 def test_unfinished_bodies_are_bounded_in_sum_and_honest_ones_are_answered() -> None:
     """Each connection is a client here. A body that is dropped is told so, and its connection ends."""
     app = make_app(max_body_bytes=1000, max_total_body_bytes=MAX_BYTES)
-    bodies = app.state.service.bodies
+    bodies = app.state.service.body_memory
     head = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
     hostile: list[socket.socket] = []
     with serving(app) as port:
@@ -124,9 +124,9 @@ def test_unfinished_bodies_are_bounded_in_sum_and_honest_ones_are_answered() -> 
 def test_no_bytes_are_held_after_the_answer() -> None:
     app = make_app()
     assert ask(app, "POST", "/echo", content=b"1" * 100_000).status_code == 200
-    assert app.state.service.bodies.num_bytes == 0
+    assert app.state.service.body_memory.num_bytes == 0
     assert ask(app, "POST", "/v1/completions", content=b"no JSON").status_code == 400
-    assert app.state.service.bodies.num_bytes == 0
+    assert app.state.service.body_memory.num_bytes == 0
 
 
 def test_bound_must_have_room_for_bodies() -> None:

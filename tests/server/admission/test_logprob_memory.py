@@ -4,7 +4,7 @@ import pytest
 
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
-from quire.server.admission.logprob_memory import LogprobRoom
+from quire.server.admission.logprob_memory import LogprobMemory
 from quire.server.errors import ApiError
 from quire.server.options import Limits
 
@@ -14,7 +14,7 @@ def request(max_tokens: int = 10, prompt: int = 5, **params: int) -> Request:
 
 
 def test_what_a_call_may_come_to_is_reserved_until_it_is_released() -> None:
-    room = LogprobRoom()
+    room = LogprobMemory()
     reserved = room.reserve([request(n=3, logprobs=4), request(logprobs=0, prompt_logprobs=1)], Limits())
     assert room.num_bytes == 16 * (3 * 10 * 5 + 10 + 5 * 2)
     for _ in range(2):
@@ -25,7 +25,7 @@ def test_what_a_call_may_come_to_is_reserved_until_it_is_released() -> None:
 
 
 def test_call_that_is_too_large_is_refused_for_good() -> None:
-    room, limits = LogprobRoom(), Limits(max_output_candidates=100, max_logprob_bytes=16 * 200)
+    room, limits = LogprobMemory(), Limits(max_output_candidates=100, max_logprob_bytes=16 * 200)
     room.reserve([request(n=2, logprobs=4)], limits)
     told = r"n 2, max_tokens 10 and logprobs 4 come to 200 .*100 \(max_output_candidates\)"
     with pytest.raises(ApiError, match=told) as refused:
@@ -37,7 +37,7 @@ def test_call_that_is_too_large_is_refused_for_good() -> None:
 
 
 def test_calls_share_one_budget() -> None:
-    room, limits = LogprobRoom(), Limits(max_logprob_bytes=16 * 100)
+    room, limits = LogprobMemory(), Limits(max_logprob_bytes=16 * 100)
     first = room.reserve([request(logprobs=5)], limits)
     with pytest.raises(ApiError, match=r"960 bytes .* 1600 \(max_logprob_bytes\)") as refused:
         room.reserve([request(logprobs=4)], limits)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from starlette.types import Message
 
-from quire.server.api.active_responses import ClientGoneError, OpenAnswers
+from quire.server.api.active_responses import ActiveResponses, ClientDisconnectedError
 from quire.server.errors import ApiError, shutting_down
 
 
@@ -38,11 +38,11 @@ class Work:
         return "done"
 
 
-def play(scene: Callable[[OpenAnswers, Connection, Work], Awaitable[None]]) -> Work:
+def play(scene: Callable[[ActiveResponses, Connection, Work], Awaitable[None]]) -> Work:
     """Run a scene; nothing may be open after it."""
 
     async def run() -> Work:
-        answers, connection, work = OpenAnswers(), Connection(), Work()
+        answers, connection, work = ActiveResponses(), Connection(), Work()
         await scene(answers, connection, work)
         assert len(answers) == 0
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -52,7 +52,7 @@ def play(scene: Callable[[OpenAnswers, Connection, Work], Awaitable[None]]) -> W
 
 
 def test_work_that_ends_gives_its_result() -> None:
-    async def scene(answers: OpenAnswers, connection: Connection, work: Work) -> None:
+    async def scene(answers: ActiveResponses, connection: Connection, work: Work) -> None:
         work.may_end.set()
         assert await answers.run(work.run(), connection.receive) == "done"
 
@@ -63,7 +63,7 @@ def test_error_of_the_work_is_raised() -> None:
     async def fail() -> None:
         raise KeyError("x")
 
-    async def scene(answers: OpenAnswers, connection: Connection, work: Work) -> None:
+    async def scene(answers: ActiveResponses, connection: Connection, work: Work) -> None:
         with pytest.raises(KeyError):
             await answers.run(fail(), connection.receive)
 
@@ -71,23 +71,23 @@ def test_error_of_the_work_is_raised() -> None:
 
 
 def test_client_that_goes_ends_the_work() -> None:
-    async def scene(answers: OpenAnswers, connection: Connection, work: Work) -> None:
+    async def scene(answers: ActiveResponses, connection: Connection, work: Work) -> None:
         running = asyncio.create_task(answers.run(work.run(), connection.receive))
         await work.begun.wait()
         assert len(answers) == 1
         connection.gone.set()
-        with pytest.raises(ClientGoneError):
+        with pytest.raises(ClientDisconnectedError):
             await running
 
     assert play(scene).was_cancelled
 
 
 def test_end_of_the_server_ends_all_work_with_its_error() -> None:
-    async def scene(answers: OpenAnswers, connection: Connection, work: Work) -> None:
+    async def scene(answers: ActiveResponses, connection: Connection, work: Work) -> None:
         running = [asyncio.create_task(answers.run(work.run(), connection.receive)) for _ in range(3)]
         await work.begun.wait()
-        answers.end_all(shutting_down())
-        answers.end_all(ApiError(500, "too late"))
+        answers.cancel_all(shutting_down())
+        answers.cancel_all(ApiError(500, "too late"))
         errors = await asyncio.gather(*running, return_exceptions=True)
         assert [error.code for error in errors if isinstance(error, ApiError)] == ["shutting_down"] * 3
 
@@ -95,7 +95,7 @@ def test_end_of_the_server_ends_all_work_with_its_error() -> None:
 
 
 def test_cancelled_answer_takes_its_work_with_it() -> None:
-    async def scene(answers: OpenAnswers, connection: Connection, work: Work) -> None:
+    async def scene(answers: ActiveResponses, connection: Connection, work: Work) -> None:
         running = asyncio.create_task(answers.run(work.run(), connection.receive))
         await work.begun.wait()
         running.cancel()
@@ -106,11 +106,11 @@ def test_cancelled_answer_takes_its_work_with_it() -> None:
 
 
 def test_result_that_is_there_wins_over_the_end() -> None:
-    async def scene(answers: OpenAnswers, connection: Connection, work: Work) -> None:
+    async def scene(answers: ActiveResponses, connection: Connection, work: Work) -> None:
         running = asyncio.create_task(answers.run(work.run(), connection.receive))
         await work.begun.wait()
         work.may_end.set()
-        answers.end_all(shutting_down())
+        answers.cancel_all(shutting_down())
         assert await running == "done"
 
     play(scene)

@@ -14,7 +14,7 @@ def past(num_prompt_tokens: int, metrics: RequestMetrics, *outputs: list[Piece])
     request = PastRequest(TokenizedPrompt(None, [5] * num_prompt_tokens), metrics)
     for pieces in outputs:
         parts = [CompletionOutput(index, "", [5] * count, finish_reason=reason) for index, count, reason in pieces]
-        request.take(RequestOutput("x", None, [], parts, finished=False))
+        request.append_output(RequestOutput("x", None, [], parts, finished=False))
     return request
 
 

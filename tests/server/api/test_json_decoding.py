@@ -118,7 +118,7 @@ def test_bounds_are_exact_wherever_slices_end(slice_bytes: int, monkeypatch: pyt
 
 
 def test_text_with_too_many_values_is_refused_before_it_is_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_decoding._Scan, "_take", lambda *arguments: pytest.fail("scanned"))
+    monkeypatch.setattr(json_decoding._Scan, "_scan_token", lambda *arguments: pytest.fail("scanned"))
     for raw in (b'{"a":[' + b"[]," * 10_000 + b"1]}", b'{"a":[' + b'"x",' * 10_000 + b"1]}", b'{"a":' * 10_000):
         with pytest.raises((TooManyValuesError, TooDeepError)):
             run_at_once(decoded(raw, "a", 64, 5_000))

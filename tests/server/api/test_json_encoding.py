@@ -5,27 +5,28 @@ from itertools import chain
 
 import pytest
 
-from quire.server.api.json_encoding import Pieces, array, array_of, encode, encode_pieces, joined
+from quire.server.api.json_encoding import JsonStream, array, array_from_values, encode, encode_streamed, joined
 
 
 def test_values_stand_where_they_belong_whatever_is_around_them() -> None:
     tricky = 'a\x00"[],'
     slices = (encode(each) for each in ([1, 2], [tricky]))
-    message = {"a": tricky, "b": Pieces(array(slices)), "c": {"d": [Pieces(iter((b"1", b"2"))), None]}, tricky: 0}
-    written = b"".join(encode_pieces(message))
+    both = JsonStream(iter((b"1", b"2")))
+    message = {"a": tricky, "b": JsonStream(array(slices)), "c": {"d": [both, None]}, tricky: 0}
+    written = b"".join(encode_streamed(message))
     assert json.loads(written) == {"a": tricky, "b": [1, 2, tricky], "c": {"d": [12, None]}, tricky: 0}
 
 
 def test_pieces_may_have_pieces() -> None:
-    inner = (encode_pieces({"n": Pieces(iter((encode(number),)))}) for number in range(3))
-    written = b"".join(encode_pieces({"all": Pieces(array_of(inner))}))
+    inner = (encode_streamed({"n": JsonStream(iter((encode(number),)))}) for number in range(3))
+    written = b"".join(encode_streamed({"all": JsonStream(array_from_values(inner))}))
     assert json.loads(written) == {"all": [{"n": n} for n in range(3)]}
 
 
 @pytest.mark.parametrize("num_values", [0, 1, 2])
 def test_arrays_of_any_length(num_values: int) -> None:
     values = [encode(number) for number in range(num_values)]
-    assert json.loads(b"".join(array_of(iter((value,)) for value in values))) == [*range(num_values)]
+    assert json.loads(b"".join(array_from_values(iter((value,)) for value in values))) == [*range(num_values)]
     assert json.loads(b"".join(array(b"[" + value + b"]" for value in values))) == [*range(num_values)]
 
 
@@ -35,7 +36,7 @@ def test_nothing_is_made_before_it_is_asked_for() -> None:
     def pieces() -> chain[bytes]:
         return chain.from_iterable((made.append(n) or b"x" * 10,) for n in range(100))  # type: ignore[func-returns-value]
 
-    written = joined(encode_pieces([Pieces(pieces())]), 35)
+    written = joined(encode_streamed([JsonStream(pieces())]), 35)
     assert len(next(written)) >= 35
     assert len(made) == 4
     assert b"".join((b"", *written)).endswith(b"]")
@@ -52,4 +53,4 @@ def test_joined_pieces_are_the_same_bytes() -> None:
 
 def test_anything_else_is_a_fault() -> None:
     with pytest.raises(NotImplementedError, match="object has no JSON"):
-        encode_pieces([object()])
+        encode_streamed([object()])

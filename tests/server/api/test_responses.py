@@ -66,7 +66,7 @@ def test_end_of_the_server_is_the_last_event_of_a_stream(server: OpenAIServer) -
     with server.http.stream("POST", COMPLETIONS, json={"prompt": ["a", "b"], "stream": True, **LONG}) as response:
         text = next(pieces := response.iter_text())
         with server.held():
-            server.on_loop(lambda: server.service.answers.end_all(shutting_down()))
+            server.on_loop(lambda: server.service.responses.cancel_all(shutting_down()))
             events = events_of(text + "".join(pieces))
     assert events.pop()["error"]["code"] == "shutting_down"
     assert not any("error" in event for event in events)
@@ -74,8 +74,8 @@ def test_end_of_the_server_is_the_last_event_of_a_stream(server: OpenAIServer) -
 
 def test_end_of_the_server_is_a_status_where_nothing_was_sent(server: OpenAIServer) -> None:
     with server.held(), connect(server, COMPLETIONS, prompt="a", **LONG) as connection:
-        server.wait_until(lambda: len(server.service.answers) == 1)
-        server.on_loop(lambda: server.service.answers.end_all(shutting_down()))
+        server.wait_until(lambda: len(server.service.responses) == 1)
+        server.on_loop(lambda: server.service.responses.cancel_all(shutting_down()))
         assert connection.recv(65536).startswith(b"HTTP/1.1 503 ")
 
 
@@ -83,7 +83,7 @@ def test_fault_in_a_stream_is_its_last_event(server: OpenAIServer, monkeypatch: 
     def fail(*args: object) -> bytes:
         raise KeyError("a fault of ours")
 
-    monkeypatch.setattr("quire.server.openai.completion_response.CompletionFormat.chunks", fail)
+    monkeypatch.setattr("quire.server.openai.completion_response.CompletionResponseBuilder.chunks", fail)
     (event,) = server.stream(COMPLETIONS, prompt=["a", "b"], **LONG)
     assert (event["error"]["type"], event["error"]["code"]) == ("server_error", "request_failed")
     assert "KeyError" not in event["error"]["message"]

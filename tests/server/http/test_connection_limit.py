@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.server.http.sockets import RESERVED_FILES, allow_connections, max_connections
+from quire.server.http.sockets import RESERVED_FILES, max_connections, raise_file_limit
 
 WANTED = 16384
 
@@ -31,7 +31,7 @@ def test_some_files_are_no_connections() -> None:
 
 def test_system_is_asked_for_all_and_for_no_more() -> None:
     granted = set_files(1024)
-    allow_connections(WANTED)
+    raise_file_limit(WANTED)
     wanted = WANTED + RESERVED_FILES
     most = wanted if granted == resource.RLIM_INFINITY else min(wanted, granted)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, granted)
@@ -40,6 +40,6 @@ def test_system_is_asked_for_all_and_for_no_more() -> None:
 
 def test_limit_that_is_high_enough_is_left_alone() -> None:
     set_files(1024)
-    allow_connections(100)
+    raise_file_limit(100)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1024
     assert max_connections(100) == 100

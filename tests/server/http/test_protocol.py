@@ -306,17 +306,17 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[protocol.Protocol]:
 
     It begins anew until the first byte has come: else a test that is slow to send would be taken for a slow client.
     """
-    note_late_arrival, late = protocol.Protocol._note_late_arrival, list[protocol.Protocol]()
+    note_late_arrival, late = protocol.Protocol._on_receive_timeout, list[protocol.Protocol]()
 
     def note(connection: protocol.Protocol) -> None:
         if connection._is_in_head or connection.cycle is not None:
             late.append(connection)
             note_late_arrival(connection)
         else:
-            connection._cancel_arrival()
-            connection._expect_arrival()
+            connection._cancel_receive_timer()
+            connection._start_receive_timer()
 
-    monkeypatch.setattr(protocol.Protocol, "_note_late_arrival", note)
+    monkeypatch.setattr(protocol.Protocol, "_on_receive_timeout", note)
     return late
 
 
@@ -395,7 +395,7 @@ def test_client_that_goes_is_missed_whatever_it_has_sent_ahead(rest: bytes, ends
 def test_reader_who_is_slow_but_reads_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """He reads whenever his time is up, and is judged after that, however slow the machine."""
     piece, num_read, num_looks = 16384, 0, 0
-    note, is_up = protocol.Protocol._note_late_departure, threading.Event()
+    note, is_up = protocol.Protocol._on_send_timeout, threading.Event()
 
     def look(connection: protocol.Protocol, num_bytes: int, num_read_before: int | None = None) -> None:
         nonlocal num_looks
@@ -405,9 +405,9 @@ def test_reader_who_is_slow_but_reads_is_not_dropped(monkeypatch: pytest.MonkeyP
             return
         is_up.set()
         before = num_read if num_read_before is None else num_read_before
-        connection._departure = connection.loop.call_later(0.001, look, connection, num_bytes, before)
+        connection._send_timer = connection.loop.call_later(0.001, look, connection, num_bytes, before)
 
-    monkeypatch.setattr(protocol.Protocol, "_note_late_departure", look)
+    monkeypatch.setattr(protocol.Protocol, "_on_send_timeout", look)
     slow = serving(slow_app(), send_timeout=0.05, max_buffered_bytes=1024)
     with slow as port, connect(port, receive_buffer=4096) as connection:
         connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from quire.server.api.active_responses import ClientGoneError
+from quire.server.api.active_responses import ClientDisconnectedError
 from support.http_app import ask, connect, exchange, make_app, serving
 from support.server import wait_until
 
@@ -44,7 +44,7 @@ def app_with_faults() -> FastAPI:
 
     @app.get("/gone")
     async def gone() -> None:
-        raise ClientGoneError
+        raise ClientDisconnectedError
 
     @app.get("/known")
     async def known(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The door: who comes is let in, and while the system has no descriptors it stays shut."""
+"""The accepting: who comes is let in, and while the system has no descriptors it stays shut."""
 
 import asyncio
 import errno
@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 from quire.server.http import server as http_server
-from quire.server.http.server import Door
+from quire.server.http.server import Listener
 from support.engine_process import until
 
 
@@ -40,7 +40,7 @@ def test_door_without_descriptors_tries_now_and_then(monkeypatch: pytest.MonkeyP
         with Scarce() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
-            door = Door(listener, Greeter)
+            accepting = Listener(listener, Greeter)
             reader, writer = await asyncio.open_connection(*listener.getsockname())
             await until(lambda: listener.num_tries == 1)
             monkeypatch.setattr(http_server, "PAUSE_S", 3600)
@@ -48,9 +48,9 @@ def test_door_without_descriptors_tries_now_and_then(monkeypatch: pytest.MonkeyP
             await asyncio.sleep(0.1)
             assert listener.num_tries == 2
             listener.is_scarce = False
-            door._open()
+            accepting._start_accepting()
             assert await reader.read() == b"hello"
-            door.close()
+            accepting.close()
             _, late = await asyncio.open_connection(*listener.getsockname())
             await asyncio.sleep(0.1)
             assert listener.num_tries == 4, "the one who was let in, and nobody after him"

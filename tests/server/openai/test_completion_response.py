@@ -7,8 +7,8 @@ import pytest
 
 from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import CompletionOutput, RequestOutput
-from quire.server.openai.completion_response import CompletionFormat
-from quire.server.openai.response_builder import Call
+from quire.server.openai.completion_response import CompletionResponseBuilder
+from quire.server.openai.response_builder import ApiRequest
 from quire.text.tokenizer import Tokenizer
 from support.openai_calls import call_of, events_in
 from support.text_tokenizers import write_folder
@@ -25,10 +25,10 @@ def piece(index: int, text: str, token_id: int, **end: Any) -> CompletionOutput:
 
 
 def chunks_of(
-    call: Call, tokenizer: Tokenizer | None, *steps: tuple[int, RequestOutput], echo: bool = False
+    api_request: ApiRequest, tokenizer: Tokenizer | None, *steps: tuple[int, RequestOutput], echo: bool = False
 ) -> list[dict[str, Any]]:
     """The choices of the chunks that outputs are written in, each with the number of its prompt."""
-    written = CompletionFormat(call, tokenizer, echo=echo)
+    written = CompletionResponseBuilder(api_request, tokenizer, echo=echo)
     chunks = [written.chunks(prompt_index, output) for prompt_index, output in steps]
     events = events_in(b"".join(chain.from_iterable(chunks)))
     return [choice for event in events for choice in event["choices"]]
@@ -39,16 +39,16 @@ def output(*pieces: CompletionOutput, **fields: Any) -> RequestOutput:  # noqa: 
 
 
 def test_choices_of_a_prompt_follow_those_of_the_prompt_before() -> None:
-    call = call_of(prompts=[[5], [6], [7]], n=2)
+    api_request = call_of(prompts=[[5], [6], [7]], n=2)
     steps = [(prompt, output(CompletionOutput(branch, "x", [1]))) for prompt in (2, 0, 1) for branch in (1, 0)]
-    assert [choice["index"] for choice in chunks_of(call, None, *steps)] == [5, 4, 1, 0, 3, 2]
+    assert [choice["index"] for choice in chunks_of(api_request, None, *steps)] == [5, 4, 1, 0, 3, 2]
 
 
 def test_echo_begins_each_choice_once() -> None:
-    call = call_of(prompts=[[5], [6]], texts=["one", "two"], n=2)
+    api_request = call_of(prompts=[[5], [6]], texts=["one", "two"], n=2)
     step = output(CompletionOutput(0, "", [1]), CompletionOutput(1, "b", [1]))
     later = output(CompletionOutput(0, "c", [1]))
-    choices = chunks_of(call, None, (1, step), (1, later), (0, later), echo=True)
+    choices = chunks_of(api_request, None, (1, step), (1, later), (0, later), echo=True)
     assert [(choice["index"], choice["text"]) for choice in choices] == [(2, "two"), (3, "twob"), (2, "c"), (0, "onec")]
 
 
@@ -63,9 +63,9 @@ def test_logprobs_of_an_echo_begin_with_the_prompt(tokenizer: Tokenizer) -> None
     text = "naïve 日本"
     token_ids = tokenizer.encode(text)
     known = LogprobTable.of([([token], [-2.0], [1]) for token in token_ids[1:]])
-    call = call_of(prompts=[token_ids], texts=[text], n=2, logprobs=0)
+    api_request = call_of(prompts=[token_ids], texts=[text], n=2, logprobs=0)
     steps = [(0, output(piece(0, "a", 68), packed_prompt_logprobs=known)), (0, output(piece(1, "b", 69)))]
-    for choice in chunks_of(call, tokenizer, *steps, echo=True):
+    for choice in chunks_of(api_request, tokenizer, *steps, echo=True):
         logprobs = choice["logprobs"]
         assert choice["text"][: len(text)] == text
         assert logprobs["token_logprobs"] == [None, *[-2.0] * (len(token_ids) - 1), -1.0]
@@ -75,10 +75,10 @@ def test_logprobs_of_an_echo_begin_with_the_prompt(tokenizer: Tokenizer) -> None
 
 
 def test_first_piece_of_each_choice_tells_of_the_prompt() -> None:
-    call = call_of(prompts=[[5, 6]], n=2, return_token_ids=True, return_prompt_logprobs=True)
+    api_request = call_of(prompts=[[5, 6]], n=2, return_token_ids=True, return_prompt_logprobs=True)
     known = LogprobTable.of([([6], [-2.0], [3])])
     step = output(CompletionOutput(0, "a", [1]), CompletionOutput(1, "b", [2]), packed_prompt_logprobs=known)
-    choices = chunks_of(call, None, (0, step), (0, output(CompletionOutput(1, "c", [3]))))
+    choices = chunks_of(api_request, None, (0, step), (0, output(CompletionOutput(1, "c", [3]))))
     assert [choice["token_ids"] for choice in choices] == [[1], [2], [3]]
     assert [choice.get("prompt_token_ids") for choice in choices] == [[5, 6], [5, 6], None]
     told = [None, {"6": {"logprob": -2.0, "rank": 3, "decoded_token": None}}]

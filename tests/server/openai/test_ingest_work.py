@@ -1,4 +1,4 @@
-"""Work between two turns of the event loop while hostile bodies come in: bounded on every route, for every field.
+"""Work between two iterations of the event loop while hostile bodies come in: bounded on every route, for every field.
 
 A meter counts what the parser, the validator and the encoder of messages to other processes are given. The bodies are
 as large as the default limits allow.
@@ -25,7 +25,7 @@ COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE, PREFIXES = (
 )
 SIZE = DEFAULT_LIMITS.max_body_bytes - 256
 MAX_VALUES = DEFAULT_LIMITS.max_json_values
-LANES = 2                                         # of each, a slice may be done in a turn of the loop
+LANES = 2                                         # of each, a slice may be done in an iteration of the event loop
 Counts = dict[str, int]
 
 # Per turn. A list of numbers has an element for two bytes, and one that is alone on its slice may be twice as long.
@@ -38,7 +38,7 @@ MOST: Counts = {
 
 
 class Meter:
-    """Sums of work in the present turn of the event loop, and the highest of any turn."""
+    """Sums of work in the present iteration of the event loop, and the highest of any turn."""
 
     def __init__(self) -> None:
         self.highest: Counts = dict.fromkeys(MOST, 0)

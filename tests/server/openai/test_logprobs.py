@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.core.logprob_table import LogprobTable, Position
-from quire.server.api.json_encoding import Pieces, encode_pieces
+from quire.server.api.json_encoding import JsonStream, encode_streamed
 from quire.server.openai import logprobs as module
 from quire.server.openai.logprobs import (
     CompletionLogprobs,
@@ -41,7 +41,7 @@ def candidates(*token_ids: int) -> Position:
 
 
 def read(written: object) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(b"".join(encode_pieces(written)))
+    value: dict[str, Any] = json.loads(b"".join(encode_streamed(written)))
     return value
 
 
@@ -134,7 +134,7 @@ def test_no_piece_has_more_than_a_slice_of_work(tokenizer: Tokenizer) -> None:
         chat_logprobs(names, table, 0), chat_logprobs(names, wide, 20),
         prompt_logprobs(names, table), prompt_logprobs(names, wide),
     ):  # fmt: skip
-        assert isinstance(pieces, Pieces)
+        assert isinstance(pieces, JsonStream)
         assert max(map(len, pieces.pieces)) < 128 * module.SLICE_CANDIDATES
 
 

@@ -10,7 +10,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 
 from quire.server.errors import ApiError
 from quire.server.openai.request_models import ChatBody, CompletionBody
-from quire.server.openai.request_parsing import UNSUPPORTED, WITHOUT_EFFECT, check_names
+from quire.server.openai.request_parsing import UNSUPPORTED, WITHOUT_EFFECT, check_field_names
 
 
 def test_every_parameter_of_openai_is_known() -> None:
@@ -78,7 +78,7 @@ def test_every_field_of_vllm_is_known() -> None:
 )
 def test_what_is_not_supported_yet_is_refused(name: str, value: object) -> None:
     with pytest.raises(ApiError) as refused:
-        check_names({name: value}, ())
+        check_field_names({name: value}, ())
     error = refused.value
     assert (error.status, error.code, error.param) == (400, "unsupported_parameter", name)
     assert len(error.message) < 200
@@ -92,25 +92,25 @@ def test_what_is_not_supported_yet_is_refused(name: str, value: object) -> None:
     ids=str,
 )
 def test_values_that_change_nothing_pass(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    check_names(given, ())
+    check_field_names(given, ())
     assert not caplog.records
 
 
 def test_defaults_of_another_type_do_not_pass() -> None:
     for name, value in (("store", 0), ("parallel_tool_calls", 1)):
         with pytest.raises(ApiError):
-            check_names({name: value}, ())
+            check_field_names({name: value}, ())
 
 
 def test_names_without_effect_pass_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    check_names({"user": "me", "metadata": {"a": "b"}, "safety_identifier": 5, "prompt_cache_key": "k"}, ())
+    check_field_names({"user": "me", "metadata": {"a": "b"}, "safety_identifier": 5, "prompt_cache_key": "k"}, ())
     assert not caplog.records
 
 
 def test_unknown_names_are_logged_once_and_shortened(caplog: pytest.LogCaptureFixture) -> None:
     given = {"temprature": 0, "prompt": "x"} | {f"{i}" + "x" * 10_000: i for i in range(10_000)}
     with caplog.at_level(logging.WARNING):
-        check_names(given, {"prompt"})
+        check_field_names(given, {"prompt"})
     (record,) = caplog.records
     assert record.getMessage().startswith("10001 unknown fields of a request are ignored: 'temprature', ")
     assert len(record.getMessage()) < 1500

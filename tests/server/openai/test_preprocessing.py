@@ -9,7 +9,7 @@ import pytest
 
 from quire.core.errors import InvalidRequestError
 from quire.engine.input_processor import TokenizedPrompt
-from quire.server.openai.preprocessing import as_prompts
+from quire.server.openai.preprocessing import parse_prompts
 from support.openai_server import OpenAIServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -22,13 +22,13 @@ def limit(monkeypatch: pytest.MonkeyPatch, server: OpenAIServer, **limits: int) 
 
 
 def test_forms_of_prompts() -> None:
-    assert as_prompts("x") == ["x"]
-    assert as_prompts([5, 6]) == [[5, 6]]
-    assert as_prompts(["x", "y"]) == ["x", "y"]
-    assert as_prompts([[5], [6, 7]]) == [[5], [6, 7]]
+    assert parse_prompts("x") == ["x"]
+    assert parse_prompts([5, 6]) == [[5, 6]]
+    assert parse_prompts(["x", "y"]) == ["x", "y"]
+    assert parse_prompts([[5], [6, 7]]) == [[5], [6, 7]]
     for wrong in (None, 5, True, {}, [], [True], [None], [{}], ["x", 5], [[5], 5], ["x", [5]], [[5], "x"]):
         with pytest.raises(InvalidRequestError, match="prompt must be text") as refused:
-            as_prompts(wrong)
+            parse_prompts(wrong)
         assert refused.value.param == "prompt"
 
 

@@ -13,7 +13,7 @@ from quire.core.errors import ConfigError
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
-from quire.server.ops.engine_supervisor import keep_engine
+from quire.server.ops.engine_supervisor import supervise_engine
 from quire.server.ops.metrics import Metrics
 from quire.server.options import ServerOptions
 from support.metrics_page import read_metrics
@@ -124,6 +124,6 @@ def test_pauses_grow_and_the_last_reason_is_told() -> None:
         raise ConfigError(f"no memory {len(pauses)}")
 
     service: Any = Service()
-    why = asyncio.run(keep_engine(service, EngineOptions(), service, pause=pause, spawn=spawn))
+    why = asyncio.run(supervise_engine(service, EngineOptions(), service, pause=pause, spawn=spawn))
     assert str(why) == "no memory 9"
     assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]

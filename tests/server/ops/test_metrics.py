@@ -24,7 +24,7 @@ from quire.server.ops.admission_rate import LONGEST_S
 from quire.server.ops.metrics import REFUSALS, Metrics
 from support.http_app import make_app
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 MODEL = {"model_name": "tiny"}
 TIMEOUT_S = 60
 
@@ -408,21 +408,21 @@ def test_refusals_are_counted_by_reason() -> None:
 def test_calls_that_fail_are_counted_and_those_at_fault_are_not() -> None:
     service = make_app().state.service
     for failure in (RequestFailedError("NaN"), KeyError(), EngineDeadError("dead")):
-        service.told(failure)
+        service.to_api_error(failure)
     for refusal in (InvalidRequestError("no"), shutting_down()):
-        service.told(refusal)
+        service.to_api_error(refusal)
     counts = Page(service.metrics).by("quire:requests_failed_total", "reason")
     assert counts == {"request_failed": 2, "engine_unhealthy": 1}
 
 
 def test_refused_client_is_told_when_the_queue_will_have_left() -> None:
     metrics = Metrics("tiny")
-    assert metrics.seconds_until_room(50) == RETRY_AFTER_S
+    assert metrics.retry_after_s(50) == RETRY_AFTER_S
     metrics.on_step(stepped(IDLE, admissions=100, started_s=time.monotonic()), processed())
-    assert metrics.seconds_until_room(50) == 1
-    assert metrics.seconds_until_room(100_000) == LONGEST_S
+    assert metrics.retry_after_s(50) == 1
+    assert metrics.retry_after_s(100_000) == LONGEST_S
     metrics.on_idle(IDLE)
-    assert metrics.seconds_until_room(50) == RETRY_AFTER_S
+    assert metrics.retry_after_s(50) == RETRY_AFTER_S
 
 
 def test_counters_go_on_when_another_engine_takes_over() -> None:

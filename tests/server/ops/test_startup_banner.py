@@ -7,7 +7,7 @@ import pytest
 
 from quire.engine.messages import Ready
 from quire.scheduling.limits import AdmissionLimits
-from quire.server.ops.startup_banner import announce
+from quire.server.ops.startup_banner import print_banner
 
 
 def ready(num_blocks: int, max_model_len: int, num_swap_blocks: int = 0) -> Ready:
@@ -23,7 +23,7 @@ def table(
     num_swap_blocks: int = 0,
     name: str = "tiny",
 ) -> str:
-    announce(name, "http://host:1", ready(num_blocks, max_model_len, num_swap_blocks))
+    print_banner(name, "http://host:1", ready(num_blocks, max_model_len, num_swap_blocks))
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -42,7 +42,7 @@ def test_table_tells_of_the_swap_space(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_table_tells_of_a_missing_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
-    announce("tiny", "http://host:1", ready(1, 16), has_tokenizer=False)
+    print_banner("tiny", "http://host:1", ready(1, 16), has_tokenizer=False)
     assert "tokenizer none: prompts must be token ids" in " ".join(capsys.readouterr().out.split())
     assert "tokenizer" not in table(capsys, num_blocks=1, max_model_len=16)
 
@@ -55,7 +55,7 @@ def test_stdout_that_nobody_reads_is_no_reason_to_fail() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w", encoding="ascii", closefd=False) as stdout:
-        announce("tïny", "http://host:1", ready(1, 16), stdout)
+        print_banner("tïny", "http://host:1", ready(1, 16), stdout)
         with suppress(BrokenPipeError):
             stdout.close()
     os.close(writing)
@@ -71,6 +71,6 @@ def test_name_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_stdout_on_a_full_device_is_no_reason_to_fail() -> None:
     with suppress(OSError), open("/dev/full", "w", encoding="utf-8") as stdout:
-        announce("tiny", "http://host:1", ready(1, 16), stdout)
+        print_banner("tiny", "http://host:1", ready(1, 16), stdout)
         told = True
     assert told, "nothing was raised before the stream was closed"

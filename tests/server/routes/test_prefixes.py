@@ -231,7 +231,7 @@ def test_shares_of_the_cache_bound_the_pins_of_a_key_and_of_all(demo_model: Path
         assert [pin(server, "op", first=first).status_code for first in (6, 7)] == [200, 400]
         assert "102 (max_pinned_share 0.2)" in pin(server, "op", first=7).json()["error"]["message"]
         assert pin(server, "op", first=7, num_tokens=16).status_code == 200, "a block"
-        server.wait_until(lambda: len(server.service.loads) == 0)
+        server.wait_until(lambda: len(server.service.concurrency) == 0)
 
 
 def test_pins_under_way_count_towards_the_share(demo_model: Path) -> None:
@@ -316,13 +316,13 @@ def test_client_that_goes_leaves_nothing_pinned(server: OpenAIServer) -> None:
         server.wait_until(lambda: num_pinned(server) == 3)
         with server.held():
             connection.close()
-            server.wait_until(lambda: len(server.service.answers) == 1)
+            server.wait_until(lambda: len(server.service.responses) == 1)
         server.wait_until(lambda: num_pinned(server) == 0)
     assert listed(server) == []
 
 
 def test_client_that_goes_at_any_moment_leaves_what_is_listed(server: OpenAIServer) -> None:
-    client, answers = server.service.client, server.service.answers
+    client, answers = server.service.client, server.service.responses
     moments: list[Callable[[], bool]] = [
         lambda: True,
         lambda: len(answers) > 0,
@@ -336,7 +336,7 @@ def test_client_that_goes_at_any_moment_leaves_what_is_listed(server: OpenAIServ
         connection.close()
         for prefix in listed(server):
             delete(server, prefix["id"])
-    server.wait_until(lambda: len(server.service.answers) + len(server.service.client._streams) == 0)
+    server.wait_until(lambda: len(server.service.responses) + len(server.service.client._streams) == 0)
     server.wait_until(lambda: len(server.service.client.state.pins) == len(server.service.client.pinned))
     assert num_pinned(server) == sum(prefix["num_blocks"] for prefix in listed(server))
 
@@ -345,7 +345,7 @@ def test_end_of_the_server_unpins_what_is_under_way(server: OpenAIServer) -> Non
     with occupied(server), post(server, PREFIXES, prompt=PREFIX) as connection:
         server.wait_until(lambda: num_pinned(server) == 3)
         with server.held():
-            server.on_loop(lambda: server.service.answers.end_all(shutting_down()))
+            server.on_loop(lambda: server.service.responses.cancel_all(shutting_down()))
             assert connection.recv(65536).startswith(b"HTTP/1.1 503 ")
         server.wait_until(lambda: num_pinned(server) == 0)
 
@@ -360,7 +360,7 @@ def test_pin_that_ends_in_the_moment_in_which_its_client_goes_is_undone(
 
     client = server.service.client
     with monkeypatch.context() as patch:
-        patch.setattr(server.service.answers, "run", run)
+        patch.setattr(server.service.responses, "run", run)
         status, error = server.refusal(PREFIXES, prompt=PREFIX)
     assert (status, error["code"]) == (503, "shutting_down")
     server.wait_until(lambda: client.state.pins == ())
@@ -411,7 +411,7 @@ def test_death_of_the_engine_ends_who_waits(demo_model: Path) -> None:
             with server.held(), socket.create_connection(address, timeout=LIMIT_S) as deleting:
                 path = f"{PREFIXES}/{pinned['id']}".encode()
                 deleting.sendall(b"DELETE %s HTTP/1.1\r\nHost: test\r\n\r\n" % path)
-                server.wait_until(lambda: len(server.service.answers) == 3)
+                server.wait_until(lambda: len(server.service.responses) == 3)
                 server.child.process.kill()
                 for connection in (pinning, deleting):
                     answer = connection.recv(65536)

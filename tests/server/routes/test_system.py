@@ -43,7 +43,7 @@ def test_server_with_a_dead_task_is_neither() -> None:
         lifecycle._log_end(task)
         return task
 
-    app.state.service.vital = (asyncio.run(die()),)
+    app.state.service.critical_tasks = (asyncio.run(die()),)
     for url in ("/health", "/ready"):
         response = ask(app, "GET", url)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unhealthy")

@@ -7,7 +7,7 @@ import pytest
 
 from quire.core.outputs import CompletionOutput, Preemption, RequestMetrics, RequestOutput
 from quire.engine.input_processor import TokenizedPrompt
-from quire.server.time_slices import TURN_UNITS
+from quire.server.time_slices import MAX_SLICE_UNITS
 from quire.server.watch import history as module
 from quire.server.watch.cache_misses import explain_misses
 from quire.server.watch.history import History, Miss, PastRequest
@@ -31,8 +31,8 @@ class Past:
         request = PastRequest(TokenizedPrompt("text", prompt, salt, key), metrics)
         name = name or str(self._now_s)
         self.history.add(name, [request])
-        request.take(RequestOutput(name, None, prompt, [CompletionOutput(0, "", list(answer))], finished=True))
-        self.history.end(name)
+        request.append_output(RequestOutput(name, None, prompt, [CompletionOutput(0, "", list(answer))], finished=True))
+        self.history.finish(name)
         return request
 
     def miss(self, prompt: list[int], **settings: object) -> Miss | None:
@@ -138,10 +138,10 @@ def test_bytes_are_those_of_the_objects() -> None:
             metrics = RequestMetrics(1.5 + number, 2.5, 3.5, 4.5 + call, preemptions=[Preemption(1.0 + number)])
             past = PastRequest(TokenizedPrompt(None, [call, number, 7], "salt", 1), metrics)
             pieces = [CompletionOutput(index, "", [5] * 20, finish_reason="length") for index in range(2)]
-            past.take(RequestOutput("x", None, [], pieces, finished=True))
+            past.append_output(RequestOutput("x", None, [], pieces, finished=True))
             requests.append(past)
         history.add(f"call-{call}", requests)
-        history.end(f"call-{call}")
+        history.finish(f"call-{call}")
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 0.5 * history.num_bytes < held < history.num_bytes
@@ -159,7 +159,7 @@ def test_explaining_costs_one_pass_however_many_prompts_ask(past: Past) -> None:
     requests = list(past.history.find("call-63", 1) or ())
     search = explain_misses(past.history, requests, SIZE)
     num_slices = sum(1 for _ in search.run())
-    assert num_slices <= 64 * 64 * 6 // TURN_UNITS + 1, "a unit for each request and block"
+    assert num_slices <= 64 * 64 * 6 // MAX_SLICE_UNITS + 1, "a unit for each request and block"
     assert [search.miss(number) for number in range(64)] == [Miss(0, 0, "evicted")] * 64
 
 

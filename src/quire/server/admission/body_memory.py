@@ -12,11 +12,11 @@ SMALL_BYTES = 16 << 10
 _SMALL_SHARE = 4          # one part in so many is for small bodies
 
 
-class BodiesFullError(Exception):
+class BodyMemoryFullError(Exception):
     """There is no room for a body: it is dropped."""
 
 
-class BodyBytes:
+class BodyMemory:
     """The bound, and the bodies under it. Lives on the event loop."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -44,17 +44,17 @@ class _Part:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.bodies: dict[HeldBody, None] = {}
+        self.bodies: dict[BufferedBody, None] = {}
         self.num_client_bytes = Counter[str]()
         self.num_bytes = 0
 
-    def add(self, body: "HeldBody") -> None:
+    def add(self, body: "BufferedBody") -> None:
         """Add a body with all its bytes, as the one that has grown last."""
         self.bodies[body] = None
         self.num_client_bytes[body.client_id] += body.num_bytes
         self.num_bytes += body.num_bytes
 
-    def remove(self, body: "HeldBody") -> None:
+    def remove(self, body: "BufferedBody") -> None:
         """Remove a body and its bytes."""
         del self.bodies[body]
         self.num_bytes -= body.num_bytes
@@ -62,31 +62,31 @@ class _Part:
         if not self.num_client_bytes[body.client_id]:
             del self.num_client_bytes[body.client_id]
 
-    def make_room(self, newcomer: "HeldBody") -> None:
-        """Drop bodies of the clients that hold more than the newcomer's, or raise BodiesFullError."""
+    def make_room(self, newcomer: "BufferedBody") -> None:
+        """Drop bodies of the clients that hold more than the newcomer's, or raise BodyMemoryFullError."""
         if self.num_client_bytes[newcomer.client_id] > self.max_bytes // 2:
-            raise BodiesFullError
+            raise BodyMemoryFullError
         while self.num_bytes > self.max_bytes:
             unfinished = (body for body in self.bodies if not body.is_complete)
             victim = max(unfinished, key=lambda body: self.num_client_bytes[body.client_id])  # of equals the first
             if self.num_client_bytes[victim.client_id] <= self.num_client_bytes[newcomer.client_id]:
-                raise BodiesFullError
+                raise BodyMemoryFullError
             victim.drop()
 
 
-class HeldBody:
+class BufferedBody:
     """One body. `on_drop` is called when it has to make room for another client's."""
 
-    def __init__(self, bodies: BodyBytes, client_id: str, on_drop: Callable[[], None]) -> None:
+    def __init__(self, bodies: BodyMemory, client_id: str, on_drop: Callable[[], None]) -> None:
         self.client_id, self.num_bytes, self.is_complete, self.is_dropped = client_id, 0, False, False
         self._bodies, self._on_drop = bodies, on_drop
         self._part: _Part | None = bodies.small
         self._part.add(self)
 
     def grow(self, num_bytes: int) -> None:
-        """Count bytes that have arrived. BodiesFullError if there is no room for them: release the body then."""
+        """Count bytes that have arrived. BodyMemoryFullError if there is no room for them: release the body then."""
         if self._part is None:
-            raise BodiesFullError
+            raise BodyMemoryFullError
         self._part.remove(self)
         self.num_bytes += num_bytes
         self._part = self._bodies.small if self.num_bytes <= self._bodies.small_bytes else self._bodies.large

@@ -4,17 +4,17 @@ A client is an API key, or a connection where there are no keys. A call holds it
 let in until its answer has ended.
 """
 
-from quire.server.errors import ApiError, key_limit
+from quire.server.errors import ApiError, too_many_requests
 
 
-class Hold:
+class ConcurrencyReservation:
     """Places of one call. Given back once, however often `release` is called."""
 
-    def __init__(self, loads: "KeyLoads", client_id: str, num_requests: int) -> None:
+    def __init__(self, loads: "ConcurrencyLimiter", client_id: str, num_requests: int) -> None:
         self._loads, self._client_id, self._num_requests = loads, client_id, num_requests
         self.is_kept = False    # by what runs the requests, which releases them
 
-    def keep(self) -> "Hold":
+    def keep(self) -> "ConcurrencyReservation":
         """Hand the places over to what runs the requests."""
         self.is_kept = True
         return self
@@ -25,7 +25,7 @@ class Hold:
         self._num_requests = 0
 
 
-class KeyLoads:
+class ConcurrencyLimiter:
     """How many requests of each client wait or run. Lives on the event loop."""
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class KeyLoads:
     def refusal(self, client_id: str, num_requests: int, limit: int) -> ApiError | None:
         """Return the error for so many requests more, or None if they fit; 0: no limit."""
         held = self[client_id]
-        return key_limit(held, limit) if limit and held + num_requests > limit else None
+        return too_many_requests(held, limit) if limit and held + num_requests > limit else None
 
-    def hold(self, client_id: str, num_requests: int) -> Hold:
+    def reserve(self, client_id: str, num_requests: int) -> ConcurrencyReservation:
         """Count the requests of a call until they are released."""
         self._num_requests[client_id] = self[client_id] + num_requests
-        return Hold(self, client_id, num_requests)
+        return ConcurrencyReservation(self, client_id, num_requests)
 
     def release(self, client_id: str, num_requests: int) -> None:
         """Take requests off a client's count; a client without any is forgotten."""

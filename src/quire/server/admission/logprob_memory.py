@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 from quire.core.logprob_table import CANDIDATE_BYTES
 from quire.core.sequence import Request
-from quire.server.errors import invalid, no_logprob_room
+from quire.server.errors import invalid, logprob_memory_full
 from quire.server.options import Limits
 
 
-class LogprobRoom:
+class LogprobMemory:
     """Bytes reserved for packed logprobs, at most `max_logprob_bytes` in all."""
 
     def __init__(self) -> None:
         self.num_bytes = 0                       # reserved now
 
-    def reserve(self, requests: Sequence[Request], limits: Limits) -> "Reservation":
+    def reserve(self, requests: Sequence[Request], limits: Limits) -> "LogprobReservation":
         """Reserve room for a call. ApiError 400 if it is too large by itself, 429 if there is no room now."""
         num_candidates = sum(_num_output_candidates(request) for request in requests)
         most = limits.max_output_candidates
@@ -35,15 +35,15 @@ class LogprobRoom:
             invalid(f"the logprobs of the call may take {num_bytes} bytes: at most {most} (max_logprob_bytes)",
                     param="logprobs")  # fmt: skip
         if self.num_bytes + num_bytes > most:
-            raise no_logprob_room(self.num_bytes, most)
+            raise logprob_memory_full(self.num_bytes, most)
         self.num_bytes += num_bytes
-        return Reservation(self, num_bytes)
+        return LogprobReservation(self, num_bytes)
 
 
-class Reservation:
+class LogprobReservation:
     """Room of one call, until it is released."""
 
-    def __init__(self, room: LogprobRoom, num_bytes: int) -> None:
+    def __init__(self, room: LogprobMemory, num_bytes: int) -> None:
         self._room, self._num_bytes = room, num_bytes
 
     def release(self) -> None:

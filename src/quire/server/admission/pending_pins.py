@@ -13,7 +13,7 @@ from quire.server.errors import invalid
 from quire.server.options import Limits
 
 
-class PinsUnderWay:
+class PendingPins:
     """Counts of requests that pin, and of the blocks that they will hold, by the number of the key."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class PinsUnderWay:
         return self._num_pins
 
     @contextmanager
-    def hold(self, pinned: PinnedPrefixes, limits: Limits) -> Iterator[None]:
+    def reserve(self, pinned: PinnedPrefixes, limits: Limits) -> Iterator[None]:
         """Hold one of the pins that there may be. ApiError 400 if there are too many."""
         num_pins, most = len(pinned) + self._num_pins, limits.max_pinned_prefixes
         if num_pins >= most:
@@ -38,7 +38,7 @@ class PinsUnderWay:
             self._num_pins -= 1
 
     @contextmanager
-    def hold_blocks(
+    def reserve_blocks(
         self, key_number: int, num_blocks: int, total_blocks: int, pinned: PinnedPrefixes, limits: Limits
     ) -> Iterator[None]:
         """Hold blocks of the share of the cache that may be pinned. ApiError 400 if it, or that of the key, is full.

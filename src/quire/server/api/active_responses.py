@@ -11,11 +11,11 @@ from quire.server.errors import ApiError
 T = TypeVar("T")
 
 
-class ClientGoneError(Exception):
+class ClientDisconnectedError(Exception):
     """The client has closed its connection; nobody waits for the answer any more."""
 
 
-class OpenAnswers:
+class ActiveResponses:
     """Every answer in the making. Lives on the event loop."""
 
     def __init__(self) -> None:
@@ -25,14 +25,14 @@ class OpenAnswers:
         """Count the answers in the making."""
         return len(self._ends)
 
-    def end_all(self, error: ApiError) -> None:
+    def cancel_all(self, error: ApiError) -> None:
         """End every answer with an error: a status where nothing was sent yet, else the last frame of the stream."""
         for end in self._ends:
             if not end.done():
                 end.set_result(error)
 
     async def run(self, work: Coroutine[None, None, T], receive: Receive) -> T:
-        """Return what `work` returns. Cancel it when its client goes, with ClientGoneError, or at `end_all`.
+        """Return what `work` returns. Cancel it when its client goes, with ClientDisconnectedError, or at `cancel_all`.
 
         `receive` is that of the request, whose body has been read.
         """
@@ -43,7 +43,7 @@ class OpenAnswers:
             await asyncio.wait((working, watching, end), return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 return working.result()
-            raise end.result() if end.done() else ClientGoneError
+            raise end.result() if end.done() else ClientDisconnectedError
         finally:
             self._ends.discard(end)
             working.cancel()

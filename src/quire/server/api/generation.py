@@ -9,69 +9,74 @@ from quire.core.logprob_table import LogprobBuffer
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.engine.output_processor import OutputKind
 from quire.engine.streams import RequestStream
-from quire.server.admission.concurrency import Hold
-from quire.server.admission.logprob_memory import Reservation
-from quire.server.openai.response_builder import Call, Json
+from quire.server.admission.concurrency import ConcurrencyReservation
+from quire.server.admission.logprob_memory import LogprobReservation
+from quire.server.openai.response_builder import ApiRequest, Json
 from quire.server.service import RequestRecord, Service
 from quire.server.watch.history import PastRequest
 
-_ADDED_AT_ONCE = 4         # requests that are queued in one turn of the event loop: 0.6 ms each with the longest lists
-_ADDED_TOKENS = 1 << 16    # after so many tokens the turn ends too: 0.3 ms
+_ADDED_AT_ONCE = 4         # requests queued per iteration of the event loop: 0.6 ms each with the longest lists
+_ADDED_TOKENS = 1 << 16    # prompt tokens queued per iteration: 0.3 ms
 _ABORTS_AT_ONCE = 64
 _PIECES_AT_ONCE = 256      # of outputs that are recorded in one turn
 _TOKENS_PER_PIECE = 256    # that take as long to be recorded as a piece
 
 
 class Generation:
-    """The streams of outputs of one call, one for each prompt. Whoever has one calls `end`, and `release` later."""
+    """The streams of outputs of one call, one for each prompt. Whoever has one calls `finish`, and `release` later."""
 
     def __init__(
-        self, service: Service, call: Call, streams: Sequence[RequestStream], record: RequestRecord,
-        reserved: Reservation, hold: Hold,
+        self, service: Service, api_request: ApiRequest, streams: Sequence[RequestStream], record: RequestRecord,
+        reserved: LogprobReservation, reservation: ConcurrencyReservation,
     ) -> None:  # fmt: skip
-        self._hold = hold.keep()
-        self._call, self._streams, self._record, self._history = call, streams, record, service.history
-        self._reserved, self._turns = reserved, service.turns
-        self._num_taken = 0                               # pieces of outputs, since the loop had a turn
-        reads_cache = call.params.prompt_logprobs is None
+        self._reservation = reservation.keep()
+        self._request, self._streams, self._record, self._history = api_request, streams, record, service.history
+        self._reserved, self._slices = reserved, service.slices
+        self._num_recorded = 0                               # pieces of outputs, since the loop had a turn
+        reads_cache = api_request.params.prompt_logprobs is None
         self.past = [
             PastRequest(request.prompt, stream.metrics, reads_cache)
-            for request, stream in zip(call.requests, streams, strict=True)
+            for request, stream in zip(api_request.requests, streams, strict=True)
         ]
-        self._history.add(call.id, self.past)
+        self._history.add(api_request.id, self.past)
 
     @classmethod
-    async def begin(cls, service: Service, call: Call, record: RequestRecord, arrival_s: float, hold: Hold) -> Self:
+    async def start(
+        cls, service: Service, api_request: ApiRequest, record: RequestRecord, arrival_s: float,
+        reservation: ConcurrencyReservation,
+    ) -> Self:  # fmt: skip
         """Queue all requests of a call, or none. EngineDeadError if there is no engine any more.
 
-        ApiError 429 or 400 if their tokens are too many to wait, or there is no room for their logprobs. `hold`: the
-        places of its client, which are released when the call has ended.
+        ApiError 429 or 400 if their tokens are too many to wait, or there is no room for their logprobs. `reservation`:
+        the places of its client, which are released when the call has ended.
         """
-        kind: OutputKind = "delta" if call.body.stream else "final"
+        kind: OutputKind = "delta" if api_request.body.stream else "final"
         streams: list[RequestStream] = []
-        reserved = service.logprob_room.reserve([each.request for each in call.requests], service.options)
-        num_tokens = 0                            # sent since the last turn of the loop
+        reserved = service.logprob_memory.reserve([each.request for each in api_request.requests], service.options)
+        num_tokens = 0                            # sent since the last iteration of the event loop
         try:
-            with service.hold_tokens(call.requests) as sent:
-                for number, request in enumerate(call.requests, start=1):
-                    stream = await service.client.add(request, external_id=call.id, arrival_s=arrival_s, kind=kind)
+            with service.reserve_tokens(api_request.requests) as sent:
+                for number, request in enumerate(api_request.requests, start=1):
+                    stream = await service.client.add(
+                        request, external_id=api_request.id, arrival_s=arrival_s, kind=kind
+                    )
                     streams.append(stream)
                     sent(request)
                     num_tokens += len(request.prompt.token_ids)
                     if number % _ADDED_AT_ONCE == 0 or num_tokens > _ADDED_TOKENS:
                         num_tokens = 0
-                        await service.turns.next()
+                        await service.slices.next_slice()
         except BaseException:
             reserved.release()
             _abort(streams)
             raise
-        return cls(service, call, streams, record, reserved, hold)
+        return cls(service, api_request, streams, record, reserved, reservation)
 
     async def last_outputs(self) -> list[RequestOutput]:
         """Wait for the end of every prompt's request, each of kind "final"."""
         outputs = []
         for index, stream in enumerate(self._streams):
-            outputs.append(await self._taken(index, await anext(stream)))
+            outputs.append(await self._record_output(index, await anext(stream)))
         return outputs
 
     async def send_all(self, consume: Callable[[int, RequestOutput], Awaitable[None]]) -> None:
@@ -85,12 +90,12 @@ class Generation:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Abort what still runs, and record what there was."""
         _abort(self._streams)
-        self._hold.release()
-        self._history.end(self._call.id)
-        fill(self._record, self.past, self._call.params.n)
+        self._reservation.release()
+        self._history.finish(self._request.id)
+        fill(self._record, self.past, self._request.params.n)
 
     def release(self) -> None:
         """Free the room for logprobs, once the answer has been written. Twice is fine."""
@@ -98,24 +103,24 @@ class Generation:
 
     async def _send(self, index: int, consume: Callable[[int, RequestOutput], Awaitable[None]]) -> None:
         async for output in self._streams[index]:
-            await consume(index, await self._taken(index, output))
+            await consume(index, await self._record_output(index, output))
 
-    async def _taken(self, index: int, output: RequestOutput) -> RequestOutput:
+    async def _record_output(self, index: int, output: RequestOutput) -> RequestOutput:
         """Record the tokens of an output; after every so many of them the event loop gets a turn."""
-        if self._call.hides_output:
+        if self._request.hides_output:
             output = replace(output, outputs=[_without_tokens(piece) for piece in output.outputs])
         past = self.past[index]
         for piece in output.outputs:
-            past.take_piece(piece)
-            self._num_taken += 1 + len(piece.token_ids) // _TOKENS_PER_PIECE
-            if self._num_taken >= _PIECES_AT_ONCE:
-                self._num_taken = 0
-                await self._turns.next()
+            past.append(piece)
+            self._num_recorded += 1 + len(piece.token_ids) // _TOKENS_PER_PIECE
+            if self._num_recorded >= _PIECES_AT_ONCE:
+                self._num_recorded = 0
+                await self._slices.next_slice()
         return output
 
 
 def _abort(streams: Sequence[RequestStream]) -> None:
-    """Abort streams, some now and the rest in later turns of the event loop."""
+    """Abort streams, some now and the rest in later iterations of the event loop."""
     for stream in streams[:_ABORTS_AT_ONCE]:
         stream.abort()
     if len(streams) > _ABORTS_AT_ONCE:

@@ -184,27 +184,27 @@ class _Scan:
             position = text.find(b'"') + 1
             if not position:
                 return
-            self._end_string(base + position)
+            self._finish_string(base + position)
         for number, token in enumerate(_TOKEN.finditer(text, position)):
-            self._take(text, token.start(), token.end(), base)
+            self._scan_token(text, token.start(), token.end(), base)
             if number % SLICE_VALUES == SLICE_VALUES - 1:
                 yield
 
-    def _take(self, text: bytes, start: int, stop: int, base: int) -> None:
+    def _scan_token(self, text: bytes, start: int, stop: int, base: int) -> None:
         kind = text[start]
         if kind == _QUOTE:
             self._num_values += 1
             self._string_start = base + start
             if stop - start > 1 and text[stop - 1] == _QUOTE:
-                self._end_string(base + stop)
+                self._finish_string(base + stop)
         elif kind in _OPENING:
-            self._open(base + start)
+            self._enter_container(base + start)
         elif kind in _CLOSING:
-            self._close(base + start)
+            self._leave_container(base + start)
         else:
-            self._cut(text, start, stop, base)
+            self._record_commas(text, start, stop, base)
 
-    def _open(self, place: int) -> None:
+    def _enter_container(self, place: int) -> None:
         if self._depth == 0:
             if self._start >= 0:
                 raise JsonError(f"JSON is malformed: trailing characters (byte {place})")
@@ -212,20 +212,20 @@ class _Scan:
         self._depth += 1
         self._num_values += 1
 
-    def _close(self, place: int) -> None:
+    def _leave_container(self, place: int) -> None:
         if self._depth == 0:
             raise JsonError(f"JSON is malformed: invalid character (byte {place})")
         self._depth -= 1
         if self._depth == 0:
             self._stop = place
 
-    def _end_string(self, place: int) -> None:
+    def _finish_string(self, place: int) -> None:
         if self._awaits_key and self._depth == 1:
             self._keys.append((self._string_start, place))
             self._awaits_key = False
         self._string_start = -1
 
-    def _cut(self, text: bytes, start: int, stop: int, base: int) -> None:
+    def _record_commas(self, text: bytes, start: int, stop: int, base: int) -> None:
         """Take down the first and the last comma between two strings or brackets, and some of those in between."""
         comma, last = text.find(b",", start, stop), text.rfind(b",", start, stop)
         while comma >= 0:

@@ -1,6 +1,6 @@
 """JSON that is written in pieces: a value that would hold the event loop is encoded slice by slice.
 
-A message is encoded around its `Pieces`, each of which leaves a byte that JSON cannot have outside of them.
+A message is encoded around its `JsonStream`, each of which leaves a byte that JSON cannot have outside of them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ _SLICE_BYTES = 1024  # what is longer was a slice of work, however short its JSO
 _GAP = b"\x00"  # inside a string it would be escaped
 
 
-class Pieces:  # no dataclass: msgspec would encode one by itself
+class JsonStream:  # no dataclass: msgspec would encode one by itself
     """A value of a message whose JSON is made piece by piece. Can be written once."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
@@ -25,7 +25,7 @@ class _PiecesFoundError(Exception):
 
 
 def _refuse_pieces(value: object) -> NoReturn:
-    if isinstance(value, Pieces):
+    if isinstance(value, JsonStream):
         raise _PiecesFoundError
     raise NotImplementedError(f"{type(value).__name__} has no JSON")
 
@@ -33,8 +33,8 @@ def _refuse_pieces(value: object) -> NoReturn:
 _encode_whole = msgspec.json.Encoder(enc_hook=_refuse_pieces).encode
 
 
-def encode_pieces(message: Any) -> Iterable[bytes]:  # noqa: ANN401 (JSON)
-    """Return the JSON of a message that may have `Pieces` in it."""
+def encode_streamed(message: Any) -> Iterable[bytes]:  # noqa: ANN401 (JSON)
+    """Return the JSON of a message that may have `JsonStream` in it."""
     try:
         return (_encode_whole(message),)
     except _PiecesFoundError:
@@ -42,10 +42,10 @@ def encode_pieces(message: Any) -> Iterable[bytes]:  # noqa: ANN401 (JSON)
 
 
 def _encode_around(message: Any) -> Iterator[bytes]:  # noqa: ANN401 (JSON)
-    found: list[Pieces] = []
+    found: list[JsonStream] = []
 
     def leave_gap(value: object) -> msgspec.Raw:
-        assert isinstance(value, Pieces), "anything else was refused"
+        assert isinstance(value, JsonStream), "anything else was refused"
         found.append(value)
         return msgspec.Raw(_GAP)
 
@@ -66,7 +66,7 @@ def array(slices: Iterable[bytes]) -> Iterator[bytes]:
     yield b"]"
 
 
-def array_of(values: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+def array_from_values(values: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
     """Yield the JSON of an array from that of its values."""
     yield b"["
     between = b""

@@ -10,7 +10,7 @@ LINGER_S = 2.0       # between a refusal and the end of its connection
 MAX_LINGERING = 64   # files are reserved for them (`quire.server.http.sockets`)
 
 
-class RefusedConnections:
+class LingeringConnections:
     """The lingering connections of one server. Lives on its event loop."""
 
     def __init__(self) -> None:

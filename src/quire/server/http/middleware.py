@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.core.owner_labels import OPERATOR
-from quire.server.admission.body_memory import BodiesFullError, HeldBody
-from quire.server.errors import ApiError, bodies_full, error_response, shutting_down
+from quire.server.admission.body_memory import BodyMemoryFullError, BufferedBody
+from quire.server.errors import ApiError, body_memory_full, error_response, shutting_down
 from quire.server.service import Service
 
 _NO_KEY_NEEDED = frozenset({b"/health"})
@@ -23,7 +23,7 @@ _ALWAYS_ANSWERED = frozenset({b"/health", b"/ready", b"/metrics", b"/version"}) 
 _QUEUED = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/v1/prefixes", b"/tokenize", b"/detokenize"})
 
 
-class Gate:
+class AccessMiddleware:
     """ASGI middleware. Looks at the path as it was sent, so that no spelling of another path passes for an open one."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -66,7 +66,7 @@ class Gate:
             self._service.metrics.refused("shutting_down")
             raise shutting_down()
         if path in _QUEUED and scope["method"] == "POST":
-            self._service.check_room(1, _client_id(scope))
+            self._service.check_capacity(1, _client_id(scope))
 
     def _key_number(self, scope: Scope, *, takes_basic: bool) -> int:
         """Return which key the request carries, from 1, or OPERATOR; 0 for none.
@@ -96,12 +96,12 @@ class _BodyReader:
         self._is_read = True
         self._check_headers()
         clock = asyncio.timeout(self._limit_s)
-        held = HeldBody(self._service.bodies, client_id_of(Request(self._scope)), lambda: clock.reschedule(0))
+        held = BufferedBody(self._service.body_memory, client_id_of(Request(self._scope)), lambda: clock.reschedule(0))
         self._scope[_BODY] = held
         try:
             async with clock:
                 return await self._read(held)
-        except BodiesFullError:
+        except BodyMemoryFullError:
             raise self._full() from None
         except TimeoutError:
             if held.is_dropped:
@@ -126,7 +126,7 @@ class _BodyReader:
         if length.isdigit() and int(length) > self._max_bytes:
             raise self._too_large()
 
-    async def _read(self, held: HeldBody) -> Message:
+    async def _read(self, held: BufferedBody) -> Message:
         body = bytearray()
         while True:
             message = await self._receive()
@@ -143,7 +143,7 @@ class _BodyReader:
 
     def _full(self) -> ApiError:
         self._service.metrics.refused("server_overloaded")
-        return bodies_full(self._service.bodies.max_bytes)
+        return body_memory_full(self._service.body_memory.max_bytes)
 
     def _too_large(self) -> ApiError:
         message = f"the body is longer than {self._max_bytes} bytes (max_body_bytes)"
@@ -174,7 +174,7 @@ def release_body(request: Request) -> None:
 
 
 def _release(scope: Scope) -> None:
-    held: HeldBody | None = scope.get(_BODY)
+    held: BufferedBody | None = scope.get(_BODY)
     if held is not None:
         held.release()
 

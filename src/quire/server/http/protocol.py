@@ -19,7 +19,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from quire.server.errors import ApiError, too_many_connections
-from quire.server.http.lingering_close import RefusedConnections
+from quire.server.http.lingering_close import LingeringConnections
 from quire.server.http.sockets import max_connections
 from quire.server.options import Limits
 
@@ -43,7 +43,7 @@ class Protocol(HttpToolsProtocol):
     """One connection."""
 
     def __init__(
-        self, limits: Limits, refused: RefusedConnections, *args: Any, **kwargs: Any  # noqa: ANN401 (uvicorn's)
+        self, limits: Limits, refused: LingeringConnections, *args: Any, **kwargs: Any  # noqa: ANN401 (uvicorn's)
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self._limits, self._refused = limits, refused
@@ -52,9 +52,9 @@ class Protocol(HttpToolsProtocol):
         self._num_held_bytes = 0                      # given to the parser, and not yet handed over by it
         self._is_refused = False
         self._answering: RequestResponseCycle | None = None  # the request that is being answered; uvicorn has the last
-        self._last_words: ApiError | None = None      # to be said when all before them have been answered
-        self._arrival: asyncio.TimerHandle | None = None
-        self._departure: asyncio.TimerHandle | None = None  # of what a slow reader has still to take
+        self._pending_error: ApiError | None = None      # to be said when all before them have been answered
+        self._receive_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None  # of what a slow reader has still to take
 
     # --- the connection -------------------------------------------------------------------------------------------
 
@@ -62,14 +62,14 @@ class Protocol(HttpToolsProtocol):
         """Wait for the first request, if there is room for one more client."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(self._limits.max_buffered_bytes)
-        self._expect_arrival()
+        self._start_receive_timer()
         limit = max_connections(self._limits.max_connections)
         if len(self.connections) - len(self._refused) > limit:
             self._refuse(too_many_connections(limit))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks, and tell who answers: uvicorn tells the request that has come last."""
-        self._cancel_arrival()
+        self._cancel_receive_timer()
         self._refused.discard(self.transport)
         if self._answering is not None and self._is_answering:
             self._answering.disconnected = True
@@ -79,12 +79,12 @@ class Protocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Wait for a reader who has fallen behind."""
         super().pause_writing()
-        self._expect_departure()
+        self._start_send_timer()
 
     def resume_writing(self) -> None:
         """Go on: he has caught up."""
-        if self._departure is not None:
-            self._departure.cancel()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
         super().resume_writing()
 
     def shutdown(self) -> None:
@@ -118,7 +118,7 @@ class Protocol(HttpToolsProtocol):
         """Take down that a request has begun to arrive."""
         self._is_in_head = True
         self._num_headers = self._num_header_bytes = 0
-        self._expect_arrival()
+        self._start_receive_timer()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -172,7 +172,7 @@ class Protocol(HttpToolsProtocol):
         self._num_held_bytes = 0
         if self._is_upgrade:
             return
-        self._cancel_arrival()
+        self._cancel_receive_timer()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -181,8 +181,8 @@ class Protocol(HttpToolsProtocol):
         super().on_response_complete()
         if is_body_uncertain:
             self.transport.close()
-        elif self._last_words is not None and not self._is_answering:
-            self._end_with(self._last_words)
+        elif self._pending_error is not None and not self._is_answering:
+            self._send_final(self._pending_error)
 
     # --- other protocols, of which we have none ---------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class Protocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Answer a request that has not become one, after those before it, and end the connection."""
         self._is_refused = True
-        self._cancel_arrival()
+        self._cancel_receive_timer()
         if self._is_in_body and self.pipeline:
             self.pipeline.popleft()     # it has not been begun, and will not be
         elif self._is_in_body:
@@ -226,14 +226,14 @@ class Protocol(HttpToolsProtocol):
             if self.cycle.response_started:
                 self.transport.close()
             else:
-                self._end_with(error)
+                self._send_final(error)
             return
         if self._is_answering:
-            self._last_words = error
+            self._pending_error = error
         else:
-            self._end_with(error)
+            self._send_final(error)
 
-    def _end_with(self, error: ApiError) -> None:
+    def _send_final(self, error: ApiError) -> None:
         if self.transport.is_closing():
             return
         self.transport.write(_response(error))
@@ -244,31 +244,31 @@ class Protocol(HttpToolsProtocol):
         self._answering = cycle
         super()._start_asgi_task(cycle, app)
 
-    def _expect_arrival(self) -> None:
-        if self._arrival is None:
-            self._arrival = self.loop.call_later(self._limits.receive_timeout, self._note_late_arrival)
+    def _start_receive_timer(self) -> None:
+        if self._receive_timer is None:
+            self._receive_timer = self.loop.call_later(self._limits.receive_timeout, self._on_receive_timeout)
 
-    def _cancel_arrival(self) -> None:
-        if self._arrival is not None:
-            self._arrival.cancel()
-            self._arrival = None
+    def _cancel_receive_timer(self) -> None:
+        if self._receive_timer is not None:
+            self._receive_timer.cancel()
+            self._receive_timer = None
 
-    def _expect_departure(self) -> None:
+    def _start_send_timer(self) -> None:
         limit_s = self._limits.send_timeout
-        self._departure = self.loop.call_later(limit_s, self._note_late_departure, self._num_unread_bytes)
+        self._send_timer = self.loop.call_later(limit_s, self._on_send_timeout, self._num_unread_bytes)
 
-    def _note_late_departure(self, num_bytes: int) -> None:
+    def _on_send_timeout(self, num_bytes: int) -> None:
         """Drop a reader who has taken little of the `num_bytes` that waited; what answers him ends like any other."""
         if num_bytes - self._num_unread_bytes >= self._limits.max_buffered_bytes:
-            self._expect_departure()
+            self._start_send_timer()
         else:
             self.transport.abort()
 
-    def _note_late_arrival(self) -> None:
+    def _on_receive_timeout(self) -> None:
         """End a connection whose request takes too long, but no answer on it: who reads the body minds that."""
-        self._arrival = None
+        self._receive_timer = None
         if self._is_answering:
-            self._expect_arrival()
+            self._start_receive_timer()
         elif self._is_in_head:
             limit_s = self._limits.receive_timeout
             message = f"the headers took more than {limit_s:g} s (receive_timeout)"

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.api.active_responses import ClientGoneError
+from quire.server.api.active_responses import ClientDisconnectedError
 from quire.server.errors import error_response
 from quire.server.ops.logs import requests_log
 from quire.server.service import RequestRecord
@@ -45,13 +45,13 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, send_with_id)
-        except (ClientDisconnect, ClientGoneError):
+        except (ClientDisconnect, ClientDisconnectedError):
             pass
         except Exception as error:
             if status is not None:
                 raise  # too late for an answer: uvicorn logs it and closes the connection
             log.exception("request %s failed", record.request_id)
-            await error_response(scope["app"].state.service.told(error))(scope, receive, send_with_id)
+            await error_response(scope["app"].state.service.to_api_error(error))(scope, receive, send_with_id)
         finally:
             _write(scope, status, time.monotonic() - started_s, record)
 

@@ -9,7 +9,7 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
-from quire.server.http.lingering_close import RefusedConnections
+from quire.server.http.lingering_close import LingeringConnections
 from quire.server.http.protocol import Protocol
 from quire.server.http.sockets import BACKLOG, listen
 from quire.server.options import DEFAULT_LIMITS, Limits
@@ -18,42 +18,42 @@ CLOSE_LIMIT_S = 1       # for what was written to reach slow clients
 PAUSE_S = 0.5           # in which nobody is let in, when the system has no more descriptors
 
 
-class Door:
+class Listener:
     """Lets connections in. While the system has no descriptors it is shut: uvloop's own listener would try for ever."""
 
     def __init__(self, listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
         self._listener, self._make_protocol = listener, make_protocol
         self._loop = asyncio.get_running_loop()
-        self._entering = set[asyncio.Task[None]]()
-        self._opening = self._loop.call_soon(self._open)
+        self._connecting = set[asyncio.Task[None]]()
+        self._start_handle = self._loop.call_soon(self._start_accepting)
         listener.setblocking(False)
 
     def close(self) -> None:
         """Let nobody in any more."""
-        self._opening.cancel()
+        self._start_handle.cancel()
         self._loop.remove_reader(self._listener)
 
     async def wait_closed(self) -> None:
         """Wait for nothing: it has been shut at once."""
 
-    def _open(self) -> None:
-        self._loop.add_reader(self._listener, self._let_in)
+    def _start_accepting(self) -> None:
+        self._loop.add_reader(self._listener, self._accept_all)
 
-    def _let_in(self) -> None:
+    def _accept_all(self) -> None:
         """Take all who have come."""
         try:
             while True:
                 connection, _ = self._listener.accept()
-                entering = self._loop.create_task(self._enter(connection))
-                self._entering.add(entering)
-                entering.add_done_callback(self._entering.discard)
+                connecting = self._loop.create_task(self._connect(connection))
+                self._connecting.add(connecting)
+                connecting.add_done_callback(self._connecting.discard)
         except (BlockingIOError, ConnectionAbortedError):
             pass
         except OSError:
             self.close()
-            self._opening = self._loop.call_later(PAUSE_S, self._open)
+            self._start_handle = self._loop.call_later(PAUSE_S, self._start_accepting)
 
-    async def _enter(self, connection: socket.socket) -> None:
+    async def _connect(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # it is gone already
             await self._loop.connect_accepted_socket(self._make_protocol, connection)
 
@@ -83,7 +83,7 @@ class HttpServer(uvicorn.Server):
         self._serving: asyncio.Task[None] | None = None
 
     @property
-    def num_open(self) -> int:
+    def num_open_requests(self) -> int:
         """Requests that have not been answered in full."""
         return len(self.server_state.tasks)
 
@@ -100,11 +100,11 @@ class HttpServer(uvicorn.Server):
         """Wait for all open requests, also those that come meanwhile; return whether that was within the time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.num_open:
+                while self.num_open_requests:
                     await asyncio.wait(self.server_state.tasks)
-        return not self.num_open
+        return not self.num_open_requests
 
-    async def end(self) -> None:
+    async def stop(self) -> None:
         """Close the port and all connections, whether their clients are done or not."""
         self.should_exit = True
         assert self._serving is not None
@@ -118,8 +118,8 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open a door of our own to each socket, and tell that it is done."""
-        make_protocol = partial(Protocol, self._limits, RefusedConnections(), self.config, self.server_state, {})
-        self.servers = [Door(each, make_protocol) for each in sockets or ()]  # type: ignore[misc]
+        """Open a accepting of our own to each socket, and tell that it is done."""
+        make_protocol = partial(Protocol, self._limits, LingeringConnections(), self.config, self.server_state, {})
+        self.servers = [Listener(each, make_protocol) for each in sockets or ()]  # type: ignore[misc]
         self.started = True
         self._is_listening.set()

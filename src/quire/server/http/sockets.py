@@ -44,7 +44,7 @@ def url_of(listener: socket.socket, host: str) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port_of(listener)}"
 
 
-def allow_connections(wanted: int) -> None:
+def raise_file_limit(wanted: int) -> None:
     """Ask the system for as many as are wanted, or as it grants, if there may be fewer now."""
     if max_connections(wanted) == wanted:
         return

@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Sequence
 
 from quire.core.outputs import CompletionOutput
-from quire.server.api.json_encoding import Pieces
+from quire.server.api.json_encoding import JsonStream
 from quire.server.openai.logprobs import TokenNames, WholeChatLogprobs, chat_logprobs, prompt_logprobs
-from quire.server.openai.response_builder import AnswerFormat, Call, Json
+from quire.server.openai.response_builder import ApiRequest, Json, ResponseBuilder
 from quire.text.tokenizer import Tokenizer
 
 ROLE = "assistant"
 
 
-class ChatFormat(AnswerFormat):
+class ChatResponseBuilder(ResponseBuilder):
     """One conversation, n messages. The role comes with the first words: a chunk of its own would feign a token.
 
     Messages begin in order, because openai's helper that gathers a stream counts on it. So one whose first characters
@@ -21,8 +21,8 @@ class ChatFormat(AnswerFormat):
     OBJECT = "chat.completion"
     CHUNK_OBJECT = "chat.completion.chunk"
 
-    def __init__(self, call: Call, tokenizer: Tokenizer | None) -> None:
-        super().__init__(call)
+    def __init__(self, api_request: ApiRequest, tokenizer: Tokenizer | None) -> None:
+        super().__init__(api_request)
         self._names = TokenNames(tokenizer)
         self._num_begun = 0                      # messages whose role has been told
 
@@ -45,24 +45,24 @@ class ChatFormat(AnswerFormat):
         if piece.finish_reason is not None:
             choice["stop_reason"] = piece.stop_reason
         choice |= self._tokens(piece)
-        return (*self._begin_up_to(piece.index), choice) if is_first else (choice,)
+        return (*self._start_messages(piece.index), choice) if is_first else (choice,)
 
-    def _begin_up_to(self, index: int) -> Iterator[Json]:
+    def _start_messages(self, index: int) -> Iterator[Json]:
         """Yield an empty piece of each message before one that begins now."""
         for earlier in range(self._num_begun, index):
             yield _chunk(earlier, {"role": ROLE, "content": ""})
         self._num_begun = index + 1
 
-    def _logprobs(self, piece: CompletionOutput) -> Pieces | WholeChatLogprobs | None:
+    def _logprobs(self, piece: CompletionOutput) -> JsonStream | WholeChatLogprobs | None:
         if piece.packed_logprobs is None:
             return None
-        return chat_logprobs(self._names, piece.packed_logprobs, self.call.params.logprobs or 0)
+        return chat_logprobs(self._names, piece.packed_logprobs, self.request.params.logprobs or 0)
 
     def _about_prompt(self) -> Json:
         about: Json = {}
-        if self.call.body.return_token_ids:
-            about["prompt_token_ids"] = self.call.requests[0].prompt.token_ids
-        if self.call.body.prompt_logprobs is not None:
+        if self.request.body.return_token_ids:
+            about["prompt_token_ids"] = self.request.requests[0].prompt.token_ids
+        if self.request.body.prompt_logprobs is not None:
             table = self._prompt_logprobs[0]
             about["prompt_logprobs"] = None if table is None else prompt_logprobs(self._names, table)
         return about

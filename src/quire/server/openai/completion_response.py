@@ -11,21 +11,23 @@ from quire.server.openai.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
-from quire.server.openai.response_builder import AnswerFormat, Call, Json
+from quire.server.openai.response_builder import ApiRequest, Json, ResponseBuilder
 from quire.text.tokenizer import Tokenizer
 
 
-class CompletionFormat(AnswerFormat):
+class CompletionResponseBuilder(ResponseBuilder):
     """With `echo`, a choice begins with its prompt, and so do its logprobs. Then it is made off the event loop."""
 
     OBJECT = CHUNK_OBJECT = "text_completion"
 
-    def __init__(self, call: Call, tokenizer: Tokenizer | None, *, echo: bool) -> None:
-        super().__init__(call)
+    def __init__(self, api_request: ApiRequest, tokenizer: Tokenizer | None, *, echo: bool) -> None:
+        super().__init__(api_request)
         self._tokenizer = tokenizer
-        self._echoes = [self._echo(prompt_index) for prompt_index in range(len(call.requests))] if echo else None
-        has_logprobs = echo and call.params.logprobs is not None
-        self._num_added = [self._num_added_chars(request.prompt) if has_logprobs else 0 for request in call.requests]
+        self._echoes = [self._echo(prompt_index) for prompt_index in range(len(api_request.requests))] if echo else None
+        has_logprobs = echo and api_request.params.logprobs is not None
+        self._num_added = [
+            self._num_added_chars(request.prompt) if has_logprobs else 0 for request in api_request.requests
+        ]
         self._names = TokenNames(tokenizer)
         self._logprobs: dict[int, CompletionLogprobs] = {}  # of the choices that have begun
         self._begun: set[int] = set()            # choices that have been written in part
@@ -40,7 +42,7 @@ class CompletionFormat(AnswerFormat):
         choice |= self._tokens(output)
         is_first = index not in self._begun
         if output.packed_logprobs is not None:
-            written = self._logprobs.get(index) or self._begin_logprobs(prompt_index, index)
+            written = self._logprobs.get(index) or self._choice_logprobs(prompt_index, index)
             pieces = [written.piece(output.token_ids, output.packed_logprobs)]
             if is_first and self._echoes is not None:
                 pieces = [self._prompt_part(prompt_index), *pieces]
@@ -56,9 +58,9 @@ class CompletionFormat(AnswerFormat):
 
     def _add_prompt(self, choice: Json, prompt_index: int) -> None:
         """Put what was asked of the prompt into the first piece of a choice."""
-        if self.call.body.return_token_ids:
-            choice["prompt_token_ids"] = self.call.requests[prompt_index].prompt.token_ids
-        if self.call.body.prompt_logprobs is not None:
+        if self.request.body.return_token_ids:
+            choice["prompt_token_ids"] = self.request.requests[prompt_index].prompt.token_ids
+        if self.request.body.prompt_logprobs is not None:
             table = self._prompt_logprobs[prompt_index]
             choice["prompt_logprobs"] = None if table is None else prompt_logprobs(self._names, table)
         if self._echoes is not None:
@@ -66,17 +68,17 @@ class CompletionFormat(AnswerFormat):
 
     def _echo(self, prompt_index: int) -> str:
         """Return the text of a prompt: as it came, or what its tokens stand for."""
-        prompt = self.call.requests[prompt_index].prompt
+        prompt = self.request.requests[prompt_index].prompt
         if prompt.text is not None:
             return prompt.text
         assert self._tokenizer is not None, "without a tokenizer echo is refused"
-        return self._tokenizer.decode(prompt.token_ids, self.call.params.skip_special_tokens)
+        return self._tokenizer.decode(prompt.token_ids, self.request.params.skip_special_tokens)
 
     def _prompt_part(self, prompt_index: int) -> LogprobPiece:
         """Return the logprobs of a prompt, which stand before those of each choice."""
         table = self._prompt_logprobs[prompt_index]
         assert table is not None, "logprobs with echo ask for the prompt's"
-        prompt = self.call.requests[prompt_index].prompt
+        prompt = self.request.requests[prompt_index].prompt
         if prompt.text is None:
             return self._new_logprobs([], start=0).piece(prompt.token_ids, table)
         start = -self._num_added[prompt_index]
@@ -90,12 +92,12 @@ class CompletionFormat(AnswerFormat):
         assert self._tokenizer is not None, "without a tokenizer echo is refused"
         return len(self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)) - len(prompt.text)
 
-    def _begin_logprobs(self, prompt_index: int, index: int) -> CompletionLogprobs:
+    def _choice_logprobs(self, prompt_index: int, index: int) -> CompletionLogprobs:
         start = 0 if self._echoes is None else len(self._echoes[prompt_index])
-        token_ids = self.call.requests[prompt_index].prompt.token_ids
+        token_ids = self.request.requests[prompt_index].prompt.token_ids
         written = self._logprobs[index] = self._new_logprobs(token_ids, start)
         return written
 
     def _new_logprobs(self, prompt_token_ids: list[int], start: int) -> CompletionLogprobs:
-        skip = self.call.params.skip_special_tokens
+        skip = self.request.params.skip_special_tokens
         return CompletionLogprobs(self._tokenizer, prompt_token_ids, skip_special_tokens=skip, start=start)

@@ -9,7 +9,7 @@ from itertools import chain
 import msgspec
 
 from quire.core.logprob_table import Logprobs, Position
-from quire.server.api.json_encoding import Pieces, array, encode
+from quire.server.api.json_encoding import JsonStream, array, encode
 from quire.text.detokenizer import REPLACEMENT, IncrementalDetokenizer, incremental_detokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -180,7 +180,7 @@ class LogprobPiece:
         return top
 
 
-def completion_logprobs(pieces: Sequence[LogprobPiece]) -> Pieces | WholeCompletionLogprobs:
+def completion_logprobs(pieces: Sequence[LogprobPiece]) -> JsonStream | WholeCompletionLogprobs:
     """Return the logprobs of consecutive pieces as one object."""
     if len(pieces) == 1 and pieces[0].is_short:
         return pieces[0].whole()
@@ -191,10 +191,10 @@ def completion_logprobs(pieces: Sequence[LogprobPiece]) -> Pieces | WholeComplet
         b',"top_logprobs":': (piece.top_logprobs() for piece in pieces),
     }
     written = (chain((name,), array(chain.from_iterable(slices))) for name, slices in lists.items())
-    return Pieces(chain(chain.from_iterable(written), (b"}",)))
+    return JsonStream(chain(chain.from_iterable(written), (b"}",)))
 
 
-def chat_logprobs(names: TokenNames, table: Logprobs, num_top: int) -> Pieces | WholeChatLogprobs:
+def chat_logprobs(names: TokenNames, table: Logprobs, num_top: int) -> JsonStream | WholeChatLogprobs:
     """Return the logprobs of tokens with the `num_top` most likely in their place, the likeliest first."""
     if table.num_candidates <= SLICE_CANDIDATES:
         positions = table.positions(0, len(table))
@@ -203,16 +203,16 @@ def chat_logprobs(names: TokenNames, table: Logprobs, num_top: int) -> Pieces | 
         encode([_chat_token(names, position, num_top) for position in table.positions(start, stop)])
         for start, stop in slices_of(table)
     )
-    return Pieces(chain((b'{"content":',), array(slices), (b',"refusal":null}',)))
+    return JsonStream(chain((b'{"content":',), array(slices), (b',"refusal":null}',)))
 
 
-def prompt_logprobs(names: TokenNames, table: Logprobs) -> Pieces:
+def prompt_logprobs(names: TokenNames, table: Logprobs) -> JsonStream:
     """Return the candidates of each position of a prompt by token id; of its first token nothing is known."""
     slices = (
         encode([_by_token_id(names, position) for position in table.positions(start, stop)])
         for start, stop in slices_of(table)
     )
-    return Pieces(array(chain((b"[null]",), slices)))
+    return JsonStream(array(chain((b"[null]",), slices)))
 
 
 def _chat_token(names: TokenNames, position: Position, num_top: int) -> ChatTokenLogprob:

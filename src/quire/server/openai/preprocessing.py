@@ -11,10 +11,10 @@ from typing import Any
 from quire.core.checks import check_token_ids, refuse
 from quire.core.sampling_params import SamplingParams
 from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
-from quire.server.api.json_encoding import Pieces, array, encode, encode_pieces
+from quire.server.api.json_encoding import JsonStream, array, encode, encode_streamed
 from quire.server.errors import invalid
 from quire.server.openai.request_models import ChatBody, ChatMessage, DetokenizeBody, TemplateOptions, TokenizeBody
-from quire.server.openai.response_builder import Call
+from quire.server.openai.response_builder import ApiRequest
 from quire.server.options import Limits
 from quire.server.service import Service
 from quire.text.chat_template import Message
@@ -25,7 +25,7 @@ _TOKENS_AT_ONCE = 4096  # that are encoded in one call, which keeps all other th
 _TEMPLATE_ARGUMENTS = frozenset(("messages", "add_generation_prompt", "continue_final_message"))
 
 
-def as_prompts(prompt: Any) -> list[Prompt]:  # noqa: ANN401 (JSON)
+def parse_prompts(prompt: Any) -> list[Prompt]:  # noqa: ANN401 (JSON)
     """Tell one prompt from a list of them. InvalidRequestError for anything that is neither text nor a list."""
     if isinstance(prompt, str):
         return [prompt]
@@ -49,17 +49,18 @@ def check_num_choices(num_prompts: int, n: int, limits: Limits) -> None:
         invalid(message, param="prompt" if num_prompts > most else "n")
 
 
-async def prepare_prompts(service: Service, call: Call, prompts: list[Prompt]) -> Call:
+async def prepare_prompts(service: Service, api_request: ApiRequest, prompts: list[Prompt]) -> ApiRequest:
     """Return the call with a request for each prompt. InvalidRequestError for the first that cannot be served."""
-    tokenize = partial(service.client.inputs.tokenize, add_special_tokens=call.body.add_special_tokens is not False)
-    return await _prepared(service, call, tokenize, prompts)
+    adds_special_tokens = api_request.body.add_special_tokens is not False
+    tokenize = partial(service.client.inputs.tokenize, add_special_tokens=adds_special_tokens)
+    return await _prepared(service, api_request, tokenize, prompts)
 
 
-async def prepare_chat(service: Service, call: Call, body: ChatBody) -> Call:
+async def prepare_chat(service: Service, api_request: ApiRequest, body: ChatBody) -> ApiRequest:
     """Return the call with the request for its conversation."""
-    text = await _rendered(service, body.messages, body, call.client_id)
+    text = await _rendered(service, body.messages, body, api_request.client_id)
     tokenize = partial(service.client.inputs.tokenize_rendered, add_special_tokens=bool(body.add_special_tokens))
-    return await _prepared(service, call, tokenize, [text])
+    return await _prepared(service, api_request, tokenize, [text])
 
 
 async def tokenized(service: Service, body: TokenizeBody, client_id: str) -> bytes:
@@ -76,14 +77,14 @@ async def tokenized(service: Service, body: TokenizeBody, client_id: str) -> byt
         tokens = tokenizer.encode(text, adds_special_tokens)
         parts = [tokens[start : start + _TOKENS_AT_ONCE] for start in range(0, len(tokens), _TOKENS_AT_ONCE)]
         texts = (encode([tokenizer.token_text(token) for token in part]) for part in parts)
-        return b"".join(encode_pieces({
+        return b"".join(encode_streamed({
             "count": len(tokens),
             "max_model_len": service.client.ready.limits.max_model_len,
-            "tokens": Pieces(array(map(encode, parts))),
-            "token_strs": Pieces(array(texts)) if body.return_token_strs else None,
+            "tokens": JsonStream(array(map(encode, parts))),
+            "token_strs": JsonStream(array(texts)) if body.return_token_strs else None,
         }))
 
-    return await service.in_thread(len(text), answer, client_id)
+    return await service.run_in_thread(len(text), answer, client_id)
 
 
 async def detokenized(service: Service, body: DetokenizeBody, client_id: str) -> bytes:
@@ -96,7 +97,7 @@ async def detokenized(service: Service, body: DetokenizeBody, client_id: str) ->
             refuse("tokens", max(tokens), f"token ids below the vocabulary size of {vocab_size}")
         return encode({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
 
-    return await service.in_thread(len(body.tokens) if isinstance(body.tokens, list) else 0, answer, client_id)
+    return await service.run_in_thread(len(body.tokens) if isinstance(body.tokens, list) else 0, answer, client_id)
 
 
 def _tokenizer(service: Service) -> Tokenizer:
@@ -131,26 +132,30 @@ def _as_message(message: ChatMessage) -> Message:
 
 
 async def _prepared(
-    service: Service, call: Call, tokenize: Callable[[Any], TokenizedPrompt], prompts: Sequence[Any]
-) -> Call:
+    service: Service, api_request: ApiRequest, tokenize: Callable[[Any], TokenizedPrompt], prompts: Sequence[Any]
+) -> ApiRequest:
     """Tokenize all prompts, check what they come to, and only then number them.
 
     A prompt that does not fit is told before what all come to: clients look for that, and shorten it.
     """
-    limits, params, body = service.client.inputs.limits, call.params, call.body
+    limits, params, body = service.client.inputs.limits, api_request.params, api_request.body
+    client_id = api_request.client_id
 
     def prepare() -> list[PreparedRequest]:
         tokenized: list[TokenizedPrompt] = []
         num_tokens = 0
         for prompt in prompts:
-            tokenized.append(tokenize(prompt).salted(body.cache_salt, call.key_number))
+            tokenized.append(tokenize(prompt).salted(body.cache_salt, api_request.key_number))
             limits.check_admissible(len(tokenized[-1].token_ids), params.max_tokens or 1, params.n)
             num_tokens += len(tokenized[-1].token_ids)
             _check_total(num_tokens, params, service.options)
-        weight, priority, client_id = service.options.weight_of(call.key_number), body.priority or 0, call.client_id
-        return [service.client.prepare(prompt, params, call.beam, priority, client_id, weight) for prompt in tokenized]
+        weight, priority = service.options.weight_of(api_request.key_number), body.priority or 0
+        return [
+            service.client.prepare(prompt, params, api_request.beam, priority, client_id, weight)
+            for prompt in tokenized
+        ]
 
-    return replace(call, requests=await service.in_thread(sum(map(len, prompts)), prepare, call.client_id))
+    return replace(api_request, requests=await service.run_in_thread(sum(map(len, prompts)), prepare, client_id))
 
 
 def _check_total(num_tokens: int, params: SamplingParams, limits: Limits) -> None:

@@ -189,7 +189,7 @@ class PrefixBody(Body):
     cache_salt: Salt = None
 
 
-def takes(body_type: type[BaseModel]) -> Schema:
+def request_body(body_type: type[BaseModel]) -> Schema:
     """Describe a body that a route decodes by itself."""
     content = {"application/json": {"schema": schema_of(body_type)}}
     return {"requestBody": {"required": True, "content": content}}

@@ -107,13 +107,13 @@ _MAX_NAMES_LOGGED = 8
 async def read_body(request: Request, body_type: type[B]) -> B:
     """Return the body of a request. ApiError, or InvalidRequestError, names the first field that is wrong.
 
-    A large body is decoded in slices: one slice per lane in a turn of the event loop, clients in rotation.
+    A large body is decoded in slices: one slice per lane in an iteration of the event loop, clients in rotation.
     """
     service: Service = request.app.state.service
     raw = b"".join([piece async for piece in request.stream()])  # request.body() would keep it until the answer's end
     if _is_small(raw):
         return decode_body(raw, body_type, service.options)
-    async with service.decoding.turn(client_id_of(request), is_long=len(raw) > LONG_BYTES):
+    async with service.decode_lanes.slot(client_id_of(request), is_long=len(raw) > LONG_BYTES):
         return await run_sliced(_body(raw, body_type, service.options))
 
 
@@ -134,14 +134,14 @@ def _most_values(raw: bytes) -> int:
 def _body(raw: bytes, body_type: type[B], limits: Limits) -> Slices[B]:
     given = yield from _object(raw, body_type, limits)
     yield
-    check_names(given, body_type.model_fields)
+    check_field_names(given, body_type.model_fields)
     for field in MAX_ELEMENTS.keys() & given.keys() & body_type.model_fields.keys():
         limit = getattr(limits, MAX_ELEMENTS[field])
         if isinstance(given[field], list | dict) and len(given[field]) > limit:
             refuse(field, given[field], f"at most {limit} of them ({MAX_ELEMENTS[field]})")
     stream_options = given.get("stream_options")
     if "stream_options" in body_type.model_fields and isinstance(stream_options, dict):
-        check_names(stream_options, StreamOptions.model_fields, "stream_options.")
+        check_field_names(stream_options, StreamOptions.model_fields, "stream_options.")
     yield
     try:
         body = body_type.model_validate({name: given[name] for name in body_type.model_fields.keys() & given.keys()})
@@ -187,7 +187,7 @@ def _param(location: tuple[int | str, ...]) -> str:
     return path.removeprefix(".")
 
 
-def check_names(given: Mapping[str, object], fields: Collection[str], within: str = "") -> None:
+def check_field_names(given: Mapping[str, object], fields: Collection[str], within: str = "") -> None:
     """Look at the names that are no fields of a body: ApiError 400 for one that is not supported, with its value.
 
     `within` is what stands before the names, of the object's own place in the body: "stream_options.".

@@ -2,7 +2,7 @@
 
 An answer is an envelope around choices. A stream repeats the envelope around each piece of a choice, so it is encoded
 once, and a chunk is its two halves around the one thing that is new. All is written in pieces of bounded work: `weight`
-tells whether an output needs more than one turn of the event loop.
+tells whether an output needs more than one iteration of the event loop.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.version import __version__
 from quire.engine.input_processor import PreparedRequest
-from quire.server.api.json_encoding import Pieces, array_of, encode, encode_pieces
+from quire.server.api.json_encoding import JsonStream, array_from_values, encode, encode_streamed
 from quire.server.openai.request_models import ChatBody, CompletionBody
 
 Json = dict[str, Any]
@@ -35,7 +35,7 @@ def event(message: Json) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ApiRequest:
     """What an HTTP request asked for, checked; nothing is queued yet."""
 
     id: str
@@ -69,14 +69,14 @@ class Call:
         return bool(self.body.return_token_ids) or self.params.logprobs is not None
 
 
-class AnswerFormat(ABC):
+class ResponseBuilder(ABC):
     """Writes the answer to one call, whole or in chunks; one or the other."""
 
     OBJECT: ClassVar[str]
     CHUNK_OBJECT: ClassVar[str]
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    def __init__(self, api_request: ApiRequest) -> None:
+        self.request = api_request
         self._prompt_logprobs: dict[int, Logprobs | None] = {}      # of the prompts whose first output has come
         self._halves = self._encoded_halves()
         self._has_begun = False                                         # a stream has
@@ -86,13 +86,12 @@ class AnswerFormat(ABC):
         for prompt_index, output in enumerate(outputs):
             self._prompt_logprobs[prompt_index] = output.packed_prompt_logprobs
         choices = (
-            encode_pieces(self._choice(prompt_index, piece))
+            encode_streamed(self._choice(prompt_index, piece))
             for prompt_index, output in enumerate(outputs)
             for piece in output.outputs
         )
-        yield from encode_pieces(
-            self._envelope(self.OBJECT, Pieces(array_of(choices))) | {"usage": usage} | self._about_prompt()
-        )
+        envelope = self._envelope(self.OBJECT, JsonStream(array_from_values(choices)))
+        yield from encode_streamed(envelope | {"usage": usage} | self._about_prompt())
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
         """Yield a piece of the stream, for what is new; nothing if there is nothing to show."""
@@ -114,10 +113,10 @@ class AnswerFormat(ABC):
 
     def _prompt_weight(self, prompt_index: int, output: RequestOutput) -> int:
         """Return how much work it is to write what was asked of a prompt, once for each of its choices."""
-        prompt, table = self.call.requests[prompt_index].prompt, output.packed_prompt_logprobs
-        num_chars = len(prompt.text or "") + len(prompt.token_ids) if self.call.shows_prompt else 0
+        prompt, table = self.request.requests[prompt_index].prompt, output.packed_prompt_logprobs
+        num_chars = len(prompt.text or "") + len(prompt.token_ids) if self.request.shows_prompt else 0
         num_candidates = 0 if table is None else table.num_candidates
-        return self.call.params.n * (num_candidates + num_chars // _UNIT_CHARS)
+        return self.request.params.n * (num_candidates + num_chars // _UNIT_CHARS)
 
     def usage_chunk(self, usage: Json) -> bytes:
         """Return the chunk without choices that tells the usage."""
@@ -137,23 +136,23 @@ class AnswerFormat(ABC):
 
     def _index(self, prompt_index: int, piece: CompletionOutput) -> int:
         """Return the number of a choice: the choices of a prompt follow those of the prompt before."""
-        return prompt_index * self.call.params.n + piece.index
+        return prompt_index * self.request.params.n + piece.index
 
     def _is_worth_a_chunk(self, piece: CompletionOutput) -> bool:
-        return bool(piece.text or piece.finish_reason or (piece.token_ids and self.call.shows_tokens))
+        return bool(piece.text or piece.finish_reason or (piece.token_ids and self.request.shows_tokens))
 
     def _tokens(self, piece: CompletionOutput) -> Json:
         """Return what a choice says of its tokens."""
-        return {"token_ids": piece.token_ids} if self.call.body.return_token_ids else {}
+        return {"token_ids": piece.token_ids} if self.request.body.return_token_ids else {}
 
-    def _envelope(self, kind: str, choices: Sequence[Json] | Pieces) -> Json:
+    def _envelope(self, kind: str, choices: Sequence[Json] | JsonStream) -> Json:
         """Return what surrounds choices."""
-        call = self.call
+        api_request = self.request
         return {
-            "id": call.id,
+            "id": api_request.id,
             "object": kind,
-            "created": call.created,
-            "model": call.model,
+            "created": api_request.created,
+            "model": api_request.model,
             "system_fingerprint": FINGERPRINT,
             "choices": choices,
         }
@@ -162,13 +161,13 @@ class AnswerFormat(ABC):
         """Return the event of a choice; the first one of a stream tells of the prompt."""
         if self._has_begun:
             head, tail = self._halves
-            return chain((head,), encode_pieces(choice), (tail,))
+            return chain((head,), encode_streamed(choice), (tail,))
         self._has_begun = True
         message = self._envelope(self.CHUNK_OBJECT, [choice]) | self._usage_field() | self._about_prompt()
-        return chain((b"data: ",), encode_pieces(message), (b"\n\n",))
+        return chain((b"data: ",), encode_streamed(message), (b"\n\n",))
 
     def _usage_field(self) -> Json:
-        return {"usage": None} if self.call.include_usage else {}
+        return {"usage": None} if self.request.include_usage else {}
 
     def _encoded_halves(self) -> tuple[bytes, bytes]:
         """Return what a chunk has before and after its choice."""

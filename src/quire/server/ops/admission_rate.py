@@ -16,7 +16,7 @@ class AdmissionRate:
         self._busy_since_s: float | None = None      # None: nothing was admitted since the engine last slept
         self._by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
 
-    def note(self, num_requests: int, now_s: float) -> None:
+    def record(self, num_requests: int, now_s: float) -> None:
         """Take down that requests left the queue."""
         if not num_requests:
             return
@@ -27,7 +27,7 @@ class AdmissionRate:
             num_requests += self._by_second.pop()[1]
         self._by_second.append((second, num_requests))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin anew: while nobody waits, nobody is admitted, which says nothing of how fast it can go."""
         self._busy_since_s = None
         self._by_second.clear()

@@ -21,10 +21,10 @@ from quire.server.service import Service
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-LOOKS_PER_LIMIT = 4
+CHECKS_PER_LIMIT = 4
 
 
-async def keep_engine(
+async def supervise_engine(
     service: Service,
     options: EngineOptions,
     signals: StopSignals,
@@ -62,7 +62,7 @@ async def watch_for_stalls(service: Service) -> None:
     """Log each stall once, with the stacks of all threads of both processes, and its end. Runs until cancelled."""
     is_stalled, limit_s = False, service.options.stall_limit
     while True:
-        await asyncio.sleep(limit_s / LOOKS_PER_LIMIT)
+        await asyncio.sleep(limit_s / CHECKS_PER_LIMIT)
         client = service.client  # may be another one each time
         was_stalled, is_stalled = is_stalled, client.stalled_s > limit_s
         if is_stalled and not was_stalled:

@@ -22,10 +22,10 @@ from quire.server.errors import shutting_down
 from quire.server.http.server import HttpServer
 from quire.server.http.sockets import url_of
 from quire.server.ops import logs
-from quire.server.ops.engine_supervisor import keep_engine, watch_for_stalls
+from quire.server.ops.engine_supervisor import supervise_engine, watch_for_stalls
 from quire.server.ops.metrics import Metrics
 from quire.server.ops.signals import StopSignals
-from quire.server.ops.startup_banner import announce
+from quire.server.ops.startup_banner import print_banner
 from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.server.template_renderer import TemplateRenderer
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 DEMO_NAME = "quire-demo"
 UNHEALTHY_S = 2.0      # a server without an engine shows /health as 503 for this long, then ends
-LAST_WORDS_S = 1.0     # for answers that were ended to reach their clients
+FINAL_WRITE_S = 1.0     # for answers that were ended to reach their clients
 
 
 def run(child: EngineProcess, engine: EngineOptions, options: ServerOptions, listener: socket.socket) -> NoReturn:
@@ -64,9 +64,10 @@ async def _run(child: EngineProcess, engine: EngineOptions, options: ServerOptio
     try:
         await http.start(listener, options.host)
         has_tokenizer = service.client.tokenizer is not None
-        announce(service.names[0], url_of(listener, options.host), service.client.ready, has_tokenizer=has_tokenizer)
+        url = url_of(listener, options.host)
+        print_banner(service.names[0], url, service.client.ready, has_tokenizer=has_tokenizer)
         status = await _serve(service, http, signals, engine)
-        await http.end()
+        await http.stop()
         return status
     finally:
         await service.templates.close()
@@ -86,12 +87,12 @@ async def _connect(child: EngineProcess, engine: EngineOptions, options: ServerO
 
 async def _serve(service: Service, http: HttpServer, signals: StopSignals, engine: EngineOptions) -> int:
     """Serve until a signal has drained everything or there is no engine any more; return the exit status."""
-    keeping = asyncio.create_task(keep_engine(service, engine, signals), name="engine keeper")
+    keeping = asyncio.create_task(supervise_engine(service, engine, signals), name="engine keeper")
     watch = asyncio.create_task(watch_for_stalls(service), name="stall watch")
     watch.add_done_callback(_log_end)
-    service.vital = keeping, watch
+    service.critical_tasks = keeping, watch
     await signals.wait_or(keeping)
-    if signals.came:
+    if signals.received:
         await _drain(service, http)
     else:
         log.error("%s; the server ends", keeping.result())
@@ -112,8 +113,8 @@ async def _drain(service: Service, http: HttpServer) -> None:
     """Take nothing new, and wait for what is open until the time is over; then end it."""
     service.is_draining = True
     timeout_s = service.options.shutdown_timeout
-    log.info("shutting down: %d open requests have %g seconds to end", http.num_open, timeout_s)
+    log.info("shutting down: %d open requests have %g seconds to end", http.num_open_requests, timeout_s)
     if not await http.wait_until_answered(timeout_s):
-        log.warning("ending %d requests that took longer", http.num_open)
-        service.answers.end_all(shutting_down())
-        await http.wait_until_answered(LAST_WORDS_S)
+        log.warning("ending %d requests that took longer", http.num_open_requests)
+        service.responses.cancel_all(shutting_down())
+        await http.wait_until_answered(FINAL_WRITE_S)

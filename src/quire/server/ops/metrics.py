@@ -68,23 +68,23 @@ class Metrics(Collector):
 
     def on_step(self, step: Stepped, processed: ProcessedStep) -> None:
         """Take down a step of the engine and what it meant to requests."""
-        self._note_state(step.state)
-        self._admissions.note(sum(not admission.num_preemptions for admission in step.admissions), step.started_s)
+        self._update_state(step.state)
+        self._admissions.record(sum(not admission.num_preemptions for admission in step.admissions), step.started_s)
         self._num_prompt_tokens += sum(num_tokens for _, num_tokens in processed.first_tokens)
         self._num_generation_tokens += processed.num_output_tokens
         for ended in processed.finished:
-            self._note_end(ended)
+            self._count_finished(ended)
         self._histograms.on_step(step.num_computed_tokens, processed)
 
     def on_idle(self, state: EngineState) -> None:
         """Take down that nothing waits and nothing runs."""
-        self._note_state(state)
-        self._admissions.forget()
+        self._update_state(state)
+        self._admissions.reset()
 
     def on_abort(self, ended: FinishedRequest) -> None:
         """Take down a request that its client, or the server, has ended."""
         self._num_aborted += 1
-        self._note_end(ended)
+        self._count_finished(ended)
 
     def refused(self, reason: str) -> None:
         """Count a call that was not let in, for one of REFUSALS."""
@@ -104,20 +104,20 @@ class Metrics(Collector):
         self._kv = self._earlier = _counted_on(self._kv, _UNTOLD)
         self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0)
 
-    def _note_state(self, state: EngineState) -> None:
+    def _update_state(self, state: EngineState) -> None:
         self._state = state
         if state.kv is not None:
             self._kv = state.kv if self._earlier is None else _counted_on(self._earlier, state.kv)
             if state.kv.blocks_by_owner is not None:
                 self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0) | state.kv.blocks_by_owner
 
-    def _note_end(self, ended: FinishedRequest) -> None:
+    def _count_finished(self, ended: FinishedRequest) -> None:
         for reason in ended.finish_reasons:
             self._num_finished[reason] += 1
 
     # --- what is told ---------------------------------------------------------------------------------------------
 
-    def seconds_until_room(self, num_queued: int) -> int:
+    def retry_after_s(self, num_queued: int) -> int:
         """Return when a refused client may try again, from the rate at which requests left the queue lately.
 
         By then those who wait now will have left: after the first of them, all refused clients would run for one place.

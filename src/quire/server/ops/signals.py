@@ -14,7 +14,7 @@ class StoppedError(SystemExit):
     """A signal came before there was an event loop to wait for it. The exit status is a shell's for that signal."""
 
 
-def stop_at_once(number: int, _frame: object) -> NoReturn:
+def exit_on_signal(number: int, _frame: object) -> NoReturn:
     """End whatever is being done (a handler for `signal.signal`)."""
     raise StoppedError(_status(number))
 
@@ -25,12 +25,12 @@ class StopSignals:
     def __init__(self, child: EngineProcess) -> None:
         self.number: int | None = None
         self.child = child       # of the engine as it is now
-        self._came = asyncio.Event()
+        self._event = asyncio.Event()
         for number in STOP_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._take, number)
+            asyncio.get_running_loop().add_signal_handler(number, self._handle, number)
 
     @property
-    def came(self) -> bool:
+    def received(self) -> bool:
         """Whether there was a first signal."""
         return self.number is not None
 
@@ -41,14 +41,14 @@ class StopSignals:
 
     async def wait_or(self, other: asyncio.Task[Any]) -> None:
         """Wait for the first signal or for the end of a task, which is left as it is."""
-        waiting = asyncio.create_task(self._came.wait())
+        waiting = asyncio.create_task(self._event.wait())
         await asyncio.wait((waiting, other), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
 
-    def _take(self, number: int) -> None:
-        if not self.came:
+    def _handle(self, number: int) -> None:
+        if not self.received:
             self.number = number
-            self._came.set()
+            self._event.set()
             return
         self.child.process.kill()
         os._exit(_status(number))

@@ -13,7 +13,9 @@ from quire.engine.messages import Ready
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
-def announce(name: str, url: str, ready: Ready, stream: TextIO | None = None, *, has_tokenizer: bool = True) -> None:
+def print_banner(
+    name: str, url: str, ready: Ready, stream: TextIO | None = None, *, has_tokenizer: bool = True
+) -> None:
     """Print the table and the ready line to `stream`, by default stdout.
 
     A stream that cannot be written to (closed pipe, full device) is no reason not to serve: the text is dropped.
@@ -38,7 +40,7 @@ def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
     num_fitting = min(limits.num_blocks // blocks_each, limits.max_num_seqs)
     return [
         ("model", name),
-        ("weights", f"{in_units(ready.weights_bytes)}, {ready.num_parameters:,} parameters of {ready.dtype}"),
+        ("weights", f"{format_bytes(ready.weights_bytes)}, {ready.num_parameters:,} parameters of {ready.dtype}"),
         ("device", ready.device),
         ("KV cache", _blocks(limits.num_blocks, ready)),
         ("swap", _blocks(ready.num_swap_blocks, ready) if ready.num_swap_blocks else "none"),
@@ -50,11 +52,11 @@ def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
 def _blocks(num_blocks: int, ready: Ready) -> str:
     """Return what so many blocks hold."""
     num_tokens = num_blocks * ready.limits.block_size
-    num_bytes = in_units(num_tokens * ready.kv_bytes_per_token)
+    num_bytes = format_bytes(num_tokens * ready.kv_bytes_per_token)
     return f"{num_blocks:,} blocks of {ready.limits.block_size}: {num_tokens:,} tokens, {num_bytes}"
 
 
-def in_units(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Return a number of bytes in the unit that suits it."""
     exponent = 0
     while num_bytes >= 1024 and exponent < len(_UNITS) - 1:

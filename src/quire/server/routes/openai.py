@@ -12,23 +12,23 @@ from fastapi import APIRouter, Request, Response
 from quire.core.owner_labels import OPERATOR
 from quire.engine.input_processor import check_cache_salt
 from quire.server.api.generation import Generation
-from quire.server.api.responses import answer_to, json_response
+from quire.server.api.responses import create_response, json_response
 from quire.server.errors import invalid
 from quire.server.http.middleware import client_id_of, key_number_of
 from quire.server.http.request_log import RECORD
-from quire.server.openai.chat_response import ChatFormat
-from quire.server.openai.completion_response import CompletionFormat
+from quire.server.openai.chat_response import ChatResponseBuilder
+from quire.server.openai.completion_response import CompletionResponseBuilder
 from quire.server.openai.preprocessing import (
-    as_prompts,
     check_num_choices,
     detokenized,
+    parse_prompts,
     prepare_chat,
     prepare_prompts,
     tokenized,
 )
-from quire.server.openai.request_models import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, takes
+from quire.server.openai.request_models import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, request_body
 from quire.server.openai.request_parsing import read_body
-from quire.server.openai.response_builder import Call
+from quire.server.openai.response_builder import ApiRequest
 from quire.server.openai.sampling_params import beam_search_params, field_names, sampling_params
 from quire.server.service import RequestRecord, Service
 
@@ -37,59 +37,59 @@ router = APIRouter()
 _STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # with stream: true
 
 
-@router.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=_STREAMS)
+@router.post("/v1/completions", openapi_extra=request_body(CompletionBody), responses=_STREAMS)
 async def create_completion(request: Request) -> Response:
     """Continue one prompt or several."""
     arrival_s, service = time.monotonic(), _service(request)
     body = await read_body(request, CompletionBody)
-    call, record = _begun(request, service, body, "cmpl")
-    prompts = as_prompts(body.prompt)
-    check_num_choices(len(prompts), call.params.n, service.options)
+    api_request, record = _checked_request(request, service, body, "cmpl")
+    prompts = parse_prompts(body.prompt)
+    check_num_choices(len(prompts), api_request.params.n, service.options)
     if body.echo and service.client.tokenizer is None:
         invalid("the model has no tokenizer: there is no text to echo", param="echo")
     record.num_prompts = len(prompts)
-    with service.let_in(len(prompts), client_id=call.client_id) as hold:
-        call = await prepare_prompts(service, call, prompts)
-        answer_format = await _completion_format(service, call, echo=bool(body.echo))
-        generation = await Generation.begin(service, call, record, arrival_s, hold)
-    return await answer_to(request, service, generation, answer_format)
+    with service.admit(len(prompts), client_id=api_request.client_id) as reservation:
+        api_request = await prepare_prompts(service, api_request, prompts)
+        builder = await _completion_builder(service, api_request, echo=bool(body.echo))
+        generation = await Generation.start(service, api_request, record, arrival_s, reservation)
+    return await create_response(request, service, generation, builder)
 
 
-@router.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=_STREAMS)
+@router.post("/v1/chat/completions", openapi_extra=request_body(ChatBody), responses=_STREAMS)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     arrival_s, service = time.monotonic(), _service(request)
     body = await read_body(request, ChatBody)
-    call, record = _begun(request, service, body, "chatcmpl")
-    check_num_choices(1, call.params.n, service.options)
+    api_request, record = _checked_request(request, service, body, "chatcmpl")
+    check_num_choices(1, api_request.params.n, service.options)
     record.num_prompts = 1
-    with service.let_in(1, param="messages", client_id=call.client_id) as hold:
+    with service.admit(1, param="messages", client_id=api_request.client_id) as reservation:
         with field_names(body):
-            call = await prepare_chat(service, call, body)
-        answer_format = ChatFormat(call, service.client.tokenizer)
-        generation = await Generation.begin(service, call, record, arrival_s, hold)
-    return await answer_to(request, service, generation, answer_format)
+            api_request = await prepare_chat(service, api_request, body)
+        builder = ChatResponseBuilder(api_request, service.client.tokenizer)
+        generation = await Generation.start(service, api_request, record, arrival_s, reservation)
+    return await create_response(request, service, generation, builder)
 
 
-@router.post("/tokenize", openapi_extra=takes(TokenizeBody))
+@router.post("/tokenize", openapi_extra=request_body(TokenizeBody))
 async def tokenize(request: Request) -> Response:
     """Turn a prompt or a conversation into token ids."""
     service = _service(request)
     body = await read_body(request, TokenizeBody)
     service.check_model(body.model)
     client_id = client_id_of(request)
-    with service.let_in(1, client_id=client_id):
+    with service.admit(1, client_id=client_id):
         return json_response(await tokenized(service, body, client_id))
 
 
-@router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
+@router.post("/detokenize", openapi_extra=request_body(DetokenizeBody))
 async def detokenize(request: Request) -> Response:
     """Turn token ids into text."""
     service = _service(request)
     body = await read_body(request, DetokenizeBody)
     service.check_model(body.model)
     client_id = client_id_of(request)
-    with service.let_in(1, param="tokens", client_id=client_id):
+    with service.admit(1, param="tokens", client_id=client_id):
         return json_response(await detokenized(service, body, client_id))
 
 
@@ -107,13 +107,13 @@ async def retrieve_model(request: Request, model_id: str) -> Response:
     return json_response(_model(service, service.check_model(model_id)))
 
 
-async def _completion_format(service: Service, call: Call, *, echo: bool) -> CompletionFormat:
+async def _completion_builder(service: Service, api_request: ApiRequest, *, echo: bool) -> CompletionResponseBuilder:
     """Return the format of a completion; with `echo` it decodes its prompts, off the event loop."""
     tokenizer = service.client.tokenizer
     if not echo:
-        return CompletionFormat(call, tokenizer, echo=False)
-    num_tokens = sum(len(request.prompt.token_ids) for request in call.requests)
-    return await service.in_thread(num_tokens, lambda: CompletionFormat(call, tokenizer, echo=True))
+        return CompletionResponseBuilder(api_request, tokenizer, echo=False)
+    num_tokens = sum(len(request.prompt.token_ids) for request in api_request.requests)
+    return await service.run_in_thread(num_tokens, lambda: CompletionResponseBuilder(api_request, tokenizer, echo=True))
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
@@ -131,9 +131,9 @@ def _service(request: Request) -> Service:
     return service
 
 
-def _begun(
+def _checked_request(
     request: Request, service: Service, body: CompletionBody | ChatBody, kind: str
-) -> tuple[Call, RequestRecord]:
+) -> tuple[ApiRequest, RequestRecord]:
     """Check all fields of a body but its prompts; return the call for them and the record for its log line."""
     record: RequestRecord = request.scope.setdefault(RECORD, RequestRecord())  # one that nobody reads
     call_id, model = f"{kind}-{uuid.uuid4().hex}", service.check_model(body.model)
@@ -143,7 +143,7 @@ def _begun(
     beam = beam_search_params(body, params, service)
     key_number, client_id = key_number_of(request), client_id_of(request)
     _check_priority(service, body.priority or 0, key_number)
-    return Call(call_id, model, int(time.time()), body, params, beam, key_number, client_id), record
+    return ApiRequest(call_id, model, int(time.time()), body, params, beam, key_number, client_id), record
 
 
 def _check_priority(service: Service, priority: int, key_number: int) -> None:

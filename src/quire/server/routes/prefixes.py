@@ -15,14 +15,14 @@ from quire.engine.input_processor import PreparedRequest, check_cache_salt
 from quire.server.api.responses import json_response
 from quire.server.http.middleware import client_id_of, key_number_of
 from quire.server.http.request_log import RECORD
-from quire.server.openai.request_models import PrefixBody, takes
+from quire.server.openai.request_models import PrefixBody, request_body
 from quire.server.openai.request_parsing import read_body
 from quire.server.service import RequestRecord, Service
 
 router = APIRouter(tags=["prefixes"])
 
 
-@router.post("/v1/prefixes", openapi_extra=takes(PrefixBody))
+@router.post("/v1/prefixes", openapi_extra=request_body(PrefixBody))
 async def pin_prefix(request: Request) -> Response:
     """Compute a prefix and keep it until it is deleted."""
     service: Service = request.app.state.service
@@ -32,7 +32,7 @@ async def pin_prefix(request: Request) -> Response:
     salt = check_cache_salt(body.cache_salt, service.options.max_salt_chars)
     if not isinstance(body.prompt, str | list):
         refuse("prompt", body.prompt, "text or a list of token ids")
-    with service.pinning.hold(service.client.pinned, service.options):
+    with service.pending_pins.reserve(service.client.pinned, service.options):
         return json_response(_described(await _pin(request, service, body.prompt, salt, record)))
 
 
@@ -51,7 +51,7 @@ async def list_prefixes(request: Request) -> Response:
 async def unpin_prefix(request: Request, prefix_id: str) -> Response:
     """Let a pinned prefix go; requests that use it go on."""
     service: Service = request.app.state.service
-    await service.answers.run(service.client.unpin_prefix(prefix_id, _keys_of(request)), request.receive)
+    await service.responses.run(service.client.unpin_prefix(prefix_id, _keys_of(request)), request.receive)
     return json_response({"id": prefix_id, "object": "prefix.deleted", "deleted": True})
 
 
@@ -73,18 +73,18 @@ async def _pin(
         return client.prepare_pin(tokenized, client_id, options.weight_of(key_number))
 
     with ExitStack() as holding:
-        with service.let_in(1, client_id=client_id) as hold:
-            prepared = await service.in_thread(len(prompt), prepare, client_id)
+        with service.admit(1, client_id=client_id) as reservation:
+            prepared = await service.run_in_thread(len(prompt), prepare, client_id)
             limits = client.ready.limits
             num_blocks = blocks_for(len(prepared.request.prompt_token_ids), limits.block_size)
-            blocks = service.pinning.hold_blocks(key_number, num_blocks, limits.num_blocks, client.pinned, options)
-            holding.enter_context(blocks)
-            with service.hold_tokens([prepared], param="prompt") as sent:
+            pins, total_blocks = service.pending_pins, limits.num_blocks
+            holding.enter_context(pins.reserve_blocks(key_number, num_blocks, total_blocks, client.pinned, options))
+            with service.reserve_tokens([prepared], param="prompt") as sent:
                 stream = await client.add(prepared, external_id=str(record.request_id), arrival_s=arrival_s)
                 sent(prepared)
-            holding.callback(hold.keep().release)
+            holding.callback(reservation.keep().release)
         try:
-            output = await service.answers.run(anext(stream), request.receive)
+            output = await service.responses.run(anext(stream), request.receive)
         except BaseException:
             stream.abort()
             client.unpin(prepared.request.request_id)

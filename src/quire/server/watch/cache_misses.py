@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from quire.server.time_slices import TURN_UNITS
+from quire.server.time_slices import MAX_SLICE_UNITS
 from quire.server.watch.history import History, Miss, MissReason, PastRequest
 
 _NEVER_S = math.inf
@@ -47,7 +47,7 @@ class MissSearch:
         for work in (self._index(), self._look()):
             for units in work:
                 num_units += units
-                if num_units >= TURN_UNITS:
+                if num_units >= MAX_SLICE_UNITS:
                     num_units = 0
                     yield
 

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request, Response
 
 from quire.core.checks import shown
 from quire.core.outputs import Preemption
-from quire.server.api.json_encoding import Pieces, array, encode, encode_pieces
-from quire.server.api.responses import LongAnswer, json_response
+from quire.server.api.json_encoding import JsonStream, array, encode, encode_streamed
+from quire.server.api.responses import LongResponse, json_response
 from quire.server.errors import ApiError
 from quire.server.http.middleware import key_number_of
 from quire.server.service import Service
@@ -31,15 +31,15 @@ async def explain(request: Request, request_id: str) -> Response:
         raise ApiError(404, message, param="request_id", code="request_not_found")
     search = explain_misses(service.history, past, service.client.ready.limits.block_size)
     if _has_cache(service):
-        async for _ in service.turns.each(search.run()):
+        async for _ in service.slices.iterate(search.run()):
             pass
     slices = (
-        encode([_explained(service, past[number], search.miss(number)) for number in numbers])
+        encode([_explanation(service, past[number], search.miss(number)) for number in numbers])
         for numbers in _ranges(len(past))
     )
-    answer = {"id": request_id, "object": "request.explanation", "prompts": Pieces(array(slices))}
-    pieces = encode_pieces(answer)
-    return json_response(b"".join(pieces)) if len(past) <= _PROMPTS_AT_ONCE else LongAnswer(service, None, pieces)
+    answer = {"id": request_id, "object": "request.explanation", "prompts": JsonStream(array(slices))}
+    pieces = encode_streamed(answer)
+    return json_response(b"".join(pieces)) if len(past) <= _PROMPTS_AT_ONCE else LongResponse(service, None, pieces)
 
 
 def _has_cache(service: Service) -> bool:
@@ -53,7 +53,7 @@ def _ranges(num_prompts: int) -> Iterator[range]:
         yield range(start, min(start + _PROMPTS_AT_ONCE, num_prompts))
 
 
-def _explained(service: Service, past: PastRequest, miss: Miss | None) -> dict[str, Any]:
+def _explanation(service: Service, past: PastRequest, miss: Miss | None) -> dict[str, Any]:
     metrics = past.metrics
     state = _state(past)
     queued_until_s = time.monotonic() if state == "waiting" else metrics.first_scheduled_s
@@ -66,7 +66,7 @@ def _explained(service: Service, past: PastRequest, miss: Miss | None) -> dict[s
         "num_cached_tokens": metrics.num_cached_tokens,
         "first_miss": None if miss is None else miss._asdict(),
         "num_preemptions": metrics.num_preemptions,
-        "preemptions": [_told(preemption, metrics.arrival_s) for preemption in metrics.preemptions],
+        "preemptions": [_preemption_json(preemption, metrics.arrival_s) for preemption in metrics.preemptions],
         "ttft_s": None if metrics.first_token_s is None else metrics.first_token_s - metrics.arrival_s,
         "e2e_s": None if metrics.finished_s is None else metrics.finished_s - metrics.arrival_s,
     }
@@ -81,7 +81,7 @@ def _state(past: PastRequest) -> str:
     return "preempted" if preemptions and preemptions[-1].returned_s is None else "running"
 
 
-def _told(preemption: Preemption, arrival_s: float) -> dict[str, Any]:
+def _preemption_json(preemption: Preemption, arrival_s: float) -> dict[str, Any]:
     returned_s = preemption.returned_s
     return {
         "at_s": preemption.preempted_s - arrival_s,

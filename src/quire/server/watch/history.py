@@ -43,12 +43,12 @@ class PastRequest:
         self.prompt_tokens = array("i", self.prompt.token_ids).tobytes()
         self.prompt = self.prompt._replace(text=None, token_ids=[])
 
-    def take(self, output: RequestOutput) -> None:
+    def append_output(self, output: RequestOutput) -> None:
         """Record the tokens of an output. Each may come once."""
         for piece in output.outputs:
-            self.take_piece(piece)
+            self.append(piece)
 
-    def take_piece(self, piece: CompletionOutput) -> None:
+    def append(self, piece: CompletionOutput) -> None:
         """Record the tokens of one branch."""
         branch = self.branches.get(piece.index)
         if branch is None:
@@ -100,7 +100,7 @@ class History:
         self.num_bytes += _CALL_BYTES
         self._count(requests)
 
-    def end(self, call_id: str) -> None:
+    def finish(self, call_id: str) -> None:
         """Record that a call is over."""
         requests = self._calls.get(call_id, ())
         for request in requests:

@@ -82,14 +82,16 @@ def replay(operations: Sequence[Operation]) -> Replay:
         raise InvalidRequestError(
             f"operations must be at most {MAX_OPERATIONS}, got {len(operations)}", param="operations"
         )
-    toy = _Toy()
-    outcomes = [toy.run(operation, f"operations[{index}]") for index, operation in enumerate(operations)]
-    cache = toy.cache
-    sequences = [ReplayedSequence(seq_id, cache.num_tokens(seq_id), cache.block_ids(seq_id)) for seq_id in toy.alive]
+    cache_replay = _ReplayCache()
+    outcomes = [cache_replay.run(operation, f"operations[{index}]") for index, operation in enumerate(operations)]
+    cache = cache_replay.cache
+    sequences = [
+        ReplayedSequence(seq_id, cache.num_tokens(seq_id), cache.block_ids(seq_id)) for seq_id in cache_replay.alive
+    ]
     return Replay(cache.stats(), cache.view_blocks(0, NUM_BLOCKS), sequences, outcomes)
 
 
-class _Toy:
+class _ReplayCache:
     """A cache and the sequences in it."""
 
     def __init__(self) -> None:
@@ -104,20 +106,20 @@ class _Toy:
             raise InvalidRequestError(message, param=param)
         match operation:
             case New():
-                self.cache.create(self._begin())
+                self.cache.create(self._create_sequence())
                 return "an empty sequence: it holds no block"
             case Append(sequence, count):
                 return self._append(sequence, count)
             case Write(sequence):
                 return self._append(sequence, 1)
             case Fork(sequence):
-                self.cache.fork(sequence, self._begin())
+                self.cache.fork(sequence, self._create_sequence())
                 return f"shares all {len(self.cache.block_ids(sequence))} blocks; none is taken, none is copied"
             case Free(sequence):
                 del self.alive[sequence]
                 return self._free(sequence)
 
-    def _begin(self) -> int:
+    def _create_sequence(self) -> int:
         seq_id = self._num_begun
         self._num_begun += 1
         self.alive[seq_id] = None
