@@ -280,7 +280,7 @@ def test_engine_waits_for_a_server_that_stands_still_and_nothing_is_lost(
         streams = [await add(client, prompt, params) for prompt in prompts]
         await until(lambda: client.num_queued < len(prompts))
         assert client.num_queued_tokens == 600 * client.num_queued
-        wait_until(lambda: is_quiet(client._child.process.pid))  # the event loop stands still meanwhile
+        wait_until(lambda: is_quiet(client._connection.engine.process.pid))  # the event loop stands still meanwhile
         assert len(client._streams) == len(prompts)
         return [(await read(stream))[-1] for stream in streams]
 
@@ -289,7 +289,7 @@ def test_engine_waits_for_a_server_that_stands_still_and_nothing_is_lost(
 
 def test_requests_wait_for_an_engine_that_stands_still(client: EngineClient, runner: asyncio.Runner) -> None:
     """What is sent beyond the socket's buffer waits in `add`, and can be taken back."""
-    pid = client._child.process.pid
+    pid = client._connection.engine.process.pid
 
     async def run() -> None:
         with stopped(pid):
@@ -334,13 +334,13 @@ def test_block_map_that_takes_too_long_is_given_up_and_the_next_one_is_right(
     client: EngineClient, runner: asyncio.Runner
 ) -> None:
     async def run() -> None:
-        with stopped(client._child.process.pid):
+        with stopped(client._connection.engine.process.pid):
             waiting = [asyncio.create_task(client.block_map(first, 1, timeout_s=0.05)) for first in range(3)]
             await asyncio.wait(waiting)
         assert [type(task.exception()) for task in waiting] == [TimeoutError] * 3
         shown = await client.block_map(7, 2, TIMEOUT_S)
         assert [entry.block for entry in shown.blocks] == [7, 8]
-        assert not client._asked
+        assert not client._pending
 
     runner.run(run())
 
@@ -475,4 +475,4 @@ def test_request_that_cannot_be_sent_leaves_nothing_behind(client: EngineClient,
 def test_engine_at_rest_uses_no_processor(client: EngineClient, runner: asyncio.Runner) -> None:
     runner.run(answer(client, "x", GREEDY))
     runner.run(until(lambda: is_at_rest(client)))
-    wait_until(lambda: is_quiet(client._child.process.pid))
+    wait_until(lambda: is_quiet(client._connection.engine.process.pid))

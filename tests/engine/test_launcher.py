@@ -116,7 +116,7 @@ def test_engine_holds_one_socket_and_no_file(demo_model: Path) -> None:
             os.set_inheritable(ours.fileno(), True)
             client = await connect(EngineOptions(str(demo_model)))
         await until(lambda: is_at_rest(client))  # nothing is opened any more
-        held = open_files(client._child.process.pid)
+        held = open_files(client._connection.engine.process.pid)
         await client.close()
         return held
 

@@ -154,7 +154,7 @@ def test_command_that_nobody_understands_is_a_fault() -> None:
     async def run() -> None:
         child = spawn_scripted()
         client = await EngineClient.connect(child, EngineOptions(), Recorder())
-        client._writer.write(b"\0\0\0\1\xc1")
+        client._connection._writer.write(b"\0\0\0\1\xc1")
         assert "the engine has failed: DecodeError" in str(await client.wait_dead())
         await client.close()
         assert child.process.returncode == 1
@@ -181,7 +181,7 @@ def test_death_of_the_engine_ends_every_stream_and_loses_no_finished_output(
         await until(lambda: client.state.num_running == 8 and client.num_queued >= 20)
 
         death = asyncio.create_task(client.wait_dead())
-        os.kill(client._child.process.pid, signal.SIGKILL)
+        os.kill(client._connection.engine.process.pid, signal.SIGKILL)
         async with asyncio.timeout(TIMEOUT_S):
             errors = await asyncio.gather(*readers)
             told = str(await death)
@@ -190,7 +190,7 @@ def test_death_of_the_engine_ends_every_stream_and_loses_no_finished_output(
         assert {str(error) for error in errors} == {told}
         assert len(set(map(id, errors))) == 32, "a shared one would collect tracebacks"
         assert not client.is_alive
-        assert not is_running(client._child.process.pid)
+        assert not is_running(client._connection.engine.process.pid)
         assert [output.finished for output in await read(finished)] == [True]
         assert len((await anext(unread)).outputs[0].token_ids) > 0
         with pytest.raises(EngineDeadError, match="killed by signal 9"):
@@ -215,15 +215,15 @@ def test_death_of_the_engine_ends_every_stream_and_loses_no_finished_output(
 def test_death_of_the_engine_is_told_to_all_who_wait_for_a_block_map(demo_model: Path) -> None:
     async def run() -> None:
         client = await connect(EngineOptions(str(demo_model)))
-        pid = client._child.process.pid
+        pid = client._connection.engine.process.pid
         with stopped(pid):
             waiting = [asyncio.create_task(client.block_map(0, 1, TIMEOUT_S)) for _ in range(3)]
-            await until(lambda: bool(client._asked))
+            await until(lambda: bool(client._pending))
             os.kill(pid, signal.SIGKILL)
             for task in waiting:
                 with pytest.raises(EngineDeadError, match="killed by signal 9"):
                     await task
-        assert not client._asked
+        assert not client._pending
         await client.close()
 
     asyncio.run(run())
@@ -241,8 +241,8 @@ def test_closing_ends_what_runs_and_the_process(demo_model: Path) -> None:
         with pytest.raises(EngineDeadError, match="the engine was closed"):
             await add(client, "x", GREEDY)
         assert str(await client.wait_dead()) == "the engine was closed"
-        assert client._child.process.returncode == 0
-        assert client._child.connection.fileno() == -1
+        assert client._connection.engine.process.returncode == 0
+        assert client._connection.engine.connection.fileno() == -1
         assert holds_nothing(client)
 
     asyncio.run(run())
@@ -274,7 +274,7 @@ def test_fault_of_the_engine_ends_it_and_tells_every_stream_what_it_was(capfd: p
             told_each |= set(await asyncio.gather(*(told() for _ in range(100))))
         assert told_each == {f"the engine has failed: RuntimeError: {FAULT}"}
         await client.close()
-        assert client._child.process.returncode == 1
+        assert client._connection.engine.process.returncode == 1
 
     asyncio.run(run())
     told = capfd.readouterr().err
@@ -324,14 +324,14 @@ def test_report_that_nobody_understands_ends_the_engine(caplog: pytest.LogCaptur
     async def run() -> None:
         client = await EngineClient.connect(stand_in_engine(b"\0\0\0\1\xc1"), EngineOptions(), Recorder())
         told = str(await client.wait_dead())
-        assert "could not be taken" in told
-        with pytest.raises(EngineDeadError, match="could not be taken"):
+        assert "could not be handled" in told
+        with pytest.raises(EngineDeadError, match="could not be handled"):
             await add(client, [1], GREEDY)
         await client.close()
-        assert client._child.process.returncode is not None
+        assert client._connection.engine.process.returncode is not None
 
     asyncio.run(run())
-    assert "a report of the engine could not be taken" in caplog.text
+    assert "a report of the engine could not be handled" in caplog.text
 
 
 def test_long_step_that_gets_on_is_progress_and_one_that_does_not_is_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,9 +348,9 @@ def test_long_step_that_gets_on_is_progress_and_one_that_does_not_is_a_stall(mon
         for _ in range(3):
             clock.now_s += 100
             assert client.stalled_s == 100
-            client._writer.write(b"x")
+            client._connection._writer.write(b"x")
             await until(lambda: client.stalled_s == 0)
-        client._child.process.kill()
+        client._connection.engine.process.kill()
         with pytest.raises(EngineDeadError):
             await read(stream)
         assert client.stalled_s == 0, "the dead do not stall"
@@ -362,8 +362,8 @@ def test_long_step_that_gets_on_is_progress_and_one_that_does_not_is_a_stall(mon
 def test_sign_of_life_behind_the_end_of_all_work_is_no_work() -> None:
     async def run() -> None:
         client = await EngineClient.connect(stand_in_engine(b""), EngineOptions(), Recorder())
-        client._take(Idle(EngineState(0, 0, 0)))
-        client._take(Alive())
+        client._handle_report(Idle(EngineState(0, 0, 0)))
+        client._handle_report(Alive())
         assert client.stalled_s == 0
         await client.close()
 

@@ -78,7 +78,7 @@ def unpacked(output: RequestOutput, tokenizer: Tokenizer | None) -> RequestOutpu
 
 async def read(stream: RequestStream) -> list[RequestOutput]:
     """Return all outputs of a stream."""
-    return [unpacked(output, stream._client.tokenizer) async for output in stream]
+    return [unpacked(output, stream._table._outputs._tokenizer) async for output in stream]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -104,7 +104,7 @@ def is_at_rest(client: EngineClient) -> bool:
 
 def holds_nothing(client: EngineClient) -> bool:
     """Whether the client has forgotten all requests."""
-    return len(client._streams) == client.num_queued == client.num_queued_tokens == len(client._outputs) == 0
+    return len(client._streams) == client.num_queued == client.num_queued_tokens == client._streams.num_outputs == 0
 
 
 def is_running(pid: int) -> bool:

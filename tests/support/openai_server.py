@@ -11,7 +11,6 @@ import httpx
 import pytest
 import uvloop
 
-from quire.engine import client as client_module
 from quire.engine.client import EngineClient
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Report
@@ -85,14 +84,15 @@ class OpenAIServer:
 
     def hand_on_each_output(self, patch: pytest.MonkeyPatch) -> None:
         """Let readers take each output before the next report is looked at: however slow we are, none are joined."""
-        client, receive = self.service.client, client_module._receive
+        client, connection = self.service.client, self.service.client._connection
+        receive = connection.receive
 
-        async def receive_after_readers(reader: asyncio.StreamReader) -> Report:
-            while any(stream._has_output for stream in client._streams.values()):
+        async def receive_after_readers() -> Report:
+            while any(not stream.is_read for stream in client._streams):
                 await asyncio.sleep(0)
-            return await receive(reader)
+            return await receive()
 
-        patch.setattr(client_module, "_receive", receive_after_readers)
+        patch.setattr(connection, "receive", receive_after_readers)
 
     def is_idle(self) -> bool:
         """Tell whether nothing runs, nothing waits, and no block is in use."""

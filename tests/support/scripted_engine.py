@@ -48,6 +48,8 @@ def serve(connection: process.Connection, commands: SimpleQueue[bytes]) -> NoRet
     class FailingExecutor:
         """Fails from some step on, for good."""
 
+        max_steps_in_flight = 1
+
         def __init__(self) -> None:
             self.submit = harness.executor.submit
             self._num_steps = 0

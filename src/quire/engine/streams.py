@@ -1,28 +1,33 @@
-"""What the server reads of one request that an engine runs."""
+"""Streams of the open requests of an engine client: outputs as they are produced, one reader per request.
+
+`RequestStreams` is the client's table of open requests, `RequestStream` what a reader iterates over. A reader that is
+slow finds everything since its last read in one output, so a stream holds no more than its answer.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from quire.core.errors import EngineError
 from quire.core.outputs import RequestMetrics, RequestOutput
-
-if TYPE_CHECKING:
-    from quire.engine.client import EngineClient
+from quire.engine.input_processor import PreparedRequest
+from quire.engine.messages import EngineDeadError, Stepped
+from quire.engine.output_processor import FinishedRequest, OutputKind, OutputProcessor, ProcessedStep
+from quire.text.tokenizer import Tokenizer
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
-    """The outputs of one request, as its kind says. Whoever stops before the end calls `abort`."""
+    """The outputs of one request, as its kind says. A reader that stops before the end calls `abort`."""
 
-    def __init__(self, client: "EngineClient", request_id: int, metrics: RequestMetrics) -> None:
+    def __init__(self, table: "RequestStreams", request_id: int, metrics: RequestMetrics) -> None:
         self.metrics = metrics                            # kept up to date while the request lives
-        self._client, self._request_id = client, request_id
-        self._changed = asyncio.Event()                   # since the reader has looked
+        self._table, self._request_id = table, request_id
+        self._changed = asyncio.Event()                   # since the last read
         self._has_output = self._is_over = False
-        self._error: EngineError | None = None            # comes after the output that is there
+        self._error: EngineError | None = None            # raised after the output that is there
 
     async def __anext__(self) -> RequestOutput:
-        """Wait for the next output. EngineDeadError or RequestFailedError if none can come any more."""
+        """Wait for the next output. EngineDeadError or RequestFailedError if none can follow."""
         if not (self._has_output or self._is_over or self._error):
             self._changed.clear()
             await self._changed.wait()
@@ -30,27 +35,130 @@ class RequestStream(AsyncIterator[RequestOutput]):
             raise StopAsyncIteration
         if self._has_output:
             self._has_output = False
-            output = self._client._output(self._request_id)
+            output = self._table.read(self._request_id)
             self._is_over = output.finished
             return output
-        assert self._error is not None, "woken for nothing"
+        assert self._error is not None, "woken without an output or an error"
         self._is_over = True
-        self._client._forget(self._request_id)
+        self._table.close(self._request_id)
         raise self._error
 
+    @property
+    def is_read(self) -> bool:
+        """Whether every output so far has been read."""
+        return not self._has_output
+
     def abort(self) -> None:
-        """End the request if it runs, and forget it; who waits for it is told that it is over. Twice is fine."""
+        """End the request if it runs, and close the stream; a pending read ends. Idempotent."""
         self._is_over = True
         self._changed.set()
-        self._client._abort(self._request_id)
+        self._table.abort(self._request_id)
 
     def wake(self) -> None:
-        """Tell the reader that there is something new."""
+        """Notify the reader of a new output."""
         self._has_output = True
         self._changed.set()
 
     def fail(self, error: EngineError) -> None:
-        """Tell the reader that nothing more comes, behind the output that is there. The first reason stands."""
+        """Raise an error in the reader, after the output that is there. Only the first error counts."""
         self._error = self._error or error
-        self._has_output &= self._request_id in self._client._outputs
+        self._has_output &= self._table.has_output(self._request_id)
         self._changed.set()
+
+
+class RequestStreams:
+    """Open requests by number: their streams, their outputs, and the prompt tokens of those not yet admitted.
+
+    A request is open until its last output has been read, or its stream was aborted. `on_abort` is called with the
+    number and the figures of a request that its reader aborted while the engine ran it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, on_abort: Callable[[int, FinishedRequest], None]) -> None:
+        self._on_abort = on_abort
+        self._outputs = OutputProcessor(tokenizer, packs_logprobs=True)
+        self._streams: dict[int, RequestStream] = {}
+        self._queued: dict[int, int] = {}                 # sent and never admitted: prompt tokens x n
+
+    def __len__(self) -> int:
+        """Count the open requests."""
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[RequestStream]:
+        """Yield the streams of the open requests."""
+        return iter(self._streams.values())
+
+    @property
+    def num_outputs(self) -> int:
+        """Requests whose outputs are held."""
+        return len(self._outputs)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that were sent and not yet admitted."""
+        return len(self._queued)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens x n of the requests that were sent and not yet admitted."""
+        return sum(self._queued.values())
+
+    def open(
+        self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind
+    ) -> RequestStream:
+        """Return the stream of a request that is about to be sent."""
+        request = prepared.request
+        metrics = self._outputs.add(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
+        stream = self._streams[request.request_id] = RequestStream(self, request.request_id, metrics)
+        self._queued[request.request_id] = request.num_queued_tokens
+        return stream
+
+    def process(self, step: Stepped) -> Iterator[ProcessedStep]:
+        """Process a step's admissions, preemptions and tokens; yield the results in slices (`OutputProcessor`)."""
+        for admission in step.admissions:
+            self._queued.pop(admission.request_id, None)
+        self._outputs.record_scheduled(step.preempted, step.admissions, step.started_s)
+        return self._outputs.process_in_slices(step.deltas, time.monotonic())
+
+    def wake(self, request_ids: Iterable[int]) -> None:
+        """Notify the readers of requests with new outputs."""
+        for request_id in request_ids:
+            self._streams[request_id].wake()
+
+    def fail(self, request_id: int, error: EngineError) -> None:
+        """Fail a request for which the engine does nothing more, if it is open."""
+        if request_id in self._streams:
+            self._streams[request_id].fail(error)
+
+    def fail_all(self, reason: str) -> None:
+        """Fail every open request with EngineDeadError."""
+        self._queued.clear()
+        for stream in self._streams.values():
+            stream.fail(EngineDeadError(reason))
+
+    # --- for the streams ------------------------------------------------------------------------------------------
+
+    def has_output(self, request_id: int) -> bool:
+        """Return whether the outputs of a request are held."""
+        return request_id in self._outputs
+
+    def read(self, request_id: int) -> RequestOutput:
+        """Return the output since the last read, and close the stream if it is the last one."""
+        output = self._outputs.output(request_id)
+        if output.finished:
+            del self._streams[request_id]
+        return output
+
+    def abort(self, request_id: int) -> None:
+        """End a request, and close its stream, if it is open."""
+        if request_id not in self._streams:
+            return
+        finished = self._outputs.abort(request_id, time.monotonic()) if request_id in self._outputs else None
+        self.close(request_id)
+        if finished is not None:
+            self._on_abort(request_id, finished)
+
+    def close(self, request_id: int) -> None:
+        """Drop an open request."""
+        del self._streams[request_id]
+        self._queued.pop(request_id, None)
+        self._outputs.drop(request_id)

@@ -1,0 +1,63 @@
+"""Commands to the engine whose effect a caller awaits: unpinning, and block maps."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Collection
+from typing import Any
+
+from quire.core.block_map import BlockMap, Tier
+from quire.engine.messages import Abort, Command, EngineDeadError, GetBlocks
+
+
+class PendingCommands:
+    """Futures of the commands that were sent and not answered. Lives on one event loop."""
+
+    def __init__(self, send: Callable[[Command], None]) -> None:
+        self._send = send
+        self._futures: dict[Command, asyncio.Future[Any]] = {}
+        self._map_numbers = itertools.count()
+        self._map_lock = asyncio.Lock()      # the engine is asked for one map at a time: each costs a step some time
+
+    def __len__(self) -> int:
+        """Count the commands that are awaited."""
+        return len(self._futures)
+
+    async def unpin(self, request_id: int) -> None:
+        """Release what a request has pinned; returns once its blocks are free."""
+        await self._request(Abort(request_id))
+
+    async def block_map(self, first: int, count: int, tier: Tier, check: Callable[[], None]) -> BlockMap:
+        """Return blocks [first, first + count) of a tier. `check` raises if there is no engine when its turn comes."""
+        async with self._map_lock:
+            check()
+            block_map: BlockMap = await self._request(GetBlocks(next(self._map_numbers), first, count, tier))
+            return block_map
+
+    async def _request(self, command: Command) -> Any:  # noqa: ANN401 (whatever the engine answers)
+        future = self._futures[command] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(command)
+            return await future
+        finally:
+            del self._futures[command]
+
+    def resolve(self, command: Command, answer: object = None) -> None:
+        """Return an answer to the caller of a command, unless it was cancelled."""
+        future = self._futures.get(command)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def resolve_unpinned(self, pins: Collection[int]) -> None:
+        """Resolve each `unpin` of a request that is no longer among the pinned ones."""
+        if not self._futures:
+            return
+        left = set(pins)
+        for command in self._futures:
+            if isinstance(command, Abort) and command.request_id not in left:
+                self.resolve(command)
+
+    def fail_all(self, reason: str) -> None:
+        """Raise EngineDeadError in every caller."""
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(reason))
