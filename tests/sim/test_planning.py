@@ -11,7 +11,7 @@ from quire.engine.assembly import assemble
 from quire.engine.options import EngineOptions
 from quire.sim.hardware import HARDWARE, Hardware
 from quire.sim.models import read_model
-from quire.sim.planning import plan_memory, stored_parameters
+from quire.sim.planning import not_servable_yet, plan_memory, stored_parameters
 from support.zero_model import FAMILIES, write_zero_model
 
 MIB = 2**20
@@ -90,3 +90,21 @@ def test_file_that_is_no_safetensors_is_named(tmp_path: Path, content: bytes) ->
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"model.safetensors: not a safetensors file"):
         stored_parameters(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "num_devices", "named"),
+    [
+        ("auto", 1, []),
+        ("float16", 1, []),
+        ("fp8", 1, ["kv_cache_dtype 'fp8'"]),
+        ("bfloat16", 1, ["kv_cache_dtype 'bfloat16'"]),
+        ("auto", 2, ["tensor_parallel_size 2"]),
+        ("fp8", 4, ["tensor_parallel_size 4", "kv_cache_dtype 'fp8'"]),
+    ],
+)
+def test_plan_that_the_engine_would_refuse_is_marked(kv_dtype: str, num_devices: int, named: list[str]) -> None:
+    model, hardware = read_model("OPT-13B"), HARDWARE["A100-80GB"]
+    reasons = not_servable_yet(model, hardware, EngineOptions(), kv_dtype, num_devices)
+    assert [reason.partition(" is not supported yet")[0] for reason in reasons] == named
+    assert plan_memory(model, hardware, EngineOptions(), kv_dtype, num_devices).cache.num_blocks > 0

@@ -13,7 +13,7 @@ from quire.engine.sizing import free_memory_bytes
 from quire.server.ops.startup_banner import format_bytes
 from quire.sim.hardware import Hardware, read_hardware
 from quire.sim.models import Model, read_model
-from quire.sim.planning import MemoryPlan, plan_memory, stored_parameters
+from quire.sim.planning import MemoryPlan, not_servable_yet, plan_memory, stored_parameters
 
 _device = partial(flag_field, panel="Device")
 
@@ -53,6 +53,10 @@ class DeviceFlags:
         """Return what fits. Raises ConfigError for what does not."""
         return plan_memory(model, self.machine, engine, self.kv_cache_dtype, self.tensor_parallel_size)
 
+    def not_servable_yet(self, model: Model, engine: EngineOptions) -> list[str]:
+        """Return why the engine would refuse to serve this."""
+        return not_servable_yet(model, self.machine, engine, self.kv_cache_dtype, self.tensor_parallel_size)
+
 
 @with_config_file
 @with_flag_groups
@@ -63,12 +67,22 @@ def plan(
 ) -> None:
     """Say what fits before anything is loaded: weights, KV blocks, requests by length, and what binds."""
     model = read_model(engine.model, engine.dtype)
-    found = device.plan(model, engine)
+    found, refusals = device.plan(model, engine), device.not_servable_yet(model, engine)
     num_stored = 0 if model.folder is None else stored_parameters(model.folder)
     report.print_rows(f"{found.model} on {found.num_devices} x {found.hardware}", _rows(found))
     if num_stored not in (0, found.num_parameters):
         report.print_line(f"the files hold {num_stored:,} parameters, config.json tells of {found.num_parameters:,}")
-    report.write_json(json, asdict(found) | {"kv_cache_bytes": found.kv_cache_bytes, "stored_parameters": num_stored})
+    print_refusals(refusals)
+    derived = {
+        "kv_cache_bytes": found.kv_cache_bytes, "stored_parameters": num_stored, "not_servable_yet": refusals
+    }  # fmt: skip
+    report.write_json(json, asdict(found) | derived)
+
+
+def print_refusals(refusals: list[str]) -> None:
+    """Print a line for each reason why the engine would refuse to serve this."""
+    for reason in refusals:
+        report.print_line(f"not servable yet: {reason}")
 
 
 def _rows(found: MemoryPlan) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from quire.cli.bench import report
 from quire.cli.bench.diagnosis import Limits, diagnose, observe
 from quire.cli.bench.flags import LimitFlags
 from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_groups
-from quire.cli.plan import DeviceFlags
+from quire.cli.plan import DeviceFlags, print_refusals
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
 from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR, CostModel
@@ -84,11 +84,13 @@ def simulate(
         longest = found.scheduler.max_model_len
         raise ConfigError(f"none of {len(items)} requests fits: the longest may have {longest} tokens")
     record = _record(run, found, limits.limits) | _cost(run, found, hardware, load.price)
+    record["not_servable_yet"] = device.not_servable_yet(model, engine)
     record["simulator"] = {"sequence_steps": run.num_sequence_steps, "sequence_steps_per_cpu_s": per_s}
     title = f"{found.model} on {found.num_devices} x {found.hardware}, {load.workload}, seconds"
-    facts = {name: values for name, values in record.items() if name not in ("figures", "verdict")}
+    facts = {name: values for name, values in record.items() if name not in ("figures", "verdict", "not_servable_yet")}
     report.print_tables(title, report.DISTRIBUTION_COLUMNS, record["figures"], facts)
     report.print_line(record["verdict"])
+    print_refusals(record["not_servable_yet"])
     report.write_json(json, record)
 
 

@@ -1,4 +1,4 @@
-"""What fits, before any weight is loaded: from config.json and the headers of safetensors files. Loads no torch.
+"""Memory planning before any weight is loaded, from config.json and the headers of safetensors files. Loads no torch.
 
 Shapes and block arithmetic are the engine's own (`model/shapes.py`, `engine/sizing.py`). Workspaces are an upper
 estimate: the widest activations of a full step, and logits for every sequence.
@@ -18,6 +18,7 @@ from quire.model.footprint import (
     CPU_PACKING,
     DTYPE_BYTES,
     PLAIN_PACKING,
+    Packing,
     kv_bytes_per_token,
     num_parameters,
     weight_bytes,
@@ -60,7 +61,7 @@ def plan_memory(
     model: Model, hardware: Hardware, options: EngineOptions, kv_dtype: str = "auto", num_devices: int = 1
 ) -> MemoryPlan:
     """Return what fits. Raises ConfigError, with the numbers, for a model that does not fit or sizes that cannot be."""
-    spec, packing = model.spec, CPU_PACKING if hardware.device == "cpu" else PLAIN_PACKING
+    spec, packing = model.spec, _packing(hardware)
     kv_dtype = packing.kernel_dtype(model.dtype) if kv_dtype == "auto" else kv_dtype
     num_seqs = options.resolved_max_num_seqs
     num_tokens = options.resolved_max_num_batched_tokens
@@ -100,6 +101,25 @@ def plan_memory(
         num_fitting={at: min(num_seqs, cache.num_blocks // math.ceil(at / cache.block_size)) for at in lengths},
         binds=_what_binds(cache, scheduler, options.max_model_len or spec.default_positions),
     )
+
+
+def not_servable_yet(
+    model: Model, hardware: Hardware, options: EngineOptions, kv_dtype: str = "auto", num_devices: int = 1
+) -> list[str]:
+    """Return the reasons for which the engine would refuse to serve what `plan_memory` plans; usually none."""
+    reasons = []
+    try:
+        replace(options, tensor_parallel_size=num_devices)
+    except ConfigError as error:
+        reasons.append(str(error))
+    own_dtype = _packing(hardware).kernel_dtype(model.dtype)
+    if kv_dtype not in ("auto", own_dtype):
+        reasons.append(f"kv_cache_dtype {kv_dtype!r} is not supported yet, only {own_dtype!r}, that of the kernels")
+    return reasons
+
+
+def _packing(hardware: Hardware) -> Packing:
+    return CPU_PACKING if hardware.device == "cpu" else PLAIN_PACKING
 
 
 def _what_binds(cache: CacheConfig, scheduler: SchedulerConfig, longest: int) -> str:
