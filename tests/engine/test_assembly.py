@@ -12,11 +12,12 @@ from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits
 from quire.execution.memory_profiling import CudaMemoryMeter
 from quire.model.decoder import Decoder
+from quire.model.kv_geometry import KVGeometry, LayerKV
 
 GIB = 1 << 30
 LIMITS = ModelLimits(max_position_embeddings=8192, kv_bytes_per_token=128 * 1024, sliding_window=None)
 BLOCK_BYTES = 16 * LIMITS.kv_bytes_per_token
-MODEL = cast(Decoder, SimpleNamespace(spec=SimpleNamespace(num_layers=32)))
+MODEL = cast(Decoder, SimpleNamespace(kv_geometry=KVGeometry((LayerKV(8, 128, "bfloat16"),) * 32)))
 
 
 def cache_config(monkeypatch: pytest.MonkeyPatch, host_bytes: int, **asked: int | str) -> CacheConfig:

@@ -43,17 +43,36 @@ def test_pinned_tensors_share_allocations_that_are_full(
         return zeros(size, dtype=dtype)
 
     monkeypatch.setattr(torch, "zeros", unpinned)
-    memory = PinnedMemory(num_tensors)
+    memory = PinnedMemory([num_bytes] * num_tensors)
     tensors = [memory.allocate(num_bytes) for _ in range(num_tensors)]
     for index, tensor in enumerate(tensors):
         tensor.fill_(index)
     assert [tensor.tolist() for tensor in tensors] == [[index] * num_bytes for index in range(num_tensors)]
-    assert rounded(allocated) == pinned_bytes(num_tensors, num_bytes)
+    assert rounded(allocated) == pinned_bytes([num_bytes] * num_tensors)
     assert rounded(allocated) <= rounded([num_bytes + -num_bytes % 64] * num_tensors)
 
 
+def test_pinned_tensors_of_two_models_share_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated, zeros = list[int](), torch.zeros
+
+    def unpinned(size: int, *, pin_memory: bool, dtype: torch.dtype) -> Tensor:
+        assert pin_memory
+        allocated.append(size)
+        return zeros(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", unpinned)
+    sizes = [*[73] * 5, *[9000] * 3] * 2
+    memory = PinnedMemory(sizes)
+    tensors = [memory.allocate(num_bytes) for num_bytes in sizes]
+    for index, tensor in enumerate(tensors):
+        tensor.fill_(index)
+    assert [tensor.tolist() for tensor in tensors] == [[index] * size for index, size in enumerate(sizes)]
+    assert rounded(allocated) == pinned_bytes(sizes)
+    assert rounded(allocated) < rounded([size + -size % 64 for size in sizes])
+
+
 def test_swap_space_of_28_layers_takes_little_more_than_its_size() -> None:
-    assert pinned_bytes(56, 73 << 20) < 1.05 * 56 * (73 << 20)
+    assert pinned_bytes([73 << 20] * 56) < 1.05 * 56 * (73 << 20)
 
 
 @pytest.mark.parametrize("has_new_name", [True, False], ids=["torch 2.12", "torch 2.11"])

@@ -63,7 +63,7 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(tmp_path: Path, block_size
         model = load_model(write_random_model(tmp_path), back_end=cuda_back_end())
         available_kv_bytes(model, 4, 90, 640, block_size, 0.9, FakeMeter())
         tried = kernels.copy()
-        cache = KVCache.allocate(model.spec, 40, block_size, model.dtype, model.back_end)
+        cache = KVCache.allocate(model.kv_geometry, 40, block_size, model.back_end)
         for num_seqs, num_tokens in ((1, 1), (3, 3), (2, 50)):
             hidden = model.forward(dummy_batch(num_seqs, num_tokens, 5, model.device), cache)
             logits = model.logits(hidden[:num_seqs])

@@ -9,8 +9,9 @@ import torch
 from quire.core.errors import ConfigError
 from quire.execution.swap_storage import UnlinkedFile, allocate_swap_space
 from quire.kernels.back_end import REFERENCE, BackEnd, choose_back_end
-from quire.model.footprint import kv_bytes_per_token
+from quire.kernels.cache_layout import dtype_name
 from quire.model.kv_cache import ALIGNMENT, KVCache
+from quire.model.kv_geometry import KVGeometry
 from quire.model.loader import load_model
 from quire.model.spec import DecoderSpec
 
@@ -38,24 +39,30 @@ def back_end(request: pytest.FixtureRequest, spec: DecoderSpec) -> BackEnd:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def geometry_of(spec: DecoderSpec, back_end: BackEnd, dtype: torch.dtype) -> KVGeometry:
+    return KVGeometry.of(spec, dtype_name(back_end.cache_layout.stored_dtype(dtype)))
+
+
 def test_space_is_laid_out_as_the_cache_is(
     spec: DecoderSpec, back_end: BackEnd, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    space = allocate_swap_space(spec, 5, 16, dtype, back_end, str(tmp_path))
-    cache = KVCache.allocate(spec, 5, 16, dtype, back_end)
-    for ours, theirs in zip([*space.keys, *space.values], [*cache.keys, *cache.values], strict=True):
+    geometry = geometry_of(spec, back_end, dtype)
+    space = allocate_swap_space(geometry, 5, 16, back_end, str(tmp_path))
+    cache = KVCache.allocate(geometry, 5, 16, back_end)
+    for ours, theirs in zip(space.tensors, cache.tensors, strict=True):
         assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
         assert ours.data_ptr() % ALIGNMENT == 0
         assert not ours.any()
         ours.fill_(1)
-    starts = sorted(x.data_ptr() for x in [*space.keys, *space.values])
-    assert starts[-1] - starts[0] < 5 * 16 * kv_bytes_per_token(spec, cache.keys[0].dtype.itemsize) + 64 * ALIGNMENT
+    starts = sorted(x.data_ptr() for x in space.tensors)
+    assert starts[-1] - starts[0] < 5 * 16 * geometry.bytes_per_token + 64 * ALIGNMENT
 
 
 def test_file_has_no_name_and_goes_with_its_last_tensor(spec: DecoderSpec, tmp_path: Path) -> None:
-    space = allocate_swap_space(spec, 64, 16, torch.float32, REFERENCE, str(tmp_path))
+    geometry = geometry_of(spec, REFERENCE, torch.float32)
+    space = allocate_swap_space(geometry, 64, 16, REFERENCE, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
-    assert mapped_bytes(tmp_path) >= 64 * 16 * kv_bytes_per_token(spec, 4)
+    assert mapped_bytes(tmp_path) >= 64 * 16 * geometry.bytes_per_token
     last = space.values[-1]
     del space
     last.fill_(3)

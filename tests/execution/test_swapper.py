@@ -18,9 +18,9 @@ NOWHERE = torch.empty(0, dtype=torch.int64)  # is written to
 def parts(request: pytest.FixtureRequest, demo_model: Path) -> tuple[KVCache, KVCache, BackEnd]:
     """A cache of random content, an empty swap space, and the back end."""
     back_end = choose_back_end(torch.device("cpu"), request.param)
-    spec = load_model(demo_model, back_end=back_end).spec
-    cache, space = (KVCache.allocate(spec, num, 16, torch.float32, back_end) for num in (6, 4))
-    for tensor in [*cache.keys, *cache.values]:
+    geometry = load_model(demo_model, back_end=back_end, dtype="float32").kv_geometry
+    cache, space = (KVCache.allocate(geometry, num, 16, back_end) for num in (6, 4))
+    for tensor in cache.tensors:
         tensor.normal_()
     return cache, space, back_end
 
@@ -28,12 +28,12 @@ def parts(request: pytest.FixtureRequest, demo_model: Path) -> tuple[KVCache, KV
 def test_what_went_out_comes_in_elsewhere(parts: tuple[KVCache, KVCache, BackEnd]) -> None:
     cache, space, back_end = parts
     swapper = Swapper(cache, space, back_end.copy_blocks)
-    before = [tensor.clone() for tensor in [*cache.keys, *cache.values]]
+    before = [tensor.clone() for tensor in cache.tensors]
     assert swapper.move(StepPlan(swap_outs=[BlockCopy(1, 3), BlockCopy(4, 0)]), NOWHERE) > 0
-    for tensor in [*cache.keys, *cache.values]:
+    for tensor in cache.tensors:
         tensor[[1, 4]] = 0
     assert swapper.move(StepPlan(swap_ins=[BlockCopy(3, 5), BlockCopy(0, 1)]), NOWHERE) > 0
-    for tensor, old in zip([*cache.keys, *cache.values], before, strict=True):
+    for tensor, old in zip(cache.tensors, before, strict=True):
         assert torch.equal(tensor[[5, 1]], old[[1, 4]])
         assert torch.equal(tensor[[0, 2, 3]], old[[0, 2, 3]])
 

@@ -37,7 +37,7 @@ class PagedRunner:
 
     def __init__(self, decoder: Decoder, *, block_size: int = 8, num_blocks: int = 96) -> None:
         self.decoder = decoder
-        self.cache = KVCache.allocate(decoder.spec, num_blocks, block_size, decoder.dtype, decoder.back_end)
+        self.cache = KVCache.allocate(decoder.kv_geometry, num_blocks, block_size, decoder.back_end)
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}

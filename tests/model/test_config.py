@@ -9,6 +9,7 @@ from quire.model.config import spec_from_config
 from quire.model.footprint import kv_bytes_per_token
 from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
+from quire.model.kv_geometry import KVGeometry
 from quire.model.spec import DecoderSpec
 
 LLAMA = {
@@ -122,7 +123,7 @@ def test_cache_bytes_of_a_token(layers: int, kv_heads: int, head_dim: int, kib: 
 
 def test_cache_holds_what_is_counted_and_begins_as_zeros() -> None:
     small = spec(num_key_value_heads=2)
-    cache = KVCache.allocate(small, num_blocks=3, block_size=8, dtype=torch.bfloat16, back_end=TORCH)
+    cache = KVCache.allocate(KVGeometry.of(small, "bfloat16"), num_blocks=3, block_size=8, back_end=TORCH)
     tensors = [*cache.keys, *cache.values]
     assert {tuple(tensor.shape) for tensor in tensors} == {(3, 8, 2, 8)}
     assert sum(tensor.nbytes for tensor in tensors) == 3 * 8 * kv_bytes_per_token(small, 2)

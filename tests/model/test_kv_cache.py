@@ -5,36 +5,70 @@ import resource
 import pytest
 import torch
 
-from quire.kernels.back_end import TORCH
-from quire.model.config import spec_from_config
-from quire.model.footprint import kv_bytes_per_token
+from quire.core.errors import ConfigError
+from quire.kernels.back_end import TORCH, BackEnd, choose_back_end
+from quire.kernels.cache_layout import dtype_name
 from quire.model.kv_cache import ALIGNMENT, KVCache
+from quire.model.kv_geometry import KVGeometry, LayerKV
 
-SPEC = spec_from_config(
-    {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
-        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
-    }
-)  # fmt: skip
+
+def geometry(dtype: str = "float32") -> KVGeometry:
+    return KVGeometry((LayerKV(2, 8, dtype),) * 3)
+
+
+@pytest.fixture(params=["torch", "auto"])
+def back_end(request: pytest.FixtureRequest) -> BackEnd:
+    return choose_back_end(torch.device("cpu"), request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_cache_is_one_zeroed_aligned_tensor_per_layer_for_keys_and_for_values(dtype: torch.dtype) -> None:
-    cache = KVCache.allocate(SPEC, 5, 16, dtype, TORCH)
+    cache = KVCache.allocate(geometry(dtype_name(dtype)), 5, 16, TORCH)
     assert len(cache.keys) == len(cache.values) == 3
-    for tensor in (*cache.keys, *cache.values):
+    for tensor in cache.tensors:
         assert tensor.shape == (5, 16, 2, 8)
         assert tensor.dtype == dtype
         assert tensor.is_contiguous()
         assert tensor.data_ptr() % ALIGNMENT == 0
         assert not tensor.any()
-    assert sum(t.nbytes for t in (*cache.keys, *cache.values)) == 5 * 16 * kv_bytes_per_token(SPEC, dtype.itemsize)
+    assert [tensor.nbytes for tensor in cache.tensors] == geometry(dtype_name(dtype)).tensor_bytes(5 * 16)
 
 
 def test_empty_cache_takes_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    cache = KVCache.allocate(SPEC, 1 << 18, 16, torch.float32, TORCH)
-    nominal_kib = sum(t.nbytes for t in (*cache.keys, *cache.values)) // 1024
+    cache = KVCache.allocate(geometry(), 1 << 18, 16, TORCH)
+    nominal_kib = sum(tensor.nbytes for tensor in cache.tensors) // 1024
     assert nominal_kib > 1 << 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < nominal_kib // 20
+
+
+def test_layers_may_differ_and_are_split_by_model(back_end: BackEnd) -> None:
+    joined = geometry("float32").joined(KVGeometry((LayerKV(1, 16, "bfloat16"), LayerKV(3, 24, "float32"))))
+    cache = KVCache.allocate(joined, 5, 16, back_end)
+    assert [tensor.nbytes for tensor in cache.tensors] == joined.tensor_bytes(5 * 16)
+    assert [tensor.dtype for tensor in cache.keys] == [torch.float32] * 3 + [torch.bfloat16, torch.float32]
+    target, draft = cache.split([3, 2])
+    assert all(a is b for a, b in zip(target.keys + draft.keys, cache.keys, strict=True))
+    assert all(a is b for a, b in zip(target.values + draft.values, cache.values, strict=True))
+    with pytest.raises(AssertionError, match=r"\[3\] of 5 layers"):
+        cache.split([3])
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        (LayerKV(2, 8, "int8"), "KV cache of int8 is not"),
+        (LayerKV(2, 8, "float8_e4m3fn"), "KV cache of float8_e4m3fn is not"),
+        (LayerKV(2, 8, "bfloat16", scale_dtype="float32"), "KV cache of bfloat16 with scales of float32 is not"),
+    ],
+)
+def test_dtype_that_no_kernel_reads_is_refused_by_name(layer: LayerKV, named: str, back_end: BackEnd) -> None:
+    with pytest.raises(ConfigError, match=f"{named} supported yet; this back end stores .*float32"):
+        KVCache.allocate(KVGeometry((layer,)), 5, 16, back_end)
+
+
+def test_dtype_of_another_model_is_refused_by_name(back_end: BackEnd) -> None:
+    layout = back_end.cache_layout
+    assert layout.stored_dtype(torch.bfloat16) == layout.stored_dtype(torch.bfloat16, "bfloat16") == torch.bfloat16
+    with pytest.raises(ConfigError, match=r"KV cache of float32 is not supported yet: .* a bfloat16 model .* bfloat"):
+        layout.stored_dtype(torch.bfloat16, "float32")

@@ -140,7 +140,7 @@ def _logits(model: Decoder, token_ids: NDArray[np.int32]) -> Tensor:
     """Return float32 logits [num_tokens, vocab] of one sequence."""
     count = len(token_ids)
     num_blocks = -(-count // BLOCK_SIZE)
-    cache = KVCache.allocate(model.spec, num_blocks, BLOCK_SIZE, model.dtype, model.back_end)
+    cache = KVCache.allocate(model.kv_geometry, num_blocks, BLOCK_SIZE, model.back_end)
     batch = ForwardBatch(
         token_ids=torch.from_numpy(token_ids.astype(np.int64)),
         positions=torch.arange(count),

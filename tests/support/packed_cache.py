@@ -10,7 +10,7 @@ from quire.kernels.cpp.dtypes import kernel_dtype
 def pack(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Lay out caches that are plain, [num_blocks, block_size, num_kv_heads, head_dim], for the kernels."""
     num_blocks, block_size, num_kv_heads, head_dim = keys.shape
-    shapes = cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, keys.dtype)
+    shapes = cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, kernel_dtype(keys.dtype))
     keys, values = (x.to(kernel_dtype(x.dtype)).transpose(1, 2) for x in (keys, values))  # [.., heads, tokens, dims]
     if keys.dtype == torch.bfloat16:
         keys = torch.unflatten(keys, 3, (-1, 2)).transpose(2, 3)      # [.., heads, pairs of dims, tokens, 2]

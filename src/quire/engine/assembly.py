@@ -33,11 +33,12 @@ from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import CudaSwapper, Swapper
 from quire.execution.worker import Worker
 from quire.kernels.back_end import choose_back_end
+from quire.kernels.cache_layout import dtype_name as torch_dtype_name
 from quire.model.config import dtype_name, eos_token_ids, read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.decoder import Decoder
-from quire.model.footprint import kv_bytes_per_token
 from quire.model.kv_cache import KVCache
+from quire.model.kv_geometry import KVGeometry
 from quire.model.loader import load_model
 from quire.model.resolve import resolve_model
 from quire.model.spec import DecoderSpec
@@ -70,7 +71,8 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
     back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=spec.head_dim)
     meter = _cuda_memory_meter(device) if device.type == "cuda" else None
     dtype = getattr(torch, dtype_name(options.dtype, config, source))
-    limits = _limits(spec, back_end.cache_layout.dtype(dtype).itemsize)
+    geometry = KVGeometry.of(spec, torch_dtype_name(back_end.cache_layout.stored_dtype(dtype)))
+    limits = _limits(spec, geometry)
     num_positions = _table_positions(options, limits, meter)
     model = load_model(
         folder, dtype=options.dtype, device=device, back_end=back_end, max_positions=options.max_model_len,
@@ -82,7 +84,7 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
         scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size, spec.vocab_size
     )
     cache = KVCache.allocate(
-        spec, cache_config.num_blocks, cache_config.block_size, model.dtype, back_end, device_allocator(device)
+        model.kv_geometry, cache_config.num_blocks, cache_config.block_size, back_end, device_allocator(device)
     )
     swapper = None if cache_config.num_swap_blocks == 0 else _swapper(options, cache_config, model, cache)
     executor = _executor(model, cache, batch, swapper)
@@ -92,7 +94,7 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
         max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
         vocab_size=spec.vocab_size,
         eos_token_ids=eos_token_ids(folder, config, spec.vocab_size),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=torch_dtype_name(model.dtype),
         device=str(model.device),
         num_parameters=model.num_parameters,
         weights_bytes=model.weight_bytes,
@@ -103,13 +105,13 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
     return AssembledEngine(engine, InputProcessor(tokenizer, ready, options), tokenizer, model, ready)
 
 
-def _limits(spec: DecoderSpec, itemsize: int) -> ModelLimits:
-    """Return what sizing needs to know of a model whose keys and values are kept in elements of `itemsize` bytes."""
+def _limits(spec: DecoderSpec, geometry: KVGeometry) -> ModelLimits:
+    """Return what sizing needs to know of a model; `geometry` is that of all models that share the block tables."""
     table_bytes = 0 if spec.rotary is None else spec.head_dim * torch.float32.itemsize
     return ModelLimits(
         spec.max_position_embeddings,
-        kv_bytes_per_token(spec, itemsize),
-        spec.sliding_window,
+        geometry.bytes_per_token,
+        geometry.sliding_window,
         table_bytes,
         spec.default_positions,
     )
@@ -140,14 +142,13 @@ def _sizes(
     free_bytes = free_memory_bytes()
     swap_bytes = min(CUDA_SWAP_BYTES, free_bytes // 2) if options.memory_policy == "paged" else 0
     cache, scheduler = size_engine(options, limits, left, share=1.0, default_swap_bytes=swap_bytes)
-    _check_swap_space(cache, limits, model.spec.num_layers, free_bytes)
+    _check_swap_space(cache, model.kv_geometry, free_bytes)
     return cache, scheduler
 
 
-def _check_swap_space(cache: CacheConfig, limits: ModelLimits, num_layers: int, free_bytes: int) -> None:
+def _check_swap_space(cache: CacheConfig, geometry: KVGeometry, free_bytes: int) -> None:
     """Raise ConfigError if the host's memory cannot hold the swap space of a GPU."""
-    tensor_bytes = cache.num_swap_blocks * cache.block_size * limits.kv_bytes_per_token // (2 * num_layers)
-    swap_bytes = pinned_bytes(2 * num_layers, tensor_bytes) if tensor_bytes else 0
+    swap_bytes = pinned_bytes(geometry.tensor_bytes(cache.num_swap_blocks * cache.block_size))
     if swap_bytes > free_bytes:
         raise ConfigError(
             f"the swap space takes {swap_bytes} bytes, but only {free_bytes} are free in the host's memory; lower "
@@ -171,7 +172,7 @@ def _executor(model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: S
 def _swapper(options: EngineOptions, config: CacheConfig, model: Decoder, cache: KVCache) -> Swapper:
     sizes = config.num_swap_blocks, config.block_size
     space = allocate_swap_space(
-        model.spec, *sizes, model.dtype, model.back_end, options.swap_dir, model.device
+        model.kv_geometry, *sizes, model.back_end, options.swap_dir, model.device
     )
     make = CudaSwapper if model.device.type == "cuda" else Swapper
     return make(cache, space, model.back_end.copy_blocks)

@@ -1,9 +1,10 @@
-"""A GPU's memory, and the host's next to it: what a step takes up with it, and what the caches lie in.
+"""Memory of a GPU and pinned memory of its host: allocation of caches, and upload of a step's inputs.
 
-On a CPU all of this is nothing: tensors are where they have to be.
+On a CPU none of this is needed: tensors are where they have to be.
 """
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -14,48 +15,52 @@ from quire.model.kv_cache import ALIGNMENT
 
 
 def device_allocator(device: torch.device) -> Callable[[int], Tensor] | None:
-    """Return what gives zeros on a device, uint8 [num_bytes]; None for the host's, where `KVCache` has its own way."""
+    """Return an allocator of zeros on a device, uint8 [num_bytes]; None for the host: `KVCache` allocates there."""
     if device.type == "cpu":
         return None
     return lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 class PinnedMemory:
-    """Zeros in host memory that a GPU reads and writes by itself, for tensors of one size.
+    """Zeros in pinned host memory, which a GPU reads and writes itself, for tensors of given sizes in bytes.
 
     PyTorch rounds each pinned allocation up to a power of two: up to twice the memory, tensor by tensor. So as many
-    tensors as fill a power of two share an allocation, and what is left unused is less than a tensor of each.
+    tensors as fill a power of two share an allocation (a slab), and what is left unused is less than a tensor of each.
     """
 
-    def __init__(self, num_tensors: int) -> None:
-        self._num_left = num_tensors
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._slab_sizes = deque(_slab_sizes(sizes))
         self._slab = torch.empty(0, dtype=torch.uint8)
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return the memory of the next tensor, uint8 [num_bytes]."""
-        padded_bytes = num_bytes + -num_bytes % ALIGNMENT
+        """Return the memory of the next tensor, uint8 [num_bytes]; tensors come in the order of the sizes."""
+        padded_bytes = _padded(num_bytes)
         if len(self._slab) < padded_bytes:
-            count = _tensors_per_slab(self._num_left, padded_bytes)
-            self._slab = torch.zeros(count * padded_bytes, dtype=torch.uint8, pin_memory=True)
-        taken, self._slab = self._slab[:num_bytes], self._slab[padded_bytes:]
-        self._num_left -= 1
-        return taken
+            self._slab = torch.zeros(self._slab_sizes.popleft(), dtype=torch.uint8, pin_memory=True)
+        allocated, self._slab = self._slab[:num_bytes], self._slab[padded_bytes:]
+        return allocated
 
 
-def pinned_bytes(num_tensors: int, num_bytes: int) -> int:
-    """Return what `PinnedMemory` takes for so many tensors, with what PyTorch adds."""
-    num_bytes += -num_bytes % ALIGNMENT
-    total_bytes = 0
-    while num_tensors > 0:
-        count = _tensors_per_slab(num_tensors, num_bytes)
-        total_bytes += 1 << (count * num_bytes - 1).bit_length()
-        num_tensors -= count
-    return total_bytes
+def pinned_bytes(sizes: Sequence[int]) -> int:
+    """Return the bytes that `PinnedMemory` allocates for tensors of these sizes, PyTorch's rounding included."""
+    return sum(1 << (slab_bytes - 1).bit_length() for slab_bytes in _slab_sizes(sizes) if slab_bytes)
 
 
-def _tensors_per_slab(num_tensors: int, num_bytes: int) -> int:
-    """Return how many tensors fill the largest power of two that all of them do not fit under; at least one."""
-    return max(1, (1 << (num_tensors * num_bytes).bit_length() - 1) // num_bytes)
+def _slab_sizes(sizes: Sequence[int]) -> list[int]:
+    """Cut tensors, in order, into slabs: each is filled up to the largest power of two below all that remains."""
+    padded = deque(map(_padded, sizes))
+    remaining_bytes, slabs = sum(padded), list[int]()
+    while padded:
+        limit, slab_bytes = 1 << max(0, remaining_bytes.bit_length() - 1), padded.popleft()
+        while padded and slab_bytes + padded[0] <= limit:
+            slab_bytes += padded.popleft()
+        remaining_bytes -= slab_bytes
+        slabs.append(slab_bytes)
+    return slabs
+
+
+def _padded(num_bytes: int) -> int:
+    return num_bytes + -num_bytes % ALIGNMENT
 
 
 def empty_host_cache() -> None:

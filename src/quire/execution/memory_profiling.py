@@ -58,10 +58,9 @@ def available_kv_bytes(
     That is one of `num_tokens` tokens of `num_seqs` sequences whose contexts may have `max_model_len`. The graphs of
     decodes keep what the largest of them needs. Every kernel is compiled then that a request could wait for.
     """
-    cache = KVCache.allocate(model.spec, 2, block_size, model.dtype, model.back_end, device_allocator(model.device))
+    cache = KVCache.allocate(model.kv_geometry, 2, block_size, model.back_end, device_allocator(model.device))
     max_blocks, num_seqs = -(-max_model_len // block_size), min(num_seqs, num_tokens)
-    tensors = [*cache.keys, *cache.values]
-    model.back_end.copy_blocks(tensors, tensors, torch.tensor([0]), torch.tensor([1]))
+    model.back_end.copy_blocks(cache.tensors, cache.tensors, torch.tensor([0]), torch.tensor([1]))
     meter.reset_peak()
     largest = dummy_batch(num_seqs, num_tokens, max_blocks, model.device)
     logits = model.logits(model.forward(largest, cache)[:num_seqs])

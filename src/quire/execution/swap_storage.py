@@ -1,9 +1,8 @@
-"""Where the swap space is kept.
+"""Storage of the swap space: pinned host memory for a cache on a GPU, a mapped file for a cache in host memory.
 
-A cache on a GPU swaps to host memory. One in host memory swaps to a file, mapped into memory: what has no room in one
-kind of memory would have none beside it either. The file loses its name as soon as it is open, so that nothing is left
-behind whatever happens. Its bytes are really taken: were the disk full later, writing to the mapping would kill the
-process.
+A cache in host memory cannot swap to host memory, which is what ran out. The file is unlinked as soon as it is open, so
+that no crash leaves it behind, and its bytes are allocated at once: were the disk full later, writing to the mapping
+would kill the process.
 """
 
 import mmap
@@ -17,39 +16,34 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 from quire.execution.device_memory import PinnedMemory
 from quire.kernels.back_end import BackEnd
-from quire.model.footprint import kv_bytes_per_token
 from quire.model.kv_cache import ALIGNMENT, KVCache
-from quire.model.spec import DecoderSpec
+from quire.model.kv_geometry import KVGeometry
 
 HOST = torch.device("cpu")
 
 
 def allocate_swap_space(
-    spec: DecoderSpec,
+    geometry: KVGeometry,
     num_blocks: int,
     block_size: int,
-    dtype: torch.dtype,
     back_end: BackEnd,
     directory: str | None,
     device: torch.device = HOST,
 ) -> KVCache:
-    """Return tensors like the cache's for `num_blocks` blocks, in the kind of memory that suits where the cache is.
+    """Return tensors like the cache's for `num_blocks` blocks, in the memory that suits the cache's device.
 
-    The one place that chooses: pinned memory of the host for a GPU, a file for the host. `directory`: for the file;
-    None is the system's directory for temporary files. Raises ConfigError where it cannot be written to or has too
-    little room.
+    `directory`: of the file; None is the system's directory for temporary files. Raises ConfigError if it is not
+    writable or has too little room.
     """
+    sizes = geometry.tensor_bytes(num_blocks * block_size)
     if device.type == "cuda":
-        memory = PinnedMemory(2 * spec.num_layers)
-        return KVCache.allocate(spec, num_blocks, block_size, dtype, back_end, memory.allocate)
-    block_bytes = block_size * kv_bytes_per_token(spec, back_end.cache_layout.dtype(dtype).itemsize)
-    num_bytes = num_blocks * block_bytes + 2 * spec.num_layers * ALIGNMENT
-    space = UnlinkedFile(Path(directory or tempfile.gettempdir()), num_bytes)
-    return KVCache.allocate(spec, num_blocks, block_size, dtype, back_end, space.allocate)
+        return KVCache.allocate(geometry, num_blocks, block_size, back_end, PinnedMemory(sizes).allocate)
+    space = UnlinkedFile(Path(directory or tempfile.gettempdir()), sum(sizes) + len(sizes) * ALIGNMENT)
+    return KVCache.allocate(geometry, num_blocks, block_size, back_end, space.allocate)
 
 
 class UnlinkedFile:
-    """A file without a name, as memory that is handed out from its beginning. It goes with the last tensor in it."""
+    """An unlinked file as memory, allocated from its beginning. It is deleted with the last tensor in it."""
 
     def __init__(self, directory: Path, num_bytes: int) -> None:
         self._memory = torch.frombuffer(_mapped_file(directory, num_bytes), dtype=torch.uint8)

@@ -19,8 +19,7 @@ class Swapper:
     """The swap space's tensors, laid out as the cache's, and the rates of both directions in blocks per second."""
 
     def __init__(self, cache: KVCache, space: KVCache, copy_blocks: CopyBlocks) -> None:
-        self._cache = [*cache.keys, *cache.values]
-        self._space = [*space.keys, *space.values]
+        self._cache, self._space = cache.tensors, space.tensors
         self._copy_blocks = copy_blocks
         self.out_rate, self.in_rate = Rate(), Rate()
 

@@ -31,7 +31,9 @@ class Worker:
 
     def __init__(self, model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None) -> None:
         self._model = model
-        self._cache = cache
+        self._cache = cache           # of every model that shares the block tables; the first layers are the model's
+        num_layers = model.kv_geometry.num_layers
+        self._own_cache, _ = cache.split([num_layers, len(cache.keys) - num_layers])
         self._batch = batch
         self._swapper = swapper
         self._prefill_rate = Rate()
@@ -50,7 +52,7 @@ class Worker:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states [T, hidden] of a batch; its keys and values are written to the cache."""
-        return self._model.forward(batch, self._cache)
+        return self._model.forward(batch, self._own_cache)
 
     def _prepare(self, plan: StepPlan) -> tuple[StepInputs, float]:
         """Apply a plan up to the forward pass; return its inputs, and the seconds spent on swapping."""
@@ -59,8 +61,8 @@ class Worker:
         swap_s = 0.0 if self._swapper is None else self._swapper.move(plan, inputs.forward.slot_mapping)
         if plan.copies:
             src, dst = torch.tensor(plan.copies).unbind(dim=1)
-            caches = [*self._cache.keys, *self._cache.values]
-            self._model.back_end.copy_blocks(caches, caches, src, dst)
+            tensors = self._cache.tensors
+            self._model.back_end.copy_blocks(tensors, tensors, src, dst)
         return inputs, swap_s
 
     def _result(self, inputs: StepInputs, hidden: Tensor, sampled: SampledTokens, swap_s: float) -> StepResult:

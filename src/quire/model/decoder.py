@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
+from quire.kernels.cache_layout import dtype_name
 from quire.kernels.decoder_layers import LayerInputs, RunLayers
 from quire.kernels.kv_cache_write import rotary_table
 from quire.kernels.paged_attention import build_metadata
 from quire.model.batch import ForwardBatch
 from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
+from quire.model.kv_geometry import KVGeometry
 from quire.model.layers import ComposedLayers, make_layer, make_norm
 from quire.model.shapes import DecoderShapes
 from quire.model.spec import DecoderSpec
@@ -20,6 +22,7 @@ class Decoder:
 
     def __init__(self, spec: DecoderSpec, weights: WeightReader, max_positions: int, table_positions: int) -> None:
         self.spec, self.dtype, self.device, self.back_end = spec, weights.dtype, weights.device, weights.back_end
+        self.kv_geometry = KVGeometry.of(spec, dtype_name(self.back_end.cache_layout.stored_dtype(self.dtype)))
         shapes = DecoderShapes.of(spec)
         self._embedding = Embedding(shapes, spec.position_offset, weights)
         cos_sin = _rotary_table(spec, max_positions, table_positions, weights.device)

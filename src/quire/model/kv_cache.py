@@ -1,22 +1,27 @@
-"""KVCache: the tensors that hold keys and values, two per layer, cut into blocks. Knows no owner of a block."""
+"""KV cache tensors: keys and values of all layers, cut into blocks. Knows no owner of a block."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.kernels.back_end import BackEnd
-from quire.model.spec import DecoderSpec
+from quire.model.kv_geometry import KVGeometry
 
 ALIGNMENT = 64  # bytes: a cache line, and a vector register
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values of all layers, each [num_blocks, ...]: what stands in a block is the back end's layout."""
+    """Keys and values of all layers, each [num_blocks, ...] in the back end's layout.
+
+    The layers may be those of several models: one block table serves all, and whatever copies, swaps or clears a block
+    does so in `tensors`, that is for every model.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -25,26 +30,42 @@ class KVCache:
     @classmethod
     def allocate(
         cls,
-        spec: DecoderSpec,
+        geometry: KVGeometry,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,
         back_end: BackEnd,
         allocator: Callable[[int], Tensor] | None = None,
     ) -> "KVCache":
-        """Return a cache for a model of `dtype`. Of zeros: a tile may reach past a context, and 0 x NaN is NaN.
+        """Return a cache of zeros: a tile may reach past a context, and 0 x NaN is NaN.
 
-        `allocator` returns memory for one tensor, uint8 [num_bytes] of zeros, aligned; None is the host's.
+        `allocator` returns memory for one tensor, uint8 [num_bytes] of zeros, aligned; None is the host's. Raises
+        ConfigError for a dtype that the back end does not serve.
         """
         layout, allocator = back_end.cache_layout, allocator or _zeros
-        cache_dtype = layout.dtype(dtype)
-
-        def tensor(shape: tuple[int, ...]) -> Tensor:
-            return allocator(math.prod(shape) * cache_dtype.itemsize).view(cache_dtype).view(shape)
-
-        shapes = layout.shapes(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype)
-        keys, values = ([tensor(shape) for _ in range(spec.num_layers)] for shape in shapes)
+        dtypes = [layout.check(layer.dtype, layer.scale_dtype) for layer in geometry.layers]
+        shapes = [
+            layout.shapes(num_blocks, block_size, layer.num_heads, layer.head_dim, dtype)
+            for layer, dtype in zip(geometry.layers, dtypes, strict=True)
+        ]
+        keys, values = (
+            [
+                allocator(math.prod(shape[kind]) * dtype.itemsize).view(dtype).view(shape[kind])
+                for shape, dtype in zip(shapes, dtypes, strict=True)
+            ]
+            for kind in (0, 1)
+        )
         return cls(keys, values, block_size)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of which block i is a part of block i: keys of all layers, then values."""
+        return [*self.keys, *self.values]
+
+    def split(self, num_layers: Sequence[int]) -> list["KVCache"]:
+        """Return the part of each model: views of so many layers, in order. They must add up to all."""
+        assert sum(num_layers) == len(self.keys), f"{list(num_layers)} of {len(self.keys)} layers"
+        starts = accumulate(num_layers, initial=0)
+        return [KVCache(self.keys[a:b], self.values[a:b], self.block_size) for a, b in pairwise(starts)]
 
 
 def _zeros(num_bytes: int) -> Tensor:

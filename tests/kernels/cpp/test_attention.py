@@ -11,6 +11,7 @@ from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.kernels.back_end import REFERENCE, TORCH
 from quire.kernels.cpp.attention import paged_attention
 from quire.kernels.cpp.cache_layout import cache_shapes
+from quire.kernels.cpp.dtypes import kernel_dtype
 from quire.kernels.paged_attention import AttentionMetadata, build_metadata
 from support.packed_cache import pack, unpack
 from support.paged_cache import Paging, Part, Tokens, attend
@@ -176,7 +177,7 @@ def test_sequence_without_tokens_in_the_step_is_passed_over() -> None:
 def test_packing_a_cache_can_be_undone(dtype: torch.dtype, block_size: int) -> None:
     plain = [torch.randn(3, block_size, 2, 24).to(dtype) for _ in range(2)]
     packed = pack(*plain)
-    assert tuple(x.shape for x in packed) == cache_shapes(3, block_size, 2, 24, dtype)
+    assert tuple(x.shape for x in packed) == cache_shapes(3, block_size, 2, 24, kernel_dtype(dtype))
     assert all(torch.equal(ours.to(dtype), theirs) for ours, theirs in zip(unpack(*packed), plain, strict=True))
 
 

@@ -35,10 +35,17 @@ def test_blocks_are_copied_in_every_layer_as_the_reference_does(
     assert all(map(torch.equal, ours, expected))
 
 
-def test_caches_whose_blocks_differ_in_size_are_refused() -> None:
-    caches, block = [torch.zeros(3, 4), torch.zeros(3, 5)], torch.tensor([0])
-    with pytest.raises(AssertionError, match="differ"):
-        copy_blocks(caches, caches, block, block)
+@pytest.mark.parametrize("copies", COPIES.values(), ids=COPIES.keys())
+def test_layers_may_have_blocks_of_different_sizes(copies: tuple[list[int], list[int]]) -> None:
+    ours, expected = (
+        [*layers(torch.float32)[:3], *(cache[:, :, :3].contiguous() for cache in layers(torch.bfloat16))]
+        for _ in range(2)
+    )
+    ours, expected = [ours[0], ours[4], *ours[1:4]], [expected[0], expected[4], *expected[1:4]]
+    src, dst = (torch.tensor(blocks, dtype=torch.int64) for blocks in copies)
+    copy_blocks(ours, ours, src, dst)
+    block_copy.copy_blocks(expected, expected, src, dst)
+    assert all(map(torch.equal, ours, expected))
 
 
 def swap_space(caches: list[Tensor], num_blocks: int) -> list[Tensor]:

@@ -29,7 +29,7 @@ def slots_for(num_tokens: int, block_size: int) -> Tensor:
 
 
 def caches(block_size: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
-    shapes = cache_shapes(NUM_BLOCKS, block_size, 3, head_dim, dtype)
+    shapes = cache_shapes(NUM_BLOCKS, block_size, 3, head_dim, kernel_dtype(dtype))
     return [torch.full(shape, 7.0, dtype=kernel_dtype(dtype)) for shape in shapes]
 
 

@@ -46,13 +46,14 @@ def _measure(context: int, rounds: int, seed: int) -> dict[str, float]:
     back_end, generator = choose_back_end(torch.device("cpu"), head_dim=HEAD_DIM), torch.Generator().manual_seed(seed)
     num_blocks, scale = BATCH * context // BLOCK_SIZE, HEAD_DIM**-0.5
     layout = back_end.cache_layout
-    shapes = layout.shapes(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, DTYPE)
+    dtype = layout.stored_dtype(DTYPE)
+    shapes = layout.shapes(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, dtype)
     query = torch.randn(BATCH, NUM_HEADS, HEAD_DIM, generator=generator).to(DTYPE)
     calls: dict[str, Callable[[], object]] = {}
     random = Random(seed)  # noqa: S311 (an order)
     orders = {"scattered": torch.randperm(num_blocks, generator=generator), "in a row": torch.arange(num_blocks)}
     for name, order in orders.items():  # each over keys of its own: else the second would find them in the caches
-        keys, values = (torch.randn(shape, generator=generator).to(layout.dtype(DTYPE)) for shape in shapes)
+        keys, values = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
         tables = order.view(BATCH, -1).int()
         starts, lens = torch.arange(BATCH + 1).int(), torch.full((BATCH,), context).int()
         metadata = build_metadata(tables, starts, lens, BLOCK_SIZE)

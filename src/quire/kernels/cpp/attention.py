@@ -31,8 +31,7 @@ def paged_attention(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[1]
     assert num_tokens == metadata.num_tokens, f"{num_tokens} queries for metadata of {metadata.num_tokens}"
-    assert key_cache.dtype == dtype, f"queries {dtype}, caches {key_cache.dtype}"
-    check_caches(key_cache, value_cache, num_kv_heads, metadata.block_size, head_dim)
+    check_caches(key_cache, value_cache, num_kv_heads, metadata.block_size, head_dim, dtype)
     assert num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads}"
     assert scale > 0, f"scale {scale}"
     token_stride, head_stride, stride = query.stride()

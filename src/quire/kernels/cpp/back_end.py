@@ -37,7 +37,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
     return {
         "linear": partial(linear.CppLinear, memory=huge_pages.PackedMemory()),
         "fuse_layers": decoder_layers.fuse_layers,
-        "cache_layout": CacheLayout(cache_layout.cache_shapes, dtypes.kernel_dtype),
+        "cache_layout": CacheLayout(cache_layout.cache_shapes, dtypes.kernel_dtype, cache_layout.DTYPES),
         "paged_attention": attention.paged_attention,
         "write_kv": kv_cache_write.write_kv,
         "copy_blocks": block_copy.copy_blocks,

@@ -1,4 +1,4 @@
-"""How a block of the KV cache is laid out for the C++ kernels; csrc/cache_layout.hpp has the reasons.
+"""Layout of the KV cache's blocks for the C++ kernels; csrc/cache_layout.hpp has the reasons.
 
 One tensor for the keys of a layer and one for its values; a block is one run of bytes in each.
 
@@ -14,26 +14,32 @@ import torch
 from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.kernels.cpp.dtypes import kernel_dtype
 from quire.kernels.cpp.limits import serves_head_dim
 
 Shape = tuple[int, ...]
+DTYPES = (torch.bfloat16, torch.float32)  # that a cache may have
 
 
 def cache_shapes(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[Shape, Shape]:
-    """Return the shapes of a layer's keys and values for a model of `dtype`; their dtype is `kernel_dtype(dtype)`."""
+    """Return the shapes of a layer's keys and values stored in `dtype`, one of `DTYPES`."""
+    assert dtype in DTYPES, f"caches of {dtype}"
     assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
     assert serves_head_dim(head_dim), f"head size {head_dim}"
-    keys, values = _head_shapes(block_size, head_dim, kernel_dtype(dtype))
+    keys, values = _head_shapes(block_size, head_dim, dtype)
     return (num_blocks, num_kv_heads, *keys), (num_blocks, num_kv_heads, *values)
 
 
-def check_caches(keys: Tensor, values: Tensor, num_kv_heads: int, block_size: int, head_dim: int) -> None:
-    """Assert that a layer's caches are laid out as `cache_shapes` says. Every layer of every step pays for this."""
-    dtype, num_blocks = keys.dtype, keys.shape[0]
-    assert dtype == values.dtype, f"caches of {dtype} and {values.dtype}"
+def check_caches(
+    keys: Tensor, values: Tensor, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    """Assert that a layer's caches are stored in `dtype`, which the kernel reads, in the layout of `cache_shapes`.
+
+    Every layer of every step pays for this.
+    """
+    num_blocks = keys.shape[0]
+    assert keys.dtype == values.dtype == dtype, f"caches of {keys.dtype} and {values.dtype} for kernels of {dtype}"
     key_shape, value_shape = _head_shapes(block_size, head_dim, dtype)
     assert keys.shape == (num_blocks, num_kv_heads, *key_shape), f"keys in another layout: {keys.shape}"
     assert values.shape == (num_blocks, num_kv_heads, *value_shape), f"values in another layout: {values.shape}"

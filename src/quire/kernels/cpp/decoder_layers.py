@@ -62,7 +62,7 @@ class CppLayers:
     def _use_caches(self, keys: Sequence[Tensor], values: Sequence[Tensor], block_size: int) -> None:
         assert len(keys) == len(values) == len(self._parts), f"{len(keys)} caches for {len(self._parts)} layers"
         for key, value in zip(keys, values, strict=True):
-            check_caches(key, value, self._num_kv_heads, block_size, self._head_dim)
+            check_caches(key, value, self._num_kv_heads, block_size, self._head_dim, self._dtype)
         self._layers.use_caches([key.data_ptr() for key in keys], [value.data_ptr() for value in values], block_size)
         self._keys = keys
 

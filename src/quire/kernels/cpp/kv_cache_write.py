@@ -32,9 +32,8 @@ def write_kv(
     key, value = _in_rows(key, dtype), _in_rows(value, dtype)
     num_tokens, num_kv_heads, head_dim = key.shape
     block_size = key_cache.shape[3]
-    assert key_cache.dtype == dtype, f"keys {dtype}, caches {key_cache.dtype}"
     assert head_dim <= MAX_HEAD_DIM, f"head size {head_dim}"
-    check_caches(key_cache, value_cache, num_kv_heads, block_size, head_dim)
+    check_caches(key_cache, value_cache, num_kv_heads, block_size, head_dim, dtype)
     assert value.shape == key.shape
     assert len(positions) == len(slot_mapping) == num_tokens
     assert positions.dtype == slot_mapping.dtype == torch.int64

@@ -1,4 +1,4 @@
-"""Copying blocks within the cache, or between it and the swap space, in Triton: all copies, all layers, one launch.
+"""Block copies within the cache, or between it and the swap space, in Triton: one launch per block size.
 
 The kernel is handed the addresses of the tensors, so it does not matter how many there are; and pinned host memory has
 addresses that the device can follow, so a swap is one launch, too, where a call of the driver for each layer and block
@@ -30,12 +30,23 @@ def copy_blocks(sources: list[Tensor], targets: list[Tensor], src: Tensor, dst: 
     if not is_swap and set(src.tolist()) & set(dst.tolist()):
         plain.copy_blocks(sources, targets, src.to(device), dst.to(device))
         return
-    block_bytes = sources[0].stride(0) * sources[0].itemsize
-    assert block_bytes % 8 == 0, f"blocks of {block_bytes} bytes"
-    assert len(sources) == len(targets)
-    assert all(x.is_contiguous() and x.stride(0) * x.itemsize == block_bytes for x in sources + targets)
-    assert all(x.data_ptr() % 16 == 0 for x in sources + targets), "the kernel moves 16 bytes at a time"
     assert src.dtype == dst.dtype == torch.int64
+    for block_bytes, own_sources, own_targets in plain.by_block_bytes(sources, targets):
+        _launch(own_sources, own_targets, src, dst, block_bytes, device, is_swap=is_swap)
+
+
+def _launch(
+    sources: list[Tensor],
+    targets: list[Tensor],
+    src: Tensor,
+    dst: Tensor,
+    block_bytes: int,
+    device: torch.device,
+    *,
+    is_swap: bool,
+) -> None:
+    assert block_bytes % 8 == 0, f"blocks of {block_bytes} bytes"
+    assert all(x.data_ptr() % 16 == 0 for x in sources + targets), "the kernel moves 16 bytes at a time"
     addresses = torch.tensor([[x.data_ptr() for x in tensors] for tensors in (sources, targets)])
     table = torch.cat([addresses.flatten(), src, dst])  # int64: all that the kernel has to know, in one upload
     if device.type == "cuda":

@@ -1,0 +1,64 @@
+"""KV geometry: heads, head size and dtype of the keys and values of each layer.
+
+All that the KV cache, the swap space and memory sizing know of a model. Models that share block tables, such as a model
+and its draft model, are joined into one geometry: its layers are those of all, in order. No torch.
+"""
+
+from dataclasses import dataclass
+
+from quire.model.spec import DecoderSpec
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """Keys and values of one layer: [num_heads, head_dim] each per token, `num_heads` being KV heads."""
+
+    num_heads: int
+    head_dim: int
+    dtype: str                       # of the stored elements; a torch dtype's name
+    scale_dtype: str | None = None   # of one scale per token and head; None: no scales
+    window: int | None = None        # tokens that a token sees, itself included; None: all
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys, and as many of its values."""
+        scale_bytes = 0 if self.scale_dtype is None else ELEMENT_BYTES[self.scale_dtype]
+        return self.num_heads * (self.head_dim * ELEMENT_BYTES[self.dtype] + scale_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """Keys and values of a model, layer by layer."""
+
+    layers: tuple[LayerKV, ...]
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, dtype: str) -> "KVGeometry":
+        """Return the geometry of a decoder whose cache has elements of `dtype`."""
+        return cls(tuple(LayerKV(spec.num_kv_heads, spec.head_dim, dtype, window=window) for window in spec.windows))
+
+    def joined(self, *others: "KVGeometry") -> "KVGeometry":
+        """Return the geometry of models that share block tables: the layers of this one, then those of the others."""
+        return KVGeometry(sum((other.layers for other in others), self.layers))
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return 2 * sum(layer.bytes_per_token for layer in self.layers)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The widest window if every layer has one, else None: blocks before it can be freed."""
+        windows = [layer.window for layer in self.layers if layer.window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
+
+    def tensor_bytes(self, num_tokens: int) -> list[int]:
+        """Return the bytes of each tensor of a cache of `num_tokens` tokens: keys of all layers, then their values."""
+        return 2 * [num_tokens * layer.bytes_per_token for layer in self.layers]

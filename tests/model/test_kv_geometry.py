@@ -1,0 +1,45 @@
+"""Geometry of keys and values: bytes, windows, and models joined over the same block tables."""
+
+import pytest
+
+from quire.model.config import spec_from_config
+from quire.model.footprint import kv_bytes_per_token
+from quire.model.kv_geometry import ELEMENT_BYTES, KVGeometry, LayerKV
+
+SPEC = spec_from_config(
+    {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "sliding_window": 32,
+    }
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_geometry_of_a_decoder_counts_what_its_cache_takes(dtype: str) -> None:
+    geometry = KVGeometry.of(SPEC, dtype)
+    assert geometry.layers == (LayerKV(2, 8, dtype, window=32),) * 3
+    assert geometry.bytes_per_token == kv_bytes_per_token(SPEC, ELEMENT_BYTES[dtype])
+    assert geometry.tensor_bytes(10) == [10 * 2 * 8 * ELEMENT_BYTES[dtype]] * 6
+
+
+def test_scale_per_token_and_head_is_counted() -> None:
+    """The figure of an 8-bit cache of Qwen2.5-0.5B: 24 layers of 2 heads of 64, a float32 scale each."""
+    assert KVGeometry((LayerKV(2, 64, "int8", "float32"),) * 24).bytes_per_token == 6528
+
+
+def test_joined_geometry_has_the_layers_of_every_model() -> None:
+    draft = KVGeometry((LayerKV(1, 16, "float32"),))
+    target = KVGeometry.of(SPEC, "bfloat16")
+    joined = target.joined(draft)
+    assert joined.layers == target.layers + draft.layers
+    assert joined.bytes_per_token == target.bytes_per_token + draft.bytes_per_token
+    assert joined.tensor_bytes(1) == [32, 32, 32, 64] * 2
+    assert target.joined() == target
+
+
+def test_blocks_before_the_window_are_needed_by_a_joined_model_without_one() -> None:
+    target = KVGeometry.of(SPEC, "bfloat16")
+    assert target.sliding_window == 32
+    assert target.joined(KVGeometry((LayerKV(1, 16, "float32", window=48),))).sliding_window == 48
+    assert target.joined(KVGeometry((LayerKV(1, 16, "float32"),))).sliding_window is None
