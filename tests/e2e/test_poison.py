@@ -15,6 +15,7 @@ import torch
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.errors import RequestFailedError
 from quire.kernels.cpp.back_end import usable_isas
+from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.scheduler import Scheduler
 from support.answers import Answer, answers_of
 from support.poison import Poison
@@ -56,14 +57,14 @@ def alone(model: Path, isa: str, dtype: str) -> list[list[Answer]]:
 
 def preempt_now_and_then(scheduler: Scheduler) -> None:
     """Take the blocks of the latest arrival at the beginning of every fourth step, whether they are needed or not."""
-    inner, steps = scheduler.admission.start_step, count(1)
+    inner, steps = scheduler.planner.preempt_excess, count(1)
 
-    def open_step() -> None:
-        inner()
+    def preempt_latest(step: PlanBuilder) -> None:
+        inner(step)
         if next(steps) % 4 == 0 and len(scheduler.running) > 1:
-            scheduler.planner.preempt(scheduler.running[-1])
+            scheduler.planner.preempt(step, scheduler.running[-1])
 
-    scheduler.admission.start_step = open_step  # type: ignore[method-assign]
+    scheduler.planner.preempt_excess = preempt_latest  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("isa", "dtype"), CASES)

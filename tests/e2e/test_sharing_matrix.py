@@ -14,6 +14,7 @@ import pytest
 
 from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from quire.core.sequence import Request
+from quire.scheduling.plan_builder import PlanBuilder
 from support.answers import Answer, answers_of
 from support.pairwise import pairwise
 
@@ -69,15 +70,15 @@ def preempt_at_every_position(llm: LLM) -> None:
     """Let the engine preempt every request in each step in which it has more tokens, or fewer branches, than before."""
     llm._engine.engine._max_steps_in_flight = 1  # each step is planned when the tokens before it are known
     scheduler = llm._engine.engine.scheduler
-    plan_running: Callable[[int], int] = scheduler.planner.plan_running
+    plan_running: Callable[[PlanBuilder, int], int] = scheduler.planner.plan_running
     lengths: dict[int, int] = {}
 
-    def preempt_first(budget: int) -> int:
+    def preempt_first(step: PlanBuilder, budget: int) -> int:
         for request in scheduler.running[::-1]:
             if lengths.get(request.request_id) != length_of(request) > 0:
                 lengths[request.request_id] = length_of(request)
-                scheduler.planner.preempt(request)
-        return plan_running(budget)
+                scheduler.planner.preempt(step, request)
+        return plan_running(step, budget)
 
     scheduler.planner.plan_running = preempt_first  # type: ignore[method-assign]
 

@@ -10,6 +10,7 @@ import torch
 
 from quire import LLM, KVStats, RequestOutput, SamplingParams
 from quire.core.errors import ConfigError
+from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.scheduler import Scheduler
 from support.answers import answers_of
 
@@ -67,17 +68,17 @@ def test_long_generations_in_a_pool_for_one_and_a_half(long: Long, mode: str, nu
         assert stats.recomputed_tokens == 0
 
 
-def preempting(scheduler: Scheduler, num_steps: int) -> Callable[[], None]:
+def preempting(scheduler: Scheduler, num_steps: int) -> Callable[[PlanBuilder], None]:
     """Return what opens a step as before, but preempts the latest request in the step after so many."""
-    inner, left = scheduler.admission.start_step, [num_steps]
+    inner, left = scheduler.planner.preempt_excess, [num_steps]
 
-    def open_step() -> None:
-        inner()
+    def preempt_latest(step: PlanBuilder) -> None:
+        inner(step)
         left[0] -= 1
         if left[0] == -1:
-            scheduler.planner.preempt(scheduler.running[-1])
+            scheduler.planner.preempt(step, scheduler.running[-1])
 
-    return open_step
+    return preempt_latest
 
 
 CASES = [("float32", False, 1), ("bfloat16", False, 3), ("float32", True, 3)]
@@ -101,12 +102,12 @@ def test_request_swapped_at_any_position_goes_on_as_if_alone(
         for num_steps in range(2, 24):
             unseen = {"prompt_token_ids": prompt, "cache_salt": str(num_steps)}
             with monkeypatch.context() as patched:
-                patched.setattr(scheduler.admission, "start_step", preempting(scheduler, num_steps))
+                patched.setattr(scheduler.planner, "preempt_excess", preempting(scheduler, num_steps))
                 output = llm.generate([[30, 31, 32], unseen], [others, params], use_tqdm=False)[1]
             assert answers_of(output) == alone, f"swapped after {num_steps} steps"
             assert output.metrics is not None
             assert output.metrics.num_preemptions == 1
-        assert scheduler.preemption.num_preemptions["swap"] == 22
+        assert scheduler.preemption_stats.num_preemptions["swap"] == 22
 
 
 def test_swapped_request_can_be_left(demo_model: Path) -> None:

@@ -336,6 +336,6 @@ def test_device_that_fails_every_step_ends_the_engine(llm: LLM, monkeypatch: pyt
         patched.setattr(Decoder, "forward", Mock(side_effect=Injected))
         with pytest.raises(Injected):
             Run(llm, ASKED * 3)
-    for request_id in list(llm._engine.engine.scheduler.queues.requests):
+    for request_id in list(llm._engine.engine.scheduler.requests):
         llm._engine.engine.abort(request_id)
     assert_at_rest(llm)

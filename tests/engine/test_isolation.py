@@ -163,10 +163,10 @@ def test_step_that_computes_for_no_request_and_fails_twice_ends_the_engine(monke
     harness = crowd()
     served = Served(harness, lambda plan: False)
 
-    def fail(step: object) -> None:
+    def fail() -> None:
         raise FaultError("here")
 
-    monkeypatch.setattr(harness.scheduler.planner, "open", fail)
+    monkeypatch.setattr(harness.scheduler.planner, "start_step", fail)
     served.step()
     with pytest.raises(FaultError):
         served.step()
@@ -194,7 +194,7 @@ def test_suspects_may_be_aborted(moment: int) -> None:
         served.step()
     for _ in range(moment):
         served.step()
-    aborted = {8, 9, 10, 15} & harness.scheduler.queues.requests.keys()
+    aborted = {8, 9, 10, 15} & harness.scheduler.requests.keys()
     for request_id in aborted:
         served.engine.abort(request_id)
         harness.check()

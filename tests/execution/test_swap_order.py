@@ -15,6 +15,7 @@ from quire.execution.cuda_worker import CudaWorker
 from quire.execution.swapper import CudaSwapper
 from quire.kernels import block_copy
 from quire.model.kv_cache import KVCache
+from quire.scheduling.plan_builder import PlanBuilder
 from support.fake_cuda import FakeCuda, FakeStream
 from support.random_model import write_random_model
 from support.scheduling import Harness
@@ -88,14 +89,14 @@ def run_random_steps(cuda: FakeCuda, seed: int) -> int:
     rng = random.Random(seed)
     harness = Harness(16, BLOCK_SIZE, num_swap_blocks=40, mode="swap")
     scheduler = harness.scheduler
-    open_step = scheduler.admission.start_step
+    preempt_excess = scheduler.planner.preempt_excess
 
-    def preempt_some() -> None:
-        open_step()
+    def preempt_some(step: PlanBuilder) -> None:
+        preempt_excess(step)
         if len(scheduler.running) > 1 and rng.random() < 0.3:
-            scheduler.planner.preempt(scheduler.running[-1])
+            scheduler.planner.preempt(step, scheduler.running[-1])
 
-    scheduler.admission.start_step = preempt_some  # type: ignore[method-assign]
+    scheduler.planner.preempt_excess = preempt_some  # type: ignore[method-assign]
     recorder = Recorder(harness, Device(cuda, 16, 40))
     for _ in range(100):
         if rng.random() < 0.5:

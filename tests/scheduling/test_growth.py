@@ -57,7 +57,7 @@ def test_request_that_returns_is_found_without_a_look_at_all_that_wait(num_waiti
         harness.step()
     for _ in range(num_waiting):
         harness.add(3, priority=-50, max_tokens=4)
-    waiting = harness.scheduler.queues.waiting = harness.scheduler.waiting = CountedList(harness.scheduler.waiting)
+    waiting = harness.scheduler.queues.waiting = CountedList(harness.scheduler.waiting)
     assert harness.scheduler.swapped
     harness.scheduler.schedule()
     assert waiting.num_visited < 20

@@ -39,7 +39,7 @@ def test_request_past_the_share_waits_and_other_clients_pass(policy: str) -> Non
     requests = add(harness, "aaaabb")
     harness.step()
     assert sorted(running(harness)) == ["a", "a", "b", "b"], "10 blocks each: two of 3, and 2 of head room"
-    assert harness.scheduler.wait_reasons.current == "kv_share"
+    assert harness.scheduler.wait_reason == "kv_share"
     harness.run()
     for request in requests:
         harness.assert_right(request)

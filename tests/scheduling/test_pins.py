@@ -5,6 +5,7 @@ import pytest
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.sequence import Request
 from quire.scheduling.limits import MAX_PINNED_PREFIXES
+from quire.scheduling.plan_builder import PlanBuilder
 from support.scheduling import Harness
 
 PREFIX = list(range(41))  # ten blocks of four, and one token
@@ -73,7 +74,7 @@ class TestFinding:
         while pin.num_preemptions == 0:
             for _ in range(2):
                 harness.step()
-            harness.scheduler.planner.preempt(pin)
+            harness.scheduler.planner.preempt(PlanBuilder(), pin)
             harness.check()
         harness.run()
         harness.assert_right(first)

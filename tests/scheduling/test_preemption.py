@@ -42,8 +42,8 @@ def policy_at(tokens_per_s: float | None, out_per_s: float | None, in_per_s: flo
 def test_swap_needs_room_for_all_blocks(mode: PreemptionMode, num_free: int, chosen: str) -> None:
     policy = PreemptionPolicy(mode, block_size=16)
     assert policy.choose(request_of(150), BLOCKS, num_free) == chosen
-    assert policy.num_preemptions == {"recompute": 0, "swap": 0} | {chosen: 1}
-    assert policy.saved_s == 0, "there was no choice, or nothing to compare by"
+    assert policy.stats.num_preemptions == {"recompute": 0, "swap": 0} | {chosen: 1}
+    assert policy.stats.saved_s == 0, "there was no choice, or nothing to compare by"
 
 
 def test_request_without_blocks_has_nothing_to_swap() -> None:
@@ -64,20 +64,20 @@ def test_while_a_rate_is_unknown_the_victim_is_swapped(unknown: int) -> None:
 def test_auto_takes_the_cheaper_and_counts_the_difference(tokens_per_s: float, chosen: str, saved_s: float) -> None:
     policy = policy_at(tokens_per_s, 50, 100)                        # 10 blocks: 0.2 s out and 0.1 s back
     assert policy.choose(request_of(150), BLOCKS, 100) == chosen
-    assert policy.saved_s == pytest.approx(saved_s)
+    assert policy.stats.saved_s == pytest.approx(saved_s)
 
 
 def test_prompt_of_a_group_is_computed_once() -> None:
     policy = policy_at(100, 50, 100)
     policy.choose(request_of(110, 120), BLOCKS, 100)                 # 100 + 10 + 20 tokens
-    assert policy.saved_s == pytest.approx(1.3 - 0.3)
+    assert policy.stats.saved_s == pytest.approx(1.3 - 0.3)
 
 
 def test_blocks_that_others_hold_need_not_come_back_nor_be_computed() -> None:
     policy = policy_at(100, 50, 100)
     policy.choose(request_of(150), Footprint(10, 9), 100)            # 6 tokens; 10 blocks out, 1 back
-    assert policy.saved_s == pytest.approx(0.2 + 0.01 - 0.06)
-    assert policy.num_preemptions == {"recompute": 1, "swap": 0}
+    assert policy.stats.saved_s == pytest.approx(0.2 + 0.01 - 0.06)
+    assert policy.stats.num_preemptions == {"recompute": 1, "swap": 0}
 
 
 def note_lost(policy: PreemptionPolicy, num_tokens: int) -> None:
@@ -91,8 +91,8 @@ def note_lost(policy: PreemptionPolicy, num_tokens: int) -> None:
 def test_seconds_are_added_up() -> None:
     policy = PreemptionPolicy("auto", 16)
     note_lost(policy, 5)
-    assert (policy.num_recomputed_tokens, policy.recompute_s) == (5, 0), "no rate yet"
+    assert (policy.stats.num_recomputed_tokens, policy.stats.recompute_s) == (5, 0), "no rate yet"
     for _ in range(2):
         policy.record_step(StepResult([], swap_s=0.5, rates=MeasuredRates(100)))
         note_lost(policy, 50)
-    assert (policy.num_recomputed_tokens, policy.recompute_s, policy.swap_s) == (105, 1.0, 1.0)
+    assert (policy.stats.num_recomputed_tokens, policy.stats.recompute_s, policy.stats.swap_s) == (105, 1.0, 1.0)

@@ -6,6 +6,7 @@ import pytest
 
 from quire.core.plan import BlockCopy
 from quire.core.sequence import Request
+from quire.scheduling.plan_builder import PlanBuilder
 from support.scheduling import Harness
 
 PREFIX = list(range(40))  # ten blocks of four
@@ -212,7 +213,7 @@ class TestPreemption:
         harness.step()
         assert admitted(harness) == [victim.request_id]
         assert counts(harness)[0] <= 8, "all was there but the block in which it ended, and one that was needed"
-        recomputed = harness.scheduler.preemption.num_recomputed_tokens
+        recomputed = harness.scheduler.preemption_stats.num_recomputed_tokens
         assert recomputed == counts(harness)[0] - 1 < victim.live[0].num_tokens - 20
         finish(harness, victim)
 
@@ -222,11 +223,11 @@ class TestPreemption:
         victim = harness.add(12, max_tokens=40, ignore_eos=True)
         while not victim.num_preemptions:
             harness.step()
-        assert harness.scheduler.preemption.num_recomputed_tokens == 0, "not yet"
+        assert harness.scheduler.preemption_stats.num_recomputed_tokens == 0, "not yet"
         num_computed = victim.live[0].num_tokens - 1
         harness.scheduler.abort(first.request_id)
         harness.step()
-        assert harness.scheduler.preemption.num_recomputed_tokens == num_computed
+        assert harness.scheduler.preemption_stats.num_recomputed_tokens == num_computed
         finish(harness, victim)
 
     @pytest.mark.parametrize("caching", [False, True])
@@ -236,7 +237,7 @@ class TestPreemption:
         requests = [harness.add(8, max_tokens=40, ignore_eos=True) for _ in range(12)]
         finish(harness, *requests)
         needed = sum(8 + 40 - 1 - request.num_cached_tokens for request in requests)
-        recovery = harness.scheduler.preemption
+        recovery = harness.scheduler.preemption_stats
         assert recovery.num_preemptions["recompute"] > 0
         found_whole = harness.executor.num_computed - needed - recovery.num_recomputed_tokens
         assert 0 <= found_whole <= recovery.num_preemptions["recompute"]
@@ -246,7 +247,7 @@ class TestPreemption:
         group = harness.add(10, n=3, max_tokens=20, ignore_eos=True)
         for _ in range(12):
             harness.step()
-        harness.scheduler.planner.preempt(group)
+        harness.scheduler.planner.preempt(PlanBuilder(), group)
         harness.check()
         harness.step()
         assert all(sequence.num_output_tokens == 13 for sequence in group.live), "one token each, in the first step"
@@ -258,7 +259,7 @@ class TestPreemption:
         group = harness.add(10, n=3, max_tokens=20, ignore_eos=True)
         for _ in range(5):
             harness.step()
-        harness.scheduler.planner.preempt(group)
+        harness.scheduler.planner.preempt(PlanBuilder(), group)
         harness.cache.create(10**6)
         harness.cache.append(10**6, 160)  # evicts everything
         harness.cache.free(10**6)

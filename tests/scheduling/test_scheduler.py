@@ -10,6 +10,7 @@ from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import TokenLogprobs
 from quire.core.plan import PromptLogprobsChunk, StepResult
 from quire.scheduling import admission
+from quire.scheduling.plan_builder import PlanBuilder
 from support.fuzz_seeds import STEPS_PER_RUN, fuzz
 from support.scheduling import Harness, random_run
 
@@ -206,7 +207,7 @@ def test_nobody_is_let_in_on_blocks_promised_to_a_returning_group() -> None:
     for _ in range(12):
         harness.step()
     assert [sequence.num_tokens for sequence in group.live] == [16, 16]
-    harness.scheduler.planner.preempt(group)
+    harness.scheduler.planner.preempt(PlanBuilder(), group)
     late = harness.add(8, max_tokens=4, ignore_eos=True)
     harness.step()
     assert group in harness.scheduler.running
@@ -398,7 +399,7 @@ def test_stop_tokens_and_lengths_end_a_sequence() -> None:
 def test_random_runs_with_a_window_are_safe_live_and_right() -> None:
     runs = [random_run(seed, crowded=seed % 2 == 0, windowed=True) for seed in range(60)]
     assert sum(harness.num_pinned for harness in runs) > 0
-    assert sum(sum(harness.scheduler.preemption.num_preemptions.values()) for harness in runs) > 0
+    assert sum(sum(harness.scheduler.preemption_stats.num_preemptions.values()) for harness in runs) > 0
 
 
 @pytest.mark.parametrize("crowded", [False, True])
@@ -406,14 +407,14 @@ def test_random_runs_with_a_window_are_safe_live_and_right() -> None:
 def test_random_runs_are_safe_live_and_right(first_seed: int, crowded: bool) -> None:
     runs = [random_run(seed, crowded=crowded) for seed in range(first_seed, first_seed + 50)]
     assert crowded or sum(harness.num_pinned for harness in runs) > 0
-    assert sum(sum(harness.scheduler.preemption.num_preemptions.values()) for harness in runs) > 0
+    assert sum(sum(harness.scheduler.preemption_stats.num_preemptions.values()) for harness in runs) > 0
 
 
 @pytest.mark.parametrize("crowded", [False, True])
 def test_random_runs_are_right_with_hardly_any_head_room(crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "HEAD_ROOM", 1)
     runs = [random_run(seed, crowded=crowded) for seed in range(300, 400)]
-    assert sum(sum(harness.scheduler.preemption.num_preemptions.values()) for harness in runs) > 0
+    assert sum(sum(harness.scheduler.preemption_stats.num_preemptions.values()) for harness in runs) > 0
 
 
 def test_same_seed_gives_the_same_trace() -> None:

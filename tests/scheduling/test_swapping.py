@@ -55,7 +55,7 @@ def test_victim_comes_back_with_all_that_it_had_computed() -> None:
     assert set(counts) == {1}, "nothing is computed twice"  # type: ignore[call-overload]
     finish(harness)
     assert first.num_preemptions == 0
-    assert harness.scheduler.preemption.num_recomputed_tokens == 0
+    assert harness.scheduler.preemption_stats.num_recomputed_tokens == 0
     assert harness.executor.num_computed == 2 * (8 + 30 - 1)
 
 
@@ -113,7 +113,7 @@ def test_group_that_was_planned_in_part_loses_nothing() -> None:
             retracted += 1
             assert all(s.num_computed_tokens == s.num_tokens - 1 for s in group.live)
         finish(harness)
-        assert harness.scheduler.preemption.num_recomputed_tokens == 0
+        assert harness.scheduler.preemption_stats.num_recomputed_tokens == 0
     assert retracted > 0
 
 
@@ -127,7 +127,7 @@ def test_prompt_that_was_computed_in_part_goes_on_where_it_was() -> None:
     assert [sequence.status.value for sequence in victim.live] == ["swapped", "waiting"]
     assert 0 < victim.live[0].num_computed_tokens < 24
     finish(harness)
-    assert harness.scheduler.preemption.num_recomputed_tokens == 0
+    assert harness.scheduler.preemption_stats.num_recomputed_tokens == 0
 
 
 def test_first_branch_may_end_while_its_prompt_is_swapped_out() -> None:
@@ -184,7 +184,7 @@ def test_full_swap_space_leaves_recomputation() -> None:
     victim = harness.add(8, max_tokens=30, ignore_eos=True)
     finish(harness)
     assert victim.num_preemptions > 0
-    assert harness.scheduler.preemption.num_preemptions["swap"] == 0
+    assert harness.scheduler.preemption_stats.num_preemptions["swap"] == 0
     assert harness.executor.num_swapped == 0
 
 
@@ -235,7 +235,7 @@ def test_many_long_generations_in_a_pool_for_one_and_a_half(
     requests = [harness.add(8, max_tokens=56, ignore_eos=True) for _ in range(32)]
     finish(harness)
     assert max(request.num_preemptions for request in requests) <= 4
-    assert sum(harness.scheduler.preemption.num_preemptions.values()) > 32
+    assert sum(harness.scheduler.preemption_stats.num_preemptions.values()) > 32
 
 
 def test_only_an_earlier_victim_comes_before_what_is_swapped_out() -> None:

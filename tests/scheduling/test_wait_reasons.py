@@ -25,7 +25,7 @@ def test_who_runs_at_once_has_waited_for_nothing() -> None:
     request = harness.add(8, max_tokens=2)
     assert steps_until_let_in(harness, request) == 0
     assert waited(request) == {}
-    assert harness.scheduler.wait_reasons.current is None
+    assert harness.scheduler.wait_reason is None
     harness.run()
 
 
@@ -34,7 +34,7 @@ def test_seats_are_waited_for() -> None:
     harness.add(8, n=2, max_tokens=5, ignore_eos=True)
     second, third = (harness.add(4, max_tokens=1) for _ in range(2))
     harness.step()
-    assert harness.scheduler.wait_reasons.current == "max_num_seqs"
+    assert harness.scheduler.wait_reason == "max_num_seqs"
     num_steps = 1 + steps_until_let_in(harness, second)
     assert waited(second) == {"max_num_seqs": num_steps}
     assert third in harness.scheduler.admitted
@@ -66,7 +66,7 @@ def test_who_waits_for_its_prefix_waits_alone() -> None:
     harness.add(prompt, max_tokens=2)
     same, other = harness.add(prompt, max_tokens=2), harness.add(4, max_tokens=2)
     harness.step()
-    assert harness.scheduler.wait_reasons.current == "pending_prefix"
+    assert harness.scheduler.wait_reason == "pending_prefix"
     assert steps_until_let_in(harness, same) == 0
     assert waited(same)["pending_prefix"] == 1
     assert waited(other) == {}
@@ -107,4 +107,4 @@ def test_a_group_tokens_are_counted_when_it_returns() -> None:
         if group in harness.scheduler.admitted and group.num_preemptions:
             counted += group.num_recomputed_tokens
     assert group.num_preemptions > 0
-    assert counted >= harness.scheduler.preemption.num_recomputed_tokens > 0, "forks to come are counted ahead"
+    assert counted >= harness.scheduler.preemption_stats.num_recomputed_tokens > 0, "forks to come are counted ahead"

@@ -61,7 +61,7 @@ class Engine:
             deltas = self.scheduler.update(plan, self._collect())
         except BaseException:
             self._discard()
-            self._is_certain = self.scheduler.planner.step.at is not None
+            self._is_certain = self.scheduler.current_request is not None
             self._suspects = self.scheduler.roll_back()
             raise
         if self._in_flight and not self.scheduler.has_requests:
@@ -118,15 +118,15 @@ class Engine:
 
         With `by_owner`, which takes longer, also who holds it.
         """
-        recovery = self.scheduler.preemption
+        preemptions = self.scheduler.preemption_stats
         return replace(
             self.scheduler.cache.stats(),
             blocks_by_owner=count_blocks_by_owner(self.scheduler) if by_owner else None,
-            preemptions=recovery.num_preemptions.copy(),
-            recomputed_tokens=recovery.num_recomputed_tokens,
-            swap_s=recovery.swap_s,
-            recompute_s=recovery.recompute_s,
-            recovery_saved_s=recovery.saved_s,
+            preemptions=preemptions.num_preemptions.copy(),
+            recomputed_tokens=preemptions.num_recomputed_tokens,
+            swap_s=preemptions.swap_s,
+            recompute_s=preemptions.recompute_s,
+            recovery_saved_s=preemptions.saved_s,
         )
 
     def block_map(self, first: int, count: int, tier: Tier = "kv") -> BlockMap:

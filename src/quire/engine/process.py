@@ -188,13 +188,13 @@ class EngineLoop:
         scheduler = self._engine.scheduler
         return EngineState(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(scheduler.queues.held),
+            num_waiting=len(scheduler.waiting) + scheduler.num_held,
             num_swapped=len(scheduler.swapped),
             kv=self._kv_stats(),
             pins=scheduler.cache.pins,
             num_pinned_blocks=scheduler.limits.num_pinned_blocks,
-            num_running_seqs=scheduler.queues.num_running_seqs,
-            waits_for=scheduler.wait_reasons.current,
+            num_running_seqs=scheduler.num_running_seqs,
+            waits_for=scheduler.wait_reason,
         )
 
     def _kv_stats(self) -> KVStats:

@@ -198,7 +198,7 @@ class _Watch:
         cache, slots = scheduler.cache, scheduler.cache.num_blocks * scheduler.cache.block_size
         for request, sequence in _running(scheduler):
             num_tokens, longest = cache.num_tokens(sequence.seq_id), sequence.num_prompt_tokens + request.max_tokens
-            reserved = scheduler.admission.num_reserved(request) or cache.blocks_for(num_tokens) * cache.block_size
+            reserved = scheduler.num_reserved(request) or cache.blocks_for(num_tokens) * cache.block_size
             parts = num_tokens, max(0, min(reserved, longest) - num_tokens), max(0, reserved - max(longest, num_tokens))
             for kind, part in enumerate(parts):
                 self._sums[kind] += part / slots * seconds

@@ -23,6 +23,7 @@ from quire.core.outputs import FinishReason, SequenceDelta, TokenLogprobs
 from quire.core.plan import RowFork
 from quire.core.sequence import Request
 from quire.core.sequence import Sequence as Branch
+from quire.scheduling.queues import RequestQueues
 
 
 class Continuation(NamedTuple):
@@ -122,8 +123,8 @@ class BeamSearch:
 class BeamSearches:
     """The searches of all beam requests of a scheduler: answers come in, and sequences and tables are forked."""
 
-    def __init__(self, cache: KVCacheManager) -> None:
-        self._cache = cache
+    def __init__(self, cache: KVCacheManager, queues: RequestQueues) -> None:
+        self._cache, self._queues = cache, queues
         self._searches: dict[int, BeamSearch] = {}      # by request id
         self._answered: dict[int, Request] = {}         # in the step under way
         self._row_forks: list[RowFork] = []             # that the worker has not been told of
@@ -180,7 +181,8 @@ class BeamSearches:
         for child, parent, each in moved:
             token_ids = parent.token_ids.fork()
             cache.refork(parent.seq_id, child.seq_id, token_ids)
-            child.token_ids, child.num_computed_tokens = token_ids, parent.num_computed_tokens
+            child.token_ids = token_ids
+            self._queues.set_computed(child, parent.num_computed_tokens)
             blocks = cache.block_array(child.seq_id)
             self._row_forks.append(RowFork(child.row, parent.row, child.num_tokens, each.token_id, blocks))
         for index, each in placed:

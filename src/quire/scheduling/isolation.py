@@ -62,7 +62,7 @@ class Isolation:
 
         `is_certain`: the failure arose while the only suspect was planned or recorded.
         """
-        alive = [each for each in suspects if each in self._scheduler.queues.requests]
+        alive = [each for each in suspects if each in self._scheduler.requests]
         if self._accusation is not None or not self._may_go_on(alive):
             return False
         was_alone = len(alive) == 1 and (is_certain or self._testing == alive)
@@ -82,7 +82,7 @@ class Isolation:
         if not self.is_active:
             self._num_quiet_steps += 1
             return []
-        if self._accusation is None or PROBE_ID in self._scheduler.queues.requests:
+        if self._accusation is None or PROBE_ID in self._scheduler.requests:
             return []
         accused, self._accusation = self._accusation, None
         self._has_culprit = True
@@ -100,7 +100,7 @@ class Isolation:
 
     def _suspect(self, alive: list[int]) -> None:
         """Split suspects in two groups, the first of which is tested next."""
-        requests = self._scheduler.queues.requests
+        requests = self._scheduler.requests
         for each in alive:
             self._targets[each] = max(sequence.num_tokens for sequence in requests[each].live)
         middle = (len(alive) + 1) // 2
@@ -124,7 +124,7 @@ class Isolation:
             self._end()
 
     def _is_cleared(self, request_id: int) -> bool:
-        request = self._scheduler.queues.requests.get(request_id)
+        request = self._scheduler.requests.get(request_id)
         if request is None:
             return True
         return min(sequence.num_computed_tokens for sequence in request.live) >= self._targets[request_id]

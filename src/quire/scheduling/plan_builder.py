@@ -24,6 +24,7 @@ class PlanBuilder:
         self.forked: list[Sequence] = []
         self.resting: list[tuple[Request, Sequence]] = []
         self.at: Request | None = None
+        self.order: list[Request] = []
         self.admitted: list[Request] = []
         self.preempted: list[int] = []
         self.swapped_out: list[Request] = []

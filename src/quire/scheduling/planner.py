@@ -41,12 +41,9 @@ class Planner:
         self._queues, self._admission, self._preemption = queues, admission, preemption
         self._order, self._cache = order, cache
         self._prefill_budget = ChunkedPrefillBudget(budget, self._budget_candidates)
-        self._planning_order: list[Request] = []  # of the running requests in this step; the last is preempted first
-        self.step = PlanBuilder()       # that is being planned, or is under way
 
-    def start_step(self, step: PlanBuilder) -> None:
-        """Begin to plan a step."""
-        self.step = step
+    def start_step(self) -> None:
+        """Reset what is counted per step."""
         self._admission.start_step()
         self._shares.start_step()
         self._queues.wait_reasons.start_step()
@@ -64,60 +61,45 @@ class Planner:
         if self._admission.may_admit():
             yield from self._queues.swapped or self._queues.waiting
 
-    def preempt_excess(self) -> None:
+    def preempt_excess(self, step: PlanBuilder) -> None:
         """Preempt the requests that take their clients past their shares. They come back by recomputation.
 
         Swapped-out requests return whatever their clients hold, so these would be moved to and fro.
         """
         for request in self._shares.excess():
-            request.num_preemptions += 1
-            request.num_recomputed_tokens = request.num_swapped_blocks = 0
-            self.step.preempted.append(request.request_id)
+            step.preempted.append(request.request_id)
             self._preemption.count("recompute")
             self._queues.release_for_recompute(request)
 
     # --- who runs -------------------------------------------------------------------------------------------------
 
-    def plan_running(self, budget: int) -> int:
+    def plan_running(self, step: PlanBuilder, budget: int) -> int:
         """Plan running requests in order. Return the budget left."""
         running, index = self._order.planning_order(self._queues.running), 0
-        self._planning_order = running
+        step.order = running
         try:
             while budget > 0 and index < len(running):
-                self.step.at = running[index]
-                if decodes := self._decodes(index, budget):
-                    num_planned = self._plan_decodes(index, decodes)
+                step.at = running[index]
+                if decodes := _decodes(running, index, budget):
+                    num_planned = self._plan_decodes(step, index, decodes)
                     budget -= num_planned
                     index += num_planned
                 else:
-                    budget -= self._advance_share(running[index], budget)
+                    budget -= self._advance_share(step, running[index], budget)
                     index += 1
         except SelfPreemptedError:
             pass                                                        # it was the last
         return budget
 
-    def _decodes(self, index: int, budget: int) -> list[Sequence]:
-        """Return the sequences of the running requests from `index` on that have one token to compute, up to one that
-        has more, or is a group: what most requests of most steps are."""
-        sequences = []
-        for request in self._planning_order[index : index + min(budget, _DECODES_AT_ONCE)]:
-            live = request.live
-            first = live[0]
-            num_missing = first.num_prompt_tokens + len(first.token_ids.output) - first.num_computed_tokens
-            if num_missing != 1 or len(live) > 1 or first.row == NO_ROW:
-                break
-            sequences.append(first)
-        return sequences
-
-    def _plan_decodes(self, index: int, sequences: list[Sequence]) -> int:
+    def _plan_decodes(self, step: PlanBuilder, index: int, sequences: list[Sequence]) -> int:
         """Plan one token of each of these, all at once. Return of how many: the last ones may have to give way."""
-        running, step, updates = self._planning_order, self.step, dict[int, TableUpdate | None]()
+        running, updates = step.order, dict[int, TableUpdate | None]()
         try:
             for place in self._cache.append_where_room([sequence.seq_id for sequence in sequences]):
                 if index + place >= len(running):
                     break                                               # has given way meanwhile
                 step.at = running[index + place]
-                updates[place] = self._append(step.at, sequences[place], 1)
+                updates[place] = self._append(step, step.at, sequences[place], 1)
         except SelfPreemptedError:
             pass                                                        # it was the last
         finally:
@@ -125,22 +107,22 @@ class Planner:
             step.decode(running[index : index + len(sequences)], sequences, updates)
         return len(sequences)
 
-    def _advance_share(self, request: Request, budget: int) -> int:
+    def _advance_share(self, step: PlanBuilder, request: Request, budget: int) -> int:
         """Plan a prompt, which may be long, or a group. What a prompt does not get in this step is promised to it."""
-        mark, num_missing = self.step.mark(), num_missing_tokens(request)
+        mark, num_missing = step.mark(), num_missing_tokens(request)
         waits_to_fork, is_alone = request.live[-1].row == NO_ROW, len(request.live) == 1
         if waits_to_fork or is_alone:
             budget = self._prefill_budget.share(num_missing, budget)
         try:
-            used = self._advance_group(request, budget) if budget > 0 else 0
+            used = self._advance_group(step, request, budget) if budget > 0 else 0
         except SelfPreemptedError:
-            self.step.cut(mark)
+            step.cut(mark)
             raise
         if waits_to_fork or (is_alone and used < num_missing):
             self._admission.reserve(request)
         return used
 
-    def _advance_group(self, request: Request, budget: int) -> int:
+    def _advance_group(self, step: PlanBuilder, request: Request, budget: int) -> int:
         """Plan the branches of a request, up to `budget` tokens in all. Return how many.
 
         First one branch computes the prompt for all, and the others fork from it at its end (section 4.4). A fork
@@ -150,41 +132,43 @@ class Planner:
         first, *others = request.live
         if request.live[-1].row == NO_ROW:
             if first.row == NO_ROW:
-                self._start(request, first, NO_MATCH)                   # its group's first has ended before the fork
+                self._start(step, request, first, NO_MATCH)             # the group's first has ended before the fork
             num_missing = num_missing_tokens(request)
             used = min(num_missing, budget)
-            self._advance(request, first, used)
+            self._advance(step, request, first, used)
             if used == num_missing:
                 for other in others:
-                    self._fork(request, first, other)
+                    self._fork(step, request, first, other)
             return used
         left = budget
         for sequence in request.live:
             num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, left)
             if num_tokens > 0:                                          # else a beam that waits for the others
-                self._advance(request, sequence, num_tokens)
+                self._advance(step, request, sequence, num_tokens)
                 left -= num_tokens
         return budget - left
 
-    def _advance(self, request: Request, sequence: Sequence, num_tokens: int) -> None:
+    def _advance(self, step: PlanBuilder, request: Request, sequence: Sequence, num_tokens: int) -> None:
         """Plan the next tokens of a sequence. SelfPreemptedError if its own request had to be preempted for blocks."""
-        self.step.advance(sequence, num_tokens, self._append(request, sequence, num_tokens))
+        step.advance(sequence, num_tokens, self._append(step, request, sequence, num_tokens))
         if sequence.num_computed_tokens + num_tokens == sequence.num_tokens:
-            self.step.sample(request, sequence)
+            step.sample(request, sequence)
 
-    def _append(self, request: Request, sequence: Sequence, num_tokens: int) -> TableUpdate | None:
+    def _append(
+        self, step: PlanBuilder, request: Request, sequence: Sequence, num_tokens: int
+    ) -> TableUpdate | None:
         """Give slots to a sequence's next tokens; while there are no blocks for them, preempt the last in order."""
         while True:
             try:
                 return self._cache.append(sequence.seq_id, num_tokens)
             except OutOfBlocksError:
-                assert len(self._planning_order) > 1, "the first in order is never preempted"
-                victim = self._planning_order.pop()
-                self.preempt(victim)
+                assert len(step.order) > 1, "the first in order is never preempted"
+                victim = step.order.pop()
+                self.preempt(step, victim)
                 if victim is request:
                     raise SelfPreemptedError from None
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, step: PlanBuilder, request: Request) -> None:
         """Take everything from a running request, to come back in one way or the other.
 
         Some of its branches may have been planned in this very step: that is taken back first.
@@ -192,23 +176,21 @@ class Planner:
         held = [sequence for sequence in request.live if sequence.row != NO_ROW]
         for sequence in held:
             self._cache.retract(sequence.seq_id, sequence.num_computed_tokens)
-        request.num_preemptions += 1
-        request.num_recomputed_tokens = request.num_swapped_blocks = 0
-        self.step.preempted.append(request.request_id)
+        step.preempted.append(request.request_id)
         footprint = self._cache.footprint([sequence.seq_id for sequence in held])
         if self._preemption.choose(request, footprint, self._cache.num_free_swap_blocks) == "swap":
-            self.step.plan.swap_outs.extend(self._queues.swap_out(request))
-            self.step.swapped_out.append(request)
+            step.plan.swap_outs.extend(self._queues.swap_out(request))
+            step.swapped_out.append(request)
         else:
             self._queues.release_for_recompute(request)
 
     # --- who comes in ---------------------------------------------------------------------------------------------
 
-    def admit(self, budget: int) -> WaitReason | None:
+    def admit(self, step: PlanBuilder, budget: int) -> WaitReason | None:
         """Let swapped and waiting requests run, in order, while rows, blocks and budget last. Return what does not."""
         queues, admission, skipped = self._queues, self._admission, SkippedRequests()
         while (request := queues.next_to_admit(skipped)) is not None:
-            self.step.at = request
+            step.at = request
             if budget <= 0 or admission.work.is_exhausted:
                 return "token_budget"
             is_swapped = request in queues.swapped
@@ -221,7 +203,7 @@ class Planner:
             if is_swapped:
                 if admission.num_spare_blocks_on_swap_in(request) < 0 and queues.running:
                     return "swapped_first"
-                budget -= self._swap_in(request, budget)
+                budget -= self._swap_in(step, request, budget)
                 continue
             match = admission.match(request)
             if match.is_pending:
@@ -239,31 +221,29 @@ class Planner:
                 skipped.add(request)
                 queues.wait_reasons.count_skipped(request, "token_budget")
                 continue
-            budget -= self._admit_waiting(request, match if num_spare > 0 else match.of_whole_blocks(), share)
+            budget -= self._admit_waiting(step, request, match if num_spare > 0 else match.of_whole_blocks(), share)
         return None
 
-    def _swap_in(self, request: Request, budget: int) -> int:
+    def _swap_in(self, step: PlanBuilder, request: Request, budget: int) -> int:
         """Swap a request in, and plan its next tokens. Return how many."""
-        self.step.admitted.append(request)
-        self.step.plan.swap_ins.extend(self._queues.swap_in(request))
-        self._record_admitted(request)
+        step.plan.swap_ins.extend(self._queues.swap_in(request))
+        self._record_admitted(step, request)
         for sequence in request.live:
             if sequence.row != NO_ROW:
-                self._start_row(request, sequence)
-        used = self._advance_group(request, budget)
+                self._start_row(step, request, sequence)
+        used = self._advance_group(step, request, budget)
         self._admission.reserve(request)
         return used
 
-    def _admit_waiting(self, request: Request, match: PrefixMatch, budget: int) -> int:
+    def _admit_waiting(self, step: PlanBuilder, request: Request, match: PrefixMatch, budget: int) -> int:
         """Let a waiting request begin with what has been found, and plan its first tokens. Return how many.
 
         The branches of a preempted sequence group go their own ways at once if their prompt has been found.
         """
-        self.step.admitted.append(request)
         self._queues.admit(request)
-        self._record_admitted(request)
+        self._record_admitted(step, request)
         first, *others = request.live
-        self._start(request, first, match)
+        self._start(step, request, first, match)
         if request.num_preemptions == 0:
             request.num_cached_tokens = first.num_computed_tokens
             if request.params.prompt_logprobs is None:
@@ -271,43 +251,46 @@ class Planner:
             self._order.charge_prompt(request)
         if first.num_output_tokens > 0 and self._admission.has_prompt(request, match):
             for other in others:
-                self._start(request, other, self._admission.match_sequence(request, other).of_whole_blocks())
+                self._start(step, request, other, self._admission.match_sequence(request, other).of_whole_blocks())
         for other in others:                                            # that will fork have lost all but the prompt
             request.num_recomputed_tokens += self._preemption.record_resumed(other, other.num_prompt_tokens)
-        used = self._advance_group(request, budget)
+        used = self._advance_group(step, request, budget)
         self._admission.reserve(request)
         return used
 
-    def _record_admitted(self, request: Request) -> None:
-        self._planning_order.append(request)
+    def _record_admitted(self, step: PlanBuilder, request: Request) -> None:
+        step.admitted.append(request)
+        step.order.append(request)
         self._shares.admit(request)
 
     # --- sequences begin ------------------------------------------------------------------------------------------
 
-    def _start(self, request: Request, sequence: Sequence, match: PrefixMatch) -> None:
+    def _start(self, step: PlanBuilder, request: Request, sequence: Sequence, match: PrefixMatch) -> None:
         """Give a sequence a row, and the tokens of a match."""
         self._queues.assign_row(sequence)
         copy = self._cache.create(
             sequence.seq_id, sequence.token_ids, request.cache_salt, match,
             keeps_all=request.is_pin, num_reserved=self._admission.num_reserved(request),
         )  # fmt: skip
-        sequence.num_computed_tokens = self._cache.num_tokens(sequence.seq_id)
+        self._queues.set_computed(sequence, self._cache.num_tokens(sequence.seq_id))
         request.num_recomputed_tokens += self._preemption.record_resumed(sequence, sequence.num_computed_tokens)
-        self._start_row(request, sequence, copy)
+        self._start_row(step, request, sequence, copy)
 
-    def _start_row(self, request: Request, sequence: Sequence, copy: BlockCopy | None = None) -> None:
+    def _start_row(
+        self, step: PlanBuilder, request: Request, sequence: Sequence, copy: BlockCopy | None = None
+    ) -> None:
         block_ids = self._cache.block_array(sequence.seq_id)
-        self.step.begin_row(request, sequence, block_ids, copy)
+        step.begin_row(request, sequence, block_ids, copy)
         self._admission.record_started(sequence, len(block_ids))
 
-    def _fork(self, request: Request, first: Sequence, other: Sequence) -> None:
+    def _fork(self, step: PlanBuilder, request: Request, first: Sequence, other: Sequence) -> None:
         """Let `other` share all blocks of `first`, and draw its first token from the same logits if it has none."""
         self._queues.assign_row(other)
         self._cache.fork(first.seq_id, other.seq_id, other.token_ids)
-        self._start_row(request, other)
-        self.step.forked.append(other)
+        self._start_row(step, request, other)
+        step.forked.append(other)
         if other.num_output_tokens == 0 and request.beam is None:
-            self.step.sample(request, other)
+            step.sample(request, other)
 
 
 def num_missing_tokens(request: Request) -> int:
@@ -315,3 +298,17 @@ def num_missing_tokens(request: Request) -> int:
     first = request.live[0]
     target = first.num_tokens if len(request.live) == 1 else first.num_prompt_tokens
     return target - first.num_computed_tokens
+
+
+def _decodes(running: list[Request], index: int, budget: int) -> list[Sequence]:
+    """Return the sequences of the running requests from `index` on that have one token to compute, up to one that
+    has more, or is a group: what most requests of most steps are."""
+    sequences = []
+    for request in running[index : index + min(budget, _DECODES_AT_ONCE)]:
+        live = request.live
+        first = live[0]
+        num_missing = first.num_prompt_tokens + len(first.token_ids.output) - first.num_computed_tokens
+        if num_missing != 1 or len(live) > 1 or first.row == NO_ROW:
+            break
+        sequences.append(first)
+    return sequences

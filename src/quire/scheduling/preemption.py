@@ -7,10 +7,23 @@ computed. While a rate is not known, the victim is swapped: only so does the rat
 prefills is known from the first prompt of more than one token on. docs/decisions/0008 says why.
 """
 
+from dataclasses import dataclass, field
+
 from quire.cache.swap_space import Footprint
 from quire.core.config import PreemptionKind, PreemptionMode
 from quire.core.plan import UNMEASURED, StepResult
 from quire.core.sequence import Request, Sequence
+
+
+@dataclass(slots=True)
+class PreemptionStats:
+    """Preemptions since start, by kind, and their cost."""
+
+    num_preemptions: dict[str, int] = field(default_factory=lambda: {"recompute": 0, "swap": 0})
+    num_recomputed_tokens: int = 0  # computed once, freed, and not found in the cache
+    swap_s: float = 0.0             # spent on moving blocks: measured by the worker
+    recompute_s: float = 0.0        # spent on computing tokens again: from the rate of prefills
+    saved_s: float = 0.0            # by the choices of `auto`: what the other kind would have cost more
 
 
 class PreemptionPolicy:
@@ -20,11 +33,7 @@ class PreemptionPolicy:
         self._mode = mode
         self._block_size = block_size
         self._rates = UNMEASURED
-        self.num_preemptions: dict[str, int] = {"recompute": 0, "swap": 0}  # by the way back, since start, as all here
-        self.num_recomputed_tokens = 0  # computed once, lost, and not found in the cache
-        self.swap_s = 0.0               # spent on moving blocks: measured
-        self.recompute_s = 0.0          # spent on computing tokens again: from the rate of prefills
-        self.saved_s = 0.0              # by the choices of `auto`: what the other way would have cost more
+        self.stats = PreemptionStats()
 
     def choose(self, request: Request, footprint: Footprint, num_free_swap_blocks: int) -> PreemptionKind:
         """Choose for a victim that holds such blocks, and count it as preempted.
@@ -39,20 +48,20 @@ class PreemptionPolicy:
 
     def count(self, recovery: PreemptionKind) -> None:
         """Count a preemption by its way back."""
-        self.num_preemptions[recovery] += 1
+        self.stats.num_preemptions[recovery] += 1
 
     def record_step(self, result: StepResult) -> None:
         """Take over what the worker has measured."""
         self._rates = result.rates
-        self.swap_s += result.swap_s
+        self.stats.swap_s += result.swap_s
 
     def record_resumed(self, sequence: Sequence, num_known: int) -> int:
         """Count, and return, what a sequence had computed, has lost and now computes again past its first tokens."""
         num_tokens = max(0, sequence.num_lost_tokens - num_known)
         sequence.num_lost_tokens = 0
-        self.num_recomputed_tokens += num_tokens
+        self.stats.num_recomputed_tokens += num_tokens
         if self._rates.prefill_tokens_per_s is not None:
-            self.recompute_s += num_tokens / self._rates.prefill_tokens_per_s
+            self.stats.recompute_s += num_tokens / self._rates.prefill_tokens_per_s
         return num_tokens
 
     def _cheaper(self, footprint: Footprint, num_tokens: int) -> PreemptionKind:
@@ -62,7 +71,7 @@ class PreemptionPolicy:
         num_blocks_back = footprint.num_blocks - footprint.num_held_by_others
         swap_s = footprint.num_blocks / blocks_out_per_s + num_blocks_back / blocks_in_per_s
         recompute_s = max(0, num_tokens - footprint.num_held_by_others * self._block_size) / tokens_per_s
-        self.saved_s += abs(swap_s - recompute_s)
+        self.stats.saved_s += abs(swap_s - recompute_s)
         return "swap" if swap_s < recompute_s else "recompute"
 
 

@@ -7,6 +7,7 @@ their common prefix are skipped.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 from quire.cache.manager import KVCacheManager
 from quire.core.plan import BlockCopy
@@ -38,7 +39,9 @@ class RequestQueues:
     # --- from one place to the next -------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Take in a new request, which waits."""
+        """Queue a new request as waiting."""
+        request.queue_key = self._policy.queue_key(request, request.live[0].seq_id)
+        self._policy.add(request)
         self.requests[request.request_id] = request
         self._enqueue(request, self.waiting)
 
@@ -55,15 +58,29 @@ class RequestQueues:
         sequence.row = self.free_rows.pop()
         sequence.status = SequenceStatus.RUNNING
 
+    def advance(self, sequences: Iterable[Sequence], counts: Iterable[int]) -> None:
+        """Count the tokens that a step has computed, by sequence."""
+        for sequence, num_tokens in zip(sequences, counts, strict=True):
+            sequence.num_computed_tokens += num_tokens
+
+    def set_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """Set how many tokens a sequence has computed, when it starts, forks or fails."""
+        sequence.num_computed_tokens = num_tokens
+
+    def make_padding(self, sequence: Sequence) -> None:
+        """Keep the row and blocks of a finished sequence until its static batch ends."""
+        sequence.status = SequenceStatus.PADDING
+
     def swap_out(self, request: Request) -> list[BlockCopy]:
         """Move a running request to the swapped ones; what is computed stays so. Return what is to be copied."""
         held = [sequence for sequence in request.live if sequence.row != NO_ROW]
         moves = self._cache.swap_out([sequence.seq_id for sequence in held])
-        request.num_swapped_blocks = len(moves)
         for sequence in held:
             self._free_row(sequence)
             sequence.status = SequenceStatus.SWAPPED
         self._remove(request)
+        self._count_preemption(request)
+        request.num_swapped_blocks = len(moves)
         self._enqueue(request, self.swapped)
         return moves
 
@@ -84,6 +101,8 @@ class RequestQueues:
             sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_computed_tokens)
             sequence.num_computed_tokens = 0
             sequence.status = SequenceStatus.WAITING
+        if _is_in(self.running, request):                               # else a swapped request, preempted before
+            self._count_preemption(request)
         self._remove(request)
         self._enqueue(request, self.waiting)
 
@@ -106,7 +125,12 @@ class RequestQueues:
         self.num_running_seqs -= _is_in(self.running, request)
         if not request.live:
             self._remove(request)
+            self._policy.finish(request)
             del self.requests[request.request_id]
+
+    def _count_preemption(self, request: Request) -> None:
+        request.num_preemptions += 1
+        request.num_recomputed_tokens = request.num_swapped_blocks = 0
 
     def _enqueue(self, request: Request, queue: list[Request]) -> None:
         self.wait_reasons.start(request)

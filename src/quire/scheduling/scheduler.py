@@ -17,7 +17,7 @@ from itertools import count, repeat
 from quire.cache.manager import KVCacheManager
 from quire.cache.slices import run_to_the_end
 from quire.core.config import SchedulerConfig, SchedulingPolicy
-from quire.core.outputs import SequenceDelta
+from quire.core.outputs import SequenceDelta, WaitReason
 from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
 from quire.core.seeds import branch_seed
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
@@ -31,7 +31,7 @@ from quire.scheduling.limits import AdmissionLimits, check_pinnable, check_pinne
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.planner import Planner
 from quire.scheduling.policies import ByPriority, FirstComeFirstServed
-from quire.scheduling.preemption import PreemptionPolicy
+from quire.scheduling.preemption import PreemptionPolicy, PreemptionStats
 from quire.scheduling.queues import RequestQueues
 from quire.scheduling.step_rollback import affected_by, release_affected
 from quire.scheduling.stopping import check_stop
@@ -50,8 +50,6 @@ class Scheduler:
         )
         self.order = _make_order(config)
         self.queues = RequestQueues(cache, config.max_num_seqs, self.order)
-        self.waiting, self.running, self.swapped = self.queues.waiting, self.queues.running, self.queues.swapped
-        self.wait_reasons = self.queues.wait_reasons
         self.admission = admission(self.queues, cache, config)
         self.preemption = PreemptionPolicy(config.preemption_mode, cache.block_size)
         max_blocks = None if config.max_kv_share == 1 else int(config.max_kv_share * cache.num_blocks)
@@ -59,8 +57,9 @@ class Scheduler:
         self.planner = Planner(
             config.max_num_batched_tokens, self.queues, self.admission, self.preemption, self.order, cache, self._shares
         )
+        self._step = PlanBuilder()                  # that is being planned, or is under way
         self._ahead: PlanBuilder | None = None      # the step after the one under way, if it has been planned already
-        self._beams = BeamSearches(cache)
+        self._beams = BeamSearches(cache, self.queues)
         self._seq_ids = count()
         self._deltas: list[SequenceDelta] = []      # recorded, and not told: an update that fails has told nothing
 
@@ -72,14 +71,63 @@ class Scheduler:
         return bool(self.queues.requests or self._deltas)
 
     @property
+    def requests(self) -> Mapping[int, Request]:
+        """All unfinished requests by id."""
+        return self.queues.requests
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests that wait to be admitted, in order."""
+        return self.queues.waiting
+
+    @property
+    def running(self) -> list[Request]:
+        """Admitted requests, in order."""
+        return self.queues.running
+
+    @property
+    def swapped(self) -> list[Request]:
+        """Requests that are swapped out, in order."""
+        return self.queues.swapped
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait, or are swapped out, and may not be admitted now."""
+        return len(self.queues.held)
+
+    @property
+    def num_running_seqs(self) -> int:
+        """Unfinished sequences of running requests."""
+        return self.queues.num_running_seqs
+
+    @property
+    def wait_reason(self) -> WaitReason | None:
+        """Why the last plan did not admit the head of the waiting queue; None if it left none waiting."""
+        return self.queues.wait_reasons.current
+
+    @property
+    def preemption_stats(self) -> PreemptionStats:
+        """Preemptions since start, and their cost."""
+        return self.preemption.stats
+
+    @property
+    def current_request(self) -> Request | None:
+        """The request that is being planned or recorded; None between requests."""
+        return self._step.at
+
+    def num_reserved(self, request: Request) -> int:
+        """Return how many tokens each sequence of a request reserves; 0 in paged memory."""
+        return self.admission.num_reserved(request)
+
+    @property
     def admitted(self) -> list[Request]:
         """Requests that the last plan has let in."""
-        return self.planner.step.admitted
+        return self._step.admitted
 
     @property
     def preempted(self) -> list[int]:
         """The ids of requests that the last plan has preempted."""
-        return self.planner.step.preempted
+        return self._step.preempted
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError, and changes nothing, if it could never run."""
@@ -99,9 +147,7 @@ class Scheduler:
             )
             for index in range(request.params.n)
         ]
-        request.queue_key = self.order.queue_key(request, request.live[0].seq_id)
         self.admission.check_admissible(request)
-        self.order.add(request)
         self.queues.add(request)
         self._beams.add(request)
         if request.is_pin:
@@ -134,7 +180,6 @@ class Scheduler:
         """End a branch for good; with the last one the request ends."""
         self.queues.finish(request, sequence)
         if not request.live:
-            self.order.finish(request)
             self._beams.remove(request)
             if request.is_pin:
                 self._update_pin_limits()
@@ -155,12 +200,13 @@ class Scheduler:
         If it has been planned ahead, it is that plan, which has let nobody in.
         """
         if self._ahead is not None:
-            self.planner.step, self._ahead = self._ahead, None
-            return self.planner.step.plan
-        self.planner.start_step(step := PlanBuilder())
+            self._step, self._ahead = self._ahead, None
+            return self._step.plan
+        step = self._step = PlanBuilder()
+        self.planner.start_step()
         plan = self._start_step(step)
-        self.planner.preempt_excess()
-        self._admit(self.planner.plan_running(self.config.max_num_batched_tokens))
+        self.planner.preempt_excess(step)
+        self._admit(step, self.planner.plan_running(step, self.config.max_num_batched_tokens))
         step.at = None
         assert not plan.is_empty or not self.queues.requests, "requests are here, but none of them can run"
         return plan
@@ -170,7 +216,7 @@ class Scheduler:
         if self.cache.has_window or self.admission.has_room_for_next() or self._shares.has_excess():
             return None
         self._ahead = schedule_next(
-            self.planner.step, self.running, self.queues.num_running_seqs, self.config.max_num_batched_tokens,
+            self._step, self.running, self.queues.num_running_seqs, self.config.max_num_batched_tokens,
             self.cache,
         )
         return None if self._ahead is None else self._start_step(self._ahead)
@@ -182,9 +228,9 @@ class Scheduler:
         step.plan.copies.extend(self.cache.take_copies())
         return step.plan
 
-    def _admit(self, budget: int) -> None:
+    def _admit(self, step: PlanBuilder, budget: int) -> None:
         """Let those in that have room; take down what keeps out the others."""
-        self.wait_reasons.count(self.planner.admit(budget))
+        self.queues.wait_reasons.count(self.planner.admit(step, budget))
 
     # --- the result -----------------------------------------------------------------------------------------------
 
@@ -193,14 +239,13 @@ class Scheduler:
 
         If that fails, `take_deltas` has what had been recorded before, and so has the next update.
         """
-        step = self.planner.step
+        step = self._step
         assert plan is step.plan, "a result for another plan"
         if result.failures:
             self._fail(result.failures)
-        for sequence, num_tokens in zip(step.planned, plan.counts, strict=True):
-            sequence.num_computed_tokens += num_tokens
+        self.queues.advance(step.planned, plan.counts)
         for sequence in step.forked:
-            sequence.num_computed_tokens = sequence.num_prompt_tokens
+            self.queues.set_computed(sequence, sequence.num_prompt_tokens)
         self.cache.end_step()
         self.preemption.record_step(result)
         for chunk in result.prompt_logprobs:
@@ -251,7 +296,7 @@ class Scheduler:
             index, why = next((s.index, failures[s.row]) for s in request.live if s.row in failures)
             for sequence in list(request.live):
                 self.cache.invalidate(sequence.seq_id)
-                sequence.num_computed_tokens = 0
+                self.queues.set_computed(sequence, 0)
                 self._finish(request, sequence)
             self._deltas.append(SequenceDelta(request.request_id, index, [], error=why))
 
@@ -271,10 +316,10 @@ class Scheduler:
         Returns the ids of those who answer for it: all whom it affected, or, where it failed while the plan was made
         or tokens were recorded, the one whose turn it was.
         """
-        steps = [self.planner.step] if self._ahead is None else [self.planner.step, self._ahead]
-        at, self._ahead = self.planner.step.at, None
+        steps = [self._step] if self._ahead is None else [self._step, self._ahead]
+        at, self._ahead = self._step.at, None
         affected = affected_by(steps, self.running, self.cache)
-        release_affected(affected, self.planner.step.swapped_out, self.queues, self.preemption)
+        release_affected(affected, self._step.swapped_out, self.queues, self.preemption)
         self.cache.end_step()
         return [request.request_id for request in (affected if at is None else [at])]
 

@@ -32,7 +32,6 @@ def release_affected(
     """Let those who run, and those that the step was to swap out, wait again with nothing that it may have written."""
     for request in reversed(affected):
         recovery.count("recompute")
-        request.num_preemptions += 1
         queues.release_for_recompute(request)
     for request in swapped_out:
         if request in queues.swapped:                                   # else it was aborted while the step ran

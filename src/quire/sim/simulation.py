@@ -177,7 +177,7 @@ class Simulation:
                 self._add(as_request(number, item, n, beam_width), item, due)
             if scheduler.has_requests:
                 self._step()
-        self._run.num_preemptions = sum(scheduler.preemption.num_preemptions.values())
+        self._run.num_preemptions = sum(scheduler.preemption_stats.num_preemptions.values())
         return self._run
 
     def _add(self, request: Request, item: WorkItem, due_s: float) -> None:

@@ -96,7 +96,7 @@ def test_random_runs_give_the_tokens_that_each_request_gives_alone(seed: int) ->
             harness.fail_step(is_run=rng.random() < 0.5)
         harness.step()
     harness.run()
-    assert sum(harness.scheduler.preemption.num_preemptions.values()) == sum(
+    assert sum(harness.scheduler.preemption_stats.num_preemptions.values()) == sum(
         request.num_preemptions for request in harness.requests.values()
     )
     for request in harness.requests.values():

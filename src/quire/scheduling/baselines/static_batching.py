@@ -14,6 +14,7 @@ from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request, Sequence, SequenceStatus
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.baselines.reservation import ReservingAdmission
+from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.scheduler import Scheduler
 
 
@@ -39,7 +40,7 @@ class StaticScheduler(Scheduler):
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
         """Record a step; give padding its next token; when all is padding, end the batch."""
-        sampled = zip(self.planner.step.sampled, result.token_ids, strict=True)
+        sampled = zip(self._step.sampled, result.token_ids, strict=True)
         padded = [(*each, token) for each, token in sampled if each[1].status is SequenceStatus.PADDING]
         deltas = super().update(plan, result)
         for request, sequence, token in padded:
@@ -69,14 +70,14 @@ class StaticScheduler(Scheduler):
                 if sequence.status is SequenceStatus.PADDING:
                     self._finish(request, sequence)
 
-    def _admit(self, budget: int) -> None:
+    def _admit(self, step: PlanBuilder, budget: int) -> None:
         """Let the next batch in when nothing runs."""
         if not self.running:
-            super()._admit(budget)
+            super()._admit(step, budget)
 
     def _complete(self, request: Request, sequence: Sequence) -> None:
         """Make a sequence padding, or end it where it is given the last token of the model."""
-        sequence.status = SequenceStatus.PADDING
+        self.queues.make_padding(sequence)
         if sequence.num_tokens + 1 >= self.config.max_model_len:
             self._finish(request, sequence)
 
