@@ -20,6 +20,7 @@ from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import WAIT_REASONS, Admission, KVStats, SequenceDelta, TokenLogprobs
 from quire.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from quire.core.sequence import Request
+from quire.core.token_bytes import TokenBytes
 from quire.engine.messages import (
     FAULT,
     MAX_FAILURE_CHARS,
@@ -39,6 +40,7 @@ from quire.engine.messages import (
     Report,
     Start,
     Stepped,
+    Vocabulary,
     decode_command,
     decode_report,
     error_from,
@@ -106,8 +108,10 @@ requests = st.builds(
     beam=st.none() | beams,
 )
 shows = st.builds(GetBlocks, counts, counts, counts)
+vocabularies = st.builds(TokenBytes.pack, st.lists(st.binary(max_size=5)), st.frozensets(counts, max_size=3))
 commands = st.one_of(
     st.builds(Start, options),
+    st.builds(Vocabulary, vocabularies),
     st.builds(Add, requests),
     st.builds(Abort, request_ids),
     st.builds(Finish, counts, counts),

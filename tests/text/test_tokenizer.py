@@ -247,3 +247,13 @@ def test_real_chat_template_renders_like_transformers(tokenizer_folder: Path) ->
     assert ours.apply_chat_template(talk) == theirs.apply_chat_template(
         talk, add_generation_prompt=True, tokenize=False
     )
+
+
+@pytest.mark.parametrize("tokenizer", [*SMALL, *REAL], indirect=True)
+def test_packed_vocabulary_has_the_bytes_of_every_token(tokenizer: Tokenizer) -> None:
+    table, packed = tokenizer.token_bytes(skip_special_tokens=False), tokenizer.pack_token_bytes()
+    assert (packed is None) == (table is None)
+    if packed is not None and table is not None:
+        assert len(packed) == tokenizer.vocab_size
+        assert all(packed[token_id] == table[token_id] for token_id in range(len(packed)))
+        assert packed.special_token_ids == tokenizer.special_token_ids

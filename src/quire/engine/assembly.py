@@ -102,6 +102,8 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
         num_swap_blocks=cache_config.num_swap_blocks,
     )
     engine = Engine(scheduler, executor)
+    if tokenizer is not None:
+        engine.token_bytes = tokenizer.pack_token_bytes
     return AssembledEngine(engine, InputProcessor(tokenizer, ready, options), tokenizer, model, ready)
 
 

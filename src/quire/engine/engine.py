@@ -9,6 +9,7 @@ from quire.core.block_map import BlockMap, Tier
 from quire.core.outputs import Admission, KVStats, SequenceDelta
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
+from quire.core.token_bytes import TokenBytes
 from quire.engine.block_holders import count_blocks_by_owner, list_holders
 from quire.execution.executor import Executor
 from quire.scheduling.isolation import PROBE_ID, Isolation
@@ -22,6 +23,7 @@ class Engine:
         self.scheduler = scheduler
         self.num_computed_tokens = 0        # by the last step
         self.on_submit: Callable[[StepPlan], None] = lambda plan: None  # called with each plan that is about to run
+        self.token_bytes: Callable[[], TokenBytes | None] = lambda: None  # of the vocabulary, for grammars
         self._isolation = Isolation(scheduler)
         self._suspects: list[int] = []      # requests that answer for the last step, if it failed
         self._is_certain = False            # it failed while the only suspect was planned or recorded

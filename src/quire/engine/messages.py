@@ -12,6 +12,7 @@ from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.outputs import Admission, KVStats, SequenceDelta, WaitReason
 from quire.core.sequence import Request
+from quire.core.token_bytes import TokenBytes
 from quire.core.token_ids import pack_tokens
 from quire.engine.options import EngineOptions
 from quire.scheduling.limits import AdmissionLimits
@@ -57,7 +58,13 @@ class GetBlocks(msgspec.Struct, tag="get_blocks", array_like=True, frozen=True):
     tier: Tier = "kv"
 
 
-Command = Start | Add | Abort | Finish | GetBlocks
+class Vocabulary(msgspec.Struct, tag="vocabulary", array_like=True, frozen=True):
+    """The bytes of the tokenizer's tokens: sent before the first request, unless there is no table of them."""
+
+    token_bytes: TokenBytes
+
+
+Command = Start | Vocabulary | Add | Abort | Finish | GetBlocks
 
 
 # --- from the engine --------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class DecodingRule(NamedTuple):
     drops_first_space: bool
 
 
-class TokenBytes(dict[int, bytes]):
+class TokenBytesCache(dict[int, bytes]):
     """Bytes of each token id, filled on first use. Empty for ids that are not in the vocabulary, and for `hidden`."""
 
     def __init__(self, backend: Backend, to_bytes: Callable[[str], bytes], hidden: frozenset[int]) -> None:
