@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from quire.cli.bench import report
-from quire.cli.bench.diagnosis import Limits, diagnose, observe
+from quire.cli.bench.diagnosis import LatencyLimits, diagnose, observe
 from quire.cli.bench.flags import LimitFlags
 from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_groups
 from quire.cli.plan import DeviceFlags, print_refusals
@@ -94,7 +94,7 @@ def simulate(
     report.write_json(json, record)
 
 
-def _record(run: SimulatedRun, found: MemoryPlan, limits: Limits) -> report.Record:
+def _record(run: SimulatedRun, found: MemoryPlan, limits: LatencyLimits) -> report.Record:
     timelines = [run.timeline(answer) for answer in run.finished]
     gaps = {"itl_s, prefill beside": run.itl_s(beside_prefill=True), "itl_s, none": run.itl_s(beside_prefill=False)}
     figures = latencies(timelines) | {name: distribution(sample) for name, sample in gaps.items() if sample}
@@ -134,7 +134,7 @@ def _cost(run: SimulatedRun, found: MemoryPlan, hardware: Hardware, price: float
     return {"cost": {"per_million_output_tokens": per_token * 1e6, "price_per_hour": price * found.num_devices}}
 
 
-def _verdict(run: SimulatedRun, found: MemoryPlan, limits: Limits, timelines: list[Timeline]) -> str:
+def _verdict(run: SimulatedRun, found: MemoryPlan, limits: LatencyLimits, timelines: list[Timeline]) -> str:
     """Return where to look first, by the latencies, and what the memory says to it."""
     share = found.weight_bytes / found.memory_bytes
     memory = f" Weights take {share:.0%} of the memory: the model is large for this device." if share > 0.75 else ""
@@ -143,7 +143,7 @@ def _verdict(run: SimulatedRun, found: MemoryPlan, limits: Limits, timelines: li
     if run.num_preemptions > len(run.finished) / 10 and found.cache.block_size > 32:
         memory += f" Blocks of {found.cache.block_size} tokens waste much of the KV cache on short requests."
     prompt_lens = [len(answer.item.prompt_token_ids) for answer in run.finished]
-    told = {
+    reported = {
         "queue_s": run.mean_queue_s, "num_preemptions": run.num_preemptions, "peak_kv_usage": run.peak_kv_usage
     }
-    return diagnose(observe(timelines, prompt_lens, limits, **told)) + memory
+    return diagnose(observe(timelines, prompt_lens, limits, **reported)) + memory

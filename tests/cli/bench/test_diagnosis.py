@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.cli.bench.diagnosis import Limits, Observation, diagnose, observe
+from quire.cli.bench.diagnosis import LatencyLimits, Observation, diagnose, observe
 from quire.sim.statistics import Timeline
 
 LATE = Observation(num_prompt_tokens=200, ttft_s=0.9, itl_s=0.02)
@@ -60,7 +60,7 @@ def test_sentence_tells_what_the_server_told() -> None:
 
 def test_what_is_late_is_what_the_limits_are_on() -> None:
     early, late = Timeline(0.0, [0.1, 0.2, 0.3]), Timeline(0.0, [1.0, 1.01, 1.25])
-    seen = observe([early, early, late], [10, 10, 2000], Limits(itl_s=0.1, e2e_s=1.0), queue_s=0.7)
+    seen = observe([early, early, late], [10, 10, 2000], LatencyLimits(itl_s=0.1, e2e_s=1.0), queue_s=0.7)
     assert (seen.num_prompt_tokens, seen.ttft_limit_s, seen.itl_limit_s) == (2000, 0.5, 0.1)
     assert seen.itl_s == pytest.approx(0.226), "of the longest gap of each request"
     assert (seen.is_too_long, seen.queue_s) == (True, 0.7)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.cli.bench.diagnosis import Limits
+from quire.cli.bench.diagnosis import LatencyLimits
 from quire.sim.statistics import Timeline
 
 TIMELINE = Timeline(0.0, [1.0, 1.25, 2.0], num_tokens=6)  # TTFT 1, gaps 0.25 and 0.75, TPOT 0.2, end to end 2
@@ -11,31 +11,31 @@ TIMELINE = Timeline(0.0, [1.0, 1.25, 2.0], num_tokens=6)  # TTFT 1, gaps 0.25 an
 @pytest.mark.parametrize(
     ("limits", "is_met"),
     [
-        (Limits(), True),
-        (Limits(ttft_s=1.0), True),
-        (Limits(ttft_s=0.99), False),
-        (Limits(itl_s=0.75), True),
-        (Limits(itl_s=0.5), False),
-        (Limits(tpot_s=0.2), True),
-        (Limits(tpot_s=0.19), False),
-        (Limits(e2e_s=2.0), True),
-        (Limits(e2e_s=1.9), False),
-        (Limits(ttft_s=1.0, itl_s=0.75, tpot_s=0.2, e2e_s=2.0), True),
-        (Limits(ttft_s=1.0, itl_s=0.75, tpot_s=0.2, e2e_s=1.0), False),
+        (LatencyLimits(), True),
+        (LatencyLimits(ttft_s=1.0), True),
+        (LatencyLimits(ttft_s=0.99), False),
+        (LatencyLimits(itl_s=0.75), True),
+        (LatencyLimits(itl_s=0.5), False),
+        (LatencyLimits(tpot_s=0.2), True),
+        (LatencyLimits(tpot_s=0.19), False),
+        (LatencyLimits(e2e_s=2.0), True),
+        (LatencyLimits(e2e_s=1.9), False),
+        (LatencyLimits(ttft_s=1.0, itl_s=0.75, tpot_s=0.2, e2e_s=2.0), True),
+        (LatencyLimits(ttft_s=1.0, itl_s=0.75, tpot_s=0.2, e2e_s=1.0), False),
     ],
 )
-def test_request_is_good_when_it_meets_every_limit(limits: Limits, is_met: bool) -> None:
+def test_request_is_good_when_it_meets_every_limit(limits: LatencyLimits, is_met: bool) -> None:
     assert limits.are_met_by(TIMELINE) is is_met
 
 
 def test_single_token_has_no_gaps_to_miss() -> None:
-    assert Limits(itl_s=0.001, tpot_s=0.001).are_met_by(Timeline(0.0, [5.0]))
+    assert LatencyLimits(itl_s=0.001, tpot_s=0.001).are_met_by(Timeline(0.0, [5.0]))
 
 
 def test_good_requests_are_counted() -> None:
     timelines = [Timeline(0.0, [second]) for second in (0.5, 1.5, 1.0)]
-    assert Limits(ttft_s=1.0).num_met(timelines) == 2
+    assert LatencyLimits(ttft_s=1.0).num_met(timelines) == 2
 
 
 def test_given_limits_are_those_that_are_set() -> None:
-    assert Limits(tpot_s=0.05, e2e_s=9.0).given == {"tpot_s": 0.05, "e2e_s": 9.0}
+    assert LatencyLimits(tpot_s=0.05, e2e_s=9.0).given == {"tpot_s": 0.05, "e2e_s": 9.0}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.cli.bench.diagnosis import Limits
+from quire.cli.bench.diagnosis import LatencyLimits
 from quire.cli.bench.find_rate import Probe, RateFinder
 from quire.cli.bench.flags import ArrivalFlags, SearchFlags
 from quire.cli.bench.http_load import AnswerStream, LoadRun, SentRequest
@@ -63,7 +63,7 @@ def searched(
     finder = RateFinder(
         server,  # type: ignore[arg-type]
         items=[WorkItem([1, 2, 3], 4), WorkItem([4, 5, 99], 4)],
-        limits=Limits(ttft_s=1.0),
+        limits=LatencyLimits(ttft_s=1.0),
         search=SearchFlags(attain=attain, probe_s=10.0, precision=0.05),
         arrivals=ArrivalFlags(rate=start),
         max_open=9,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.cli.bench.diagnosis import Limits
+from quire.cli.bench.diagnosis import LatencyLimits
 from quire.cli.bench.http_load import AnswerStream, Failure, LoadRun, SentRequest
 from quire.cli.bench.serve_report import request_records, sentence, serve_record
 from quire.sim.arrivals import Schedule
@@ -38,7 +38,7 @@ MIXED = load(
 
 
 def test_latencies_count_from_when_requests_were_due_and_only_of_finished_ones() -> None:
-    figures = serve_record(MIXED, {}, Limits())["figures"]
+    figures = serve_record(MIXED, {}, LatencyLimits())["figures"]
     assert figures["ttft_s"]["mean"] == 1.5
     assert figures["e2e_s"]["p50"] == 4.5
     assert figures["itl_s"]["mean"] == 2.0           # gaps 1, 1 and 4
@@ -46,7 +46,7 @@ def test_latencies_count_from_when_requests_were_due_and_only_of_finished_ones()
 
 
 def test_rates_are_over_the_whole_run() -> None:
-    rates = serve_record(MIXED, {}, Limits(ttft_s=1.0))["rates"]
+    rates = serve_record(MIXED, {}, LatencyLimits(ttft_s=1.0))["rates"]
     assert rates == {
         "offered_rps": 0.5,
         "requests_per_s": 2 / 8,
@@ -57,7 +57,7 @@ def test_rates_are_over_the_whole_run() -> None:
 
 
 def test_no_request_is_dropped_in_silence() -> None:
-    record = serve_record(MIXED, {}, Limits())
+    record = serve_record(MIXED, {}, LatencyLimits())
     counts = record["requests"]
     assert (counts["num_requests"], counts["num_finished"], counts["num_failed"], counts["num_cut"]) == (6, 2, 1, 3)
     assert record["errors"] == {"429 server_overloaded": 1}
@@ -65,27 +65,27 @@ def test_no_request_is_dropped_in_silence() -> None:
 
 
 def test_attained_share_is_of_all_requests() -> None:
-    record = serve_record(MIXED, {}, Limits(ttft_s=1.0, e2e_s=60.0))
+    record = serve_record(MIXED, {}, LatencyLimits(ttft_s=1.0, e2e_s=60.0))
     assert record["limits"] == {"ttft_s": 1.0, "e2e_s": 60.0, "attained": 1 / 6}
-    assert "limits" not in serve_record(MIXED, {}, Limits())
-    assert "goodput_rps" not in serve_record(MIXED, {}, Limits())["rates"]
+    assert "limits" not in serve_record(MIXED, {}, LatencyLimits())
+    assert "goodput_rps" not in serve_record(MIXED, {}, LatencyLimits())["rates"]
 
 
 def test_batch_size_is_littles_law_where_the_server_does_not_tell() -> None:
-    batch = serve_record(MIXED, {}, Limits())["batch"]
+    batch = serve_record(MIXED, {}, LatencyLimits())["batch"]
     assert batch["mean_size"] == ((3.0 - 0.25) + (7.0 - 1.0) + (8.0 - 4.0)) / 8
     assert "Little" in batch["source"]
 
 
 def test_batch_size_is_the_servers_where_it_tells() -> None:
     use = {"num_samples": 9, "mean_running": 5.5, "mean_waiting": 1.0, "mean_kv_usage": 0.5, "num_preemptions": 2}
-    record = serve_record(MIXED, use, Limits())
+    record = serve_record(MIXED, use, LatencyLimits())
     assert record["batch"] == {"mean_size": 5.5, "source": "/metrics, 9 samples", "mean_waiting": 1.0}
     assert record["kv_cache"] == {"mean_kv_usage": 0.5, "num_preemptions": 2}
 
 
 def test_client_reports_its_cost_and_lateness() -> None:
-    client = serve_record(MIXED, {}, Limits())["client"]
+    client = serve_record(MIXED, {}, LatencyLimits())["client"]
     assert client["cpu_share"] == 0.05
     assert client["max_late_s"] == 0.25
     assert client["tokens_per_chunk"] == 9 / 7
@@ -94,36 +94,36 @@ def test_client_reports_its_cost_and_lateness() -> None:
 
 def test_run_without_any_answer_has_a_report() -> None:
     run = load(request(0.0, [], failure=REFUSED, is_finished=False))
-    record = serve_record(run, {}, Limits(ttft_s=1.0))
+    record = serve_record(run, {}, LatencyLimits(ttft_s=1.0))
     assert record["figures"] == {}
     assert record["rates"]["requests_per_s"] == 0
-    assert sentence(run, {}, Limits()) == "Nothing was answered; 1 requests failed."
+    assert sentence(run, {}, LatencyLimits()) == "Nothing was answered; 1 requests failed."
 
 
 def test_diagnosis_looks_at_the_prompts_of_late_requests() -> None:
     prompt, late_prompt = request(0.0, [0.1, 0.12]), request(0.0, [0.9, 0.92], num_prompt_tokens=6000)
-    assert "prefill admission" in sentence(load(prompt, late_prompt), {}, Limits())
-    assert "Fine" in sentence(load(prompt, late_prompt), {}, Limits(ttft_s=1.0))
-    assert "too long" in sentence(load(prompt, late_prompt), {}, Limits(ttft_s=1.0, e2e_s=0.5))
+    assert "prefill admission" in sentence(load(prompt, late_prompt), {}, LatencyLimits())
+    assert "Fine" in sentence(load(prompt, late_prompt), {}, LatencyLimits(ttft_s=1.0))
+    assert "too long" in sentence(load(prompt, late_prompt), {}, LatencyLimits(ttft_s=1.0, e2e_s=0.5))
 
 
 def test_diagnosis_looks_at_longest_gaps_where_the_limit_does() -> None:
     halting = load(request(0.0, [0.1, *(0.2 + index / 100 for index in range(99))]))  # one gap of 100 ms, 98 of 10
-    assert "Fine" in sentence(halting, {}, Limits())
-    assert "Decode pressure" in sentence(halting, {}, Limits(itl_s=0.05))
+    assert "Fine" in sentence(halting, {}, LatencyLimits())
+    assert "Decode pressure" in sentence(halting, {}, LatencyLimits(itl_s=0.05))
 
 
 def test_diagnosis_counts_tokens_where_the_limit_does() -> None:
     chunked = load(request(0.0, [0.1, 0.2], num_tokens=11))  # gaps of 100 ms, 10 ms a token
-    assert "Decode pressure" in sentence(chunked, {}, Limits())
-    assert "Fine" in sentence(chunked, {}, Limits(tpot_s=0.05))
-    assert "Decode pressure" in sentence(chunked, {}, Limits(tpot_s=0.005))
+    assert "Decode pressure" in sentence(chunked, {}, LatencyLimits())
+    assert "Fine" in sentence(chunked, {}, LatencyLimits(tpot_s=0.05))
+    assert "Decode pressure" in sentence(chunked, {}, LatencyLimits(tpot_s=0.005))
 
 
 def test_diagnosis_takes_the_servers_word() -> None:
     late = load(request(0.0, [0.9]))
-    assert "Queueing" in sentence(late, {"mean_queue_s": 0.8}, Limits())
-    assert "KV cache full" in sentence(late, {"num_preemptions": 1}, Limits())
+    assert "Queueing" in sentence(late, {"mean_queue_s": 0.8}, LatencyLimits())
+    assert "KV cache full" in sentence(late, {"num_preemptions": 1}, LatencyLimits())
 
 
 def test_every_request_has_a_record() -> None:

@@ -28,7 +28,7 @@ _HALF_FULL = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LatencyLimits:
     """The longest times that a request may show, in seconds. None: anything will do.
 
     ITL is met when no gap between two chunks of the answer is longer. An answer of one token has no ITL and no TPOT.
@@ -78,11 +78,11 @@ class Observation:
 
 
 def observe(
-    timelines: Sequence[Timeline], prompt_lens: Sequence[int], limits: Limits, **told: Any  # noqa: ANN401 (fields)
+    timelines: Sequence[Timeline], prompt_lens: Sequence[int], limits: LatencyLimits, **reported: Any  # noqa: ANN401 (fields)
 ) -> Observation:
     """Return what finished requests show: 95th percentiles of what the limits are on, and the prompts of late requests.
 
-    `told`: fields of the observation that the server, or the simulator, knows.
+    `reported`: fields of the observation that the server, or the simulator, knows.
     """
     ttft_limit_s = limits.ttft_s or TTFT_LIMIT_S
     late = [num for num, timeline in zip(prompt_lens, timelines, strict=True) if timeline.ttft_s > ttft_limit_s]
@@ -94,11 +94,11 @@ def observe(
         itl_limit_s=limits.itl_s or limits.tpot_s or ITL_LIMIT_S,
         is_too_long=limits.e2e_s is not None
         and distribution([timeline.e2e_s for timeline in timelines]).p95 > limits.e2e_s,
-        **told,
+        **reported,
     )
 
 
-def _limited_gap_s(timelines: Sequence[Timeline], limits: Limits) -> float:
+def _limited_gap_s(timelines: Sequence[Timeline], limits: LatencyLimits) -> float:
     """Return the 95th percentile of the gaps as the limits count them; without limits, of all gaps."""
     if limits.itl_s is not None:
         sample = [max(timeline.itl_s, default=0.0) for timeline in timelines]

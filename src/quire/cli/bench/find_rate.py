@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.cli.bench.diagnosis import Limits
+from quire.cli.bench.diagnosis import LatencyLimits
 from quire.cli.bench.flags import ArrivalFlags, SearchFlags
 from quire.cli.bench.http_load import SentRequest
 from quire.cli.bench.server import Measured, ServerUnderTest
@@ -67,7 +67,7 @@ class RateFinder:
 
     server: ServerUnderTest
     items: list[WorkItem]
-    limits: Limits
+    limits: LatencyLimits
     search: SearchFlags
     arrivals: ArrivalFlags
     max_open: int

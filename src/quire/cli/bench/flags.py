@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from quire.cli.bench.diagnosis import Limits
+from quire.cli.bench.diagnosis import LatencyLimits
 from quire.cli.flag_groups import JSON, flag_field
 from quire.core.config import Batching, MemoryPolicy
 from quire.core.errors import ConfigError
@@ -155,10 +155,10 @@ class LimitFlags:
     e2e_limit_ms: float | None = _limits(None, "to the last token", min=0.001)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> LatencyLimits:
         """The limits in seconds."""
         given = (self.ttft_limit_ms, self.itl_limit_ms, self.tpot_limit_ms, self.e2e_limit_ms)
-        return Limits(*(None if limit_ms is None else limit_ms / 1e3 for limit_ms in given))
+        return LatencyLimits(*(None if limit_ms is None else limit_ms / 1e3 for limit_ms in given))
 
 
 @dataclass(frozen=True, slots=True)

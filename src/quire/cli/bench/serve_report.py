@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from quire.cli.bench.diagnosis import Limits, diagnose, observe
+from quire.cli.bench.diagnosis import LatencyLimits, diagnose, observe
 from quire.cli.bench.http_load import LoadRun, SentRequest
 from quire.cli.bench.report import Record
 from quire.sim.statistics import latencies
@@ -14,7 +14,7 @@ _KV_NAMES = (
 )
 
 
-def serve_record(run: LoadRun, use: Record, limits: Limits) -> Record:
+def serve_record(run: LoadRun, use: Record, limits: LatencyLimits) -> Record:
     """Return the figures of a run; `use` is what the server said of itself, empty where it says nothing."""
     figures = {name: values._asdict() for name, values in latencies(run.timelines).items()}
     facts: dict[str, Record] = {
@@ -30,14 +30,14 @@ def serve_record(run: LoadRun, use: Record, limits: Limits) -> Record:
     return {"figures": figures, **{name: values for name, values in facts.items() if values}}
 
 
-def sentence(run: LoadRun, use: Record, limits: Limits) -> str:
-    """Return the diagnosis of what the client saw and the server told."""
+def sentence(run: LoadRun, use: Record, limits: LatencyLimits) -> str:
+    """Return the diagnosis of what the client saw and the server reported."""
     if not run.finished:
         return f"Nothing was answered; {len(run.failures)} requests failed."
     prompt_lens = [len(request.item.prompt_token_ids) for request in run.finished]
-    told = {name: use[name] for name in ("mean_waiting", "num_preemptions", "peak_kv_usage") if name in use}
+    reported = {name: use[name] for name in ("mean_waiting", "num_preemptions", "peak_kv_usage") if name in use}
     queue_s, num_failed = use.get("mean_queue_s"), len(run.failures)
-    return diagnose(observe(run.timelines, prompt_lens, limits, queue_s=queue_s, num_failed=num_failed, **told))
+    return diagnose(observe(run.timelines, prompt_lens, limits, queue_s=queue_s, num_failed=num_failed, **reported))
 
 
 def request_records(requests: Sequence[SentRequest]) -> list[Record]:
@@ -57,7 +57,7 @@ def request_records(requests: Sequence[SentRequest]) -> list[Record]:
     ]
 
 
-def _rates(run: LoadRun, limits: Limits) -> Record:
+def _rates(run: LoadRun, limits: LatencyLimits) -> Record:
     """Return what was asked and done per second, over the whole run, its end included."""
     num_prompt_tokens = sum(len(request.item.prompt_token_ids) for request in run.finished)
     offered_rps = run.schedule.offered_rps

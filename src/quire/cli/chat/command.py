@@ -29,7 +29,7 @@ class ChatSamplingFlags(AnswerFlags):
 
 
 @dataclass(frozen=True, slots=True)
-class ServerFlags:
+class RemoteFlags:
     """A server to talk to, in place of a model in this process."""
 
     url: str | None = flag_field(None, "an OpenAI server, as http://HOST:PORT", panel="Server")
@@ -45,7 +45,7 @@ def chat(
     context: typer.Context,
     engine: EngineOptions,
     sampling: ChatSamplingFlags,
-    server: ServerFlags,
+    server: RemoteFlags,
     system: Annotated[str | None, flag("the system message")] = None,
 ) -> None:
     """Talk to a model in the terminal, or to a server."""
@@ -55,11 +55,11 @@ def chat(
 
 @contextmanager
 def _back_end(
-    context: typer.Context, engine: EngineOptions, sampling: ChatSamplingFlags, server: ServerFlags
+    context: typer.Context, engine: EngineOptions, sampling: ChatSamplingFlags, server: RemoteFlags
 ) -> Iterator[BackEnd]:
     params = sampling.params()  # a value out of range is found before anything is loaded
     if server.url is None:
-        _refuse_typed(context, (field.name for field in fields(ServerFlags)), "needs --url")
+        _refuse_typed(context, (field.name for field in fields(RemoteFlags)), "needs --url")
         if _source(context, "max_num_seqs") == "DEFAULT":
             engine = replace(engine, max_num_seqs=1)  # which also keeps the KV cache to one conversation
         with load(engine) as llm:
