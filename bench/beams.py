@@ -1,7 +1,7 @@
-"""Beam searches for benchmarks: requests, an engine whose scores are random, and one over a real model.
+"""Beam searches for benchmarks: requests, an engine with random scores, and one over a real model.
 
-What beams share depends on when they part, and that on the model: where it is sure of the next token, every beam goes
-its own way for long; where several tokens are as good as each other, the best beam's children soon displace the others.
+What beams share depends on when they part, and that on the model: where it is sure of the next token, every beam stays
+separate for long; where several tokens are as good as each other, the best beam's children soon displace the others.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Service of two clients whose loads are 10 to 1, by scheduling policy, on a simulated GPU.
+"""Service of two clients with loads of 10 to 1, by scheduling policy, on a simulated GPU.
 
     python bench/fairness.py                     # a virtual clock: the figures are the same on every machine
     python bench/fairness.py --ratio 3 --rate 8

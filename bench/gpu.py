@@ -1,4 +1,4 @@
-"""What the CUDA back end does on the card that is here: kernels, then whole models on random weights.
+"""CUDA back end on this machine's GPU: kernels, then whole models on random weights.
 
     python bench/gpu.py              at most 8 minutes; writes its tables into docs/gpu.md (or --output FILE)
     python bench/gpu.py --dry-run    tiny shapes in Triton's interpreter, on any machine: that it runs, and no figure
@@ -143,7 +143,7 @@ def best_of_torch(attend: Callable[[], object], num_bytes: int = 0) -> float:
 
 
 def let_go() -> None:
-    """Give back to the device what nobody refers to any more."""
+    """Free device memory that has no references any more."""
     gc.collect()
     if not DRY_RUN:
         torch.cuda.empty_cache()

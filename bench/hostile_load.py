@@ -2,7 +2,7 @@
 
 An attack sends a request that costs more than it seems to, or none that is complete. Its counterpart asks for the same
 accepted tokens without the hostile part, so that a phase with counterparts is the baseline of a phase with attacks. An
-attack whose requests are refused has no counterpart: it asks for no tokens. Both run at the same rate, given by the
+attack with refused requests has no counterpart: it asks for no tokens. Both run at the same rate, given by the
 attack's period. Requests are bytes made beforehand, sent over plain sockets of the loopback interface, so that the
 load's own work is small. Everything ends by itself at the end of the phase.
 """
@@ -61,7 +61,7 @@ class Target:
 
 @dataclass(slots=True)
 class Tally:
-    """What a phase has come to. Times between frames in seconds."""
+    """Result of a phase. Times between frames in seconds."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     accepted_tokens: int = 0
@@ -120,7 +120,7 @@ def without(make: Callable[[random.Random], Json], *names: str) -> Callable[[ran
 
 
 def completions(make: Callable[[random.Random], Json], *hostile: str) -> tuple[Act, Act]:
-    """Return the acts of a completion whose fields `hostile` make it an attack."""
+    """Return the acts of a completion that the fields `hostile` make an attack."""
     return posting("/v1/completions", make), posting("/v1/completions", without(make, *hostile))
 
 
@@ -139,7 +139,7 @@ FEW = b'{"prompt":[7,8,9],"max_tokens":1}'
 
 
 async def unfinished_bodies(target: Target, rng: random.Random, tally: Tally) -> int:
-    """Announce twenty long bodies, send most of each, and wait for what comes of it."""
+    """Announce twenty long bodies, send most of each, and wait for the answers."""
     request = target.request("POST", "/v1/completions", b" " * (BODY_BYTES - 1000), BODY_BYTES)
     opened = []
     with suppress(OSError, TimeoutError):

@@ -61,7 +61,7 @@ class Soak:
         self.refused: frozenset[str] = frozenset()
 
     def find_refused(self) -> dict[str, int]:
-        """Run each attack once; those whose requests are refused are so in all phases."""
+        """Run each attack once; one that is refused is so in all phases."""
         statuses = asyncio.run(statuses_of_attacks(self._hostile))
         self.refused = frozenset(name for name, status in statuses.items() if 400 <= status < 500)
         return statuses

@@ -1,4 +1,4 @@
-"""What HTTP costs: the same burst of requests through `quire serve` and through `LLM` in its own process, in turn.
+"""Cost of HTTP: the same burst of requests through `quire serve` and through `LLM` in its own process, in turn.
 
     python bench/http_overhead.py MODEL --workload WORKLOADS.json --name http32
     python bench/http_overhead.py -- --dtype float32            # the demo model; engine flags after --, for both

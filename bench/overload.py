@@ -1,13 +1,13 @@
-"""How fast a server says no: bursts of twenty times what it has places for, on connections that are open already.
+"""Latency of refusals: bursts of twenty times what a server has places for, on connections that are open already.
 
-    python bench/overload.py                      # the demo model, 4 seats and 8 places in the queue, 10 bursts of 240
+    python bench/overload.py                      # the demo model, 4 rows and 8 places in the queue, 10 bursts of 240
     python bench/overload.py --bursts 3 MODEL
 
-Every client sends its request at the same moment. Those who are let in are answered in full, the others with 429. Of
+Every client sends its request at the same moment. Admitted requests are answered in full, the rest with 429. Of
 these the table holds two times: the server's own, from the request that it has read to the answer that it has written
-(`duration_s` of its log), and the client's, from the first byte sent to the last byte received, which also counts who
-was served before on the same loop, the client's own work, and whatever else the machine does: look at the load. What
-does not depend on that is how long the server's process computes for each request of a burst, answers included.
+(`duration_s` of its log), and the client's, from the first byte sent to the last byte received, which also counts
+requests served before on the same loop, the client's own work, and whatever else the machine does: look at the load.
+What does not depend on that is the CPU time of the server's process for each request of a burst, answers included.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Why some of our numbers differ from the paper's: its experiments again, one cause at a time taken away or put in.
+"""Causes of differences from the paper's numbers: its experiments again, one cause at a time removed or added.
 
     python bench/paper_differences.py [beams] [prefix] [chat] [static] [memory] [blocks]
 
@@ -34,7 +34,7 @@ Make = Callable[[int], list[WorkItem]]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is taken otherwise than in the figures."""
+    """Variant of a figure's assumptions."""
 
     name: str = "as in the figure"
     sequence_s: float = PAPER_SEQUENCE_S
@@ -163,7 +163,7 @@ def ready_s(run: SimulatedRun, answer: Answer) -> float:
 
 
 def memory() -> None:
-    """Figure 2: outputs whose lengths differ more from each other than ShareGPT's do in our sample."""
+    """Figure 2: outputs with lengths that differ more from each other than ShareGPT's do in our sample."""
     for shape in (None, 1.6, 1.3):
         lengths = varied_lengths(480, shape)
         prompt_lens, output_lens = np.array(lengths).T
@@ -191,7 +191,7 @@ def varied_lengths(count: int, shape: float | None) -> list[Lengths]:
 
 
 def blocks() -> None:
-    """Figure 18b: for how many tokens of each who runs blocks stay free when others are let in (decision 0013)."""
+    """Figure 18b: tokens of each running request for which blocks stay free at an admission (decision 0013)."""
     loads = (("sharegpt", 1.7, 240.0), ("sharegpt", 2.2, 240.0), ("alpaca", 20.0, 120.0), ("alpaca", 27.0, 120.0))
     for name, rate, trace_s in loads:
         for size in (8, 16, 32, 64, 128):
@@ -207,7 +207,7 @@ HELP = "beams, prefix, chat, static, memory, blocks; all if none is named"
 
 
 def main(names: Annotated[list[str] | None, typer.Argument(help=HELP)] = None) -> None:
-    """Print what comes of each variant."""
+    """Print the result of each variant."""
     known = {each.__name__: each for each in (beams, prefix, chat, static, memory, blocks)}
     for name in names or known:
         if name not in known:

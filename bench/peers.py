@@ -46,7 +46,7 @@ Workloads = dict[str, list[WorkItem]]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How often everything is done."""
+    """Numbers of repetitions."""
 
     loads: int
     turns: int
@@ -114,7 +114,7 @@ class Session:
 
 
 def check_computed_once(record: ContestRecord) -> None:
-    """Assert that Quire computed what prompts share once, as a burst that came at the same moment."""
+    """Assert that Quire computed what prompts share once, as a burst that arrives at one moment."""
     for run in (turn.runs[OURS] for turn in record.turns):
         computed = run.num_prompt_tokens - (run.num_cached_tokens or 0)
         assert computed == run.least_to_compute, f"{computed} tokens computed: {run}"
@@ -159,7 +159,7 @@ def ways(names: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def engines_of(way: str, peers: Installed, model: Path, openvino_model: Path | None) -> list[EngineSpec]:
-    """Return who is asked in that way."""
+    """Return the engines that are asked in that way."""
     if way == "over HTTP":
         return roster.over_http(peers, model)
     return roster.in_process(peers, model, openvino_model, prefix_caching=way == CACHES_ON)

@@ -1,9 +1,9 @@
-"""What a pool that is too small costs: long generations in a KV cache for 1.5 of them, in each preemption mode.
+"""Cost of a pool that is too small: long generations in a KV cache for 1.5 of them, in each preemption mode.
 
     python bench/preemption.py --output preemption.md          # --model demo, or a folder
 
 All requests arrive together; the same ones, one after the other in the same pool, are what they are compared with. A
-turn has an engine of its own (loading it is not timed), a round has a turn of each kind, and who begins changes from
+turn has an engine of its own (loading it is not timed), a round has a turn of each kind, and the order changes from
 round to round: a shared machine changes its speed, so that only ratios within a round mean something. Answers must be
 equal in all turns, token by token.
 """
@@ -27,7 +27,7 @@ MAX_PROMPT_LEN = 32
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn of all requests took, and what preemptions did in it."""
+    """Time and preemptions of one turn of all requests."""
 
     kind: str
     seconds: float

@@ -1,11 +1,11 @@
-"""What the prefix cache costs those who find nothing: the control plane with it and without, in turn.
+"""Cost of the prefix cache for requests without hits: the control plane with it and without, in turn.
 
     python bench/prefix_cost.py
 
 * decoding: `quire bench control-plane`, sequences that decode and have nothing in common. Two engines in one process
   take turns of `--steps` steps; the figure is the median of the ratios of neighbours.
-* whole lives: requests come, are computed, answered and go, `--num-seqs` at a time, in a cache that is full of what
-  others have left, so that the tree gives up a block for every one that is taken. No batch is prepared here.
+* whole lives: requests arrive, are computed and finish, `--num-seqs` at a time, in a cache that is full of
+  earlier requests' blocks, so that each allocation evicts one. No batch is prepared here.
 
 A shared machine changes its speed from one second to the next: only ratios within a pair mean something.
 """
@@ -47,7 +47,7 @@ def decoding_pairs(num_seqs: int, steps: int, num_pairs: int) -> Iterator[tuple[
 
 
 def life_pairs(num_seqs: int, num_pairs: int) -> Iterator[tuple[float, float]]:
-    """Yield microseconds per output token of requests that come and go, with the cache and without."""
+    """Yield microseconds per output token of requests that arrive and finish, with the cache and without."""
     num_blocks = num_seqs * ((PROMPT_LEN + OUTPUT_LEN) // BLOCK_SIZE + 1)
     with_cache, without = (
         engine_without_model(CacheConfig(num_blocks, BLOCK_SIZE, enable_prefix_caching=enabled), num_seqs, TOKEN_BUDGET)
@@ -69,7 +69,7 @@ def life_pairs(num_seqs: int, num_pairs: int) -> Iterator[tuple[float, float]]:
 
 
 def in_turn(left: Callable[[], float], right: Callable[[], float], num_pairs: int) -> Iterator[tuple[float, float]]:
-    """Yield what both give, pair by pair; who begins changes. The first pair warms up."""
+    """Yield what both give, pair by pair, in changing order. The first pair warms up."""
     gc.disable()
     for number in range(num_pairs + 1):
         pair = (left(), right()) if number % 2 else (right(), left())[::-1]

@@ -1,13 +1,13 @@
-"""How much of the prompts the prefix cache finds, beside the most that can be found, for caches of several sizes.
+"""Hit rates of the prefix cache, beside the most that can be found, for caches of several sizes.
 
     python bench/prefix_hits.py --data ../shared/data --output prefix_hits.md
 
 Chats and traces run through the real scheduler and the real cache. The model is missing, and time with it: requests
 come in the file's order, the next one as soon as one of `--max-open` is over.
 
-* chat: sharegpt_sample_turns.csv.gz. Every answer is a request whose prompt is all that was said before, the earlier
-  answers as the engine gave them. `--chats` conversations are open, and who asks next is drawn by lot; when one is
-  over, another begins.
+* chat: sharegpt_sample_turns.csv.gz. Every answer is a request with all that was said before as its prompt, the earlier
+  answers as the engine gave them. `--chats` conversations are open, and the next one to ask is drawn by lot; when one
+  is over, another begins.
 * Mooncake's traces: a prompt is what its hash ids say, 512 tokens for each. What the engine answers is never asked
   again, for what the users were answered stands in the next prompt under ids of its own.
 
@@ -56,7 +56,7 @@ class Turn(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """What is asked, and what is known of it beforehand."""
+    """Requests, and what is known of them beforehand."""
 
     title: str
     pools_gib: Sequence[float]
@@ -121,7 +121,7 @@ class Chat:
 
 
 class Chats:
-    """Conversations, so many at a time. Who of those that have been answered asks next is drawn by lot."""
+    """Conversations, so many at a time. The next one to ask is drawn by lot from those that have been answered."""
 
     def __init__(self, conversations: Sequence[Sequence[Turn]], num_open: int) -> None:
         self._unopened = (Chat(token, deque(turns)) for token, turns in enumerate(conversations, FIRST_CHAT_TOKEN))
@@ -250,7 +250,7 @@ def spans(num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all runs have in common."""
+    """Settings of all runs."""
 
     block_size: int
     kv_bytes_per_token: int

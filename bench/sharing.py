@@ -1,4 +1,4 @@
-"""What sharing saves: blocks of parallel samples and of beams over those without sharing (the paper's figure 15).
+"""Savings by sharing: blocks of parallel samples and of beams over those without sharing (the paper's figure 15).
 
     python bench/sharing.py --data ../shared/data --output sharing.md          # and sharing.json, sharing.svg
 
@@ -6,7 +6,7 @@ Requests have the lengths of Alpaca and of ShareGPT's first turns (at most 2,048
 the paper's OPT. Saved is the sum over all steps of the blocks that sharing spares, over the sum of the blocks that the
 same sequences would hold each by itself; both are counted between two steps. Blocks of 16, no prefix cache, as there.
 
-All run through the real scheduler and cache. Parallel samples need no model: who shares what follows from lengths
+All run through the real scheduler and cache. Parallel samples need no model: shared blocks follow from lengths
 alone. Beams are the engine's own beam search. Which of them survive depends on their scores: random ones, sure of
 themselves or not (`--spread`), or those of a model (`--model demo`, or a folder).
 """
@@ -79,7 +79,7 @@ def parallel_saving(requests: Sequence[Lengths], n: int) -> float:
 
 
 def random_beam_saving(requests: Sequence[Lengths], width: int, spread: float, seed: int) -> float:
-    """Return what beams save whose scores are random."""
+    """Return what beams with random scores save."""
     asked = (beam_request(i, [PROMPT_TOKEN] * prompt, output, width) for i, (prompt, output) in enumerate(requests))
     return saving(without_model(requests, width, random_scores(width, spread, seed)), asked)
 

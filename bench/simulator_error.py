@@ -1,4 +1,4 @@
-"""How far simulated serving is from measured serving on this machine.
+"""Error of simulated serving against measured serving on this machine.
 
 Rounds of calibrating and serving, in turn; then the machine is fitted to the medians of all rounds, every load is
 simulated on it, and what came of that stands beside the medians of what was measured. Both run the same loop

@@ -1,4 +1,4 @@
-"""How long a model takes from the start of a process to its first token, and the most memory that takes.
+"""Time from the start of a process to a model's first token, and peak memory.
 
     python bench/start_up.py MODEL [--rounds 5]
 

@@ -17,7 +17,7 @@ NO_LIMIT = 1 << 40
 
 
 class Clients(Protocol):
-    """Who asks. `next` returns None while nobody has anything to ask."""
+    """Source of requests. `next` returns None while there is none to send."""
 
     def next(self) -> Request | None: ...
     def take(self, request: Request) -> None:

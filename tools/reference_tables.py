@@ -1,9 +1,9 @@
 """Tables of options in docs/reference.md, made from their declarations.
 
     python tools/reference_tables.py            # writes them into the page
-    python tools/reference_tables.py --check    # exits with 1 if the page has others
+    python tools/reference_tables.py --check    # exits with 1 if the page differs
 
-A table stands between `<!-- options: NAME -->` and `<!-- end of options -->`; TABLES has the names.
+A table is between `<!-- options: NAME -->` and `<!-- end of options -->`; TABLES has the names.
 """
 
 import re

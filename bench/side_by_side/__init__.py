@@ -1,1 +1,1 @@
-"""What `bench/peers.py` is made of: engines in processes of their own, turns, calibration, the table."""
+"""Parts of `bench/peers.py`: engines in processes of their own, turns, calibration, the table."""

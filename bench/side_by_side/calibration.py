@@ -1,4 +1,4 @@
-"""How fast the machine is right now: a shared one changes by a third from one minute to the next."""
+"""Speed of the machine right now: a shared one changes by a third from one minute to the next."""
 
 import json
 import os

@@ -45,7 +45,7 @@ class Turn:
 
 @dataclass(slots=True)
 class EngineRecord:
-    """What is known of an engine beside its runs."""
+    """Facts about an engine beside its runs."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     load_s: list[float] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Contest(AbstractContextManager["Contest"]):
                 self._engines[title].run(self._renewed(items))
 
     def play(self, workload: str, items: list[WorkItem], num_turns: int) -> None:
-        """Run a workload `num_turns` times through every engine; who begins changes from turn to turn."""
+        """Run a workload `num_turns` times through every engine, in an order that changes from turn to turn."""
         before = self._calibration.measure(f"before {workload}")
         for number in range(num_turns):
             self._round += 1

@@ -36,7 +36,7 @@ class EngineFailedError(Exception):
 
 
 class Answers(NamedTuple):
-    """What a burst brought."""
+    """Answers to a burst."""
 
     timelines: list[Timeline]
     num_cached_tokens: int | None = None  # of the prompts, found in a prefix cache; None: the engine does not tell
@@ -44,7 +44,7 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """How to start an engine. {port} in a server's command becomes a free one."""
+    """Command that starts an engine. {port} in a server's command becomes a free one."""
 
     title: str
     command: tuple[str, ...]

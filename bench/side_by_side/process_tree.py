@@ -1,4 +1,4 @@
-"""What Linux tells of a process and all that descend from it: memory, CPU time; and of the CPU time others took."""
+"""Memory and CPU time of a process and its descendants, and the CPU time of all other processes, by /proc."""
 
 import os
 import signal

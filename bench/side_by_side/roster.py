@@ -1,4 +1,4 @@
-"""Who takes part, and how each is started. An engine that is not installed is left out, with its reason printed."""
+"""Engines that take part, and their commands. An engine that is not installed is left out, with its reason printed."""
 
 import ctypes.util
 import json

@@ -1,4 +1,4 @@
-"""From turns to the README's table: medians over turns with their extremes, and ratios within one turn."""
+"""The README's table from turns: medians over turns with their extremes, and ratios within one turn."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 class Figure(NamedTuple):
-    """What a workload is judged by."""
+    """Figure by which a workload is judged."""
 
     title: str
     of_run: Callable[[Run], float]

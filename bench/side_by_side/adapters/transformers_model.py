@@ -1,4 +1,4 @@
-"""What both ways of running transformers share."""
+"""Code common to both ways of running transformers."""
 
 import torch
 import transformers

@@ -1,7 +1,7 @@
 """Entry point of the `quire` script: load the command line, then run it.
 
 Loading takes half a second. An interrupt in that time ends the process at once, as it ends one that Python does not
-run: there is nothing to clean up, and a traceback through half-loaded modules tells a user nothing.
+run: there is nothing to clean up, and a traceback through half-loaded modules does not help a user.
 """
 
 import signal

@@ -47,7 +47,7 @@ def flag_field(
 def check_output(path: Path | None) -> Path | None:
     """Return the path of a file that is written at the end, if it can be (typer callback). BadParameter if not.
 
-    Pipes and devices are not tried: who reads one would take that for all there is.
+    Pipes and devices are not tried: a reader would take that for the whole output.
     """
     if path is None or path == STANDARD_STREAM:
         return path
@@ -110,7 +110,7 @@ def _build(group: type[Any], values: dict[str, Any]) -> Any:  # noqa: ANN401 (an
 def _flatten(parameter: inspect.Parameter, hints: dict[str, Any]) -> Iterator[inspect.Parameter]:
     """Yield the parameter itself, or one parameter for each field of its dataclass that has a flag.
 
-    Flags under the headings that the dataclass itself uses come before those under a base's.
+    Flags under the headings that the dataclass itself uses precede those under a base's.
     """
     hint = hints[parameter.name]
     if not is_dataclass(hint):
@@ -181,7 +181,7 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the file's mapping, keys as they stand there. An empty file is an empty mapping."""
+    """Return the file's mapping with its keys unchanged. An empty file is an empty mapping."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -194,7 +194,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _as_typed(path: Path, name: str, value: object) -> str | list[str] | None:
-    """Return a value as it would stand on the command line; a list is an option given several times."""
+    """Return a value as the command line would have it; a list is an option given several times."""
     if value is None:
         return None
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):

@@ -1,4 +1,4 @@
-"""What `quire generate` is asked and what it answers: JSON lines in, JSON lines or text out.
+"""Input and output of `quire generate`: JSON lines in, JSON lines or text out.
 
 A line is an object with exactly one of `prompt` (text), `prompt_token_ids` (a list of integers) and `messages` (a chat:
 objects with `role` and `content`), an `id` that the answer repeats, and any field of `SamplingParams`, which wins over
@@ -24,11 +24,11 @@ _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 class Job:
     """One request before it meets a model: what to continue, and how."""
 
-    prompt: Any  # text, token ids or messages, as `field` tells
+    prompt: Any  # text, token ids or messages, by `field`
     params: SamplingParams
     field: str = "prompt"
     job_id: str | int | None = None
-    source: str = "the prompt"  # for errors: where it came from
+    source: str = "the prompt"  # for errors: its source
 
 
 def read_jobs(lines: Iterable[str], params: SamplingParams, file_name: str) -> list[Job]:

@@ -47,7 +47,7 @@ def _root(
         bool, typer.Option("--version", help="print the version and exit", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Hold the options that stand before the command's name."""
+    """Hold the options before the command's name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Loading of a model for a command, and the flags that say how tokens are chosen.
+"""Loading of a model for a command, and the flags of sampling and beam search.
 
 Names, meanings and checks of the flags are those of `SamplingParams` and `BeamSearchParams`.
 """
@@ -27,7 +27,7 @@ def load(engine: EngineOptions) -> "LLM":
 
 @dataclass(frozen=True, slots=True)
 class AnswerFlags:
-    """How the tokens of one answer are chosen, and where it may stop."""
+    """Sampling and stop conditions of one answer."""
 
     min_tokens: int = _sampling(0, "fewest tokens of an answer")
     temperature: float = _sampling(1.0, "0 is greedy")
@@ -49,7 +49,7 @@ class AnswerFlags:
 
 @dataclass(frozen=True, slots=True)
 class SamplingFlags(AnswerFlags):
-    """What the `SamplingParams` of requests are built from."""
+    """Flags of the `SamplingParams` of requests."""
 
     max_tokens: int = _sampling(128, "most tokens of an answer")
     n: int = _sampling(1, "answers per prompt")

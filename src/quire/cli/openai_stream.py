@@ -1,6 +1,6 @@
-"""What an OpenAI server streams, for `quire chat --url` and `quire bench serve`: events, and what their JSON holds.
+"""Events of an OpenAI server's stream and their JSON, for `quire chat --url` and `quire bench serve`.
 
-Every line of data counts as an event, as all OpenAI servers write them. Names that nobody here reads are passed over.
+Every line of data counts as an event, as all OpenAI servers write them. Names that are not read here are skipped.
 """
 
 import msgspec
@@ -21,7 +21,7 @@ class _Delta(Struct):
 
 
 class Choice(Struct):
-    """What a chunk adds to an answer: `text` of a completion, `delta` of a chat."""
+    """Piece of an answer in a chunk: `text` of a completion, `delta` of a chat."""
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -34,7 +34,7 @@ class _PromptDetails(Struct):
 
 
 class Usage(Struct):
-    """Counts of tokens, as far as the server tells them."""
+    """Counts of tokens, as far as the server reports them."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -42,7 +42,7 @@ class Usage(Struct):
 
 
 class ErrorBody(Struct):
-    """What went wrong, in the words of the server."""
+    """Error in the words of the server."""
 
     message: str = ""
     type: str | None = None

@@ -1,4 +1,4 @@
-"""`quire plan`: what fits on a device, from config.json and safetensors headers alone."""
+"""`quire plan`: memory of a device, from config.json and safetensors headers alone."""
 
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,7 +20,7 @@ _device = partial(flag_field, panel="Device")
 
 @dataclass(frozen=True, slots=True)
 class DeviceFlags:
-    """What the model is to run on."""
+    """Device that the model is planned for."""
 
     hardware: str | None = _device(
         None, "A100-40GB, A100-80GB, H100, H200, or a file of `quire bench calibrate`", metavar="NAME|FILE",
@@ -50,11 +50,11 @@ class DeviceFlags:
         return read_hardware(self.hardware, memory_bytes)
 
     def plan(self, model: Model, engine: EngineOptions) -> MemoryPlan:
-        """Return what fits. Raises ConfigError for what does not."""
+        """Return the plan. Raises ConfigError for a model that does not fit."""
         return plan_memory(model, self.machine, engine, self.kv_cache_dtype, self.tensor_parallel_size)
 
     def not_servable_yet(self, model: Model, engine: EngineOptions) -> list[str]:
-        """Return why the engine would refuse to serve this."""
+        """Return the reasons for which the engine would refuse to serve this."""
         return not_servable_yet(model, self.machine, engine, self.kv_cache_dtype, self.tensor_parallel_size)
 
 
@@ -71,7 +71,7 @@ def plan(
     num_stored = 0 if model.folder is None else stored_parameters(model.folder)
     report.print_rows(f"{found.model} on {found.num_devices} x {found.hardware}", _rows(found))
     if num_stored not in (0, found.num_parameters):
-        report.print_line(f"the files hold {num_stored:,} parameters, config.json tells of {found.num_parameters:,}")
+        report.print_line(f"the files hold {num_stored:,} parameters, config.json describes {found.num_parameters:,}")
     print_refusals(refusals)
     derived = {
         "kv_cache_bytes": found.kv_cache_bytes, "stored_parameters": num_stored, "not_servable_yet": refusals

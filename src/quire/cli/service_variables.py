@@ -25,9 +25,9 @@ def drop_service_variables(flags: Iterable[str], environment: MutableMapping[str
         return None
     values = ", ".join(f"{name}={environment.pop(name)}" for name in names)
     rest = sorted(name for name in environment if _SERVICE_VARIABLE.fullmatch(name.removeprefix(PREFIX)))
-    others = f" (as are {', '.join(rest)})" if rest else ""
+    as_well = f" (as are {', '.join(rest)})" if rest else ""
     return (
-        f"{values} is ignored{others}: Kubernetes sets it for a service called quire, and Docker for a link of that "
+        f"{values} is ignored{as_well}: Kubernetes sets it for a service called quire, and Docker for a link of that "
         f"name; set the flag on the command line or in the file of --config"
     )
 
@@ -38,7 +38,7 @@ def variable_of(flag: str) -> str:
 
 
 class Command(TyperCommand):
-    """Command whose flags may stand in the environment, where a service's variables have their names too."""
+    """Command with flags in the environment, where variables of a service may have the same names."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 (of the click that typer brings)
         """Read the flags. BadParameter names the environment variable if the value is from there."""

@@ -1,4 +1,4 @@
-"""`quire simulate`: this model, this hardware, these requests: what would be served, and what would bind."""
+"""`quire simulate`: throughput, latencies and bottleneck of a model on given hardware under given requests."""
 
 import time
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _load = partial(flag_field, panel="Load")
 
 @dataclass(frozen=True, slots=True)
 class LoadFlags:
-    """Which requests come, and when."""
+    """Requests and their arrivals."""
 
     workload: str = _load(
         "sharegpt", "a data set, a mix such as sharegpt:3,alpaca:1, a trace, or a file of lengths", metavar="NAME|FILE",

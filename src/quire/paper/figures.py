@@ -1,4 +1,4 @@
-"""What a figure is: a table, the paper's numbers beside ours, sentences on the differences, and panels of a plot."""
+"""Figure: a table, the paper's numbers beside ours, sentences on the differences, and panels of a plot."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ Make = Callable[["Settings"], "Result"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How much is run. `full`: everything that the paper has, with its traces."""
+    """Size of the runs. `full`: everything that the paper has, with its traces."""
 
     full: bool = False
     trace_s: float = 120.0

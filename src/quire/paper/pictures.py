@@ -39,7 +39,7 @@ def layout(settings: Settings) -> Result:
 
 
 def _growth(system: str, num_blocks: int, token_bytes: int, settings: Settings) -> list[tuple[float, float]]:
-    """Return (requests, GB taken) as requests come into an empty cache, until the next one does not fit."""
+    """Return (requests, GB taken) as requests are admitted to an empty cache, until the next one does not fit."""
     policy = SYSTEMS[system].memory_policy
     cache = make_manager(CacheConfig(num_blocks, enable_prefix_caching=False, memory_policy=policy))
     curve = [(0.0, 0.0)]
@@ -82,7 +82,7 @@ WALKS: dict[str, list[Step]] = {  # calls of the manager, with a second number w
 
 @figure("tables", "6 to 9", "Block tables step by step, drawn from the cache; blocks of 4 tokens")
 def tables(_settings: Settings) -> Result:
-    """One request, two requests, samples and beams: who holds which block, and how full it is."""
+    """One request, two requests, samples and beams: the owners of each block, and its filled slots."""
     scenes = {f"{name}\n{caption}": grid for name, steps in WALKS.items() for caption, grid in _walk(steps)}
     rows: list[Row] = [
         {"scene": title.replace("\n", ", "), "block": block, "filled": filled, "references": references, "by": who}

@@ -27,7 +27,7 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 MAX_COLUMNS = 3
 HEIGHT, BLOCKS_HEIGHT = 3.6, 1.9  # inches of a panel
-Grid = dict[int, tuple[int, int, str]]  # of blocks in use: slots filled, references, whose column each is
+Grid = dict[int, tuple[int, int, str]]  # of blocks in use: slots filled, references, owner and column of each
 
 
 class Lines(NamedTuple):
@@ -91,7 +91,7 @@ class Bars(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """How many requests have how many tokens, up to `longest`."""
+    """Histogram of requests by their tokens, up to `longest`."""
 
     title: str
     samples: Mapping[str, Sequence[int]]
@@ -115,12 +115,12 @@ class Blocks(NamedTuple):
         """Draw the panel."""
         xs, ys, colors = list[float](), list[float](), list[str]()
         for block in range(16):
-            filled, references, who = self.grid.get(block, (0, 0, ""))
+            filled, references, owner = self.grid.get(block, (0, 0, ""))
             x, y = block % 4 * 5.0, -(block // 4) * 2.2
             xs += [x + slot for slot in range(4)]
             ys += [y] * 4
             colors += [CYCLE[references > 1]] * filled + ["white"] * (4 - filled)
-            axes.text(x - 0.4, y - 0.7, f"{block}: {who}" if who else str(block), fontsize=6.5, va="top")
+            axes.text(x - 0.4, y - 0.7, f"{block}: {owner}" if owner else str(block), fontsize=6.5, va="top")
         axes.scatter(xs, ys, s=62, marker="s", c=colors, edgecolors="#9a9a9a", linewidths=0.6)
         axes.set(title=self.title, xlim=(-1, 19.5), ylim=(-8.6, 1))
         axes.axis("off")

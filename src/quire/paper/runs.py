@@ -1,4 +1,4 @@
-"""The paper's experiments as points: one system, one model, one workload, one rate; and what came of each.
+"""Experiments of the paper as points: one system, one model, one workload, one rate, with the outcome of each.
 
 Every system is the same engine with another memory policy or way of batching. In the paper's own mode there is no
 prefix tree, and a step may compute as many tokens as the pool holds, so that no prompt is computed in chunks.
@@ -34,7 +34,7 @@ _WATCH_EVERY = 5       # steps
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What serves. `is_own`: prefix tree and chunked prefill on, which the paper did not have."""
+    """Serving system. `is_own`: prefix tree and chunked prefill on, which the paper did not have."""
 
     memory_policy: MemoryPolicy
     batching: Batching = "continuous"
@@ -73,7 +73,7 @@ class Point:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a point. Shares are of all KV slots, over the steps in which some request waited."""
+    """Outcome of a point. Shares are of all KV slots, over the steps in which some request waited."""
 
     latency_s: float = 0.0                 # normalized: end to end over output length, mean over requests
     batched_requests: float = 0.0
@@ -158,7 +158,7 @@ class Meter:
         return 1 - self.with_sharing / self.without if self.without else 0.0
 
     def count(self, scheduler: Scheduler) -> None:
-        """Count what those who run hold at one moment."""
+        """Count the slots of the running sequences at one moment."""
         cache = scheduler.cache
         self.with_sharing += cache.num_blocks - cache.num_free_blocks
         self.without += sum(cache.blocks_for(cache.num_tokens(each.seq_id)) for _, each in _running(scheduler))
@@ -179,7 +179,7 @@ class _Watch:
 
     @property
     def shares(self) -> list[float]:
-        """Token states, reserved for tokens to come, for none, and what nobody could be given; 0 if nobody waited."""
+        """Token states, reserved for later tokens, never used, and free but unusable; 0 if no request waited."""
         if not self._seconds:
             return [0.0] * 4
         shares = [each / self._seconds for each in self._sums]

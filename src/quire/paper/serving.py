@@ -29,14 +29,14 @@ from quire.sim.models import set_up
 ORCAS = (MAX, POW2, ORACLE)
 LIMIT_S = 0.5       # normalized latency up to which curves are drawn
 LATENCY = "normalized latency, s/token"
-SUSTAINED_S = 0.2   # and at which systems are compared: more, and short traces flatter who falls behind
+SUSTAINED_S = 0.2   # and at which systems are compared: at more, short traces flatter the slower system
 MEMORY_NOTE = (
     "Max: by the paper's shares a sequence has 758 tokens on average, weighted by its stay, and 656 here. Outputs that "
     "differ more, with a coefficient of variation of 0.84 instead of 0.76, bring its parts to within 1.1 points."
 )
 BATCHED_NOTE = (
     "A short trace counts the time in which it fills and drains, where fewer run. vLLM's two bars are what the "
-    "constants of the paper's software were fitted to; the others follow."
+    "constants of the paper's software were fitted to; the rest follows."
 )
 LATENCY_NOTE = (
     f"Rates are compared at {SUSTAINED_S:g} s per token. FasterTransformer passes that while its batches are far from "
@@ -239,7 +239,7 @@ def block_size(settings: Settings) -> Result:
 
 @figure("swap", "19", "Swapping against recomputation by block size, OPT-13B, ShareGPT")
 def swap(settings: Settings) -> Result:
-    """What one preempted sequence adds to steps that run anyway, and the latency under many preemptions."""
+    """Cost of one preempted sequence on top of steps that run anyway, and latency under many preemptions."""
     point = _point(settings, "OPT-13B", "sharegpt", 2.2)
     base = {kind: replace(point, recovery=kind) for kind in get_args(PreemptionKind)}
     found, rows = _by_block_size(base)

@@ -1,4 +1,4 @@
-"""When requests are due, in seconds from the start. Seeded; nothing here reads a clock."""
+"""Arrival times of requests, in seconds from the start. Seeded; no clock is read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ ArrivalKind = Literal["trace", "poisson", "burst", "closed"]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When each request is due, in order, and how many may be open at once.
+    """Due time of each request, in order, and the most that may be open at once.
 
     Without due times it is a closed loop: `max_open` clients, each asking anew when it is answered.
     """
@@ -34,8 +34,8 @@ def poisson_arrivals(count: int, rate: float, burstiness: float, seed: int) -> l
     """Return times with gaps of mean 1 / rate, the first at 0.
 
     `burstiness` is the shape of the gaps' gamma distribution: 1 is Poisson's process, less is burstier (coefficient of
-    variation 1 / sqrt(shape)), more is steadier. The gaps drawn are scaled to exactly that mean: ten requests would
-    else come at half the rate asked for, or at twice.
+    variation 1 / sqrt(shape)), more is steadier. The gaps drawn are scaled to exactly that mean: ten
+    requests could otherwise have half the rate asked for, or twice.
     """
     gaps = np.random.default_rng(seed).standard_gamma(burstiness, size=count)
     times = np.cumsum(gaps) - gaps[0]

@@ -1,8 +1,8 @@
-"""From the times of a few kinds of steps to a `Hardware` that predicts others: what `quire bench calibrate` fits.
+"""Fit of a `Hardware` to the times of a few kinds of steps (`quire bench calibrate`), to predict other steps.
 
 A step's time is taken as layers x c(tokens) + head x c(samples) + attention + s x sequences, with layers and head in
-weights (see `cost.py`). Many decodes and a prefill of as many tokens tell s from c; one long prompt and several short
-ones tell the arithmetic of attention; decodes behind long and short contexts how fast keys and values are read.
+weights (see `cost.py`). Many decodes and a prefill of as many tokens separate s from c; one long prompt and several
+short ones give the arithmetic of attention; decodes behind long and short contexts the speed of reading the KV cache.
 """
 
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ def fit_hardware(
     more_sequences = (many * num_layers + num_head) / num_weights - 1
     more_attended = _num_attended(long) - NUM_PARTS * _num_attended(in_parts.num_tokens)
     attended_s, points = 0.0, dict[int, float]()
-    for _ in range(NUM_ITERATIONS):  # what attention takes tells what sequences take, and the other way round
+    for _ in range(NUM_ITERATIONS):  # the time of attention depends on that of sequences, and the other way round
         many_s = prefills[many] - _num_attended(many) * attended_s
         sequence_s = max(0.0, (as_one - many_s) / more_sequences)
         points = {num: (seconds - num * sequence_s) / num_weights for num, seconds in decodes.items()}

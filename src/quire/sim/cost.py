@@ -1,8 +1,8 @@
-"""What a step takes, from its plan alone: bytes over bandwidth, arithmetic over peak, and the fixed parts.
+"""Cost model of a step, from its plan alone: bytes over bandwidth, arithmetic over peak, and the fixed parts.
 
 Linear layers read all weights once and multiply every token: the slower of the two counts. Attention reads the keys and
 values of each context, or multiplies, where a prefill has many queries for the same keys. Head, block copies, swaps and
-collectives come on top, and the software's own time. Nothing is executed.
+collectives are added, and the software's own time. Nothing is executed.
 """
 
 from bisect import bisect_left
@@ -68,7 +68,7 @@ class CostModel:
 
     @property
     def rates(self) -> MeasuredRates:
-        """What a worker of this speed would have measured: what recovery chooses by."""
+        """Rates that a worker of this speed would have measured, by which preemption chooses."""
         swapped_per_s = 1 / self.swap_s(1)
         prefilled_per_s = 2048 / (self.hardware.step_s + self._linear_s(2048, 1))  # a long one, without its attention
         return MeasuredRates(prefilled_per_s, swapped_per_s, swapped_per_s)

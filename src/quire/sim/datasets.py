@@ -48,7 +48,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Where lengths come from, and what is made of them."""
+    """Source of lengths, and the workload made of them."""
 
     file: str
     prompt: Fit
@@ -173,7 +173,7 @@ def _of_dataset(
 
 
 def _fitted(dataset: Dataset, count: int, limit: int, seed: int) -> list[Lengths]:
-    """Return lengths by the fit, many enough that some are left when the longest have gone."""
+    """Return lengths by the fit, enough that some are left when the longest are dropped."""
     generator, count = np.random.default_rng(seed), 64 + 4 * count
     prompts, outputs = dataset.prompt.draw(generator, count), dataset.output.draw(generator, count)
     return list(zip(prompts.tolist(), outputs.tolist(), strict=True))

@@ -1,7 +1,7 @@
 """Service of clients with unequal loads on one simulated engine, by scheduling policy (Sheng et al. 2024, section 5).
 
-The light client asks for more than its share, and the heavy ones for `ratio` times as much each. What each is served,
-while all of them have requests, says how equal the shares are.
+The light client asks for more than its share, and the heavy ones for `ratio` times as much each.
+The service of each while all of them have requests gives the equality of the shares.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ LIGHT, HEAVY = "light", "heavy"
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the clients were served while all of them had requests. Tokens are those of prompts and answers."""
+    """Service of the clients while all of them had requests. Tokens are those of prompts and answers."""
 
     tokens: dict[str, int]      # by client
     light_queue_s: float        # mean, of the light client's requests
@@ -26,7 +26,7 @@ class Service:
 
     @property
     def jain_index(self) -> float:
-        """How equal the shares are."""
+        """Equality of the shares, 1 if all are equal (Jain)."""
         return jain_index(list(self.tokens.values()))
 
 

@@ -25,7 +25,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One device, how it is joined to others and to the host, and the software's own time per step."""
+    """One device, its links to other devices and to the host, and the software's own time per step."""
 
     name: str
     memory_bytes: float

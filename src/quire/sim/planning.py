@@ -33,7 +33,7 @@ _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What one device holds. All bytes are of one device, also with tensor parallelism."""
+    """Memory of one device. All bytes are of one device, also with tensor parallelism."""
 
     model: str
     hardware: str
@@ -60,7 +60,7 @@ class MemoryPlan:
 def plan_memory(
     model: Model, hardware: Hardware, options: EngineOptions, kv_dtype: str = "auto", num_devices: int = 1
 ) -> MemoryPlan:
-    """Return what fits. Raises ConfigError, with the numbers, for a model that does not fit or sizes that cannot be."""
+    """Return the plan. Raises ConfigError, with the numbers, for a model that does not fit or sizes that cannot be."""
     spec, packing = model.spec, _packing(hardware)
     kv_dtype = packing.kernel_dtype(model.dtype) if kv_dtype == "auto" else kv_dtype
     num_seqs = options.resolved_max_num_seqs
@@ -123,7 +123,7 @@ def _packing(hardware: Hardware) -> Packing:
 
 
 def _what_binds(cache: CacheConfig, scheduler: SchedulerConfig, longest: int) -> str:
-    """Return what would have to be raised for more requests of full length at once."""
+    """Return the setting or resource that bounds the number of full-length requests at once."""
     if scheduler.max_model_len < longest:
         return f"KV cache: {scheduler.max_model_len} tokens are the longest request, the model takes {longest}"
     num_fitting = cache.num_blocks // math.ceil(longest / cache.block_size)
@@ -133,7 +133,7 @@ def _what_binds(cache: CacheConfig, scheduler: SchedulerConfig, longest: int) ->
 
 
 def stored_parameters(folder: Path) -> int:
-    """Return how many parameters the safetensors files of a folder hold, by their headers; 0 if there is none.
+    """Return the number of parameters in the safetensors files of a folder, by their headers; 0 if there is none.
 
     Raises ModelError for a file that is none.
     """

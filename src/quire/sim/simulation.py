@@ -1,4 +1,4 @@
-"""Serving on a virtual clock: requests arrive, the real scheduler and the real cache plan, a cost model tells the time.
+"""Serving on a virtual clock: requests arrive, the real scheduler and cache plan, a cost model gives the time.
 
 What is simulated is time and tokens; every decision is the engine's own.
 """
@@ -28,7 +28,7 @@ from quire.sim.workloads import WorkItem
 
 @dataclass(slots=True)
 class Answer:
-    """One request's way through the simulation. Tokens are those of its first branch, of a beam search none."""
+    """Record of one request in the simulation. Tokens are those of its first branch, of a beam search none."""
 
     item: WorkItem
     arrival_s: float
@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """What came of it. Means are over time: a step counts by its seconds."""
+    """Result of a simulation. Means are over time: a step counts by its seconds."""
 
     answers: list[Answer] = field(default_factory=list)    # of accepted requests, in order of arrival
     num_refused: int = 0                                   # could never run
@@ -68,7 +68,7 @@ class SimulatedRun:
 
     @property
     def duration_s(self) -> float:
-        """From the first arrival to the last token."""
+        """Seconds from the first arrival to the last token."""
         return self.step_ends_s[-1] if self.step_ends_s else 0.0
 
     @property
@@ -108,16 +108,16 @@ class SimulatedRun:
 
     @property
     def mean_queue_s(self) -> float:
-        """From arrival to the first step with a token of the request."""
+        """Mean seconds from arrival to the first step with a token of the request."""
         admitted = [answer.admitted_s - answer.arrival_s for answer in self.answers if answer.admitted_s is not None]
         return sum(admitted) / len(admitted) if admitted else 0.0
 
     def timeline(self, answer: Answer) -> Timeline:
-        """Return when a request came, and its tokens."""
+        """Return the arrival time of a request and the times of its tokens."""
         return Timeline(answer.arrival_s, [self.step_ends_s[step] for step in answer.steps])
 
     def itl_s(self, *, beside_prefill: bool) -> list[float]:
-        """Return all gaps between tokens during which some prompt was computed, or all others."""
+        """Return the gaps between tokens during which some prompt was computed, or the rest."""
         ends_s, num_prefills = self.step_ends_s, list(accumulate(step.has_prefill for step in self.steps))
         return [
             ends_s[later] - ends_s[earlier]
@@ -133,7 +133,7 @@ class SimulatedRun:
 
 
 class ClockedExecutor(Executor, Protocol):
-    """An executor with a clock: it goes on with every step, and is put forward where nothing runs."""
+    """An executor with a clock, which advances with every step, and to the next arrival where nothing runs."""
 
     now_s: float
     on_step: Callable[[StepPlan, float], None]  # sees each plan and its seconds before its result

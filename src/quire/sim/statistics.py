@@ -1,4 +1,4 @@
-"""What many measurements come down to. Times are in seconds; nothing here reads a clock."""
+"""Summary statistics of measurements. Times are in seconds; no clock is read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When one request was sent and when each of its output tokens came, on one clock.
+    """Times at which one request was sent and each of its output tokens arrived, on one clock.
 
     A stream may bring several tokens in one chunk: then `token_times_s` has the chunk's time once, and `num_tokens` is
-    how many came in all. ITL is over the gaps that a client sees, between chunks; TPOT is over tokens.
+    the number of all. ITL is over the gaps that a client sees, between chunks; TPOT is over tokens.
     """
 
     sent_s: float
@@ -39,12 +39,12 @@ class Timeline:
 
     @property
     def ttft_s(self) -> float:
-        """From sending to the first token."""
+        """Seconds from sending to the first token."""
         return self.token_times_s[0] - self.sent_s
 
     @property
     def e2e_s(self) -> float:
-        """From sending to the last token."""
+        """Seconds from sending to the last token."""
         return self.token_times_s[-1] - self.sent_s
 
     @property

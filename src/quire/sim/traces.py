@@ -1,4 +1,4 @@
-"""Traces: requests with the times at which they came, from Azure's CSV or Mooncake's JSON lines, plain or .gz.
+"""Traces: requests with their arrival times, from Azure's CSV or Mooncake's JSON lines, plain or .gz.
 
 CSV: columns `arrival_s,prompt_tokens,output_tokens`. JSON lines: `timestamp` (ms), `input_length`, `output_length` and
 `hash_ids`, one id for each 512 tokens of the prompt: prompts that begin with the same ids begin with the same tokens.
@@ -19,7 +19,7 @@ from quire.core.errors import ConfigError
 from quire.sim.workloads import WorkItem, converted, read_header, read_records
 
 _COLUMNS: dict[str, Callable[[str], Any]] = {"arrival_s": float, "prompt_tokens": int, "output_tokens": int}
-HASH_SPAN = 512  # tokens that one of Mooncake's hash ids stands for
+HASH_SPAN = 512  # tokens of one of Mooncake's hash ids
 
 
 class TraceRow(msgspec.Struct):
@@ -44,7 +44,7 @@ _decode = msgspec.json.Decoder(TraceRow).decode
 
 @dataclass(frozen=True, slots=True)
 class TraceSlice:
-    """Which part of a trace is asked for, and how fast."""
+    """Part of a trace, and its speed-up."""
 
     num_prompts: int | None = None
     max_total_len: int = 2048
@@ -53,13 +53,13 @@ class TraceSlice:
 
 
 def is_trace(path: Path) -> bool:
-    """Whether the file holds arrival times, by its name, and for CSV by its first line."""
+    """Return whether the file holds arrival times, by its name, and for CSV by its first line."""
     if not _is_csv(path):
         return path.name.endswith((".jsonl", ".jsonl.gz"))
     try:
         return read_header(path) >= set(_COLUMNS)
     except ConfigError:
-        return False  # whoever reads it as lengths will tell
+        return False  # reading it as lengths will raise
 
 
 def _is_csv(path: Path) -> bool:

@@ -28,7 +28,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class WorkItem:
-    """One request: what is asked, how many tokens it is answered with, and in a trace when it comes."""
+    """One request: prompt, number of output tokens, and in a trace its arrival."""
 
     prompt_token_ids: list[int]
     output_len: int

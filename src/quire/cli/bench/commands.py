@@ -133,7 +133,7 @@ def calibrate(engine: EngineOptions, run: RunFlags) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ControlPlaneFlags:
-    """How much the control plane is given to do."""
+    """Load of the control plane."""
 
     num_seqs: list[int] = flag_field([256], "sequences that decode together (repeatable)", min=1)
     steps: int = flag_field(200, "timed steps of a repeat", min=1)

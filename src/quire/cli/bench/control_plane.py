@@ -1,4 +1,4 @@
-"""What a step costs apart from the model: the scheduler, batch preparation and token handling, on the real classes.
+"""Time of a step without the model: scheduler, batch preparation and token handling, on the real classes.
 
 The executor prepares every batch as a worker does and then makes tokens up. Sequences decode all the time, with prompt
 lengths staggered over a block, so that in each step about one in `block_size` of them needs another block.
@@ -34,7 +34,7 @@ def us_per_sequence_and_step(num_seqs: int, steps: int, prompt_len: int, block_s
 def decoding_engine(
     num_seqs: int, steps: int, prompt_len: int, block_size: int, *, enable_prefix_caching: bool = True
 ) -> Engine:
-    """Return an engine without a model whose `num_seqs` sequences will decode for `steps` steps, and are warm."""
+    """Return an engine without a model whose `num_seqs` sequences will decode for `steps` steps, warmed up."""
     prefill_steps = prompt_len + block_size  # at most: half of the token budget is left for prompts
     max_tokens = prefill_steps + _WARM_UP_STEPS + steps + 1
     longest = prompt_len + block_size + max_tokens

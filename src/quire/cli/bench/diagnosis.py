@@ -1,13 +1,13 @@
-"""Limits on what a client sees, who meets them, and one sentence on where to look first when too few do.
+"""Latency limits, the requests that meet them, and a one-sentence diagnosis when too few do.
 
-Goodput counts only the requests that meet all limits (Zhong et al. 2024). The sentence comes from a few figures of a
-run by plain rules; in order, the first that fits speaks:
+Goodput counts only the requests that meet all limits (Zhong et al. 2024). The sentence is made from a few figures of a
+run; the first of these rules that fits gives it:
 1. Requests failed: their errors come before any speed.
 2. TTFT and ITL are within their limits: fine, or the answers are too long for a limit on the whole.
 3. Requests were preempted, or the KV cache was full: there are too few blocks for what runs.
 4. Only ITL is over its limit: steps are long, as they decode many sequences or carry chunks of prompts.
-5. TTFT is over its limit, and requests waited in the queue for most of it: more comes in than is served. Where the
-   server does not tell queue times, waiting requests say the same, if the prompts are short.
+5. TTFT is over its limit, and requests waited in the queue for most of it: more arrives than is served. Where the
+   server does not report queue times, waiting requests show the same, if the prompts are short.
 6. TTFT is over its limit: a long prompt takes that long to compute or is admitted late; for a short one, steps are
    slow.
 """
@@ -46,7 +46,7 @@ class LatencyLimits:
         return {name: limit for name, limit in limits.items() if limit is not None}
 
     def are_met_by(self, timeline: Timeline) -> bool:
-        """Whether a finished request stayed within every limit."""
+        """Return whether a finished request stayed within every limit."""
         seen = {
             "ttft_s": timeline.ttft_s,
             "itl_s": max(timeline.itl_s, default=0.0),
@@ -62,7 +62,7 @@ class LatencyLimits:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the sentence is about: typical figures of requests, and what the server told, if it did."""
+    """Input of the diagnosis: typical figures of requests, and what the server reported, if anything."""
 
     num_prompt_tokens: float
     ttft_s: float
@@ -128,7 +128,7 @@ def _advice(seen: Observation) -> str:
         return f"Decode pressure: look at {kv_budget}how many sequences share a step"
     has_waited = not is_long and (seen.mean_waiting or 0.0) > 0
     if has_waited if seen.queue_s is None else seen.queue_s > seen.ttft_s / 2:
-        return "Queueing: more comes in than is served; look at the rate, and at how many sequences may run together"
+        return "Queueing: more arrives than is served; look at the rate, and at how many sequences may run together"
     if is_long:
         return "Long prompts start late: look at prefill admission and chunking"
     return "Short prompts start late: look at how long steps take, and at what shares them"

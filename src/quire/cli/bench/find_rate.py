@@ -21,7 +21,7 @@ _HIGHEST_RATE = 1024.0  # requests per second; beyond it this client would measu
 
 @dataclass(slots=True)
 class RateSearch:
-    """Which rate to try next: one above the best and below the missed, above which all are taken to be missed."""
+    """Search for the highest rate: the next one is above the best and below the lowest one that missed."""
 
     start: float
     precision: float             # stop when the interval is this narrow, relative to its lower end

@@ -1,4 +1,4 @@
-"""The flags of `quire bench`, and what they come to: requests, a schedule, limits. Loads no HTTP client."""
+"""Flags of `quire bench`, and the requests, schedule and limits made from them. Loads no HTTP client."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ _limits = partial(flag_field, panel="Limits")
 
 @dataclass(frozen=True, slots=True)
 class WorkloadFlags:
-    """Which requests are run; all of them greedy, with a fixed number of output tokens."""
+    """Requests of a run; all of them greedy, with a fixed number of output tokens."""
 
     workload: str = _workload(
         "random", "random, a JSON file of token ids, a CSV file of lengths, or a trace", metavar="random|FILE"
@@ -77,7 +77,7 @@ class ServedWorkloadFlags(WorkloadFlags):
 
 @dataclass(frozen=True, slots=True)
 class PolicyFlags:
-    """What paging and continuous batching are compared with."""
+    """Baselines of paging and continuous batching."""
 
     memory_policy: MemoryPolicy = _policy("memory_policy")
     batching: Batching = _policy("batching")
@@ -85,7 +85,7 @@ class PolicyFlags:
 
 @dataclass(frozen=True, slots=True)
 class RunFlags:
-    """How often, and where the figures go."""
+    """Number of passes, and the file for the figures."""
 
     repeats: int = flag_field(3, "timed passes, after one that warms up and watches the cache", min=1)
     json: Annotated[Path | None, JSON] = None
@@ -93,7 +93,7 @@ class RunFlags:
 
 @dataclass(frozen=True, slots=True)
 class ServerFlags:
-    """Which server is asked, and how hard it may be held on to."""
+    """Server under test, and the bounds on time and open requests."""
 
     url: str = _server("http://127.0.0.1:8000", "of an OpenAI-compatible server, without /v1")
     model_name: str | None = _server(None, "to ask for", show_default="the first of /v1/models")
@@ -104,7 +104,7 @@ class ServerFlags:
 
 @dataclass(frozen=True, slots=True)
 class ArrivalFlags:
-    """When requests come."""
+    """Arrival process of the requests."""
 
     arrivals: ArrivalKind | None = _arrivals(
         None,
@@ -147,7 +147,7 @@ class ArrivalFlags:
 
 @dataclass(frozen=True, slots=True)
 class LimitFlags:
-    """What a request may take to count as good."""
+    """Latency limits that a request meets to count as good."""
 
     ttft_limit_ms: float | None = _limits(None, "to the first token", min=0.001)
     itl_limit_ms: float | None = _limits(None, "every gap between chunks", min=0.001)
@@ -163,7 +163,7 @@ class LimitFlags:
 
 @dataclass(frozen=True, slots=True)
 class SearchFlags:
-    """Whether, and how, to search for the highest rate within the limits."""
+    """Search for the highest rate within the limits."""
 
     find_rate: bool = _limits(False, "search the highest Poisson rate at which requests meet the limits")
     attain: float = _limits(0.99, "share of requests that must meet them", min=0.01, max=1.0)

@@ -1,8 +1,8 @@
-"""Requests over HTTP, each sent when it is due; the times at which its answer came.
+"""HTTP load: requests that are each sent when due, and the times at which their answers arrive.
 
 Light on purpose, as client and server often share their cores: one session, no read timeouts to arm for each chunk, raw
 reads of the body, one split and one typed JSON parse for each. A request's times count from when it was due: what it
-waited here for a free connection, or because this client was late, is waiting too.
+waited here for a free connection, or because this client was late, counts too.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from quire.sim.workloads import WorkItem
 
 _CONNECT_S = 10.0
 _KEEP_ALIVE_S = 2.0   # below the servers' 5 s and more, else a request meets a connection that is just being closed
-_TIMER_S = 1e-9       # a late request waits on a timer too: not to overtake the earlier ones, whose timers are over
+_TIMER_S = 1e-9       # a late request waits on a timer too, or it would overtake earlier ones with expired timers
 
 
 class ServerUnusableError(EngineError):
@@ -32,7 +32,7 @@ class ServerUnusableError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go."""
+    """Server and model that requests are sent to."""
 
     url: str
     model_name: str
@@ -40,16 +40,16 @@ class Target:
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a request has no answer: a short label to count by, and what was said."""
+    """Reason why a request has no answer: a short label to count by, and the message."""
 
     label: str
     message: str = ""
 
 
 class AnswerStream:
-    """What came of one answer so far.
+    """One answer, as far as it has arrived.
 
-    A chunk with text, or with token ids, is an arrival, however many tokens it brings: the stream does not tell, only
+    A chunk with text, or with token ids, is an arrival, however many tokens it has: the stream does not say, only
     the usage at its end does. An answer of which no chunk has text (a lone byte of a character) arrives with its last.
     """
 
@@ -73,7 +73,7 @@ class AnswerStream:
 
     @property
     def is_over(self) -> bool:
-        """Whether the answer has ended, well or not."""
+        """True once the answer has ended or failed."""
         return self.is_done or self.failure is not None
 
     def _take_event(self, event: bytes, now_s: float) -> None:
@@ -97,7 +97,7 @@ class AnswerStream:
 
 
 def refusal(status: int, body: bytes) -> Failure:
-    """Return the failure that an answer with another status than 200 tells of, whatever its form."""
+    """Return the failure that an answer with another status than 200 means, whatever its form."""
     error = openai_stream.read_error(body) or openai_stream.ErrorBody(body[:500].decode(errors="replace"))
     return _failure(str(status), error)
 
@@ -109,7 +109,7 @@ def _failure(where: str, error: openai_stream.ErrorBody) -> Failure:
 
 @dataclass(slots=True)
 class SentRequest:
-    """One request and what came of it. Neither finished nor failed: the run ended first."""
+    """One request and its answer. Neither finished nor failed: the run ended first."""
 
     item: WorkItem
     due_s: float
@@ -118,24 +118,24 @@ class SentRequest:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it was answered in full."""
+        """True if it was answered in full."""
         return self.answer.is_done and self.answer.failure is None
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens by the server's count, or as many as chunks came."""
+        """Output tokens by the server's count, else the number of chunks."""
         counted = self.answer.num_usage_tokens
         return len(self.answer.token_times_s) if counted is None else counted
 
     @property
     def timeline(self) -> Timeline:
-        """When it was due and when its chunks came; of a finished request."""
+        """Due time and arrival times of the chunks; of a finished request."""
         return Timeline(self.due_s, self.answer.token_times_s, self.num_output_tokens)
 
 
 @dataclass(slots=True)
 class LoadRun:
-    """What a load came to. Times are in seconds from its start."""
+    """Result of a load. Times are in seconds from its start."""
 
     requests: list[SentRequest]
     num_due: int               # requests there were to send
@@ -150,12 +150,12 @@ class LoadRun:
 
     @property
     def failures(self) -> list[Failure]:
-        """Why requests failed."""
+        """Failures of requests."""
         return [request.answer.failure for request in self.requests if request.answer.failure is not None]
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens of all requests, whatever became of them."""
+        """Output tokens of all requests, finished or not."""
         return sum(request.num_output_tokens for request in self.requests)
 
     @property

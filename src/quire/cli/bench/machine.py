@@ -1,4 +1,4 @@
-"""Where a figure was measured: without this it means nothing."""
+"""Facts about the machine on which a figure was measured."""
 
 import os
 import platform

@@ -55,7 +55,7 @@ def watched_pass(llm: "LLM", workload: list[WorkItem]) -> dict[str, float]:
     prompts, params = greedy_requests(workload)
     before = llm.kv_stats()
     states: list[tuple[KVStats, float]] = []
-    step: set[str] = set()  # whom it has given tokens; a request that comes up again begins another one
+    step: set[str] = set()  # requests that have tokens; a request that appears again begins another one
     num_preemptions, seen_s = 0, time.perf_counter()
 
     def look() -> None:

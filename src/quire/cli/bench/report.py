@@ -72,7 +72,7 @@ def print_rows(title: str, rows: Mapping[str, object]) -> None:
 
 
 def print_line(text: str) -> None:
-    """Print a line as it stands."""
+    """Print a line without markup."""
     Console().print(text, highlight=False, markup=False)
 
 

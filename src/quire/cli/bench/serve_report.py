@@ -1,4 +1,4 @@
-"""What a run against a server comes to: every figure of the report, from recorded times alone."""
+"""Report of a run against a server: every figure, from recorded times alone."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def _rates(run: LoadRun, limits: LatencyLimits) -> Record:
 
 
 def _request_counts(run: LoadRun) -> Record:
-    """Return what became of the requests, and how many tokens came."""
+    """Return the outcomes of the requests, and the number of tokens."""
     return {
         "num_requests": run.num_due,
         "num_finished": len(run.finished),

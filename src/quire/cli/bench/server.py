@@ -81,7 +81,7 @@ async def scraped(session: aiohttp.ClientSession, url: str) -> AsyncIterator[lis
 
 
 async def wait_until_idle(session: aiohttp.ClientSession, url: str, limit_s: float) -> None:
-    """Return when nothing runs and nothing waits, when the server does not tell, or after `limit_s`."""
+    """Return when nothing runs and nothing waits, when the server does not report it, or after `limit_s`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             while (sample := await _fetch(session, url)) and sample.get(RUNNING, 0) + sample.get(WAITING, 0) > 0:

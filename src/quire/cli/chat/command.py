@@ -22,7 +22,7 @@ _PANEL = "Sampling"
 
 @dataclass(frozen=True, slots=True)
 class ChatSamplingFlags(AnswerFlags):
-    """How answers are drawn: a little below temperature 1, where small models write best, and to their own end."""
+    """Sampling of answers: a little below temperature 1, where small models write best, and to their own end."""
 
     temperature: float = flag_field(0.7, "0 is greedy", panel=_PANEL, show_default="0.7; the server's own with --url")
     max_tokens: int | None = flag_field(None, "most tokens of an answer", panel=_PANEL, show_default="as many as fit")
@@ -74,13 +74,13 @@ def _engine_flags() -> list[str]:
 
 
 def _given(context: typer.Context, sampling: ChatSamplingFlags) -> dict[str, Any]:
-    """Return the parameters that somebody set, by their names in a request. The server decides the others."""
+    """Return the parameters that the user set, by their names in a request. The server decides the rest."""
     names = [field.name for field in fields(sampling) if _source(context, field.name) != "DEFAULT"]
     return {"seed" if name == "sampling_seed" else name: getattr(sampling, name) for name in names}
 
 
 def _refuse_typed(context: typer.Context, names: Iterable[str], reason: str) -> None:
-    """Raise for an option on the command line that would change nothing. In the environment or a file it may stand."""
+    """Raise for an option on the command line that would change nothing. Environment and file may have it."""
     for name in names:
         if _source(context, name) == "COMMANDLINE":
             shown = name.upper() if name == "model" else "--" + name.replace("_", "-")

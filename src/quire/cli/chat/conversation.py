@@ -1,6 +1,6 @@
-"""What is said in a chat: questions, answers as they come, and who gives them.
+"""Conversation of a chat: questions, answers as they arrive, and the back end that gives them.
 
-A question joins the conversation together with its answer. One that could not be answered stands aside, to be asked
+A question joins the conversation together with its answer. One that could not be answered is kept apart, to be asked
 again, so that a failure never leaves the conversation in a state that no model knows.
 """
 
@@ -32,22 +32,22 @@ class BackEnd(Protocol):
 
     @property
     def greeting(self) -> str:
-        """What a user should know before the first question, in a line or two."""
+        """A line or two for the user before the first question."""
 
     def answer(self, messages: Sequence[Message], on_update: Callable[[Update], None]) -> None:
         """Answer the last message; return at the answer's end.
 
         Raises ContextLengthError when the conversation does not fit, another EngineError when it cannot be answered,
-        KeyboardInterrupt after Ctrl-C: then nothing goes on in the background.
+        KeyboardInterrupt after Ctrl-C: then nothing runs on in the background.
         """
 
 
 @dataclass(slots=True)
 class Answer:
-    """What has come since the question was asked. Times are seconds on one monotonic clock."""
+    """Answer so far. Times are seconds on one monotonic clock."""
 
     asked_s: float
-    is_whole: bool = False                    # the back end came to its end; else it failed or was stopped
+    is_whole: bool = False                    # the back end finished; else it failed or was stopped
     _updates: list[tuple[float, Update]] = field(default_factory=list)
 
     def take(self, update: Update, now_s: float) -> None:
@@ -60,12 +60,12 @@ class Answer:
         return "".join(update.text for _, update in self._updates)
 
     def known(self, name: str) -> Any:  # noqa: ANN401 (a field of an update)
-        """Return what the last update that told of it has said; None if none did."""
+        """Return the value in the last update that has one; None if none has."""
         told = (getattr(update, name) for _, update in reversed(self._updates))
         return next((value for value in told if value is not None), None)
 
     def summary(self) -> str:
-        """Return counts and times in one line. Without a count of tokens, pieces of text stand in for them."""
+        """Return counts and times in one line. Without a count of tokens, pieces of text are counted."""
         times_s = [now_s for now_s, update in self._updates if update.text]
         if not times_s:
             return "the last answer has no text"

@@ -35,7 +35,7 @@ class LocalBackEnd:
 
     @property
     def greeting(self) -> str:
-        """What kind of model this is."""
+        """The kind of model, for the user."""
         if self._name is None:
             return (
                 "The bundled demo model is a toy that imitates Python's standard library. It knows two kinds of "
@@ -74,7 +74,7 @@ class LocalBackEnd:
 
 
 def continued_text(messages: Sequence[Message]) -> str:
-    """Return one text: a user's words begin a new line, an answer goes on where they end."""
+    """Return one text: a user's words begin a new line, an answer continues where they end."""
     text = ""
     for message in messages:
         if message["role"] == "user" and text and not text.endswith("\n"):

@@ -1,6 +1,6 @@
 """An OpenAI server answers: streamed chat completions over HTTP.
 
-Each answer has a connection of its own, and stopping the answer closes it, which tells the server to stop too.
+Each answer has a connection of its own, and stopping the answer closes it, at which the server stops too.
 """
 
 import json
@@ -38,7 +38,7 @@ class RemoteBackEnd:
 
     @property
     def greeting(self) -> str:
-        """Which model, and where."""
+        """The model and the server, for the user."""
         return f"Chatting with {self._model_name} at {self._base}."
 
     def answer(self, messages: Sequence[Message], on_update: Callable[[Update], None]) -> None:
@@ -68,7 +68,7 @@ class RemoteBackEnd:
         return name
 
     def _request(self, method: str, path: str, body: str | None = None) -> Generator[bytes, None, None]:
-        """Yield the pieces of a stream, or another body as one. EngineError for whatever goes wrong on the way."""
+        """Yield the pieces of a stream, or another body as one. Raises EngineError for any failure."""
         parts = urlsplit(self._base)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         with closing(kind(parts.hostname or "", parts.port, timeout=_CONNECT_S)) as connection:

@@ -1,4 +1,4 @@
-"""Where the conversation is seen: a person's terminal, or a pipe that takes answers alone."""
+"""Display of a conversation: a terminal, or a pipe that gets answers alone."""
 
 import io
 import sys
@@ -16,8 +16,8 @@ _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(co
 class Screen:
     """Takes messages in and shows answers. Looks at `sys.stdin` and `sys.stdout` when they are needed.
 
-    `is_interactive`: a person sits at both ends, sees what went wrong and goes on, and can edit lines and call them
-    back where Python has readline; a pipe ends with the error. Neither fails at a character that it cannot hold.
+    `is_interactive`: both ends are terminals; errors are shown and the chat continues, and lines can be edited and
+    recalled where Python has readline; a pipe ends with the error. Neither fails at a character that it cannot hold.
     """
 
     def __init__(self) -> None:
@@ -29,10 +29,10 @@ class Screen:
             with suppress(ImportError):
                 import readline  # noqa: PLC0415 (optional, and only for a terminal, to which loading it may write)
 
-                readline.parse_and_bind("set enable-bracketed-paste on")  # several lines come as one message
+                readline.parse_and_bind("set enable-bracketed-paste on")  # several lines are one message
 
     def read(self) -> str:
-        """Return the next message; a line that ends with a backslash goes on in the next one. EOFError at the end."""
+        """Return the next message; a line that ends with a backslash continues in the next one. EOFError at the end."""
         lines = [self._read_line("> ")]
         with suppress(EOFError):
             while lines[-1].endswith("\\"):
@@ -46,7 +46,7 @@ class Screen:
         sys.stdout.flush()
 
     def show(self, text: str, tone: Tone = "plain") -> None:
-        """Show a line that is no answer, in a style that tells; in a pipe what a command was asked for, as an error."""
+        """Show a line that is no answer, in the style of its tone; in a pipe, on standard error."""
         if self.is_interactive:
             console = Console(highlight=False)
             console.print(_printable(text), style=_STYLES[tone], markup=False, emoji=False, soft_wrap=True)
@@ -64,5 +64,5 @@ class Screen:
 
 
 def _printable(text: str) -> str:
-    """Return the text without control characters but newline and tab: others could drive the terminal."""
+    """Return the text without control characters but newline and tab: the rest could drive the terminal."""
     return text.translate(_CONTROLS)

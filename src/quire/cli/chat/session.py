@@ -1,6 +1,6 @@
-"""The loop of a chat: a line is a command or a question, and a question is asked of the back end.
+"""Loop of a chat: a line is a command or a question, and a question is sent to the back end.
 
-What fails changes nothing but what it is about: a person is told and goes on, a pipe ends with the error.
+A failed command or question changes nothing else: a terminal shows the error and continues, a pipe ends with it.
 """
 
 import time
@@ -81,7 +81,7 @@ class ChatSession:
     # --- questions ------------------------------------------------------------------------------------------------
 
     def _ask(self, question: str, *, instead_of_last: bool = False) -> None:
-        """Ask, show the answer as it comes, and keep what came of it."""
+        """Ask, show the answer as it arrives, and keep the result."""
         answer = self._last_answer = Answer(time.monotonic())
 
         def take(update: Update) -> None:

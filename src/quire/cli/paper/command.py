@@ -17,7 +17,7 @@ from quire.sim.datasets import DATA_FOLDER
 
 @dataclass(frozen=True, slots=True)
 class PaperFlags:
-    """How much is run, and where it goes."""
+    """Size of the runs, and the folder for the results."""
 
     full: bool = flag_field(
         False, "everything that the paper has, with its traces of an hour",

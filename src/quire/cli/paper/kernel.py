@@ -42,7 +42,7 @@ def kernel(settings: Settings) -> Result:
 
 
 def _measure(context: int, rounds: int, seed: int) -> dict[str, float]:
-    """Return the median microseconds of each way, of all threads together: other work on the machine tells less."""
+    """Return the median CPU microseconds of each way, over all threads: other work on the machine disturbs it less."""
     back_end, generator = choose_back_end(torch.device("cpu"), head_dim=HEAD_DIM), torch.Generator().manual_seed(seed)
     num_blocks, scale = BATCH * context // BLOCK_SIZE, HEAD_DIM**-0.5
     layout = back_end.cache_layout

@@ -50,7 +50,7 @@ def measured(settings: Settings) -> Result:
         for other, told in ((POW2, 132.44 / 43.24), (ORACLE, 132.44 / 72.75))
     ]
     faster = ", ".join(f"{other} {ratio:.2f}" for other, (ratio, _) in ratios.items() if other != PAGED)
-    notes = [f"Tokens per CPU second, {PAGED} over others, pass by pass: {faster}.", NOTE]
+    notes = [f"Tokens per CPU second, {PAGED} over the other systems, pass by pass: {faster}.", NOTE]
     plots = [
         Bars("", list(SYSTEMS), "output tokens per CPU second", {"": [median(each) for each in rates.values()]}),
         Bars("", list(SYSTEMS), "batched requests", {"": list(batched.values())}),
