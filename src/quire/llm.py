@@ -1,4 +1,4 @@
-"""LLM: the offline API. Prompts go in as a list, finished outputs come back in the same order."""
+"""LLM: the offline API. A list of prompts returns a list of outputs in the same order."""
 
 import inspect
 import sys
@@ -30,9 +30,9 @@ class LLM:
     """A model and an engine in this process.
 
     `model` is a folder in Hugging Face format or a hub id, and None is the bundled demo model; the other settings are
-    those of EngineOptions, and docs/reference.md tells what each means. Bad settings raise ConfigError, a broken model
-    folder ModelError (both are ValueErrors). Use it as a context manager, or call `close()`; after that every call
-    raises RuntimeError. Not for use from several threads at once.
+    those of EngineOptions, described in docs/reference.md. Bad settings raise ConfigError, a broken model
+    folder ModelError (both are ValueErrors). Use it as a context manager, or call `close()`; later calls raise
+    RuntimeError. Not for use from several threads at once.
     """
 
     __signature__: ClassVar = inspect.signature(EngineOptions)
@@ -49,7 +49,7 @@ class LLM:
         self._unread: dict[int, RequestOutput | Exception] = {}  # of each request, until its iterator gives it out
 
     def __enter__(self) -> Self:
-        _ = self._engine  # a closed one cannot be entered
+        _ = self._engine  # raises RuntimeError if closed
         return self
 
     def __exit__(
@@ -58,7 +58,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give everything back: weights, KV cache, what still runs. Closing twice is fine."""
+        """Free the weights and the KV cache, and end all requests. Idempotent."""
         self._assembled = None
         release_device_memory()
 
@@ -80,7 +80,7 @@ class LLM:
 
     @property
     def _inputs(self) -> InputProcessor:
-        """What checks requests, by the limits as they are now."""
+        """The input processor, with the current limits."""
         assembled = self._engine
         assembled.inputs.limits = assembled.engine.scheduler.limits
         return assembled.inputs
@@ -95,10 +95,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt and return the outputs in the order of the prompts.
 
-        A prompt is text, token ids, {"prompt": str} or {"prompt_token_ids": [...]}. `sampling_params` is one for all
-        or one per prompt. Everything is checked before anything runs: InvalidRequestError (a ValueError) names what
-        is wrong, and nothing was started. On a terminal a progress bar runs unless `use_tqdm` is False. Of those that
-        wait, the ones with the lowest `priority` (0 if none is given), one for all or one per prompt, run first.
+        A prompt is text, token ids, {"prompt": str} or {"prompt_token_ids": [...]}. `sampling_params` is one for all or
+        one per prompt. Every request is checked before any runs: InvalidRequestError (a ValueError) names the field,
+        and no request was started. On a terminal a progress bar runs unless `use_tqdm` is False. Waiting requests with
+        the lowest `priority` (default 0; one for all or one per prompt) are admitted first.
         """
         return self._finish_all(self._prepare(self._tokenize(prompts), sampling_params, priority), use_tqdm)
 
@@ -112,7 +112,7 @@ class LLM:
         """Yield the output of a request, cumulative, whenever a step has added to it; `request_id` tells which.
 
         Requests are numbered "0", "1", ... over the life of this LLM, in the order of the prompts. They are checked
-        now, queued at the first `next`, and aborted if the iterator is left early. Several may run at once.
+        now, queued at the first `next`, and aborted if the iterator is closed early. Several may run at once.
         """
         return self._run(self._prepare(self._tokenize(prompts), sampling_params, priority), "cumulative")
 
@@ -128,7 +128,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, rendered with the model's chat template.
 
-        With `continue_final_message`, instead of `add_generation_prompt`, the last message is what the answer goes on.
+        With `continue_final_message`, instead of `add_generation_prompt`, the answer continues the last message.
         """
         inputs = self._engine.inputs
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
@@ -151,8 +151,8 @@ class LLM:
         """Compute a prefix once and keep it until it is unpinned: prompts that begin with it compute the rest only.
 
         A prefix is a prompt as for `generate`; one with a salt serves prompts with the same salt. Pinned twice, it
-        gets two ids, and its blocks are stored once. InvalidRequestError if what was promised would break: a request
-        of max_model_len, or one that is under way, could not run beside it.
+        gets two ids, and its blocks are stored once. InvalidRequestError if a request of max_model_len, or one that is
+        running or waiting, could not run beside it.
         """
         inputs = self._inputs
         prepared = inputs.prepare_pin(next(self._pinned.request_ids), inputs.tokenize(prefix))
@@ -164,13 +164,13 @@ class LLM:
             raise
 
     def unpin_prefix(self, prefix_id: str) -> None:
-        """Let a pinned prefix go; what uses it goes on. UnknownPrefixError if it is not here (any more)."""
-        engine = self._engine.engine  # a closed LLM says so
+        """Unpin a prefix; requests that use it continue. UnknownPrefixError if there is none of that id."""
+        engine = self._engine.engine  # raises RuntimeError if closed
         engine.abort(self._pinned.remove(prefix_id))
 
     def pinned_prefixes(self) -> list[PinnedPrefix]:
-        """Return what is pinned, in the order in which it was."""
-        _ = self._engine  # a closed LLM says so
+        """Return the pinned prefixes in the order of pinning."""
+        _ = self._engine  # raises RuntimeError if closed
         return [pin.prefix for pin in self._pinned.of_key(None)]
 
     def kv_stats(self) -> KVStats:
@@ -180,7 +180,7 @@ class LLM:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def _tokenize(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenizedPrompt]:
-        tokenize = self._engine.inputs.tokenize  # a closed LLM says so, whatever is asked
+        tokenize = self._engine.inputs.tokenize  # raises RuntimeError if closed, before any other error
         return [tokenize(prompt) for prompt in _as_list(prompts)]
 
     def _prepare(
@@ -190,7 +190,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         beam: BeamSearchParams | None = None,
     ) -> list[PreparedRequest]:
-        """Check every request and queue none. A refused call uses no request id up: seeds derive from them."""
+        """Check every request and queue none. A refused call uses up no request ids: seeds derive from them."""
         inputs = self._inputs
         params = _one_each("sampling_params", sampling_params, SamplingParams(), len(prompts))
         priorities = _one_each("priority", priority, 0, len(prompts))
@@ -214,7 +214,7 @@ class LLM:
         return [finished[str(prepared.request.request_id)] for prepared in requests]
 
     def _run(self, requests: list[PreparedRequest], kind: OutputKind) -> Iterator[RequestOutput]:
-        """Queue the requests, step until they are done, yield their outputs. None of them is left behind."""
+        """Queue the requests, step until they have ended, yield their outputs. On exit all of them have ended."""
         left = {prepared.request.request_id for prepared in requests}
         try:
             arrival_s = time.monotonic()
@@ -226,7 +226,7 @@ class LLM:
                 if not (self._engine.engine.scheduler.has_requests or left & self._unread.keys()):
                     raise RuntimeError(f"a failed step of another call has ended request {min(left)}")
                 self._step()
-                for request_id in [ours for ours in self._unread if ours in left]:
+                for request_id in [own for own in self._unread if own in left]:
                     new = self._unread.pop(request_id)
                     if isinstance(new, Exception):
                         raise new
@@ -238,7 +238,7 @@ class LLM:
                 self._abort(left)
 
     def _step(self) -> None:
-        """Run one step of the engine, and take down what is new of every request that it touched."""
+        """Run one step of the engine, and store the new output of every request in it."""
         engine = self._engine.engine
         started_s = time.monotonic()
         deltas = engine.step()
@@ -256,7 +256,7 @@ class LLM:
             self._unread[request_id] = error
 
     def _abort(self, request_ids: set[int]) -> None:
-        """End what is still there of these requests: the iterator was left early, or a step failed."""
+        """Abort these requests: the iterator was closed early, or a step failed."""
         for request_id in request_ids:
             self._unread.pop(request_id, None)
             self._engine.engine.abort(request_id)
@@ -264,7 +264,7 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt from a list of them: token ids are a list of integers, everything else in a list is a prompt."""
+    """Return a list of prompts. A list of integers is one prompt; any other list is a list of prompts."""
     if isinstance(prompts, (str, dict)):
         return [cast(Prompt, prompts)]
     if not isinstance(prompts, (list, tuple)):
@@ -277,7 +277,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """Tell one conversation from a list of them: a conversation holds messages. What those hold the template checks."""
+    """Return a list of conversations. A list whose items are lists is one; messages are checked by the template."""
     if not isinstance(messages, (list, tuple)):
         raise InvalidRequestError(
             f"messages must be a list of messages or a list of such lists, got {type(messages).__name__}",
@@ -289,7 +289,7 @@ def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) ->
 
 
 def _one_each(name: str, given: T | Sequence[T] | None, default: T, num_prompts: int) -> list[T]:
-    """Return one value per prompt, of those that were given for all or for each."""
+    """Return one value per prompt, from one for all or one for each."""
     if not isinstance(given, (list, tuple)):
         return [default if given is None else cast(T, given)] * num_prompts
     if len(given) != num_prompts:

@@ -1,1 +1,4 @@
-"""A request's life: from validated input over the step loop to text. The only floor that sees both towers below."""
+"""Request lifecycle: checked input, the step loop, text. Joins the two towers below, scheduling and execution.
+
+The server and `LLM` reach execution through this floor alone; sim, paper and cli measure parts of the towers directly.
+"""

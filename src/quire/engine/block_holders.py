@@ -1,4 +1,4 @@
-"""Who holds the KV cache: the cache knows sequences by number, the scheduler knows whose they are."""
+"""Holders of KV blocks: the cache knows sequences by number, the scheduler knows their requests."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ def count_blocks_by_owner(scheduler: Scheduler) -> dict[str, int]:
 
 
 def list_holders(scheduler: Scheduler, blocks: Iterable[BlockEntry]) -> list[BlockHolder]:
-    """Return who holds one of these blocks, in order of arrival."""
+    """Return the sequences and pins that hold any of these blocks, in order of arrival."""
     seen = {owner.holder for entry in blocks for owner in entry.owners}
     known = {
         sequence.seq_id: BlockHolder(

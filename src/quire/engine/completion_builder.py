@@ -1,4 +1,4 @@
-"""What one branch of a request has given so far: its text, its tokens, their logprobs, and how it ended."""
+"""Output of one branch of a request so far: text, tokens, logprobs and finish reason."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,10 @@ from quire.text.tokenizer import Tokenizer
 
 
 class CompletionBuilder:
-    """One choice of a request, growing with each delta until it ends; what comes after its end is ignored.
+    """One choice of a request, extended by deltas until it ends; later deltas are ignored.
 
     `tokenizer` is None where no text is wanted or possible. Text that may begin a stop string is not yet in `text`.
-    Read it by `snapshot` or by `drain`, not by both. `matcher` is that of the request's stop strings, shared by its
+    Read it by `snapshot` or by `drain`, never by both. `matcher` is that of the request's stop strings, shared by its
     branches. With `packs_logprobs`, outputs have `packed_logprobs` instead of `logprobs`.
     """
 
@@ -35,8 +35,8 @@ class CompletionBuilder:
         if params.stop:
             matcher = matcher or StopMatcher(params.stop)
             self._stops = StopStringFinder(matcher, include=params.include_stop_str_in_output)
-        self.num_tokens = 0                             # of all, taken or not
-        self.last_token_s: float | None = None          # when it came, as whoever extends the branch tells
+        self.num_tokens = 0                             # of all, drained or not
+        self.last_token_s: float | None = None          # set by the caller of `extend`
         self.has_new_output = False                           # since the last drain
         self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self._pieces: list[str] = []
@@ -46,7 +46,7 @@ class CompletionBuilder:
         self._packed: LogprobBuffer | None = LogprobBuffer() if has_logprobs and packs_logprobs else None
 
     def extend(self, delta: SequenceDelta) -> None:
-        """Take what a step added, up to the token that completes a stop string."""
+        """Append the tokens of a step, up to the one that completes a stop string."""
         self.has_new_output = True
         if self._stops is None:
             self._append_tokens(delta.token_ids, delta.logprobs)
@@ -61,7 +61,7 @@ class CompletionBuilder:
             self.finish(delta.finish_reason, delta.stop_reason)
 
     def finish(self, reason: FinishReason, stop_reason: int | None = None) -> None:
-        """End the branch: whatever text was held back belongs to it, unless it completes a stop string."""
+        """End the branch. Text that was held back is appended, unless it completes a stop string."""
         self.finish_reason, self._stop_reason, self.has_new_output = reason, stop_reason, True
         if self._detokenizer is None:
             return
@@ -74,15 +74,15 @@ class CompletionBuilder:
             self._pieces.append(self._stops.flush())
 
     def snapshot(self) -> CompletionOutput:
-        """Return everything so far, in lists of its own, but for packed logprobs.
+        """Return the whole output so far, in new lists except for packed logprobs.
 
-        Linear in what there is: for ends and for streams.
+        Linear in the length of the output.
         """
         self._pieces = ["".join(self._pieces)]
         return self._output(self._token_ids.copy(), None if self._logprobs is None else self._logprobs.copy())
 
     def drain(self) -> CompletionOutput:
-        """Return what came since the last drain; only `cumulative_logprob` is of everything."""
+        """Return the output since the last drain; `cumulative_logprob` is that of all tokens."""
         output = self._output(self._token_ids, self._logprobs)
         self._pieces, self._token_ids, self.has_new_output = [], [], False
         self._logprobs = None if self._logprobs is None else []
@@ -102,12 +102,12 @@ class CompletionBuilder:
         )
 
     def _append_tokens(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
-        """Record tokens and, if they were asked for, their logprobs."""
+        """Append tokens and, if requested, their logprobs."""
         self._token_ids += token_ids
         self.num_tokens += len(token_ids)
         if self._cumulative_logprob is None:
             return
-        assert logprobs is not None, "logprobs were asked for and did not come"
+        assert logprobs is not None, "logprobs were requested and are missing"
         assert len(logprobs) == len(token_ids), f"{len(logprobs)} logprobs for {len(token_ids)} tokens"
         for position in logprobs:
             self._cumulative_logprob += position.logprobs[0]
@@ -117,13 +117,13 @@ class CompletionBuilder:
             self._logprobs += [logprob_dict(position, self._tokenizer) for position in logprobs]
 
     def _text_tokens(self, token_ids: list[int], finish_reason: FinishReason | None) -> list[int]:
-        """Return the tokens that become text: all but the stop token that ended the sequence, unless it is wanted."""
+        """Return the tokens that become text: all but a stop token, unless include_stop_str_in_output is set."""
         if finish_reason == "stop" and not self._params.include_stop_str_in_output:
             return token_ids[:-1]
         return token_ids
 
     def _extend_to_stop(self, delta: SequenceDelta) -> None:
-        """Take tokens one by one, because the one that completes a stop string is the last."""
+        """Append tokens one by one, up to the one that completes a stop string."""
         assert self._detokenizer is not None, "stop strings are found in text"
         assert self._stops is not None, "there are stop strings"
         num_visible = len(self._text_tokens(delta.token_ids, delta.finish_reason))
@@ -136,7 +136,7 @@ class CompletionBuilder:
                 return
 
     def _find_stop(self, stops: StopStringFinder, text: str) -> None:
-        """Take the text of the last token, or end before (or behind) the stop string that it completes.
+        """Append the text of the last token, or end before (or after) the stop string that it completes.
 
         As with stop tokens, the first token that may end the branch is the `min_tokens`-th.
         """
@@ -148,7 +148,7 @@ class CompletionBuilder:
 
 
 def logprob_dict(position: Position, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """Return the candidates of one position by token id, the token that stands there first."""
+    """Return the candidates of one position by token id, the token of that position first."""
     return {
         token_id: Logprob(logprob, rank, None if tokenizer is None else tokenizer.token_text(token_id))
         for token_id, logprob, rank in zip(*position, strict=True)

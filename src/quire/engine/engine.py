@@ -17,37 +17,37 @@ from quire.scheduling.scheduler import Scheduler
 
 
 class Engine:
-    """One scheduler and one executor. Requests go in, deltas of their sequences come out of each step."""
+    """A scheduler and an executor. Requests are added; each step returns deltas of their sequences."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler = scheduler
         self.num_computed_tokens = 0        # by the last step
-        self.on_submit: Callable[[StepPlan], None] = lambda plan: None  # called with each plan that is about to run
+        self.on_submit: Callable[[StepPlan], None] = lambda plan: None  # called with each plan before it is submitted
         self.token_bytes: Callable[[], TokenBytes | None] = lambda: None  # of the vocabulary, for grammars
         self._isolation = Isolation(scheduler)
-        self._suspects: list[int] = []      # requests that answer for the last step, if it failed
-        self._is_certain = False            # it failed while the only suspect was planned or recorded
+        self._suspects: list[int] = []      # requests that may have made the last step fail
+        self._is_certain = False            # the only suspect was being planned or recorded
         self._executor = executor
         self._max_steps_in_flight = executor.max_steps_in_flight  # above 1: the next step is planned while one runs
-        self._in_flight = deque[StepPlan]()  # submitted, and not collected
+        self._in_flight = deque[StepPlan]()  # submitted and not collected
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError if it could never run."""
         self.scheduler.add(request)
 
     def abort(self, request_id: int) -> bool:
-        """End a request at once, and let go of what it has pinned; False if it is not here (any more)."""
+        """Abort a request, and release what it has pinned; return False if it is unknown or has ended."""
         return self.scheduler.abort(request_id)
 
     def finish(self, request_id: int, index: int) -> bool:
-        """End one branch whose text is complete; False if it is not here (any more)."""
+        """Finish one branch at a stop string; return False if it is unknown or has ended."""
         return self.scheduler.finish(request_id, index)
 
     def step(self) -> list[SequenceDelta]:
         """Run one iteration: choose tokens, compute them, record them.
 
-        A step that fails, or is interrupted, leaves every request to be computed again from the tokens that it has;
-        what had been recorded comes with the next step.
+        If a step fails or is interrupted, every request is recomputed from its known tokens; deltas recorded before are
+        returned by the next step.
         """
         self.num_computed_tokens = 0
         if self._isolation.is_active:
@@ -67,7 +67,7 @@ class Engine:
             self._suspects = self.scheduler.roll_back()
             raise
         if self._in_flight and not self.scheduler.has_requests:
-            self._discard()                             # of those that have just ended: nothing comes of it
+            self._discard()                             # of requests that have just ended
             self.scheduler.roll_back()
         self.num_computed_tokens = sum(plan.counts)
         return [delta for delta in deltas if delta.request_id != PROBE_ID] + self._isolation.note_success()
@@ -86,16 +86,16 @@ class Engine:
         return self._executor.collect()
 
     def _discard(self) -> None:
-        """Let go of what has been submitted, and nobody wants any more."""
+        """Collect and drop the steps in flight."""
         while self._in_flight:
             with suppress(Exception):
                 self._collect()
 
     def recover(self, error: Exception) -> list[SequenceDelta]:
-        """Go on after a step that has just failed: find the request that makes steps fail in the next ones.
+        """Recover from a step that has just failed: the next steps isolate the request that makes them fail.
 
-        Returns what was recorded before. Raises `error` if no request is to blame (quire.scheduling.isolation), and
-        AssertionError if the failure has left anything behind.
+        Returns the deltas recorded before. Raises `error` if no request is the cause (quire.scheduling.isolation), and
+        AssertionError if the failed step has leaked blocks or rows.
         """
         self.scheduler.check()
         reason = f"its step has failed: {error!r}"
@@ -105,7 +105,7 @@ class Engine:
 
     @property
     def admissions(self) -> list[Admission]:
-        """Requests that the last step let in."""
+        """Requests that the last step admitted."""
         return [
             Admission(
                 r.request_id, r.num_preemptions, r.num_cached_tokens, tuple(r.waited), r.num_recomputed_tokens,
@@ -118,7 +118,7 @@ class Engine:
     def kv_stats(self, *, by_owner: bool = True) -> KVStats:
         """Return the state of the KV cache between two steps, and what preemptions have cost.
 
-        With `by_owner`, which takes longer, also who holds it.
+        With `by_owner`, which takes longer, also the blocks of each owner.
         """
         preemptions = self.scheduler.preemption_stats
         return replace(
@@ -132,6 +132,6 @@ class Engine:
         )
 
     def block_map(self, first: int, count: int, tier: Tier = "kv") -> BlockMap:
-        """Return blocks [first, first + count) of a tier between two steps, and whose they are."""
+        """Return blocks [first, first + count) of a tier between two steps, with their holders."""
         blocks = self.scheduler.cache.view_blocks(first, count, tier)
         return BlockMap(first, self.kv_stats(), blocks, list_holders(self.scheduler, blocks))

@@ -1,4 +1,4 @@
-"""Signs of life in the middle of a long step: a first prefill may take a minute, and is no reason to worry."""
+"""Heartbeat of the engine during a step, which may take a minute for a long prefill."""
 
 import threading
 import time
@@ -10,9 +10,9 @@ HEARTBEAT_INTERVAL_S = 0.25
 class Heartbeat:
     """A thread that reports, while the engine works, that the model advances or that its layer is not late yet.
 
-    It reports nothing when the work stands still, whatever the reason, and sleeps without waking while there is no
-    work. `progress` counts layers; `is_on_time` takes the count and decides (see
-    quire.engine.stall_detector). By default progress since the last look decides alone.
+    It sends nothing when a step makes no progress, and its thread sleeps while no step runs. `progress` counts layers;
+    `is_on_time` takes the count and decides (see quire.engine.stall_detector). By default progress since the last look
+    decides alone.
     """
 
     def __init__(
@@ -28,11 +28,11 @@ class Heartbeat:
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def resume(self) -> None:
-        """Tell that there is work."""
+        """Start to send heartbeats: a step begins."""
         self._is_working.set()
 
     def pause(self) -> None:
-        """Tell that there is none."""
+        """Stop sending heartbeats: the engine is idle."""
         self._is_working.clear()
 
     def _run(self) -> None:

@@ -1,4 +1,9 @@
-"""From what a user gave to a `Request`: everything is checked here, once, before anything is queued."""
+"""Input processing: a prompt and its parameters are checked against the model and become a `Request`.
+
+Each check against the model is defined here and nowhere else; values alone are checked by the parameters' own classes.
+`prepare` makes all of them. The server calls `check_params` and `check_priority` before that, too, so that a request is
+refused before its text is tokenized.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple, NotRequired, TypedDict
@@ -17,7 +22,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text, and who may share what is computed for it: prompts with the same salt."""
+    """A prompt as text. With a salt, it shares cached blocks only with prompts of the same salt."""
 
     prompt: str
     cache_salt: NotRequired[str]
@@ -34,7 +39,7 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
 class TokenizedPrompt(NamedTuple):
-    """A prompt as the engine takes it, its text if it came as one, its salt, and the key that it came with."""
+    """A prompt in token ids, its text if it was given as text, its salt, and the API key of its request."""
 
     text: str | None
     token_ids: list[int]
@@ -47,7 +52,7 @@ class TokenizedPrompt(NamedTuple):
 
 
 class PreparedRequest(NamedTuple):
-    """A request that was checked and numbered, and the prompt as it came. Nothing is queued yet."""
+    """A request that was checked and numbered, and its prompt. Not queued yet."""
 
     request: Request
     prompt: TokenizedPrompt
@@ -56,8 +61,8 @@ class PreparedRequest(NamedTuple):
 _IDS_AT_ONCE = 8192    # a call on them keeps the interpreter lock for half a millisecond
 _ANY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)  # every request samples one
 
-MAX_PRIORITY = 100     # either sign: so far may a request be overtaken by later ones, in levels of ageing
-MAX_SALT_CHARS = 1024  # the cache holds each salt for as long as it holds anything under it
+MAX_PRIORITY = 100     # of either sign; in levels of ageing
+MAX_SALT_CHARS = 1024  # the cache stores a salt as long as a block computed under it
 
 
 def check_cache_salt(cache_salt: object, max_chars: int = MAX_SALT_CHARS) -> str | None:
@@ -66,7 +71,7 @@ def check_cache_salt(cache_salt: object, max_chars: int = MAX_SALT_CHARS) -> str
 
 
 def _eos_token_ids(tokenizer: Tokenizer | None, ready: Ready) -> frozenset[int]:
-    """Return the ids that end an answer: those of the model's config, and the one that the tokenizer names."""
+    """Return the ids that end an answer: those of the model's config, and the tokenizer's."""
     token_id = None if tokenizer is None else tokenizer.eos_token_id
     if token_id is None or token_id >= ready.vocab_size:
         return ready.eos_token_ids
@@ -92,7 +97,7 @@ class InputProcessor:
         self._last_checked: tuple[SamplingParams, BeamSearchParams | None, tuple[tuple[int, ...], ...]] | None = None
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenizedPrompt:
-        """Return the prompt's tokens. InvalidRequestError for wrong types, ids out of range, nothing at all.
+        """Return the prompt's tokens. InvalidRequestError for wrong types, ids out of range, no tokens.
 
         Without `add_special_tokens` a text gets no beginning-of-sequence token or the like.
         """
@@ -106,18 +111,18 @@ class InputProcessor:
         return TokenizedPrompt(None, self._check_token_ids(prompt))
 
     def tokenize_chat(self, conversation: Sequence[Message], **how: bool) -> TokenizedPrompt:
-        """Return a conversation as the chat template writes it, and its tokens. InvalidRequestError as `tokenize`."""
+        """Return a conversation rendered with the chat template, and its tokens. InvalidRequestError as `tokenize`."""
         if self._tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
         return self.tokenize_rendered(self._tokenizer.apply_chat_template(conversation, **how))
 
     def tokenize_rendered(self, text: str, *, add_special_tokens: bool = False) -> TokenizedPrompt:
-        """Return the tokens of what a chat template wrote, which names its special tokens itself."""
+        """Return the tokens of a rendered chat, whose text contains its special tokens."""
         assert self._tokenizer is not None, "a chat template comes with a tokenizer"
         return TokenizedPrompt(text, self._encode(self._tokenizer, text, add_special_tokens=add_special_tokens))
 
     def _encode(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return a text's tokens; one that is hopelessly long is refused before it is looked at any closer."""
+        """Return a text's tokens; one that is too long for any tokenization is refused before it is tokenized."""
         if len(text) > self.limits.max_model_len:
             self.limits.check_length(tokenizer.min_num_tokens(text))
         return self._check_token_ids(tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -222,7 +227,7 @@ class InputProcessor:
     def prepare_pin(
         self, request_id: int, prompt: TokenizedPrompt, client_id: str = "", weight: float = 1.0
     ) -> PreparedRequest:
-        """Return a request that computes a prefix, which is then kept; its output means nothing. As `prepare`."""
+        """Return a request that computes a prefix and pins it; its output is ignored. As `prepare`."""
         prepared = self.prepare(request_id, prompt, _ANY_TOKEN, client_id=client_id, weight=weight)
         prepared.request.is_pin = True
         return prepared
@@ -236,7 +241,7 @@ class InputProcessor:
         return max_tokens
 
     def _check_beam_width(self, width: int) -> None:
-        """Refuse more beams than there are first tokens to begin with, or than can run at once."""
+        """Refuse more beams than there are first tokens, or than can run at once."""
         for limit, name in ((self._vocab_size, "the vocabulary size"), (self.limits.max_num_seqs, "max_num_seqs")):
             if width > limit:
                 message = f"beam_width must be at most {limit} ({name}), got {width}"
@@ -245,7 +250,7 @@ class InputProcessor:
     def _checked_bad_words(
         self, params: SamplingParams, beam: BeamSearchParams | None
     ) -> tuple[tuple[int, ...], ...]:
-        """Check parameters and return the token ids of their bad words, once for all prompts of a call."""
+        """Check parameters and return the token ids of their bad words. Cached for the prompts of one call."""
         last = self._last_checked
         if last is None or last[0] is not params or last[1] is not beam:
             self.check_params(params, beam)
@@ -253,7 +258,7 @@ class InputProcessor:
         return last[2]
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of each bad word, as it stands at the beginning of a text and after a space."""
+        """Return the token ids of each bad word, as spelled at the beginning of a text and after a space."""
         if not params.bad_words:
             return ()
         assert self._tokenizer is not None, "check_params refuses bad words without a tokenizer"

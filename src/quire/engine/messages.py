@@ -1,7 +1,7 @@
-"""The messages that cross the process boundary, each in a frame (`quire.core.frames`).
+"""Messages between the server and the engine process, each in a frame (`quire.core.frames`).
 
-Both ends are ours, started together and joined by one socket pair, so there are no versions and nothing is negotiated.
-The end of the stream means that the other side is dead.
+Both ends are of the same version, joined by one socket pair, so nothing is negotiated. The end of the stream means that
+the other process has ended.
 """
 
 from collections.abc import Callable
@@ -17,40 +17,40 @@ from quire.core.token_ids import pack_tokens
 from quire.engine.options import EngineOptions
 from quire.scheduling.limits import AdmissionLimits
 
-FAULT = "fault"           # the kind of a Failed that is nobody's mistake but ours
-MAX_FAILURE_CHARS = 2000  # of its message: assertions may show whole tables, and clients get to read it
+FAULT = "fault"           # the kind of a Failed that no setting of the user caused
+MAX_FAILURE_CHARS = 2000  # of its message: assertions may show whole tables, and clients receive it
 
 
 # --- to the engine ----------------------------------------------------------------------------------------------------
 
 
 class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
-    """The first message: what to load."""
+    """The first message: the options of the engine to load."""
 
     options: EngineOptions
 
 
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
-    """Queue a request, which has been checked against the engine's limits as they were last told."""
+    """Queue a request, checked against the limits of the last report."""
 
     request: Request
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
-    """End a request, if it is still there, and let go of what it has pinned."""
+    """Abort a request, if it has not ended, and release what it has pinned."""
 
     request_id: int
 
 
 class Finish(msgspec.Struct, tag="finish", array_like=True, frozen=True):
-    """End one branch, whose text is complete, if it is still there."""
+    """Finish one branch at a stop string, if it has not ended."""
 
     request_id: int
     index: int
 
 
 class GetBlocks(msgspec.Struct, tag="get_blocks", array_like=True, frozen=True):
-    """Tell what blocks [first, first + count) are. Answered between two steps. `number` tells one from another."""
+    """Request the contents of blocks [first, first + count), answered between two steps. `number` identifies it."""
 
     number: int
     first: int
@@ -71,13 +71,13 @@ Command = Start | Vocabulary | Add | Abort | Finish | GetBlocks
 
 
 class Located(msgspec.Struct, tag="located", array_like=True, frozen=True):
-    """The model's folder is there; its weights are about to be read."""
+    """The model's folder was found; its weights are about to be read."""
 
     folder: str
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
-    """The engine takes requests. Sizes in bytes, lengths in tokens."""
+    """The engine accepts requests. Sizes in bytes, lengths in tokens."""
 
     limits: AdmissionLimits
     max_num_batched_tokens: int
@@ -92,7 +92,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
-    """The engine could not start, or has met a fault and ends. `kind` names an error that the user can mend."""
+    """The engine could not start, or ends after a fault. `kind` names an error of the settings or the model."""
 
     kind: str
     message: str
@@ -105,14 +105,14 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     num_waiting: int
     num_swapped: int
     kv: KVStats | None = None
-    pins: tuple[int, ...] = ()          # requests whose prompts are kept
+    pins: tuple[int, ...] = ()          # requests whose prompts are pinned
     num_pinned_blocks: int = 0          # of AdmissionLimits
     num_running_seqs: int = 0                  # sequences that run
-    waits_for: WaitReason | None = None  # what keeps out the next of those that wait
+    waits_for: WaitReason | None = None  # of the next waiting request
 
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True, frozen=True):
-    """What one step did. Times are of the monotonic clock, which all processes of a machine share."""
+    """Results of one step. Times are of the monotonic clock, which all processes of a machine share."""
 
     started_s: float
     num_computed_tokens: int
@@ -123,17 +123,17 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True, frozen=True):
 
 
 class Idle(msgspec.Struct, tag="idle", array_like=True, frozen=True):
-    """Nothing waits and nothing runs: the engine sleeps until the next command."""
+    """No request waits or runs; the engine sleeps until the next command."""
 
     state: EngineState
 
 
 class Alive(msgspec.Struct, tag="alive", array_like=True, frozen=True):
-    """The step under way takes its time, and has come further."""
+    """The current step is long, and makes progress."""
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """A request that was added cannot run, because of pins that its sender had not been told of, or cannot pin."""
+    """A request cannot run because of pins that its sender did not know of yet, or cannot pin."""
 
     request_id: int
     message: str
@@ -177,16 +177,16 @@ _USER_ERRORS: dict[str, type[EngineError]] = {error.__name__: error for error in
 
 
 class EngineDeadError(EngineError):
-    """The engine process has ended, or could not start, for no fault of the request."""
+    """The engine process has ended, or could not start; the request is not the cause."""
 
 
 def failed(error: Exception) -> Failed:
-    """Return the message for an error: a user's mistake by its name, everything else as a fault."""
+    """Return the message for an error: errors of settings and model by name, all others as faults."""
     kind = next((name for name, mendable in _USER_ERRORS.items() if isinstance(error, mendable)), FAULT)
     text = str(error) if kind != FAULT else f"{type(error).__name__}: {error}"
-    return Failed(kind, text[:MAX_FAILURE_CHARS].encode(errors="replace").decode())  # file names may be no Unicode
+    return Failed(kind, text[:MAX_FAILURE_CHARS].encode(errors="replace").decode())  # file names may be invalid Unicode
 
 
 def error_from(message: Failed) -> EngineError:
-    """Return the error that a message stands for."""
+    """Return the error of a message."""
     return _USER_ERRORS.get(message.kind, EngineDeadError)(message.message)

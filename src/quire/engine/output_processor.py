@@ -1,10 +1,10 @@
-"""The last stop of a request: token records become text, logprobs and finish reasons for the user.
+"""Output processing: token records become text, logprobs and finish reasons.
 
-The processor's cut is the truth: a stop string is text, so only here is it found, and text, token ids, logprobs and
-finish_reason end with it even if the engine has gone on. Used by `LLM` and by the server, so it loads no torch.
+Stop strings are found here, in the text. Text, token ids, logprobs and finish_reason end with the stop string, even if
+the engine has computed more tokens. Used by `LLM` and by the server, so it loads no torch.
 
-Readers pull: a step says which requests have something new, and `output` hands it out when its reader is ready. What a
-slow reader has left lying is joined to what comes later, so nothing piles up but the answer itself.
+Readers pull: a processed step names the requests with new output, and `output` returns it when the reader is ready.
+Output that was not read is joined to later output, so memory is bounded by the answers themselves.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,18 +32,18 @@ from quire.engine.input_processor import PreparedRequest
 from quire.engine.stop_matcher import StopMatcher
 from quire.text.tokenizer import Tokenizer
 
-# What `output` gives: all of a request at its end; all of it so far, step by step; what is new, step by step.
+# What `output` returns: the whole output at the end; the output so far, per step; the new output, per step.
 OutputKind = Literal["final", "cumulative", "delta"]
 
-# What one turn of an event loop may process; a stream with 20 candidates a token is 37 units and some 0.1 ms, sending
-# included, so a slice takes 3 to 5 ms.
+# Work per slice: a stream with 20 candidates per token is 37 units and 0.1 ms, sending included, so a slice takes 3 to
+# 5 ms of the event loop.
 SLICE_UNITS = 1024
 PART_TOKENS = 512
 _DELTA_UNITS = 16
 
 
 class FinishedRequest(NamedTuple):
-    """What a request was like, when its last branch has ended."""
+    """Figures of a request whose last branch has ended."""
 
     metrics: RequestMetrics
     num_prompt_tokens: int
@@ -53,13 +53,13 @@ class FinishedRequest(NamedTuple):
 
 @dataclass(slots=True)
 class ProcessedStep:
-    """What a step, or a slice of it, means to users, to the engine, and to whoever counts.
+    """Results of a step, or of a slice of it, for readers, for the engine and for metrics.
 
-    `ready`: requests whose `output` has something new; a "final" one only at its end.
-    `stopped`: (request_id, index) of branches that a stop string ended and that the engine still runs.
-    `first_tokens`: requests that gave their first token. `itl_s`: inter-token latencies, in seconds.
-    `num_output_tokens`: given to users in this step, so without those behind a stop string.
-    `failed`: requests whose tokens could not be had or taken, and why; they are forgotten, and the engine may still run
+    `ready`: requests with new `output`; those of kind "final" only at their end.
+    `stopped`: (request_id, index) of branches ended by a stop string that the engine still runs.
+    `first_tokens`: requests whose first token was processed. `itl_s`: inter-token latencies, in seconds.
+    `num_output_tokens`: without those after a stop string.
+    `failed`: requests whose output could not be made, with the error; they are dropped, and the engine may still run
     them.
     """
 
@@ -70,10 +70,10 @@ class ProcessedStep:
     finished: list[FinishedRequest] = field(default_factory=list)
     num_output_tokens: int = 0
     failed: list[tuple[int, Exception]] = field(default_factory=list)
-    is_last: bool = True                         # no slice of this step comes after it
+    is_last: bool = True                         # the last slice of the step
 
     def add(self, later: "ProcessedStep") -> None:
-        """Append what a later slice of the same step means."""
+        """Append the results of a later slice of the same step."""
         self.ready += later.ready
         self.stopped += later.stopped
         self.first_tokens += later.first_tokens
@@ -85,7 +85,7 @@ class ProcessedStep:
 
 @dataclass(slots=True, eq=False)
 class _RequestState:
-    """A request whose last output has not been taken."""
+    """A request whose last output has not been read."""
 
     prepared: PreparedRequest
     external_id: str
@@ -94,12 +94,12 @@ class _RequestState:
     packs_logprobs: bool
     metrics: RequestMetrics
     num_unfinished: int
-    branches: dict[int, CompletionBuilder] = field(default_factory=dict)  # those that have a token, by index
+    branches: dict[int, CompletionBuilder] = field(default_factory=dict)  # those with a token, by index
     matcher: StopMatcher | None = None           # of all branches, once there is one
     prompt_logprobs: LogprobTable | None = None
 
     def branch(self, index: int) -> CompletionBuilder:
-        """Return a branch; it is made when its first token comes, so that a request that waits holds none."""
+        """Return a branch; it is created with its first token, so a waiting request holds none."""
         branch = self.branches.get(index)
         if branch is None:
             request, params = self.prepared.request, self.prepared.request.params
@@ -122,7 +122,7 @@ class _RequestState:
 
 
 class OutputProcessor:
-    """Holds what every request has given until its last output is taken. Without a tokenizer, text stays empty.
+    """Outputs of every request until the last one has been read. Without a tokenizer, text is empty.
 
     With `packs_logprobs`, outputs have tables of logprobs instead of dictionaries: `packed_logprobs` and
     `packed_prompt_logprobs`.
@@ -133,7 +133,7 @@ class OutputProcessor:
         self._requests: dict[int, _RequestState] = {}
 
     def __contains__(self, request_id: int) -> bool:
-        """Whether a request has begun, and its last output has not been taken."""
+        """Whether a request was added, and its last output has not been read."""
         return request_id in self._requests
 
     def __len__(self) -> int:
@@ -143,7 +143,7 @@ class OutputProcessor:
     def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
     ) -> RequestMetrics:
-        """Begin a request, and return where the times of its life are taken down. Its outputs carry `external_id`."""
+        """Add a request; return its metrics, which are kept up to date. Its outputs carry `external_id`."""
         request, params = prepared.request, prepared.request.params
         assert request.request_id not in self._requests, f"request {request.request_id} added twice"
         tokenizer = self._tokenizer if params.detokenize else None
@@ -155,7 +155,7 @@ class OutputProcessor:
         return metrics
 
     def record_scheduled(self, preempted: Iterable[int], admissions: Iterable[Admission], now_s: float) -> None:
-        """Take down who had to give way, and who began to run, or ran again: each return is an admission, too."""
+        """Record preempted requests, and those admitted: for the first time or after a preemption."""
         for request_id in preempted:
             if request_id in self._requests:
                 _record_preemption(self._requests[request_id].metrics, now_s)
@@ -164,9 +164,9 @@ class OutputProcessor:
                 _record_admission(self._requests[admission.request_id].metrics, admission, now_s)
 
     def process(self, deltas: Iterable[SequenceDelta], now_s: float) -> ProcessedStep:
-        """Take what a step added. Deltas of branches and requests that have ended are ignored.
+        """Process the deltas of a step. Deltas of branches and requests that have ended are ignored.
 
-        A fault in one request fails that request.
+        An error in one request fails that request only.
         """
         whole = ProcessedStep()
         for step in self.process_in_slices(deltas, now_s):
@@ -194,14 +194,14 @@ class OutputProcessor:
     def _process(
         self, delta: SequenceDelta, is_first: bool, now_s: float, step: ProcessedStep, touched: dict[int, _RequestState]
     ) -> None:
-        """Add a delta, or a part of one, to its request, and what it means to `step`."""
+        """Add a delta, or a part of one, to its request, and its results to `step`."""
         request = self._requests.get(delta.request_id)
         if request is None or not request.num_unfinished:
             return
         try:
             branch = request.branch(delta.index)
             if delta.error is None and branch.finish_reason is not None:
-                return                              # but an error is one of the whole request
+                return                              # but an error concerns the whole request
             step.num_output_tokens += _extend(request, branch, delta, is_first, now_s, step)
         except Exception as error:
             step.failed.append((delta.request_id, error))
@@ -218,19 +218,19 @@ class OutputProcessor:
             touched[delta.request_id] = request
 
     def abort(self, request_id: int, now_s: float) -> FinishedRequest | None:
-        """End a request; its unfinished branches end with "abort". None if it has ended; KeyError if it is not here."""
+        """End a request; its unfinished branches end with "abort". None if it has ended; KeyError if unknown."""
         request = self._requests[request_id]
         if not request.num_unfinished:
             return None
         for branch in request.branches.values():
             if branch.finish_reason is None:
-                with suppress(Exception):  # nobody wants its last text
+                with suppress(Exception):  # its last text is dropped
                     branch.finish("abort")
         request.num_unfinished = 0
         return _end(request, now_s)
 
     def output(self, request_id: int) -> RequestOutput:
-        """Return what a request has given: with "delta" only what is new. If it has ended, forget it."""
+        """Return the output of a request, only the new part if its kind is "delta". Drops a request that has ended."""
         request = self._requests[request_id]
         is_finished = request.num_unfinished == 0
         if is_finished:
@@ -255,7 +255,7 @@ class OutputProcessor:
         )
 
     def drop(self, request_id: int) -> None:
-        """Forget a request, whether it has ended or not, if it is here."""
+        """Drop a request, ended or not; unknown ones are ignored."""
         self._requests.pop(request_id, None)
 
 
@@ -268,7 +268,7 @@ def _record_preemption(metrics: RequestMetrics, now_s: float) -> None:
 
 
 def _record_admission(metrics: RequestMetrics, admission: Admission, now_s: float) -> None:
-    """Take down that a request begins to run, or runs again."""
+    """Record the first admission of a request, or its return after a preemption."""
     metrics.num_preemptions, metrics.num_cached_tokens = admission.num_preemptions, admission.num_cached_tokens
     counts = zip(WAIT_REASONS, admission.waited, strict=False)
     waited: dict[str, int] = {reason: count for reason, count in counts if count > 0}
@@ -282,13 +282,13 @@ def _record_admission(metrics: RequestMetrics, admission: Admission, now_s: floa
 
 
 def _record_recovery(preemptions: list[Preemption], now_s: float) -> None:
-    """Take down that the last preemption, if any, costs no more."""
+    """Record when the last preemption was made up for."""
     if preemptions and preemptions[-1].recovered_s is None:
         preemptions[-1].recovered_s = now_s
 
 
 def work_units(delta: SequenceDelta) -> int:
-    """Return how much work a delta is, in candidates of logprobs: to process it, to write it and to send it."""
+    """Return the work of processing, writing and sending a delta, in units of one logprob candidate."""
     num_units = _DELTA_UNITS + len(delta.token_ids)
     if delta.logprobs is not None:
         num_units += sum(len(position.token_ids) for position in delta.logprobs)
@@ -298,7 +298,7 @@ def work_units(delta: SequenceDelta) -> int:
 def _parts(delta: SequenceDelta) -> Iterator[tuple[SequenceDelta, bool]]:
     """Yield a long delta in parts of at most PART_TOKENS tokens, each with whether it is the first.
 
-    A beam search gives whole answers. What ends the branch comes with the last part.
+    A beam search returns whole answers in one delta. The finish reason is in the last part.
     """
     num_tokens = len(delta.token_ids)
     for begin in range(0, num_tokens, PART_TOKENS):
@@ -315,10 +315,10 @@ def _extend(
     opened: _RequestState, branch: CompletionBuilder, delta: SequenceDelta, is_first: bool, now_s: float,
     step: ProcessedStep,
 ) -> int:  # fmt: skip
-    """Add a delta to its branch, and what rides on the first one to the request. Return how many tokens were taken.
+    """Add a delta to its branch, and the prompt logprobs of the first one to the request; return the tokens appended.
 
-    `is_first`: not the continuation of a delta in parts. RequestFailedError if the delta says that there is nothing to
-    add.
+    `is_first`: not the continuation of a delta in parts. RequestFailedError if the delta carries
+    an error.
     """
     if delta.error is not None:
         raise RequestFailedError(delta.error)
@@ -339,14 +339,14 @@ def _extend(
 
 
 def _unpacked(table: LogprobTable | None, tokenizer: Tokenizer | None) -> list[dict[int, Logprob] | None] | None:
-    """Return the logprobs of a prompt as users read them; of its first token nothing is known."""
+    """Return the logprobs of a prompt as dictionaries; None for its first token."""
     if table is None:
         return None
     return [None, *(logprob_dict(position, tokenizer) for position in table.positions(0, len(table)))]
 
 
 def _end(opened: _RequestState, now_s: float) -> FinishedRequest:
-    """Take down that a request's last branch has ended."""
+    """Record the end of a request's last branch."""
     opened.metrics.finished_s = now_s
     num_output_tokens = sum(branch.num_tokens for branch in opened.branches.values())
     ends = {index: branch.finish_reason for index, branch in opened.branches.items()}

@@ -1,7 +1,7 @@
-"""The prefixes that the users of an engine have pinned, by the ids that they know.
+"""Pinned prefixes of an engine by their public ids.
 
-The engine knows a pin by the number of the request that computed it. Users get a random id, so that nobody unpins by
-accident, or by guessing, what another one needs.
+The engine knows a pin by the number of the request that computed it. Public ids are random, so that no client unpins a
+prefix of another one by accident or by guessing.
 """
 
 import itertools
@@ -27,20 +27,20 @@ class Pin(NamedTuple):
 
 
 class PinnedPrefixes:
-    """Each pin that was computed and not yet unpinned, in the order in which they were pinned."""
+    """Pins that were computed and not yet unpinned, in the order of pinning."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._pinned: dict[str, Pin] = {}
         self._on_removal: dict[str, Callable[[], None]] = {}
-        self.request_ids = itertools.count(-1, -1)  # of those that are to pin: others' seeds come of theirs, from 0 up
+        self.request_ids = itertools.count(-1, -1)  # negative: seeds derive from the ids of requests, from 0 up
 
     def __len__(self) -> int:
-        """Count them."""
+        """Count the pins."""
         return len(self._pinned)
 
     def of_key(self, key_number: int | None) -> Iterator[Pin]:
-        """Yield each that came with this API key, numbered from 1; 0: without one; None: all."""
+        """Yield the pins of an API key, numbered from 1; 0: those without a key; None: all."""
         return (pin for pin in self._pinned.values() if key_number in (None, pin.key_number))
 
     def num_blocks(self, key_number: int | None) -> int:
@@ -48,7 +48,7 @@ class PinnedPrefixes:
         return sum(pin.prefix.num_blocks for pin in self.of_key(key_number))
 
     def add(self, request: Request, key_number: int = 0, ttl_s: float | None = None) -> PinnedPrefix:
-        """Add a prefix that a request has computed. `ttl_s`: after that its owner removes it."""
+        """Add a prefix that a request has computed. `ttl_s`: the caller removes it after that."""
         num_tokens, now_s = len(request.prompt_token_ids), time.time()
         num_blocks = blocks_for(num_tokens, self._block_size)
         expires = None if ttl_s is None else math.ceil(now_s + ttl_s)
@@ -61,9 +61,9 @@ class PinnedPrefixes:
         self._on_removal[prefix_id] = call
 
     def remove(self, prefix_id: str, key_number: int | None = 0) -> int:
-        """Forget a prefix and return the number of its request. UnknownPrefixError if the key has none of that id.
+        """Remove a prefix and return the number of its request. UnknownPrefixError if the key has none of that id.
 
-        None stands for all keys.
+        `key_number` None: of any key.
         """
         found = self._pinned.get(prefix_id) if isinstance(prefix_id, str) else None
         if found is None or key_number not in (None, found.key_number):

@@ -1,13 +1,12 @@
-"""The engine process: `python -m quire.engine.process FD`, started by `quire.engine.launcher` and by nobody else.
+"""The engine process: `python -m quire.engine.process FD`, started by `quire.engine.launcher`.
 
-One thread reads commands from the inherited socket, the other steps. While anything waits or runs, commands are taken
-between steps; otherwise the process sleeps until one comes. A report goes out after each step; where the other side
-does not read them, sending waits, and so does the engine. Commands are always read, so the two never wait for each
-other.
+One thread reads commands from the inherited socket, the other runs steps. While requests wait or run, commands are
+handled between steps; otherwise the process sleeps until the next one. A report is sent after each step; if the server
+does not read, sending blocks, and so does the engine. Commands are always read, so the two processes cannot deadlock.
 
-The end of the stream means that the server is gone. There is nothing to save, so the process ends at once, also while
-it loads and in the middle of a step. Signals of the terminal and of service managers are the server's business: it
-drains, then closes. Here they are blocked from the start (`quire.engine.launcher`).
+The end of the stream means that the server has ended. There is nothing to save, so the process ends at once, also while
+it loads and during a step. SIGINT and SIGTERM are blocked from the start (`quire.engine.launcher`): the server handles
+them, drains, then closes the socket.
 """
 
 import faulthandler
@@ -43,13 +42,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 IDLE_CHECK_DELAY_S = 10.0      # idle time before the check for leaked blocks, which takes a second for 500,000 blocks
-OWNER_COUNT_INTERVAL_S = 0.5   # at least, between two counts of blocks by owner, which walk all block tables ...
-OWNER_COUNT_TIME_SHARE = 0.01  # ... and take no more of the time than this
+OWNER_COUNT_INTERVAL_S = 0.5   # minimum between two counts of blocks by owner, which walk all block tables ...
+OWNER_COUNT_TIME_SHARE = 0.01  # ... and their maximum share of the time
 MAX_ADD_BYTES_PER_STEP = 1 << 18  # of Add messages handled between two steps: 2 ms of decoding and packing
 
 
 class Connection:
-    """Frames over a blocking socket. The end of the stream ends the process, whatever its threads are doing."""
+    """Frames over a blocking socket. The end of the stream ends the process at once."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.exit_status = 0  # of the process, when the stream has ended
@@ -57,7 +56,7 @@ class Connection:
         self._input = connection.makefile("rb")
 
     def send(self, report: Report) -> None:
-        """Send a report; wait while the other side does not read."""
+        """Send a report; blocks while the server does not read."""
         message = frame(report)
         try:
             with self._sending:
@@ -66,7 +65,7 @@ class Connection:
             self._end()
 
     def read_into(self, commands: SimpleQueue[bytes]) -> NoReturn:
-        """Queue commands as they come; for a thread of its own."""
+        """Read commands into a queue, in a thread of its own."""
         try:
             while (command := read_frame(self._input)) is not None:
                 commands.put(command)
@@ -78,12 +77,12 @@ class Connection:
         self._end()
 
     def _end(self) -> NoReturn:
-        """End the process without tidying up: the other thread may be in the middle of anything."""
+        """End the process without cleanup: the other thread may be in the middle of a step."""
         os._exit(self.exit_status)
 
 
 class EngineLoop:
-    """Commands in, steps, reports out. Every change of what waits or runs is followed by a report."""
+    """Handles commands, runs steps, sends reports. Every change of the queues is followed by a report."""
 
     def __init__(
         self, engine: Engine, commands: SimpleQueue[bytes], send: Callable[[Report], None], heartbeat: Heartbeat
@@ -92,9 +91,9 @@ class EngineLoop:
         self._owners_due_s = 0.0
         self._quiet_since_s = time.monotonic()  # the end of the last step
         self._is_checked = False                # since then
-        self._checking: Iterator[None] | None = None  # what is left of the check under way
-        self._pending_adds = deque[bytes]()          # messages of requests that are not added yet, in order
-        self._aborted: set[int] = set()         # ids of requests among them, perhaps
+        self._checking: Iterator[None] | None = None  # the rest of the check for leaks
+        self._pending_adds = deque[bytes]()          # messages of requests not added yet, in order
+        self._aborted: set[int] = set()         # ids that may be among them
 
     def run(self) -> NoReturn:
         """Step for as long as the process lives."""
@@ -108,7 +107,7 @@ class EngineLoop:
                 self._wait_for_command()
 
     def _handle_message(self, message: bytes) -> None:
-        """Obey a command. A request is added later, so that a burst does not hold up a step, or an abort behind it."""
+        """Handle a command. Requests are added later, so that a burst delays neither a step nor an abort behind it."""
         if messages.is_add(message):
             self._pending_adds.append(message)
         else:
@@ -127,7 +126,7 @@ class EngineLoop:
     def _handle_command(self, message: bytes) -> None:
         command = messages.decode_command(message)
         if not isinstance(command, messages.GetBlocks):
-            self._checking = None               # begins anew: what it has seen changes
+            self._checking = None               # restart the check: blocks are about to change
         match command:
             case messages.Add(request):
                 if request.request_id in self._aborted:
@@ -161,10 +160,10 @@ class EngineLoop:
         self._send(messages.Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, state, preempted))
 
     def _wait_for_command(self) -> None:
-        """Say that all is done, and sleep until the next command.
+        """Report that the engine is idle, and wait for the next command.
 
-        When nothing has run for a while, whoever has asked what meanwhile, look once for lost blocks and rows: a leak
-        shall be found by us, not by users. A command waits for a slice of that, about a millisecond.
+        After IDLE_CHECK_DELAY_S without a step, check once for leaked blocks and rows, in slices of about a
+        millisecond, so that a command does not wait longer than that.
         """
         self._heartbeat.pause()
         self._send(messages.Idle(self._state()))
@@ -178,7 +177,7 @@ class EngineLoop:
         return self._handle_message(self._commands.get())
 
     def _check_slice(self) -> bool:
-        """Go on with the check for lost blocks; False if that was the last of it."""
+        """Run a slice of the check for leaked blocks; return False after the last one."""
         if self._checking is None:
             self._checking = self._engine.scheduler.checking()
         for _ in self._checking:
@@ -200,7 +199,7 @@ class EngineLoop:
         )
 
     def _kv_stats(self) -> KVStats:
-        """Return the state of the cache, and from time to time, at rest always, who holds it."""
+        """Return the state of the cache, with blocks by owner if the engine is idle or the last count is old."""
         started_s, is_at_rest = time.monotonic(), not self._engine.scheduler.has_requests
         if started_s < self._owners_due_s and not is_at_rest:
             return self._engine.kv_stats(by_owner=False)
@@ -215,7 +214,7 @@ def main() -> None:
     """Serve the socket whose number is the only argument."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if sys.stderr is not None:  # closed, if the server's is
-        faulthandler.register(signal.SIGUSR1)  # whoever finds that nothing goes on asks where every thread stands
+        faulthandler.register(signal.SIGUSR1)  # the server's stall watch requests the stacks of all threads
     logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
     threading.excepthook = _exit_with_thread
     connection, commands = Connection(socket.socket(fileno=int(sys.argv[1]))), SimpleQueue[bytes]()
@@ -223,28 +222,28 @@ def main() -> None:
     listener.start()
     try:
         serve(connection, commands)
-    except Exception as error:  # the server has to know why: its users are waiting
+    except Exception as error:  # the server reports the reason to its clients
         message = messages.failed(error)
         if message.kind == messages.FAULT:
             log.exception("the engine ends")
         connection.exit_status = 1
         connection.send(message)
-        listener.join()  # until the server has read all of it: what it still sends would otherwise break its stream
+        listener.join()  # until the server closes: unread commands would reset the stream
 
 
 def _exit_with_thread(died: threading.ExceptHookArgs) -> NoReturn:
-    """End the process with a thread of it, which nobody would miss before it is too late."""
+    """End the process when one of its threads dies: without it, requests would hang."""
     log.critical("a thread of the engine has died", exc_info=died.exc_value)
     os._exit(1)
 
 
 def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
-    """Load what the first command says, then obey."""
+    """Load the model of the first command, then handle commands."""
     start = messages.decode_command(commands.get())
     assert isinstance(start, messages.Start), f"the first command must be Start, got {start}"
     folder = str(resolve_model(start.options.model))
     connection.send(messages.Located(folder))
-    gc.disable()  # what is made from here on stays
+    gc.disable()  # objects made from here on are permanent
     from quire.engine.assembly import assemble  # noqa: PLC0415 (loads torch; the server reads its tokenizer meanwhile)
 
     assembled = assemble(replace(start.options, model=folder), loads_tokenizer=False)

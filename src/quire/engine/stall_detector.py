@@ -1,4 +1,4 @@
-"""Stall detector of a forward pass: the time that the layer under way may take before it counts as stalled.
+"""Stall detector of a forward pass: the time that the current layer may take before it counts as stalled.
 
 The model reports progress after each layer, and a layer of a long prompt may take longer than the server's stall limit.
 Its work is known from the plan, so its time is estimated: by the rate of the layers before, or, while none has been
@@ -12,7 +12,7 @@ from quire.core.plan import StepPlan
 
 LATE_FACTOR = 5.0
 FLOOR_FLOPS_PER_S = 2e9     # of one thread, before a rate is known; AVX2 reaches 20 times as much
-MIN_MEASURED_S = 0.5        # shorter times say nothing about long layers: the heartbeat looks four times a second
+MIN_MEASURED_S = 0.5        # shorter times do not predict long layers: the heartbeat polls four times a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class LayerCost:
 
 
 class StallDetector:
-    """Decides at each look whether the model has advanced or may still be at work on its layer.
+    """Decision at each poll: the model has advanced, or its current layer is not late.
 
     `expect` is called by the thread that steps, the rest by the one that looks. `clock` returns seconds.
     """
@@ -39,14 +39,14 @@ class StallDetector:
         self._rate: float | None = None                     # operations per second, measured
         self._floor = FLOOR_FLOPS_PER_S * num_threads
         self._plan = StepPlan()
-        self._num_layers, self._since_s = 0, clock()        # run so far, and when the last one was seen to end
+        self._num_layers, self._since_s = 0, clock()        # run so far, and when the last end was observed
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Begin a step: from now on its first layer is under way."""
+        """Begin a step with its first layer."""
         self._plan, self._since_s = plan, self._clock()
 
     def is_on_time(self, num_layers: int) -> bool:
-        """Return whether layers have ended since the last look, of `num_layers` run so far, or the next is not late."""
+        """Return whether layers have ended since the last poll, of `num_layers` run so far, or the next is not late."""
         now_s, work = self._clock(), self._cost.of(self._plan)
         num_new, passed_s = num_layers - self._num_layers, now_s - self._since_s
         if num_new > 0:

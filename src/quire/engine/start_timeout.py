@@ -1,8 +1,8 @@
-"""Watch over an engine that starts: one that neither computes nor reads for too long is given up.
+"""Start timeout of the engine process: a process that neither computes nor reads for too long is given up.
 
-A start takes as long as a download, the weights and the compilation of kernels take, so no bound on the whole fits all.
-But in all of that the process uses CPU time, reads from disk or maps files. The system counts these for each process,
-so the watch needs no cooperation of the engine, which may hang anywhere.
+The duration of a start depends on a download, the weights and the compilation of kernels, so no bound on the whole
+fits. Meanwhile the process uses CPU time, reads from disk or maps files. The system counts these per process, so the
+watch needs no cooperation of the engine, which may hang anywhere.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _COUNTERS = slice(9, 15)
 
 
 def activity_counters(pid: int) -> tuple[int, ...]:
-    """Return counters that grow while a process computes, reads or maps; none where the system does not tell."""
+    """Return counters that grow while a process computes, reads or maps; none where the system has no such counters."""
     signs: list[int] = []
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
@@ -37,9 +37,9 @@ def activity_counters(pid: int) -> tuple[int, ...]:
 async def raise_when_inactive(
     signs: Callable[[], tuple[int, ...]], limit_s: float, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
 ) -> None:
-    """Look at signs of life until they have been the same for `limit_s` seconds; then raise EngineDeadError.
+    """Poll counters until they have been the same for `limit_s` seconds; then raise EngineDeadError.
 
-    Never returns. Looks every `limit_s` / POLLS_PER_TIMEOUT seconds. Without any signs nothing is concluded.
+    Never returns. Polls every `limit_s` / POLLS_PER_TIMEOUT seconds. Never raises if there are no counters.
     """
     last, num_same = signs(), 0
     while num_same < POLLS_PER_TIMEOUT:
@@ -54,7 +54,7 @@ async def raise_when_inactive(
 
 
 async def with_start_timeout(starting: Coroutine[Any, Any, T], pid: int, limit_s: float) -> T:
-    """Return what `starting` returns, unless the watch over the process raises first; cancel the other of the two."""
+    """Return the result of `starting`, unless the process is inactive for `limit_s` seconds: then EngineDeadError."""
     start = asyncio.create_task(starting)
     watch = asyncio.create_task(raise_when_inactive(lambda: activity_counters(pid), limit_s))
     try:

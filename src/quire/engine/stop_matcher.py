@@ -13,7 +13,7 @@ _UNKNOWN = -1
 
 
 class StopMatcher:
-    """Transitions between states. Immutable to its users; what it has computed is kept."""
+    """Transitions between states. Immutable to its users; computed states are cached."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = sorted(set(stops))
@@ -26,7 +26,7 @@ class StopMatcher:
         self._complete: list[array[int] | None] = [None] * len(self._stops)
 
     def advance(self, state: int, piece: str, *, may_stop: bool) -> tuple[int, int, str | None]:
-        """Follow `piece` from a state; return the next state, and where in `piece` a stop string ends, and which.
+        """Follow `piece` from a state; return the next state, the end of a stop string in `piece`, and that string.
 
         Of two that end with the same character the longer one. Without `may_stop`, stop strings are passed over.
         """
@@ -53,7 +53,7 @@ class StopMatcher:
             state = self._failure(state)
 
     def _child(self, state: int, char: str) -> int:
-        """Return the state one character deeper, ROOT if no stop string goes on so."""
+        """Return the state one character deeper, ROOT if no stop string continues with `char`."""
         if not state:
             return self._firsts.get(char, ROOT)
         stop, depth = divmod(state, self._width)

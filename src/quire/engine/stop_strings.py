@@ -1,14 +1,14 @@
-"""Finds stop strings in a text that arrives in pieces, and holds back what may still become one.
+"""Stop-string search in text that arrives in pieces; text that may still become a stop string is held back.
 
-The result depends on the text alone, not on how it was cut into pieces: the matcher's state is how much of a stop
-string the text ends in, and that is also what has to be held back.
+The result depends on the text alone, not on how it was cut into pieces: the matcher's state is the length of the stop
+string's prefix in which the text ends, which is also the text to hold back.
 """
 
 from quire.engine.stop_matcher import ROOT, StopMatcher
 
 
 class StopStringFinder:
-    """Watches the text of one sequence.
+    """Search in the text of one sequence.
 
     The stop string that is complete first ends the text; of two that end with the same character, the longer one.
     With `include` the text ends behind it instead of before it, and nothing has to be held back.
@@ -21,10 +21,10 @@ class StopStringFinder:
         self._held = ""
 
     def feed(self, piece: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """Take the next piece; return the text that is now certain, and the stop string that ended it, if one did.
+        """Append a piece; return the text that is now certain, and the stop string that ended it, or None.
 
         Stop strings that are complete in a piece with `may_stop=False` are text like any other; one that only begins
-        there counts. After a stop string nothing may be fed.
+        there counts. Nothing may be fed after a stop string.
         """
         self._state, end, stop = self._matcher.advance(self._state, piece, may_stop=may_stop)
         if stop is not None:
@@ -39,6 +39,6 @@ class StopStringFinder:
         return text[:num_certain], None
 
     def flush(self) -> str:
-        """Return what was held back: no more text comes."""
+        """Return the text that was held back, at the end of the sequence."""
         held, self._held = self._held, ""
         return held

@@ -1,7 +1,7 @@
-"""Chat templates: a conversation becomes the text that the model was trained to continue.
+"""Chat templates: render a conversation as the text that the model was trained to continue.
 
-A template is a program that came with the model, so it runs in Jinja's immutable sandbox, sees plain data alone, and
-its output is bounded. Names and settings are those of transformers, for which templates are written: trimmed blocks,
+A template is a program of the model's authors, so it runs in Jinja's immutable sandbox, on plain data, with bounded
+output. Names and settings are those of transformers, for which templates are written: trimmed blocks,
 loop controls, `raise_exception`, `strftime_now`, a `tojson` that leaves characters as they are, and `generation`
 blocks, which mark the assistant's words for training and mean nothing here.
 """
@@ -21,15 +21,15 @@ from jinja2.utils import Namespace
 
 from quire.core.errors import InvalidRequestError
 
-MAX_RENDERED_CHARS = 16 * 1024 * 1024  # more than the tokens of any context length
-MAX_ERROR_CHARS = 1000                 # of what a template tells that it refuses
-CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own: a template shall treat it alike
+MAX_RENDERED_CHARS = 16 * 1024 * 1024  # longer than any context
+MAX_ERROR_CHARS = 1000                 # of an error that a template raises
+CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # the one of transformers, so that templates treat it the same
 
 Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """One template, compiled when it is first used. `clock` tells the time that templates may ask for."""
+    """One template, compiled when it is first used. `clock` returns the time for `strftime_now`."""
 
     def __init__(self, source: str, clock: Callable[[], datetime] = datetime.now) -> None:
         self.source = source
@@ -42,12 +42,12 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **variables: Any,  # noqa: ANN401 (whatever the template knows)
+        **variables: Any,  # noqa: ANN401 (variables of the template)
     ) -> str:
         """Return the text of a conversation.
 
-        A message has a `role` and a `content`: a string, a list of text parts (joined by newlines), or null. Anything
-        that the messages or the template get wrong is an InvalidRequestError for the field `messages`. With
+        A message has a `role` and a `content`: a string, a list of text parts (joined by newlines), or null. Raises
+        InvalidRequestError for the field `messages` if the messages are invalid or the template fails. With
         `continue_final_message`, instead of a generation prompt, the text ends where the last message's content does.
         """
         if not isinstance(messages, list | tuple) or not messages:
@@ -77,7 +77,7 @@ class ChatTemplate:
             return _join_bounded(pieces)
         except InvalidRequestError:
             raise
-        except Exception as error:  # a template is a program: it can fail in every way that a program can
+        except Exception as error:  # a template is a program and may raise anything
             reason = (str(error) or type(error).__name__)[:MAX_ERROR_CHARS]
             _refuse(f"the model's chat template cannot render the messages: {reason}", error)
 
@@ -97,7 +97,7 @@ class ChatTemplate:
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`: renders what stands inside."""
+    """`{% generation %}...{% endgeneration %}`: renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
 
@@ -109,7 +109,7 @@ class GenerationBlock(Extension):
 
 
 class PlainNamespace(Namespace):
-    """Jinja's `namespace`, without names that begin with an underscore: Python's internals hide behind those."""
+    """Jinja's `namespace`, without names that begin with an underscore: they reach Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 (like the base: `self` may be a keyword)
         self, *rest = args
@@ -129,7 +129,7 @@ def _check_name(name: str) -> None:
 
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401
-    """Stand in for `dict`, which as a type has attributes to reach further by."""
+    """Replace `dict`, whose attributes as a type would reach Python's internals."""
     return dict(*args, **kwargs)
 
 
@@ -149,7 +149,7 @@ def _to_json(
 
 
 def _join_bounded(pieces: Any) -> str:  # noqa: ANN401 (an iterator of strings)
-    """Join what a template writes, and stop it when that is too much."""
+    """Join the output of a template; refuse it past MAX_RENDERED_CHARS."""
     written, num_chars = [], 0
     for piece in pieces:
         num_chars += len(piece)
@@ -161,7 +161,7 @@ def _join_bounded(pieces: Any) -> str:  # noqa: ANN401 (an iterator of strings)
 
 def _cut_after(content: str, text: str) -> str:
     """Return a rendered text up to the end of the last message, which was marked."""
-    mark = CONTINUE_MARK.strip()  # templates may strip what they are given
+    mark = CONTINUE_MARK.strip()  # templates may strip contents
     place = text.rfind(mark)
     if place < 0 or content.strip() not in text:
         _refuse("continue_final_message: the model's chat template does not write the last message as it is")
@@ -184,7 +184,7 @@ def _checked(index: int, message: object) -> dict[str, Any]:
 
 
 def _content_text(where: str, content: object) -> str | None:
-    """Return the content of a message as one text. Parts come one per line, since most templates take text only."""
+    """Return the content of a message as one text, parts joined by newlines: most templates accept text only."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):

@@ -1,7 +1,7 @@
-"""Incremental detokenization: the text of a sequence, token by token, never half a character.
+"""Incremental detokenization: the text of a sequence, token by token, in whole characters.
 
-The joined text is what decoding prompt and output together would show after the prompt. A character that the
-prompt's last token began and the output completed belongs to the output.
+The joined text equals what decoding prompt and output together shows after the prompt. A character that begins in the
+prompt's last token and ends in the output belongs to the output.
 """
 
 from codecs import utf_8_decode
@@ -21,7 +21,7 @@ class ByteDetokenizer:
     Holds back at most three bytes. Bytes that are no UTF-8 become U+FFFD at once, one for each maximal part of a
     character (the Unicode standard, section 3.9, and the byte-level decoders). For SentencePiece, `decode` differs
     there, and only there: it turns a whole run of byte tokens, good characters too, into one U+FFFD per byte when
-    any of them is wrong, which nobody can know before the run ends.
+    any of them is invalid, which is known only at the end of the run.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class ByteDetokenizer:
                 break
         self._unfinished = tail[utf_8_decode(tail, "replace", False)[1] :]
         self._dropped_once = " " if drops_first_space and not tail else ""
-        if self._unfinished:  # broken, they stand in the prompt's text already: as two, where they begin a surrogate
+        if self._unfinished:  # if invalid, the prompt's text has them: as two for a surrogate
             self._dropped_once = self._unfinished.decode(errors="replace")
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens and return the text that they completed."""
+        """Append tokens and return the text that they complete."""
         table = self._token_bytes
         return self._decode(b"".join([table[token_id] for token_id in token_ids]), is_end=False)
 
@@ -57,7 +57,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other tokenizer: decodes the new tokens behind the few before them, and takes what that added.
+    """For any other tokenizer: decodes the new tokens together with a few before them, and returns the added text.
 
     The tokens before are those of the last text that was given out, so the window is bounded and begins at the border
     of a character. Text that ends in U+FFFD is held back, because the next token may complete it, for at most
@@ -71,7 +71,7 @@ class WindowDetokenizer:
         self._new: list[int] = []
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens and return the text that they completed."""
+        """Append tokens and return the text that they complete."""
         return "".join([self._append(token_id) for token_id in self._visible(token_ids)])
 
     def finish(self) -> str:

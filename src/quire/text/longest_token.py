@@ -1,10 +1,9 @@
-"""How much of a text one token can stand for at most: so a hopelessly long prompt is refused before it is tokenized.
+"""Longest token of a vocabulary: a bound by which a prompt that is far too long is refused before it is tokenized.
 
-True only where all of a text lands in tokens. Two kinds of tokenizer lose nothing by themselves: byte-level BPE with a
-token for every byte, and SentencePiece's, BPE or Unigram, with byte fallback, whose tokens are characters or single
-bytes of one. What comes before must not shrink a text either: a normalizer that cuts or composes (as those of T5 and
-XLM-R, which make one of any number of spaces), a way to split that drops what it finds, an added token that takes
-spaces in.
+Valid only if tokenizing drops no text. Two kinds of tokenizer keep all of it: byte-level BPE with a token for every
+byte, and SentencePiece's BPE or Unigram with byte fallback, with tokens that are characters or single bytes of one.
+Nothing before them may shrink the text either: no normalizer that cuts or composes (T5's and XLM-R's merge spaces), no
+pre-tokenizer that drops its separators, no added token that absorbs spaces.
 """
 
 import json
@@ -26,14 +25,14 @@ _SPLITS_THAT_KEEP_ALL = {
 
 
 class LongestToken(NamedTuple):
-    """The most that one token stands for, in bytes of the text (UTF-8) or in characters."""
+    """The longest text of one token, in bytes (UTF-8) or in characters."""
 
     length: int
     in_bytes: bool
 
 
 def longest_token(backend: Backend) -> LongestToken | None:
-    """Return the bound of a tokenizer, or None where a text may have fewer tokens than any such bound says."""
+    """Return the bound of a tokenizer, or None if tokenizing may drop text, so that there is none."""
     split = b"" if backend.pre_tokenizer is None else backend.pre_tokenizer.__getstate__()
     splits = set(re.findall(rb'"(?:type|behavior)": ?"(\w+)"', split))
     added = backend.get_added_tokens_decoder().values()
@@ -53,7 +52,7 @@ def longest_token(backend: Backend) -> LongestToken | None:
 
 
 def _keeps_length(normalizer: dict[str, Any]) -> bool:
-    """Whether a text has no fewer characters after a normalizer, given as in tokenizer.json, than before it."""
+    """Return whether a normalizer, given as in tokenizer.json, never shortens a text."""
     match normalizer:
         case {"type": "Sequence", "normalizers": parts}:
             return all(map(_keeps_length, parts))

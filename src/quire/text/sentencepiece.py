@@ -24,7 +24,7 @@ SPACE = "▁"
 
 @dataclass(slots=True)
 class SentencePieceModel:
-    """What of a ModelProto makes a tokenizer; the defaults are the format's."""
+    """The fields of a ModelProto that make a tokenizer; the defaults are the format's."""
 
     pieces: list[tuple[str, float, int]] = field(default_factory=list)  # text, score, kind
     algorithm: int = UNIGRAM

@@ -1,9 +1,9 @@
 """The template process: `python -m quire.text.template_worker FD`, started by `quire.server.template_renderer`.
 
-A chat template is a program that came with the model, and what it works on came with a request. The sandbox keeps it
-from doing harm, but not from running forever or asking for all memory; the limits of a process do. This one renders
-one conversation after the other. The kernel ends it when a render takes too long, whatever it is doing, also when the
-server is long gone; when it asks for too much memory, it ends itself. Between renders it ends with its stream.
+A chat template is a program of the model's authors, and its input is part of a request. The sandbox restricts what it
+can reach, but neither its run time nor its memory; the limits of a process do. The worker renders one conversation
+after the other. The kernel ends it when a render takes too long, also after the server has ended; when memory runs out,
+it ends itself. Between renders it ends with its stream.
 """
 
 import os
@@ -20,7 +20,7 @@ from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame, read_frame
 from quire.text.chat_template import ChatTemplate
 
-RENDER_LIMIT_S = 2.0        # a page of chat takes a tenth of a millisecond, 4 MiB of messages some hundred
+RENDER_LIMIT_S = 2.0        # a page of chat takes 0.1 ms, 4 MiB of messages about 100 ms
 MEMORY_LIMIT_BYTES = 1024**3
 OUT_OF_MEMORY = 3           # exit status
 
@@ -32,7 +32,7 @@ class LoadTemplate(msgspec.Struct, tag="load", array_like=True, frozen=True):
 
 
 class Render(msgspec.Struct, tag="render", array_like=True, frozen=True):
-    """A conversation, of which nothing has been checked, and all else that the template sees."""
+    """A conversation, unchecked, and the other variables of the template."""
 
     messages: Any
     add_generation_prompt: bool
@@ -83,11 +83,11 @@ def main() -> None:
         try:
             connection.sendall(reply)
         except OSError:
-            return  # nobody is left to read it
+            return  # the server has ended
 
 
 def _answer(template: ChatTemplate, command: Render) -> bytes:
-    """Return the frame of a reply. Ends the process when memory runs out, without cleaning up: that would need some."""
+    """Return the frame of a reply. Ends the process when memory runs out, without cleanup, which would need memory."""
     try:
         text = template.render(
             command.messages,
@@ -107,12 +107,12 @@ def _answer(template: ChatTemplate, command: Render) -> bytes:
 
 
 def _refusal(message: str, param: str | None, code: str | None) -> bytes:
-    """Return a frame for a text that a template may have written."""
+    """Return the frame of a refusal; its text may be invalid Unicode written by a template."""
     return frame(RenderRefused(message.encode(errors="replace").decode(), param, code))
 
 
 def _set_limits() -> None:
-    """Leave signals to the server, and the end of a render that takes too long or too much to the kernel."""
+    """Ignore SIGINT and SIGTERM, which the server handles, and set the limits that the kernel enforces."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -1,7 +1,7 @@
-"""Reads what a model folder in Hugging Face format says about its text: special tokens and chat template.
+"""Text settings of a model folder in Hugging Face format: special tokens and chat template.
 
-Three generations of files are known: `special_tokens_map.json`, `tokenizer_config.json`, and the template files
-`chat_template.jinja` and `chat_template.json`; where two disagree, the newer one is right, as in transformers.
+Three generations of files are read: `special_tokens_map.json`, `tokenizer_config.json`, and the template files
+`chat_template.jinja` and `chat_template.json`; where two disagree, the newer one wins, as in transformers.
 """
 
 from dataclasses import dataclass

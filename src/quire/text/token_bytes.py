@@ -1,9 +1,9 @@
-"""The bytes that each token stands for, where a tokenizer's decoder works token by token.
+"""Token bytes: the bytes of each token, for tokenizers whose decoder works token by token.
 
-Two kinds of decoder do, and nearly every decoder-only model has one of them: byte-level BPE (Radford et al. 2019),
-whose tokens spell bytes in a private alphabet, and SentencePiece's BPE with byte fallback (Kudo and Richardson 2018),
-whose tokens are text or one byte written `<0xHH>`. With such a table a text is the UTF-8 of the joined bytes, so a
-detokenizer needs one look-up per token and never decodes anything twice.
+Two kinds of decoder do, and nearly every decoder-only model has one of them: byte-level BPE (Radford et al. 2019), with
+tokens that spell bytes in a private alphabet, and SentencePiece's BPE with byte fallback (Kudo and Richardson 2018),
+with tokens that are text or one byte written `<0xHH>`. A text is then the UTF-8 of the joined bytes, and a detokenizer
+needs one look-up per token.
 """
 
 import json
@@ -20,7 +20,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def _byte_level_alphabet() -> dict[str, int]:
     """Return the byte of each character of GPT-2's alphabet.
 
-    Printable bytes of Latin-1 are their own characters; the others take those from U+0100 on, in ascending order.
+    Printable bytes of Latin-1 are their own characters; the rest map to U+0100 and up, in ascending order.
     """
     printable = set(chain(range(0x21, 0x7F), range(0xA1, 0xAD), range(0xAE, 0x100)))
     hidden = [byte for byte in range(256) if byte not in printable]
@@ -31,7 +31,7 @@ _BYTE_OF_CHAR = _byte_level_alphabet()
 
 
 def has_every_byte(tokens: Collection[str]) -> bool:
-    """Whether there is a token for each single byte, so that none of a text is dropped."""
+    """Return whether there is a token for each single byte, so that tokenizing drops no text."""
     return all(char in tokens for char in _BYTE_OF_CHAR)
 
 
@@ -70,7 +70,7 @@ def decoding_rule(backend: Backend) -> DecodingRule | None:
 
 
 def _byte_level(token: str) -> bytes:
-    """Return the bytes that a token spells. One that is not in the alphabet (an added token) stands for itself."""
+    """Return the bytes that a token spells. A token outside the alphabet (an added token) is its own UTF-8."""
     try:
         return bytes([_BYTE_OF_CHAR[char] for char in token])
     except KeyError:

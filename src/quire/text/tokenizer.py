@@ -1,10 +1,10 @@
-"""The model's tokenizer: text to token ids and back, as transformers would do it for the same folder.
+"""Tokenizer of a model: text to token ids and back, equal to transformers for the same folder.
 
 A thin layer over the `tokenizers` library. It reads `tokenizer.json`, or an older format (`tokenizer_files.py`), makes
-the tokens special that the other files of the folder call special, and switches truncation and padding off: they serve
-training, and would cut prompts in silence. Whether a beginning-of-sequence token is added is the post-processor's
-business, written in `tokenizer.json`; like transformers from 5.0 on, `add_bos_token` of `tokenizer_config.json` is not
-looked at beside it.
+the tokens special that the other files of the folder declare special, and disables truncation and padding, which serve
+training and would cut prompts without an error. The post-processor in `tokenizer.json` decides on a
+beginning-of-sequence token; as in transformers from 5.0 on, `add_bos_token` of `tokenizer_config.json` is ignored
+beside it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ class Tokenizer:
         InvalidRequestError when the text is no valid Unicode (half a surrogate pair, which JSON can smuggle in).
         """
         try:
-            # For one text the library has `encode`, which keeps all other threads of Python from running meanwhile.
+            # `encode` would hold the interpreter lock; `encode_batch_fast` releases it.
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise InvalidRequestError("prompt must be a valid Unicode string", param="prompt") from error
@@ -98,7 +98,7 @@ class Tokenizer:
         return ids
 
     def min_num_tokens(self, text: str) -> int:
-        """Return how many tokens a text has at least, as far as its length alone tells; 0 where it tells nothing."""
+        """Return a lower bound of the number of tokens from the length of the text; 0 if there is none."""
         if self._longest_token is None:
             return 0
         length = len(text.encode(errors="replace")) if self._longest_token.in_bytes else len(text)
@@ -112,7 +112,7 @@ class Tokenizer:
         """Return the text of token ids. Bytes that are no UTF-8 become U+FFFD, ids out of the vocabulary nothing."""
         if len(token_ids) <= _SHORT_TOKENS:
             text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        else:  # as `encode`, the library's `decode` keeps all other threads of Python from running
+        else:  # `decode` would hold the interpreter lock
             (text,) = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
@@ -150,9 +150,9 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
-        **kwargs: Any,  # noqa: ANN401 (whatever the template knows: tools, documents, switches)
+        **kwargs: Any,  # noqa: ANN401 (variables of the template: tools, documents, switches)
     ) -> str:
-        """Return a conversation as the model's chat template writes it. It names its special tokens itself.
+        """Return a conversation rendered with the model's chat template, which writes special tokens itself.
 
         InvalidRequestError when there is no template, or when it or the engine refuses the messages.
         """
