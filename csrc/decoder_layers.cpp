@@ -29,7 +29,7 @@ template <typename T>
 void linear(const LinearWeights& layer, const T* x, long num_rows, T* out) {
     call(chosen->linear,
          Linear<T>{x, num_rows, layer.in_features, layer.in_features, static_cast<const T*>(layer.packed), layer.out_features,
-                   layer.bias, out, layer.out_features, sizeof(T) == sizeof(float), layer.activation});
+                   layer.bias, out, layer.out_features, sizeof(T) == sizeof(float), layer.activation, layer.format});
 }
 
 }  // namespace

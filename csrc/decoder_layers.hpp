@@ -17,6 +17,7 @@ struct LinearWeights {
     const float* bias;
     long in_features, out_features;
     Activation activation;
+    WeightFormat format;
 };
 
 // Norm, attention, add; norm, feed-forward, add.

@@ -17,9 +17,13 @@ inline long rounded_up(long count, long multiple) { return (count + multiple - 1
 // What a linear layer does to its sums: nothing, an activation, or silu(gate) * up of two sums (Shazeer 2020).
 enum class Activation { none, silu_and_mul, gelu_tanh, gelu, relu };
 
-// A linear layer: out = activation(x W^T + bias), x [num_rows, in_features] and out [num_rows, out_features], rows
+// How the packed weight of a linear layer is stored. dense: elements of T.
+enum class WeightFormat : std::uint8_t { dense };
+
+// A linear layer: out = activation(x W^T + addend + bias), x [num_rows, in_features] and out [num_rows, out_features], rows
 // `stride` elements apart. Packed weights as `packed_size` and `pack_linear` say; those of silu_and_mul are two layers, a
-// strip of gates and a strip of ups in turn. bias is float32 or null, of silu_and_mul the gates' and then the ups'.
+// strip of gates and a strip of ups in turn. bias is float32 or null, of silu_and_mul the gates' and then the ups'. addend
+// is float32 [num_rows, as many as bias has] or null. A format that is not served is a std::invalid_argument.
 template <typename T>
 struct Linear {
     const T* x;
@@ -31,6 +35,9 @@ struct Linear {
     long out_stride;
     bool out_is_float;   // else T
     Activation activation;
+    WeightFormat format = WeightFormat::dense;
+    const float* addend = nullptr;
+    long addend_stride = 0;
 
     bool is_gated() const { return activation == Activation::silu_and_mul; }
 };

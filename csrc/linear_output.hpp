@@ -1,5 +1,5 @@
-// What happens to the sums of a linear layer on their way out: bias, rounding, activation. All on sixteen outputs of one
-// row while they are in a register, so that what is in between is never in memory.
+// Output of a linear layer: addend, bias, rounding and activation of its sums. All on sixteen outputs of one row while
+// they are in a register: no intermediate is written to memory.
 #pragma once
 
 #include <algorithm>
@@ -31,9 +31,12 @@ inline void store_outputs(const Linear<T>& op, long row, long first, Floats valu
         store_some(static_cast<T*>(op.out) + at, values, count);
 }
 
+// Sums of outputs [offset + first, ...) of one row: the addend comes first, then the bias.
 template <typename T>
-inline Floats with_bias(const Linear<T>& op, Floats sums, long offset, long first) {
-    return op.bias ? sums + load_some(op.bias + offset + first, std::min(STRIP, op.out_features - first)) : sums;
+inline Floats biased(const Linear<T>& op, long row, Floats sums, long offset, long first) {
+    const long count = std::min(STRIP, op.out_features - first);
+    if (op.addend) sums = sums + load_some(op.addend + row * op.addend_stride + offset + first, count);
+    return op.bias ? sums + load_some(op.bias + offset + first, count) : sums;
 }
 
 // Outputs are rounded to T before they are activated: fused or not, the bits are the same.
@@ -50,7 +53,7 @@ Floats activated(const Linear<T>& op, Floats sums) {
 // Finish strip `strip` of one row; of a gated layer strips come as pairs, gate and up.
 template <typename T>
 void finish(const Linear<T>& op, long row, long strip, Floats sums) {
-    store_outputs(op, row, strip * STRIP, activated(op, with_bias(op, sums, 0, strip * STRIP)));
+    store_outputs(op, row, strip * STRIP, activated(op, biased(op, row, sums, 0, strip * STRIP)));
 }
 
 template <typename T>
@@ -61,7 +64,8 @@ template <typename T>
         return;
     }
     const long first = strip / 2 * STRIP;
-    const Floats gate = rounded<T>(with_bias(op, left, 0, first)), up = rounded<T>(with_bias(op, right, op.out_features, first));
+    const Floats gate = rounded<T>(biased(op, row, left, 0, first));
+    const Floats up = rounded<T>(biased(op, row, right, op.out_features, first));
     store_outputs(op, row, first, rounded<T>(silu(gate)) * up);
 }
 

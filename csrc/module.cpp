@@ -26,6 +26,8 @@ struct Argument {
     operator Wanted() const {
         if constexpr (std::is_pointer_v<Wanted>)
             return reinterpret_cast<Wanted>(nb::cast<std::uintptr_t>(passed));
+        else if constexpr (std::is_same_v<Wanted, WeightFormat>)  // any tag: a kernel refuses those that it does not serve
+            return static_cast<WeightFormat>(nb::cast<std::uint8_t>(passed));
         else
             return nb::cast<Wanted>(passed);
     }
@@ -121,6 +123,9 @@ void def_layers(nb::module_& module, const char* name) {
 
 NB_MODULE(_kernels, module) {
     using namespace quire;
+    nb::dict formats;
+    formats["dense"] = static_cast<int>(WeightFormat::dense);
+    module.attr("WEIGHT_FORMATS") = formats;
     nb::enum_<Activation>(module, "Activation")
         .value("none", Activation::none)
         .value("silu_and_mul", Activation::silu_and_mul)

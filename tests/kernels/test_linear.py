@@ -1,14 +1,18 @@
 """Packed linear layers against a plain product, and to the bit against themselves among other rows."""
 
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.core.errors import ConfigError
 from quire.kernels import linear
-from quire.kernels.linear import MAX_ROWS, PackedLinear, equal_row_counts
+from quire.kernels.linear import MAX_ROWS, Activation, LinearWeight, PackedLinear, equal_row_counts, reference
+
+dense = LinearWeight.dense
 
 SHAPES = [(1, 33), (7, 13), (172, 64), (64, 172), (512, 64), (768, 256), (1152, 896), (896, 4864)]
 DTYPES = [(torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
@@ -41,7 +45,7 @@ def test_packed_layer_matches_a_plain_product(
 ) -> None:
     weight, x = torch.randn(shape) / shape[1] ** 0.5, torch.randn(70, shape[1]).to(dtype)
     bias = torch.randn(shape[0]).to(dtype) if has_bias else None
-    result = PackedLinear(weight.to(dtype), bias)(x)
+    result = PackedLinear(dense(weight.to(dtype)), bias)(x)
     expected = F.linear(x.float(), weight.to(dtype).float(), None if bias is None else bias.float())
     assert result.dtype == dtype
     torch.testing.assert_close(result, expected.to(dtype), rtol=tol, atol=tol)
@@ -52,7 +56,7 @@ def test_packed_layer_matches_a_plain_product(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_have_the_same_bits_among_any_others(shape: tuple[int, int], dtype: torch.dtype, num_threads: int) -> None:
     rows, weight = revealing(150, *shape, dtype)
-    layer = PackedLinear(weight, torch.zeros(shape[0], dtype=dtype))
+    layer = PackedLinear(dense(weight), torch.zeros(shape[0], dtype=dtype))
     alone = torch.cat([layer(row[None]) for row in rows])
     for num_rows in (1, 2, 3, 5, 8, 11, 16, 17, 31, 40, 63, 64, 65, 100, 129, 150):
         chosen = torch.randperm(len(rows))[:num_rows]
@@ -89,7 +93,7 @@ def test_the_library_never_sees_another_row_count(monkeypatch: pytest.MonkeyPatc
         return lambda rows: (seen.add(len(rows)), multiply(rows))[1]
 
     monkeypatch.setattr(linear, "_product", product)
-    layer = PackedLinear(torch.randn(24, 40))
+    layer = PackedLinear(dense(torch.randn(24, 40)))
     for num_rows in range(1, 200):
         assert layer(torch.randn(num_rows, 40)).shape == (num_rows, 24)
     assert seen <= set(layer._row_counts)
@@ -97,12 +101,12 @@ def test_the_library_never_sees_another_row_count(monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_rows_give_no_rows() -> None:
-    assert PackedLinear(torch.randn(24, 40))(torch.randn(0, 40)).shape == (0, 24)
+    assert PackedLinear(dense(torch.randn(24, 40)))(torch.randn(0, 40)).shape == (0, 24)
 
 
 def test_head_of_a_low_precision_model_gives_float32_logits() -> None:
     weight, x = torch.randn(100, 64).bfloat16(), torch.randn(3, 64).bfloat16()
-    logits = PackedLinear(weight, dtype=torch.float32)(x)
+    logits = PackedLinear(dense(weight), dtype=torch.float32)(x)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, x.float() @ weight.float().T, rtol=1e-5, atol=1e-5)
 
@@ -111,7 +115,7 @@ def test_head_of_a_low_precision_model_gives_float32_logits() -> None:
 def test_layer_works_without_onednn(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_has_onednn", lambda: False)
     rows, weight = revealing(40, 37, 51, dtype)
-    layer = PackedLinear(weight)
+    layer = PackedLinear(dense(weight))
     alone = torch.cat([layer(row[None]) for row in rows])
     assert torch.equal(layer(rows), alone)
     assert layer(rows).dtype == dtype
@@ -121,3 +125,22 @@ def test_probing_leaves_the_global_random_state_alone() -> None:
     before = torch.get_rng_state()
     equal_row_counts.__wrapped__(8, 8, torch.float32, True, torch.get_num_threads())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_weight_of_another_format_is_refused_by_name() -> None:
+    weight = LinearWeight("q4_K", (torch.zeros(32, 144, dtype=torch.uint8),), 32, 256)
+    with pytest.raises(ConfigError, match="weight format q4_K is not supported yet on this back end; it serves dense"):
+        PackedLinear(weight)
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_layer_matches_the_reference(activation: Activation) -> None:
+    weight, bias, x = torch.randn(48, 40) / 8, torch.randn(48), torch.randn(5, 40)
+    found = PackedLinear(dense(weight.split([16, 32])), bias, activation=activation)(x)
+    torch.testing.assert_close(found, reference(x, dense(weight), bias, activation=activation))
+
+
+def test_reference_adds_the_addend_before_the_bias_and_the_activation() -> None:
+    x, weight, bias = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 1.0]]), torch.tensor([0.5])
+    assert reference(x, dense(weight), bias, activation="relu", addend=torch.tensor([[-4.0]])).item() == 0
+    assert reference(x.bfloat16(), dense(weight * 400), addend=torch.tensor([[-1199.0]])).item() == 1

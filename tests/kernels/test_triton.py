@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.kernels.linear import LinearWeight
 from support.triton_compiler import compiled_launches, specialized_launches
 
 pytest.importorskip("triton", reason="Triton is not installed")
+dense = LinearWeight.dense
 NONE_COLLECTED = 5  # of the exit codes of pytest
 FOLDER = Path(__file__).parent / "triton"
 
@@ -82,8 +84,8 @@ def test_other_kernels_compile_without_spilling(capability: int) -> None:
     blocks, ids = [torch.empty(4, 16, 8, 128, dtype=torch.bfloat16)], torch.tensor([1])
     with compiled_launches(capability) as kernels:
         ops.norm(half[0], half[0], 1e-5, True)(half, half.clone())
-        ops.linear(half, activation="silu_and_mul")(half)
-        ops.linear(half, activation="gelu")(half)
+        ops.linear(dense(half), activation="silu_and_mul")(half)
+        ops.linear(dense(half), activation="gelu")(half)
         ops.copy_blocks(blocks, blocks, ids, ids + 1)
         floats = np.ones(4, np.float32)
         draws = SamplingInputs(floats, floats, np.ones(4, np.int32), floats, floats)
@@ -112,7 +114,7 @@ def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> Non
     ops.norm(x[0, :64], None, 1e-5, False)(query)
     ops.write_kv(query, key, value, positions, torch.empty(9, 64), *caches, positions)
     ops.paged_attention(query, *caches, build_metadata(tables, starts, lens, 16), 0.1)
-    ops.linear(torch.empty(64, 512, dtype=dtype), activation="silu_and_mul")(x)
+    ops.linear(dense(torch.empty(64, 512, dtype=dtype)), activation="silu_and_mul")(x)
     ops.copy_blocks(caches, caches, torch.arange(num_seqs), torch.arange(num_seqs) + num_seqs)
     ones = np.ones(num_seqs, np.float32)
     inputs = SamplingInputs(ones, ones, ones.astype(np.int32), ones, ones)

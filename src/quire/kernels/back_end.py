@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 class BackEnd:
     """One implementation of every op; each field has the signature of the function of its name in the op's module.
 
-    `linear` makes a layer from a weight, as `linear.PackedLinear` does; `norm` makes a norm from its parameters, as
-    `norm.TorchNorm` does. `fuse_layers` makes one call of a whole stack of layers, which adds 1 to a counter, int64
+    `linear` makes a layer from a `LinearWeight`, as `linear.PackedLinear` does; `norm` makes one from its parameters,
+    as `norm.TorchNorm` does. `fuse_layers` makes one call of a whole stack of layers, which adds 1 to a counter, int64
     [1], after each; None where the stack is to be composed of the other ops.
     """
 

@@ -8,6 +8,7 @@ zero-padded: 64, and those smaller ones that a probe has found to give the same 
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal, Protocol
 
@@ -15,12 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.core.errors import ConfigError
 from quire.kernels import activation as activations
 
 MAX_ROWS = 64
 FEWER_ROWS = (1, 4, 8, 16, 32)
 PROBED_OUTPUTS = 1 << 16  # per row count, where that is more than two products
 DISTINCT_OUTPUTS = 256    # rows of the probe's weight before they repeat: a vocabulary of random rows takes seconds
+
+DENSE = "dense"  # the format of unquantized weights
 
 Activation = Literal["none", "silu_and_mul", "gelu_tanh", "gelu", "relu"]
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -30,6 +34,38 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": activations.gelu,
     "relu": activations.relu,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """Weight [out_features, in_features] of a linear layer, in a weight format.
+
+    `data` are its elements in parts, the rows of one after those of the other, laid out as the format says: "dense" is
+    floats [rows, in_features]. The other fields are those of quantized formats, None or 0 where a format has none; a
+    value is scale * (element - zero point).
+    """
+
+    format: str                              # by which a back end chooses its kernel
+    data: tuple[Tensor, ...]
+    out_features: int
+    in_features: int
+    scales: Tensor | None = None             # float32 [out_features, in_features / group_size]
+    zero_points: Tensor | int | None = None  # uint8, shaped as the scales; or one for all
+    group_size: int = 0                      # inputs of an output that share a scale
+    group_index: Tensor | None = None        # int32 [in_features], GPTQ's g_idx; None: groups are consecutive inputs
+    activation_group_size: int = 0           # inputs of a row that share a scale of int8 activations; 0: not quantized
+
+    @classmethod
+    def dense(cls, weight: Tensor | Sequence[Tensor]) -> "LinearWeight":
+        """Return a weight of floats [out_features, in_features], whole or in parts."""
+        parts = (weight,) if isinstance(weight, Tensor) else tuple(weight)
+        return cls(DENSE, parts, sum(map(len, parts)), parts[0].shape[1])
+
+    def dense_parts(self) -> tuple[Tensor, ...]:
+        """Return the parts of a dense weight; ConfigError for any other format, which the caller does not serve."""
+        if self.format != DENSE:
+            raise ConfigError(f"weight format {self.format} is not supported yet on this back end; it serves {DENSE}")
+        return self.data
 
 
 class Linear(Protocol):
@@ -47,29 +83,48 @@ def all_finite(weight: Tensor) -> bool:
     return all(math.isfinite(end.item()) for end in weight.aminmax())
 
 
+def reference(
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation = "none",
+    addend: Tensor | None = None,
+) -> Tensor:
+    """Return activation(x W^T + addend + bias) in x's dtype: the meaning of a linear layer.
+
+    x [num_rows, in_features]; bias [out_features], addend float32 [num_rows, out_features], both added to the float32
+    sums, which are rounded to x's dtype before the activation. silu_and_mul halves the outputs.
+    """
+    sums = x.float() @ torch.cat([part.float() for part in weight.dense_parts()]).T
+    sums = sums if addend is None else sums + addend
+    sums = sums if bias is None else sums + bias.float()
+    return _ACTIVATIONS[activation](sums.to(x.dtype))
+
+
 class PackedLinear:
     """y = activation(x W^T + b) for x [num_rows, in_features] of any float dtype; result [num_rows, out_features].
 
-    weight [out_features, in_features], or parts of it, one's rows after the other's; bias [out_features] or None;
-    silu_and_mul makes half as many of them. `dtype` is the precision of product and result (default: the weight's).
-    Parts are copied. The caller may drop the weight afterwards.
+    The weight is dense; bias [out_features] or None; silu_and_mul makes half as many outputs. `dtype` is the precision
+    of product and result (default: the weight's). Parts are copied. The caller may drop the weight afterwards.
     """
 
     def __init__(
         self,
-        weight: Tensor | Sequence[Tensor],
+        weight: LinearWeight,
         bias: Tensor | None = None,
         *,
         dtype: torch.dtype | None = None,
         activation: Activation = "none",
     ) -> None:
-        weight = weight if isinstance(weight, Tensor) else torch.cat(list(weight))  # else the memory of a checkpoint
-        self._out_dtype = dtype or weight.dtype
+        parts = weight.dense_parts()
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._out_dtype = dtype or whole.dtype
         self._dtype = _product_dtype(self._out_dtype)
-        self._row_counts = equal_row_counts(*weight.shape, self._dtype, bias is not None, torch.get_num_threads())
-        self._product = _product(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
+        self._row_counts = equal_row_counts(*whole.shape, self._dtype, bias is not None, torch.get_num_threads())
+        self._product = _product(whole.to(self._dtype), None if bias is None else bias.to(self._dtype))
         self._activate = _ACTIVATIONS[activation]
-        self.num_bytes = weight.numel() * self._dtype.itemsize
+        self.num_bytes = whole.numel() * self._dtype.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply in portions of at most MAX_ROWS rows, each activated while it is in the CPU's cache."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.core.errors import ModelError
 from quire.kernels.back_end import BackEnd
-from quire.kernels.linear import Linear
+from quire.kernels.linear import Linear, LinearWeight
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.shapes import LinearShape, NormShape, TableShape
 from quire.model.spec import WeightMap
@@ -74,7 +74,7 @@ class WeightReader:
         )
         biases = [f"{stem}.bias" for stem in stems]
         bias = self._read_kept(biases, [(count,) for count in num_rows]) if shape.has_bias else None
-        layer = self.back_end.linear(weights, bias, activation=shape.activation or "none")
+        layer = self.back_end.linear(LinearWeight.dense(weights), bias, activation=shape.activation or "none")
         self.tally.weight_bytes += layer.num_bytes
         return layer
 
@@ -86,7 +86,7 @@ class WeightReader:
         name = f"{shape.modules[0]}.weight"
         is_read = not is_tied or name in self._checkpoint
         weight = self._read([name], [(shape.num_rows[0], shape.width)]) if is_read else embedding
-        layer = self.back_end.linear(weight, dtype=torch.float32)
+        layer = self.back_end.linear(LinearWeight.dense(weight), dtype=torch.float32)
         self.tally.weight_bytes += layer.num_bytes
         return layer
 

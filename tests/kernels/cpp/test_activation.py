@@ -8,14 +8,16 @@ from torch import Tensor
 
 from quire.kernels import activation
 from quire.kernels.cpp.linear import CppLinear
-from quire.kernels.linear import Activation
+from quire.kernels.linear import Activation, LinearWeight
+
+dense = LinearWeight.dense
 
 DTYPES = [(torch.float32, 2e-6), (torch.bfloat16, 8e-3), (torch.float16, 2e-3)]
 
 
 def activated(x: Tensor, name: Activation, bias: Tensor | None = None) -> Tensor:
     """Activate x [num_rows, width] by a layer whose weight is the identity: its sums are x."""
-    return CppLinear(torch.eye(x.shape[1], dtype=x.dtype), bias, activation=name)(x)
+    return CppLinear(dense(torch.eye(x.shape[1], dtype=x.dtype)), bias, activation=name)(x)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -50,8 +52,8 @@ def test_sums_are_rounded_before_they_are_activated() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(20, 96, generator=generator), torch.randn(64, 96, generator=generator)
     x, weight = x.bfloat16(), weight.bfloat16()
-    found = CppLinear(weight, activation="silu_and_mul")(x)
-    assert torch.equal(found, silu_and_mul(CppLinear(weight)(x)))
+    found = CppLinear(dense(weight), activation="silu_and_mul")(x)
+    assert torch.equal(found, silu_and_mul(CppLinear(dense(weight))(x)))
 
 
 def test_no_gate_is_out_of_range() -> None:

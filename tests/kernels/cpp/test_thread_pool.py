@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from quire.kernels.cpp import _kernels
+from quire.kernels.linear import LinearWeight
+
+dense = LinearWeight.dense
 
 NUM_CHUNKS = 64
 
@@ -30,7 +33,7 @@ def test_exception_in_a_helper_reaches_the_caller(failing: int, num_threads: int
 def test_kernels_compute_the_same_after_an_exception(num_threads: int) -> None:
     from quire.kernels.cpp.linear import CppLinear
 
-    layer, x = CppLinear(torch.randn(700, 256)), torch.randn(70, 256)
+    layer, x = CppLinear(dense(torch.randn(700, 256))), torch.randn(70, 256)
     before = layer(x)
     for in_helper in (False, True):
         with pytest.raises(MemoryError):

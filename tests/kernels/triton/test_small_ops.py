@@ -6,6 +6,9 @@ import torch
 from quire.kernels import activation as activations
 from quire.kernels import block_copy, kv_cache_write, norm
 from quire.kernels.back_end import cuda_back_end
+from quire.kernels.linear import LinearWeight
+
+dense = LinearWeight.dense
 
 CUDA_OPS = pytest.importorskip("triton") and cuda_back_end()
 # A GPU's exp of a large number is infinite, too, and nothing is said of it.
@@ -99,13 +102,13 @@ def test_linear_layer_activates_its_result(name: str, dtype: torch.dtype, device
     x, weight, bias = random(3, 32, dtype=dtype), random(2400, 32, dtype=dtype, seed=1), random(2400, dtype=dtype)
     product = torch.nn.functional.linear(x, weight, bias)
     expected = product if name == "none" else getattr(activations, name)(product)
-    layer = CUDA_OPS.linear([w.to(device) for w in weight.split(1000)], bias.to(device), activation=name)
+    layer = CUDA_OPS.linear(dense([w.to(device) for w in weight.split(1000)]), bias.to(device), activation=name)
     torch.testing.assert_close(layer(x.to(device)).cpu(), expected, **TOLERANCE[dtype])
     assert layer.num_bytes == weight.nbytes
 
 
 def test_head_in_half_precision_gives_float32(device: torch.device) -> None:
     x, weight = random(3, 64, dtype=torch.float16), random(50, 64, dtype=torch.float16, seed=1)
-    logits = CUDA_OPS.linear(weight.to(device), dtype=torch.float32)(x.to(device))
+    logits = CUDA_OPS.linear(dense(weight.to(device)), dtype=torch.float32)(x.to(device))
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.cpu(), x.float() @ weight.float().T, rtol=1e-5, atol=1e-4)

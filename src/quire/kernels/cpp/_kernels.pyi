@@ -1,5 +1,7 @@
 """The C++ extension (csrc/module.cpp): takes addresses of checked tensors, shapes and strides in elements."""
 
+WEIGHT_FORMATS: dict[str, int]
+
 def usable_isas() -> list[str]: ...
 def use_isa(name: str) -> None: ...
 def packed_size_bf16(out_features: int, in_features: int) -> int: ...
@@ -62,7 +64,7 @@ class NormWeights:
 
 class LinearWeights:
     def __init__(
-        self, packed: int, bias: int, in_features: int, out_features: int, activation: Activation
+        self, packed: int, bias: int, in_features: int, out_features: int, activation: Activation, weight_format: int
     ) -> None: ...
 
 class LayerWeights:

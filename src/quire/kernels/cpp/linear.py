@@ -1,41 +1,44 @@
-"""Linear layers in C++ over weights that are packed once, at load, into huge pages. csrc/linear.cpp tells how."""
+"""Linear layers in C++ over weights that are packed once, at load, into huge pages; csrc/linear.cpp has the kernels."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from quire.core.errors import ConfigError
 from quire.kernels import linear
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.huge_pages import PackedMemory
-from quire.kernels.linear import Activation
+from quire.kernels.linear import Activation, LinearWeight
 
 STRIP_ROWS = 16  # csrc/packing.hpp
 _MULTIPLY, _PACK, _PACKED_SIZE, _ALL_FINITE = map(pair, ("linear", "pack", "packed_size", "all_finite"))
 
 
 class CppLinear:
-    """y = activation(x W^T + b) for x [num_rows, in_features]; result [num_rows, out_features].
+    """y = activation(x W^T + addend + b) for x [num_rows, in_features]; result [num_rows, out_features].
 
-    weight [out_features, in_features], or parts of it, one's rows after the other's; bias [out_features] or None. Of
-    silu_and_mul both have twice as many rows, gates and then ups. The weight is packed into `memory` and not kept.
-    bfloat16 is multiplied as it is and summed in float32; everything else is multiplied in float32. `dtype` is the
-    result's: the weight's, or float32.
+    The weight is dense; bias [out_features] or None. Of silu_and_mul both have twice as many rows, gates and then ups.
+    The weight is packed into `memory` and not kept. bfloat16 is multiplied as it is and summed in float32; everything
+    else is multiplied in float32. `dtype` is the result's: the weight's, or float32.
     """
 
     def __init__(
         self,
-        weight: Tensor | Sequence[Tensor],
+        weight: LinearWeight,
         bias: Tensor | None = None,
         *,
         dtype: torch.dtype | None = None,
         activation: Activation = "none",
         memory: PackedMemory | None = None,
     ) -> None:
-        parts = [weight] if isinstance(weight, Tensor) else weight
-        num_layers = 2 if activation == "silu_and_mul" else 1
-        self._out_features, self._in_features = sum(map(len, parts)) // num_layers, parts[0].shape[1]
+        if weight.format not in _kernels.WEIGHT_FORMATS:
+            served = " or ".join(_kernels.WEIGHT_FORMATS)
+            raise ConfigError(f"the C++ kernels do not support weight format {weight.format} yet; they serve {served}")
+        parts, self._format = weight.dense_parts(), _kernels.WEIGHT_FORMATS[weight.format]
+        self._num_layers = num_layers = 2 if activation == "silu_and_mul" else 1
+        self._out_features, self._in_features = weight.out_features // num_layers, weight.in_features
         self._dtype = kernel_dtype(parts[0].dtype)
         self._out_dtype = dtype or parts[0].dtype
         self._sum_dtype = torch.float32 if self._out_dtype != self._dtype else self._dtype  # as the kernel writes it
@@ -49,11 +52,20 @@ class CppLinear:
     @property
     def weights(self) -> _kernels.LinearWeights:
         """The layer as the extension takes it, valid for as long as the layer is kept."""
-        return _kernels.LinearWeights(*self._addresses, self._in_features, self._out_features, self._activation)
+        return _kernels.LinearWeights(
+            *self._addresses, self._in_features, self._out_features, self._activation, self._format
+        )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply all rows in one call; how many there are changes no row."""
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        """Multiply all rows in one call; how many there are changes no row.
+
+        addend: float32 [num_rows, rows of the weight], added to the sums before the bias; rows may have gaps.
+        """
         num_rows, width = x.shape
+        if addend is not None:
+            assert addend.dtype == torch.float32, f"an addend of {addend.dtype}"
+            assert addend.shape == (num_rows, self._out_features * self._num_layers), f"an addend {tuple(addend.shape)}"
+            assert addend.stride(1) == 1, "an addend with gaps between outputs"
         assert width == self._in_features, f"{tuple(x.shape)} for {self._in_features} inputs"
         if x.dtype != self._dtype or x.stride(1) != 1:
             x = x.to(self._dtype).contiguous()
@@ -70,6 +82,9 @@ class CppLinear:
             self._out_features,
             self._sum_dtype == torch.float32,
             self._activation,
+            self._format,
+            address(addend),
+            0 if addend is None else addend.stride(0),
         )
         return out if self._sum_dtype == self._out_dtype else out.to(self._out_dtype)
 

@@ -4,15 +4,13 @@ A product's order of summation is cuBLAS's choice, by the shape of the whole: a 
 same row in other company (docs/decisions/0012).
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.linear import Activation
+from quire.kernels.linear import Activation, LinearWeight
 
 BLOCK = 1024
 SQRT_HALF = tl.constexpr(0.5**0.5)
@@ -22,19 +20,20 @@ SQRT_2_BY_PI = tl.constexpr((2.0 / 3.141592653589793) ** 0.5)
 class CudaLinear:
     """y = activation(x W^T + b) for x [num_rows, in_features]; result [num_rows, out_features].
 
-    weight [out_features, in_features], or parts of it, one's rows after the other's; bias [out_features] or None;
-    silu_and_mul makes half as many of them. `dtype` is the result's: the weight's, or float32.
+    The weight is dense; bias [out_features] or None; silu_and_mul makes half as many outputs. `dtype` is the result's:
+    the weight's, or float32.
     """
 
     def __init__(
         self,
-        weight: Tensor | Sequence[Tensor],
+        weight: LinearWeight,
         bias: Tensor | None = None,
         *,
         dtype: torch.dtype | None = None,
         activation: Activation = "none",
     ) -> None:
-        self._weight = weight if isinstance(weight, Tensor) else torch.cat(list(weight))
+        parts = weight.dense_parts()
+        self._weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         assert dtype in (None, self._weight.dtype) or (dtype == torch.float32 and bias is None)
         self._bias, self._activation = bias, activation
         self._is_widened = dtype not in (None, self._weight.dtype)
