@@ -35,7 +35,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch.autograd import DeviceType  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-import quire.engine.assembly  # noqa: E402
+import quire.engine.loading  # noqa: E402
 import quire.model.loader  # noqa: E402
 from quire import LLM, SamplingParams  # noqa: E402
 from quire.kernels.back_end import cuda_back_end  # noqa: E402
@@ -368,7 +368,7 @@ def main() -> None:
     deadline_s = time.monotonic() + BUDGET_S
     quire.model.loader.SafetensorsCheckpoint = RandomCheckpoint  # type: ignore[assignment,misc]
     if DRY_RUN:
-        quire.engine.assembly.choose_back_end = lambda *args, **kwargs: cuda_back_end()  # type: ignore[attr-defined]
+        quire.engine.loading.choose_back_end = lambda *args, **kwargs: cuda_back_end()  # type: ignore[attr-defined]
     bandwidth = copy_bandwidth()
     card = "no card: a dry run" if DRY_RUN else torch.cuda.get_device_name()
     about = f"{card}, {date.today()}, commit {commit_id()}, torch {torch.__version__}"

@@ -15,7 +15,8 @@ from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import KVStats, PinnedPrefix, RequestOutput
 from quire.core.sampling_params import SamplingParams
-from quire.engine.assembly import AssembledEngine, assemble, release_device_memory
+from quire.engine.assembly import AssembledEngine, assemble
+from quire.engine.devices import release_device_memory
 from quire.engine.input_processor import InputProcessor, PreparedRequest, Prompt, TokenizedPrompt
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind, OutputProcessor
@@ -70,7 +71,7 @@ class LLM:
     @property
     def vocab_size(self) -> int:
         """Token ids run from 0 to one below this."""
-        return self._engine.model.spec.vocab_size
+        return self._engine.ready.vocab_size
 
     @property
     def _engine(self) -> AssembledEngine:

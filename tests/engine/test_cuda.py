@@ -7,7 +7,7 @@ import torch
 
 from quire import LLM
 from quire.core.errors import ConfigError
-from quire.engine.assembly import resolve_device
+from quire.engine.devices import resolve_device
 from support.cuda_engine import check_sharing
 from support.random_model import write_random_model
 

@@ -1,4 +1,4 @@
-"""How many KV blocks, and how long a sequence may be: arithmetic on what was asked for and what there is."""
+"""Sizes of an engine: KV blocks, swap blocks and the longest sequence, by options, model and free memory."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ CUDA_SWAP_BYTES = 4 << 30  # likewise
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What sizing needs to know of a model."""
+    """Figures of a model that size its engine."""
 
     max_position_embeddings: int
     kv_bytes_per_token: int
@@ -24,24 +24,24 @@ class ModelLimits:
 
 
 def free_memory_bytes() -> int:
-    """Return the memory that could be taken without swapping, in bytes."""
+    """Return the memory that can be allocated without swapping, in bytes."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024
     except OSError:
-        pass  # not Linux: the free pages are what the system tells
+        pass  # not Linux: count the free pages
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def table_positions(
     options: EngineOptions, limits: ModelLimits, free_bytes: int, share: float = CPU_KV_CACHE_SHARE
 ) -> int:
-    """Return how many positions tables are needed for, before the weights take their part of the free bytes.
+    """Return the number of positions that need tables, by the free bytes before the weights are loaded.
 
-    That is max_model_len, or without it what the model has or, if that is less, what the KV cache can hold at most.
-    Raises ConfigError for a max_model_len beyond the model, or whose tables the memory cannot hold.
+    That is max_model_len; by default the positions of the model or, if fewer, the capacity of the KV cache in tokens.
+    Raises ConfigError if max_model_len is beyond the model, or if its tables do not fit into the memory.
     """
     longest = _longest(options, limits)
     if options.max_model_len is None:
@@ -57,7 +57,7 @@ def table_positions(
 
 
 def _longest(options: EngineOptions, limits: ModelLimits) -> int:
-    """Return the longest sequence asked for, or the model's default. ConfigError for one beyond the model's longest."""
+    """Return max_model_len, or the model's default. ConfigError if it is beyond the model's positions."""
     if options.max_model_len is not None and options.max_model_len > limits.max_position_embeddings:
         raise ConfigError(
             f"max_model_len is {options.max_model_len}, but the model has only "
@@ -73,13 +73,13 @@ def size_engine(
     share: float = CPU_KV_CACHE_SHARE,
     default_swap_bytes: int = 0,
 ) -> tuple[CacheConfig, SchedulerConfig]:
-    """Return the cache and scheduler configuration. ConfigError names the setting, the numbers and what would work.
+    """Return the cache and scheduler configuration. ConfigError names the setting and a value that works.
 
-    `share` of the free bytes is the KV cache's where nothing else is asked for.
+    The KV cache takes `share` of the free bytes by default.
     """
     longest = _longest(options, limits)
     max_num_seqs = options.resolved_max_num_seqs
-    most_blocks = max_num_seqs * -(-longest // options.block_size)  # that all sequences can use
+    most_blocks = max_num_seqs * -(-longest // options.block_size)  # that max_num_seqs sequences can use
     num_blocks = _num_blocks(options, limits, int(free_bytes * share), most_blocks)
     block_bytes = options.block_size * limits.kv_bytes_per_token
     if num_blocks * block_bytes > free_bytes:
@@ -117,7 +117,7 @@ def size_engine(
 
 
 def _num_blocks(options: EngineOptions, limits: ModelLimits, memory_bytes: int, most_blocks: int) -> int:
-    """Return num_kv_blocks if it is set, else what the memory holds, but no more than `most_blocks`."""
+    """Return num_kv_blocks if it is set, else as many as fit into the memory, at most `most_blocks`."""
     if options.num_kv_blocks is not None:
         return options.num_kv_blocks
     if options.kv_cache_memory is not None:
@@ -133,7 +133,7 @@ def _num_blocks(options: EngineOptions, limits: ModelLimits, memory_bytes: int, 
 
 
 def _num_swap_blocks(options: EngineOptions, block_bytes: int, default_bytes: int) -> int:
-    """Return num_swap_blocks if it is set, else what swap_space holds, or so many bytes if neither is."""
+    """Return num_swap_blocks if it is set, else as many as fit into swap_space or its default."""
     if options.num_swap_blocks is not None:
         return options.num_swap_blocks
     if options.swap_space is None:

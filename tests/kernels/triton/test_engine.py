@@ -23,7 +23,7 @@ pytestmark = [
 def interpreted(**settings: object) -> LLM:
     """Make an engine whose ops are those of a GPU, on tensors in host memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.engine.assembly.choose_back_end", lambda *args, **kwargs: cuda_back_end())
+        patch.setattr("quire.engine.loading.choose_back_end", lambda *args, **kwargs: cuda_back_end())
         patch.setattr("quire.engine.assembly._executor", lambda *parts: AsyncCudaExecutor(CudaWorker(*parts)))
         return LLM(device="cpu", **settings)  # type: ignore[arg-type]
 

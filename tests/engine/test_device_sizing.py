@@ -7,7 +7,7 @@ import pytest
 
 from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError
-from quire.engine import assembly
+from quire.engine import device_sizing
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits
 from quire.execution.memory_profiling import CudaMemoryMeter
@@ -21,10 +21,10 @@ MODEL = cast(Decoder, SimpleNamespace(kv_geometry=KVGeometry((LayerKV(8, 128, "b
 
 
 def cache_config(monkeypatch: pytest.MonkeyPatch, host_bytes: int, **asked: int | str) -> CacheConfig:
-    monkeypatch.setattr(assembly, "available_kv_bytes", lambda *sizes: 40 * GIB)
-    monkeypatch.setattr(assembly, "free_memory_bytes", lambda: host_bytes)
+    monkeypatch.setattr(device_sizing, "available_kv_bytes", lambda *sizes: 40 * GIB)
+    monkeypatch.setattr(device_sizing, "free_memory_bytes", lambda: host_bytes)
     options = EngineOptions(device="cuda", **asked)  # type: ignore[arg-type]
-    return assembly._sizes(options, LIMITS, MODEL, cast(CudaMemoryMeter, object()))[0]
+    return device_sizing.configs_for(options, LIMITS, MODEL, cast(CudaMemoryMeter, object()))[0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""Model loading: from the options of an engine to a model on its device, and the figures that size the engine."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from quire.engine.device_sizing import positions_for
+from quire.engine.devices import resolve_device
+from quire.engine.options import EngineOptions
+from quire.engine.sizing import ModelLimits
+from quire.execution.device_memory import use_exact_products
+from quire.execution.memory_profiling import CudaMemoryMeter
+from quire.kernels.back_end import choose_back_end
+from quire.kernels.cache_layout import dtype_name as torch_dtype_name
+from quire.model.config import dtype_name, eos_token_ids, read_config, spec_from_config
+from quire.model.config_reader import CONFIG_FILE
+from quire.model.decoder import Decoder
+from quire.model.kv_geometry import KVGeometry
+from quire.model.loader import load_model
+from quire.model.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on its device. `meter` measures the GPU's memory; None on a CPU."""
+
+    model: Decoder
+    limits: ModelLimits
+    eos_token_ids: frozenset[int]
+    meter: CudaMemoryMeter | None
+
+
+def load(options: EngineOptions, folder: Path) -> LoadedModel:
+    """Load the model of a folder. ModelError and ConfigError name what is not supported."""
+    config, source = read_config(folder), str(folder / CONFIG_FILE)
+    spec = spec_from_config(config, source)
+    device = resolve_device(options.device)
+    back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=spec.head_dim)
+    meter = _cuda_memory_meter(device) if device.type == "cuda" else None
+    dtype = getattr(torch, dtype_name(options.dtype, config, source))
+    limits = _limits(spec, KVGeometry.of(spec, torch_dtype_name(back_end.cache_layout.stored_dtype(dtype))))
+    num_positions = positions_for(options, limits, meter)
+    model = load_model(
+        folder, dtype=options.dtype, device=device, back_end=back_end, max_positions=options.max_model_len,
+        table_positions=num_positions,
+    )  # fmt: skip
+    limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
+    return LoadedModel(model, limits, eos_token_ids(folder, config, spec.vocab_size), meter)
+
+
+def _limits(spec: DecoderSpec, geometry: KVGeometry) -> ModelLimits:
+    """Return the limits of a model; `geometry` is that of all models that share the block tables."""
+    table_bytes = 0 if spec.rotary is None else spec.head_dim * torch.float32.itemsize
+    return ModelLimits(
+        spec.max_position_embeddings,
+        geometry.bytes_per_token,
+        geometry.sliding_window,
+        table_bytes,
+        spec.default_positions,
+    )
+
+
+def _cuda_memory_meter(device: torch.device) -> CudaMemoryMeter:
+    """Prepare a GPU before the model is loaded; return the meter of its memory."""
+    use_exact_products()
+    return CudaMemoryMeter(device)
