@@ -9,8 +9,8 @@ Each checkout runs with the interpreter of its own `.venv`, in processes of its 
 that requests are preempted, for each instruction set of the CPU and each dtype: the demo model and, where it is there,
 stories260K. Every token id, text, logprob (as hexadecimal), rank and reason is compared.
 `speed` measures both checkouts in turn, the order alternating by round, and prints medians and ratios (above 1: NEW is
-faster): of the medians, of the best times, which other work on the machine disturbs least, and of each round. Exit
-status 1: some answer differs.
+faster): of the medians, of the best times, and of the medians of CPU time, which other work on the machine disturbs
+least (with OMP_NUM_THREADS=1: threads that wait for each other count). Exit status 1: some answer differs.
 """
 
 import importlib
@@ -34,7 +34,8 @@ ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
 STORIES = Path("../shared/data/models/stories260K")  # beside the checkout
 SMALL = {"num_kv_blocks": 88, "max_num_seqs": 24, "max_num_batched_tokens": 96}
 LONGEST = 320                                        # tokens of a request's prompt and output
-CONTROL_PLANE = {"num_seqs": 256, "steps": 200, "prompt_len": 128, "block_size": 16}
+CONTROL_PLANE = (256, 128, 16)  # sequences, tokens of a prompt, tokens of a block
+CONTROL_PLANE_STEPS = 200
 RANDOM_MODEL = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "vocab_size": 8192}
 Json = dict[str, Any]
 
@@ -75,26 +76,38 @@ class Worker:
         bias = logit_bias and {int(token): value for token, value in logit_bias.items()}
         return self._quire.SamplingParams(logit_bias=bias, **params)
 
-    def decode(self, num_seqs: int, num_tokens: int) -> float:
-        """Return the seconds per step of `num_seqs` sequences that decode together."""
+    def decode(self, num_seqs: int, num_tokens: int) -> list[float]:
+        """Return the wall and CPU seconds per step of `num_seqs` sequences that decode together."""
         params = self._quire.SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_tokens)
         prompts = [[1 + index % 100] * 16 for index in range(num_seqs)]
-        started_s = time.perf_counter()
+        begun = _clocks()
         self._llm.generate(prompts, params, use_tqdm=False)
-        return (time.perf_counter() - started_s) / num_tokens
+        return [seconds / num_tokens for seconds in _since(begun)]
 
-    def prefill(self, num_tokens: int, seed: int) -> float:
-        """Return the seconds to the first token behind a prompt that no cache has."""
+    def prefill(self, num_tokens: int, seed: int) -> list[float]:
+        """Return the seconds to the first token behind a prompt that is in no cache."""
         prompt = random.Random(seed).choices(range(1, self._llm.vocab_size), k=num_tokens)
         params = self._quire.SamplingParams(temperature=0.0, max_tokens=1)
-        started_s = time.perf_counter()
+        begun = _clocks()
         self._llm.generate([prompt], params, use_tqdm=False)
-        return time.perf_counter() - started_s
+        return _since(begun)
 
-    def control_plane(self) -> float:
+    def control_plane(self) -> list[float]:
         """Return the seconds per step of scheduler, batch preparation and token handling."""
-        module = importlib.import_module("quire.cli.bench.control_plane")
-        return module.us_per_sequence_and_step(**CONTROL_PLANE) * CONTROL_PLANE["num_seqs"] / 1e6
+        steps, (num_seqs, *sizes) = CONTROL_PLANE_STEPS, CONTROL_PLANE
+        engine = importlib.import_module("quire.cli.bench.control_plane").decoding_engine(num_seqs, steps, *sizes)
+        begun = _clocks()
+        for _ in range(steps):
+            engine.step()
+        return [seconds / steps for seconds in _since(begun)]
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _since(begun: tuple[float, float]) -> list[float]:
+    return [now - then for now, then in zip(_clocks(), begun, strict=True)]
 
 
 def _plain(output: Any) -> Json:  # noqa: ANN401 (a RequestOutput)
@@ -243,19 +256,20 @@ def compare_speed(old: Tree, new: Tree, rounds: int, model: Path | None) -> None
 
 
 def _in_turn(title: str, trees: tuple[Tree, Tree], method: str, arguments: Json, rounds: int) -> None:
-    pairs: list[tuple[float, float]] = []
+    pairs: list[tuple[list[float], list[float]]] = []
     for number in range(rounds + 1):
         given = arguments | ({"seed": number} if method == "prefill" else {})
         order = trees if number % 2 else trees[::-1]
         seconds = {tree.folder: tree.ask(method, **given) for tree in order}
         if number:  # the first warms up
             pairs.append((seconds[trees[0].folder], seconds[trees[1].folder]))
-    old_s, new_s = (statistics.median(column) for column in zip(*pairs, strict=True))
-    best = min(old for old, _ in pairs) / min(new for _, new in pairs)
-    ratios = [old / new for old, new in pairs]
+    old_s, new_s = (statistics.median(wall for wall, _ in column) for column in zip(*pairs, strict=True))
+    old_cpu_s, new_cpu_s = (statistics.median(cpu for _, cpu in column) for column in zip(*pairs, strict=True))
+    best = min(old[0] for old, _ in pairs) / min(new[0] for _, new in pairs)
+    ratios = [old[1] / new[1] for old, new in pairs]
     print(
-        f"{title:26} old {old_s * 1e3:9.3f} ms  new {new_s * 1e3:9.3f} ms  ratio {old_s / new_s:.3f}, of the best "
-        f"{best:.3f}, of rounds {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+        f"{title:24} old {old_s * 1e3:9.3f} ms  new {new_s * 1e3:9.3f} ms  ratio {old_s / new_s:.3f}, best {best:.3f}, "
+        f"CPU {old_cpu_s / new_cpu_s:.3f} (rounds {min(ratios):.3f} to {max(ratios):.3f})",
         flush=True,
     )
 
