@@ -97,10 +97,10 @@ def test_file_that_is_no_safetensors_is_named(tmp_path: Path, content: bytes) ->
     [
         ("auto", 1, []),
         ("float16", 1, []),
-        ("fp8", 1, ["kv_cache_dtype 'fp8'"]),
-        ("bfloat16", 1, ["kv_cache_dtype 'bfloat16'"]),
+        ("fp8", 1, ["a KV cache of fp8"]),
+        ("bfloat16", 1, ["a KV cache of bfloat16"]),
         ("auto", 2, ["tensor_parallel_size 2"]),
-        ("fp8", 4, ["tensor_parallel_size 4", "kv_cache_dtype 'fp8'"]),
+        ("fp8", 4, ["tensor_parallel_size 4", "a KV cache of fp8"]),
     ],
 )
 def test_plan_that_the_engine_would_refuse_is_marked(kv_dtype: str, num_devices: int, named: list[str]) -> None:

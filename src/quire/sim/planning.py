@@ -114,7 +114,10 @@ def not_servable_yet(
         reasons.append(str(error))
     own_dtype = _packing(hardware).kernel_dtype(model.dtype)
     if kv_dtype not in ("auto", own_dtype):
-        reasons.append(f"kv_cache_dtype {kv_dtype!r} is not supported yet, only {own_dtype!r}, that of the kernels")
+        reasons.append(
+            f"a KV cache of {kv_dtype} is not supported yet: keys and values of a {model.dtype} model are stored in "
+            f"{own_dtype}"
+        )
     return reasons
 
 
