@@ -29,14 +29,14 @@ def test_places_are_held_while_requests_are_prepared(service: Service) -> None:
     with service.admit(3):
         assert refusal(service, 2).code == "server_overloaded"
         with service.admit(1):
-            assert service.num_preparing == 4
-    assert service.num_preparing == 0
+            assert service.admission.num_preparing == 4
+    assert service.admission.num_preparing == 0
 
 
 def test_places_are_given_back_by_a_call_that_fails(service: Service) -> None:
     with pytest.raises(RuntimeError), service.admit(4):
         raise RuntimeError
-    assert service.num_preparing == 0
+    assert service.admission.num_preparing == 0
 
 
 def test_requests_that_wait_in_the_engine_count(service: Service) -> None:
@@ -59,7 +59,7 @@ def test_as_many_as_ever_fit_are_let_in_and_more_are_no_overload(service: Servic
     assert refusal(service, 6).code == "server_overloaded"  # two seats are taken
     service.client.num_free_seqs = 2  # type: ignore[misc]
     with service.admit(6):
-        assert service.num_preparing == 6
+        assert service.admission.num_preparing == 6
     error = refusal(service, 7)
     assert (error.status, error.param) == (400, "prompt")
     assert "at most 4 may wait" in error.message
@@ -76,7 +76,7 @@ def test_clients_take_turns_at_the_threads(service: Service) -> None:
     order: list[str] = []
 
     async def tokenize(client_id: str) -> None:
-        await service.run_in_thread(1 << 20, lambda: order.append(client_id), client_id)
+        await service.threads.run(1 << 20, lambda: order.append(client_id), client_id)
 
     async def check() -> None:
         await asyncio.gather(*map(tokenize, ["many"] * 10 + ["few"]))
@@ -115,7 +115,7 @@ def test_queued_tokens_are_bounded_in_sum() -> None:
         assert int(error.headers["Retry-After"]) >= 1
         assert "100 prompt tokens x n wait already, and at most 100 may (max_queued_tokens)" in error.message
         assert token_refusal(service, prepared(6), prepared(1, n=5)).status == 429
-    assert service.num_preparing_tokens == 0
+    assert service.admission.num_preparing_tokens == 0
 
 
 def test_request_that_has_been_sent_is_counted_once() -> None:
@@ -124,9 +124,9 @@ def test_request_that_has_been_sent_is_counted_once() -> None:
     with service.reserve_tokens(requests) as sent:
         service.client.num_queued_tokens = 40  # type: ignore[misc]
         sent(requests[0])
-        assert service.num_preparing_tokens == 60
+        assert service.admission.num_preparing_tokens == 60
         assert "100 prompt tokens x n wait already" in token_refusal(service, prepared(1)).message
-    assert service.num_preparing_tokens == 0
+    assert service.admission.num_preparing_tokens == 0
 
 
 def test_call_with_more_tokens_than_may_ever_wait_is_refused_for_good() -> None:
@@ -144,14 +144,14 @@ def test_call_with_more_tokens_than_may_ever_wait_is_refused_for_good() -> None:
 
 def test_hold_is_released_with_the_call_unless_it_is_kept(service: Service) -> None:
     with service.admit(2, client_id="key:1") as first:
-        assert service.concurrency["key:1"] == 2
+        assert service.admission.concurrency["key:1"] == 2
         first.keep()
     with pytest.raises(RuntimeError), service.admit(1, client_id="key:1"):
         raise RuntimeError
-    assert service.concurrency["key:1"] == 2
+    assert service.admission.concurrency["key:1"] == 2
     first.release()
     first.release()
-    assert (service.concurrency["key:1"], len(service.concurrency)) == (0, 0)
+    assert (service.admission.concurrency["key:1"], len(service.admission.concurrency)) == (0, 0)
 
 
 def test_one_client_does_not_take_the_places_of_another() -> None:
@@ -161,7 +161,7 @@ def test_one_client_does_not_take_the_places_of_another() -> None:
             pass
         assert (refused.value.status, refused.value.code) == (429, "key_limit")
         with service.admit(1, client_id="key:1"):
-            assert service.concurrency["key:1"] == 3
+            assert service.admission.concurrency["key:1"] == 3
     with pytest.raises(ApiError) as refused, service.admit(4, client_id="key:1"):
         pass
     assert (refused.value.status, refused.value.param) == (400, "prompt")

@@ -137,8 +137,7 @@ def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServe
         finally:
             await service.templates.close()
             await client.close()
-            service.threads.shutdown()
-            service.long_thread.shutdown()
+            service.threads.close()
 
     async def ready() -> OpenAIServer:
         return await is_ready

@@ -99,7 +99,7 @@ def test_bound_holds_whatever_comes() -> None:
 def test_unfinished_bodies_are_bounded_in_sum_and_honest_ones_are_answered() -> None:
     """Each connection is a client here. A body that is dropped is told so, and its connection ends."""
     app = make_app(max_body_bytes=1000, max_total_body_bytes=MAX_BYTES)
-    bodies = app.state.service.body_memory
+    bodies = app.state.service.admission.bodies
     head = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
     hostile: list[socket.socket] = []
     with serving(app) as port:
@@ -124,9 +124,9 @@ def test_unfinished_bodies_are_bounded_in_sum_and_honest_ones_are_answered() -> 
 def test_no_bytes_are_held_after_the_answer() -> None:
     app = make_app()
     assert ask(app, "POST", "/echo", content=b"1" * 100_000).status_code == 200
-    assert app.state.service.body_memory.num_bytes == 0
+    assert app.state.service.admission.bodies.num_bytes == 0
     assert ask(app, "POST", "/v1/completions", content=b"no JSON").status_code == 400
-    assert app.state.service.body_memory.num_bytes == 0
+    assert app.state.service.admission.bodies.num_bytes == 0
 
 
 def test_bound_must_have_room_for_bodies() -> None:

@@ -3,7 +3,7 @@
 from quire.core.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from quire.engine.input_processor import TokenizedPrompt
 from quire.server.api.generation import fill, usage_of
-from quire.server.service import RequestRecord
+from quire.server.http.request_log import RequestRecord
 from quire.server.watch.history import PastRequest
 
 Piece = tuple[int, int, FinishReason | None]

@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.http.middleware import client_id_of
+from quire.server.http.api_keys import client_id_of
 from support.http_app import ask, make_app
 
 KEYS = ("first-key", "sécond-key")
@@ -74,7 +74,7 @@ def client_of(header: str | None, **options: Any) -> tuple[int, str]:  # noqa: A
 
     @app.get("/who")
     async def who(request: Request) -> Response:
-        return Response(client_id_of(request))
+        return Response(client_id_of(request.scope))
 
     response = ask(app, "GET", "/who", headers={} if header is None else {"Authorization": header})
     return response.status_code, response.text
@@ -99,7 +99,7 @@ def test_operators_key_alone_does_not_close_the_server() -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/prefixes", "/tokenize"])
 def test_client_with_too_many_requests_is_refused_before_its_body_is_read(path: str) -> None:
     app = make_app(max_requests_per_key=3, api_key=KEYS)
-    loads = app.state.service.concurrency
+    loads = app.state.service.admission.concurrency
     held = loads.reserve("key:1", 3)
     mine, other = ({"Authorization": b"Bearer " + key.encode()} for key in KEYS)
     response = ask(app, "POST", path, content=b"no JSON", headers=mine)

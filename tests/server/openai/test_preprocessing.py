@@ -118,12 +118,12 @@ def test_long_prompts_hold_up_no_short_ones(server: OpenAIServer, monkeypatch: p
             may_go_on.wait()
         return tokenize(prompt, **how)
 
-    monkeypatch.setattr("quire.server.service.LONG_CHARS", 1000)
+    monkeypatch.setattr("quire.server.preparation_threads.LONG_CHARS", 1000)
     monkeypatch.setattr(inputs, "tokenize", tokenize_slowly)
     with ThreadPoolExecutor(3) as clients:
         refused = [clients.submit(server.refusal, COMPLETIONS, prompt=[5] * 1025) for _ in range(3)]
         try:
-            server.wait_until(lambda: server.service.num_preparing == 3)
+            server.wait_until(lambda: server.service.admission.num_preparing == 3)
             assert server.ask(COMPLETIONS, prompt="x", max_tokens=1)["usage"]["completion_tokens"] == 1
         finally:
             may_go_on.set()
@@ -132,14 +132,14 @@ def test_long_prompts_hold_up_no_short_ones(server: OpenAIServer, monkeypatch: p
 
 def test_full_queue_is_told_before_any_work(server: OpenAIServer) -> None:
     num_free_seqs = server.service.client.num_free_seqs
-    server.on_loop(lambda: setattr(server.service, "num_preparing", 19 + num_free_seqs))
+    server.on_loop(lambda: setattr(server.service.admission, "num_preparing", 19 + num_free_seqs))
     try:
         response = server.http.post(COMPLETIONS, json={"prompt": ["x", "y"]})
         assert (response.status_code, response.json()["error"]["code"]) == (429, "server_overloaded")
         assert int(response.headers["retry-after"]) >= 1
         assert server.ask(COMPLETIONS, prompt="x", max_tokens=1)["usage"]["completion_tokens"] == 1
     finally:
-        server.on_loop(lambda: setattr(server.service, "num_preparing", 0))
+        server.on_loop(lambda: setattr(server.service.admission, "num_preparing", 0))
 
 
 def test_template_writes_the_prompt(server: OpenAIServer) -> None:

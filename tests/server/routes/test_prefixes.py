@@ -231,7 +231,7 @@ def test_shares_of_the_cache_bound_the_pins_of_a_key_and_of_all(demo_model: Path
         assert [pin(server, "op", first=first).status_code for first in (6, 7)] == [200, 400]
         assert "102 (max_pinned_share 0.2)" in pin(server, "op", first=7).json()["error"]["message"]
         assert pin(server, "op", first=7, num_tokens=16).status_code == 200, "a block"
-        server.wait_until(lambda: len(server.service.concurrency) == 0)
+        server.wait_until(lambda: len(server.service.admission.concurrency) == 0)
 
 
 def test_pins_under_way_count_towards_the_share(demo_model: Path) -> None:
@@ -254,7 +254,7 @@ def test_pins_that_wait_count_towards_the_queued_tokens(demo_model: Path) -> Non
         with occupied(server):
             with post(server, PREFIXES, prompt=[5] * 60):
                 server.wait_until(lambda: service.client.num_queued_tokens == 60)
-                assert service.num_preparing_tokens == 0, "it is counted once"
+                assert service.admission.num_preparing_tokens == 0, "it is counted once"
                 refused = pin(server, num_tokens=41)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (429, "server_overloaded")
                 assert "60 prompt tokens x n wait already" in refused.json()["error"]["message"]
@@ -262,7 +262,7 @@ def test_pins_that_wait_count_towards_the_queued_tokens(demo_model: Path) -> Non
                 assert refused.status_code == 429
             server.wait_until(lambda: service.client.num_queued_tokens == 0)
         assert pin(server, num_tokens=100).status_code == 200
-        assert (service.num_preparing_tokens, service.client.num_queued_tokens) == (0, 0)
+        assert (service.admission.num_preparing_tokens, service.client.num_queued_tokens) == (0, 0)
 
 
 def test_operator_lists_and_deletes_the_pins_of_all_keys(demo_model: Path) -> None:

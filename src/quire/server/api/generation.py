@@ -11,8 +11,9 @@ from quire.engine.output_processor import OutputKind
 from quire.engine.streams import RequestStream
 from quire.server.admission.concurrency import ConcurrencyReservation
 from quire.server.admission.logprob_memory import LogprobReservation
+from quire.server.http.request_log import RequestRecord
 from quire.server.openai.response_builder import ApiRequest, Json
-from quire.server.service import RequestRecord, Service
+from quire.server.service import Service
 from quire.server.watch.history import PastRequest
 
 _ADDED_AT_ONCE = 4         # requests queued per iteration of the event loop: 0.6 ms each with the longest lists
@@ -52,7 +53,7 @@ class Generation:
         """
         kind: OutputKind = "delta" if api_request.body.stream else "final"
         streams: list[RequestStream] = []
-        reserved = service.logprob_memory.reserve([each.request for each in api_request.requests], service.options)
+        reserved = service.admission.logprobs.reserve([each.request for each in api_request.requests], service.options)
         num_tokens = 0                            # sent since the last iteration of the event loop
         try:
             with service.reserve_tokens(api_request.requests) as sent:

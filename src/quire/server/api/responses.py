@@ -18,7 +18,7 @@ from quire.server.api.generation import Generation, usage_of
 from quire.server.api.json_encoding import encode, joined
 from quire.server.api.keepalive import KEEPALIVE, Keepalive
 from quire.server.errors import ApiError
-from quire.server.http.middleware import release_body
+from quire.server.http.request_body import release_body
 from quire.server.openai.response_builder import DONE, ResponseBuilder, event
 from quire.server.service import Service
 from quire.server.time_slices import MAX_SLICE_BYTES, MAX_SLICE_UNITS

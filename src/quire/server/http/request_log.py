@@ -13,12 +13,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.api.active_responses import ClientDisconnectedError
 from quire.server.errors import error_response
 from quire.server.ops.logs import requests_log
-from quire.server.service import RequestRecord
 
 log = logging.getLogger(__name__)
 
 RECORD = "quire.record"                                        # of the scope
 _PROBES = frozenset({"/health", "/ready", "/metrics", "/debug/kv"})         # logged at debug only
+
+
+class RequestRecord(msgspec.Struct, omit_defaults=True):
+    """Fields of the log line of one HTTP request, set by the routes. A field that is None is left out."""
+
+    request_id: str | None = None
+    model: str | None = None
+    stream: bool | None = None
+    num_prompts: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    finish_reasons: list[str] | None = None
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    preemptions: int | None = None
 
 
 class RequestLog:

@@ -84,7 +84,7 @@ async def tokenized(service: Service, body: TokenizeBody, client_id: str) -> byt
             "token_strs": JsonStream(array(texts)) if body.return_token_strs else None,
         }))
 
-    return await service.run_in_thread(len(text), answer, client_id)
+    return await service.threads.run(len(text), answer, client_id)
 
 
 async def detokenized(service: Service, body: DetokenizeBody, client_id: str) -> bytes:
@@ -97,7 +97,7 @@ async def detokenized(service: Service, body: DetokenizeBody, client_id: str) ->
             refuse("tokens", max(tokens), f"token ids below the vocabulary size of {vocab_size}")
         return encode({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
 
-    return await service.run_in_thread(len(body.tokens) if isinstance(body.tokens, list) else 0, answer, client_id)
+    return await service.threads.run(len(body.tokens) if isinstance(body.tokens, list) else 0, answer, client_id)
 
 
 def _tokenizer(service: Service) -> Tokenizer:
@@ -155,7 +155,7 @@ async def _prepared(
             for prompt in tokenized
         ]
 
-    return replace(api_request, requests=await service.run_in_thread(sum(map(len, prompts)), prepare, client_id))
+    return replace(api_request, requests=await service.threads.run(sum(map(len, prompts)), prepare, client_id))
 
 
 def _check_total(num_tokens: int, params: SamplingParams, limits: Limits) -> None:

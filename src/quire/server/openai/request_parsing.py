@@ -25,7 +25,7 @@ from quire.server.api.json_decoding import (
 )
 from quire.server.errors import invalid, unsupported
 from quire.server.fair_semaphore import run_at_once, run_sliced
-from quire.server.http.middleware import client_id_of
+from quire.server.http.api_keys import client_id_of
 from quire.server.openai.request_models import Body, StreamOptions
 from quire.server.options import DEFAULT_LIMITS, MAX_ELEMENTS, Limits
 from quire.server.service import Service
@@ -113,7 +113,7 @@ async def read_body(request: Request, body_type: type[B]) -> B:
     raw = b"".join([piece async for piece in request.stream()])  # request.body() would keep it until the answer's end
     if _is_small(raw):
         return decode_body(raw, body_type, service.options)
-    async with service.decode_lanes.slot(client_id_of(request), is_long=len(raw) > LONG_BYTES):
+    async with service.decode_lanes.slot(client_id_of(request.scope), is_long=len(raw) > LONG_BYTES):
         return await run_sliced(_body(raw, body_type, service.options))
 
 

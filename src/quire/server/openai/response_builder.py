@@ -45,7 +45,7 @@ class ApiRequest:
     params: SamplingParams
     beam: BeamSearchParams | None = None
     key_number: int = 0                         # of the API key that it came with, from 1; 0: none
-    client_id: str = ""                         # see quire.server.http.middleware.client_id_of
+    client_id: str = ""                         # see quire.server.http.api_keys.client_id_of
     requests: Sequence[PreparedRequest] = ()    # one for each prompt, once they are tokenized
 
     @property

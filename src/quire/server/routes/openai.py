@@ -14,8 +14,8 @@ from quire.engine.input_processor import check_cache_salt
 from quire.server.api.generation import Generation
 from quire.server.api.responses import create_response, json_response
 from quire.server.errors import invalid
-from quire.server.http.middleware import client_id_of, key_number_of
-from quire.server.http.request_log import RECORD
+from quire.server.http.api_keys import client_id_of, key_number_of
+from quire.server.http.request_log import RECORD, RequestRecord
 from quire.server.openai.chat_response import ChatResponseBuilder
 from quire.server.openai.completion_response import CompletionResponseBuilder
 from quire.server.openai.preprocessing import (
@@ -30,7 +30,7 @@ from quire.server.openai.request_models import ChatBody, CompletionBody, Detoken
 from quire.server.openai.request_parsing import read_body
 from quire.server.openai.response_builder import ApiRequest
 from quire.server.openai.sampling_params import beam_search_params, field_names, sampling_params
-from quire.server.service import RequestRecord, Service
+from quire.server.service import Service
 
 router = APIRouter()
 
@@ -77,7 +77,7 @@ async def tokenize(request: Request) -> Response:
     service = _service(request)
     body = await read_body(request, TokenizeBody)
     service.check_model(body.model)
-    client_id = client_id_of(request)
+    client_id = client_id_of(request.scope)
     with service.admit(1, client_id=client_id):
         return json_response(await tokenized(service, body, client_id))
 
@@ -88,7 +88,7 @@ async def detokenize(request: Request) -> Response:
     service = _service(request)
     body = await read_body(request, DetokenizeBody)
     service.check_model(body.model)
-    client_id = client_id_of(request)
+    client_id = client_id_of(request.scope)
     with service.admit(1, param="tokens", client_id=client_id):
         return json_response(await detokenized(service, body, client_id))
 
@@ -113,7 +113,7 @@ async def _completion_builder(service: Service, api_request: ApiRequest, *, echo
     if not echo:
         return CompletionResponseBuilder(api_request, tokenizer, echo=False)
     num_tokens = sum(len(request.prompt.token_ids) for request in api_request.requests)
-    return await service.run_in_thread(num_tokens, lambda: CompletionResponseBuilder(api_request, tokenizer, echo=True))
+    return await service.threads.run(num_tokens, lambda: CompletionResponseBuilder(api_request, tokenizer, echo=True))
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _checked_request(
     params = sampling_params(body, service)
     check_cache_salt(body.cache_salt, service.options.max_salt_chars)
     beam = beam_search_params(body, params, service)
-    key_number, client_id = key_number_of(request), client_id_of(request)
+    key_number, client_id = key_number_of(request), client_id_of(request.scope)
     _check_priority(service, body.priority or 0, key_number)
     return ApiRequest(call_id, model, int(time.time()), body, params, beam, key_number, client_id), record
 

@@ -13,11 +13,11 @@ from quire.core.outputs import PinnedPrefix
 from quire.core.owner_labels import OPERATOR
 from quire.engine.input_processor import PreparedRequest, check_cache_salt
 from quire.server.api.responses import json_response
-from quire.server.http.middleware import client_id_of, key_number_of
-from quire.server.http.request_log import RECORD
+from quire.server.http.api_keys import client_id_of, key_number_of
+from quire.server.http.request_log import RECORD, RequestRecord
 from quire.server.openai.request_models import PrefixBody, request_body
 from quire.server.openai.request_parsing import read_body
-from quire.server.service import RequestRecord, Service
+from quire.server.service import Service
 
 router = APIRouter(tags=["prefixes"])
 
@@ -32,7 +32,7 @@ async def pin_prefix(request: Request) -> Response:
     salt = check_cache_salt(body.cache_salt, service.options.max_salt_chars)
     if not isinstance(body.prompt, str | list):
         refuse("prompt", body.prompt, "text or a list of token ids")
-    with service.pending_pins.reserve(service.client.pinned, service.options):
+    with service.admission.pins.reserve(service.client.pinned, service.options):
         return json_response(_described(await _pin(request, service, body.prompt, salt, record)))
 
 
@@ -66,7 +66,7 @@ async def _pin(
 ) -> PinnedPrefix:
     """Queue the request that computes a prefix and wait for its end. Nothing stays pinned if nobody waits for that."""
     arrival_s, client, options = time.monotonic(), service.client, service.options
-    key_number, client_id = key_number_of(request), client_id_of(request)
+    key_number, client_id = key_number_of(request), client_id_of(request.scope)
 
     def prepare() -> PreparedRequest:
         tokenized = client.inputs.tokenize(prompt).salted(salt, key_number)
@@ -74,10 +74,10 @@ async def _pin(
 
     with ExitStack() as holding:
         with service.admit(1, client_id=client_id) as reservation:
-            prepared = await service.run_in_thread(len(prompt), prepare, client_id)
+            prepared = await service.threads.run(len(prompt), prepare, client_id)
             limits = client.ready.limits
             num_blocks = blocks_for(len(prepared.request.prompt_token_ids), limits.block_size)
-            pins, total_blocks = service.pending_pins, limits.num_blocks
+            pins, total_blocks = service.admission.pins, limits.num_blocks
             holding.enter_context(pins.reserve_blocks(key_number, num_blocks, total_blocks, client.pinned, options))
             with service.reserve_tokens([prepared], param="prompt") as sent:
                 stream = await client.add(prepared, external_id=str(record.request_id), arrival_s=arrival_s)

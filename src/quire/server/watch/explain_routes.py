@@ -11,7 +11,7 @@ from quire.core.outputs import Preemption
 from quire.server.api.json_encoding import JsonStream, array, encode, encode_streamed
 from quire.server.api.responses import LongResponse, json_response
 from quire.server.errors import ApiError
-from quire.server.http.middleware import key_number_of
+from quire.server.http.api_keys import key_number_of
 from quire.server.service import Service
 from quire.server.watch.cache_misses import explain_misses
 from quire.server.watch.history import Miss, PastRequest

@@ -1,0 +1,100 @@
+"""Admission control: bounds on the queue, held from the first byte of a request until the engine counts it.
+
+Everything that a client multiplies is reserved here before any work is done for it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from quire.engine.client import EngineClient
+from quire.engine.input_processor import PreparedRequest
+from quire.server.admission.body_memory import BodyMemory
+from quire.server.admission.concurrency import ConcurrencyLimiter, ConcurrencyReservation
+from quire.server.admission.logprob_memory import LogprobMemory
+from quire.server.admission.pending_pins import PendingPins
+from quire.server.errors import invalid, overloaded, too_many_queued_tokens
+from quire.server.ops.metrics import Metrics
+from quire.server.options import Limits
+
+
+class AdmissionControl:
+    """Reservations of all API requests of a service. Lives on the event loop."""
+
+    def __init__(self, max_total_body_bytes: int, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self.num_preparing = 0           # engine requests admitted and not yet sent to the engine
+        self.num_preparing_tokens = 0    # prompt tokens x n of requests that are being sent
+        self.concurrency = ConcurrencyLimiter()
+        self.bodies = BodyMemory(max_total_body_bytes)
+        self.logprobs = LogprobMemory()
+        self.pins = PendingPins()
+
+    def check_capacity(self, client: EngineClient, limits: Limits, num_requests: int, client_id: str) -> None:
+        """Raise ApiError 429 if the queue has no room for so many requests, or the client has too many already.
+
+        While no request waits, as many are admitted beyond the bound of the queue as the engine can start at once: a
+        burst is not refused by an idle engine.
+        """
+        refusal = self.concurrency.refusal(client_id, num_requests, limits.max_requests_per_key)
+        if refusal is not None:
+            self._metrics.refused("key_limit")
+            raise refusal
+        limit, num_queued = limits.max_queued_requests, self.num_preparing + client.num_queued
+        if num_queued + num_requests > limit + client.num_free_seqs:
+            self._metrics.refused("server_overloaded")
+            raise overloaded(num_queued, limit, self._metrics.retry_after_s(num_queued))
+
+    def check_call(self, client: EngineClient, limits: Limits, num_requests: int, param: str) -> None:
+        """Raise ApiError 400 for a call of more prompts than could ever be admitted at once."""
+        num_queued, num_seqs = limits.max_queued_requests, client.ready.limits.max_num_seqs
+        limit, per_key = num_queued + num_seqs, limits.max_requests_per_key
+        bounds = f"{num_queued} may wait (max_queued_requests) and {num_seqs} run (max_num_seqs)"
+        if 0 < per_key < limit:
+            limit, bounds = per_key, f"{per_key} may wait or run (max_requests_per_key)"
+        if num_requests > limit:
+            invalid(f"{num_requests} prompts in one call; at most {bounds}", param=param)
+
+    @contextmanager
+    def reserve_requests(self, num_requests: int, client_id: str) -> Iterator[ConcurrencyReservation]:
+        """Count requests as queued while they are tokenized and sent.
+
+        The reservation is released at the end unless it is kept until the requests have finished.
+        """
+        self.num_preparing += num_requests
+        reservation = self.concurrency.reserve(client_id, num_requests)
+        try:
+            yield reservation
+        finally:
+            self.num_preparing -= num_requests
+            if not reservation.is_kept:
+                reservation.release()
+
+    @contextmanager
+    def reserve_tokens(
+        self, client: EngineClient, limits: Limits, requests: Iterable[PreparedRequest], param: str
+    ) -> Iterator[Callable[[PreparedRequest], None]]:
+        """Count the prompt tokens x n of requests as queued while they are sent.
+
+        Yields the function to call for each request that has been sent: from then on the engine's client counts it.
+        ApiError 429 while too many tokens wait, 400 if the call alone has more than may ever wait.
+        """
+        num_tokens = sum(prepared.request.num_queued_tokens for prepared in requests)
+        limit, num_queued = limits.max_queued_tokens, self.num_preparing_tokens + client.num_queued_tokens
+        if num_tokens > limit:
+            invalid(f"prompt tokens x n are {num_tokens}; at most {limit} may wait (max_queued_tokens)", param=param)
+        if num_queued + num_tokens > limit:
+            self._metrics.refused("server_overloaded")
+            retry_after_s = self._metrics.retry_after_s(self.num_preparing + client.num_queued)
+            raise too_many_queued_tokens(num_queued, limit, retry_after_s)
+        num_unsent = num_tokens
+
+        def sent(prepared: PreparedRequest) -> None:
+            nonlocal num_unsent
+            num_unsent -= prepared.request.num_queued_tokens
+            self.num_preparing_tokens -= prepared.request.num_queued_tokens
+
+        self.num_preparing_tokens += num_tokens
+        try:
+            yield sent
+        finally:
+            self.num_preparing_tokens -= num_unsent

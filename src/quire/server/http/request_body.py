@@ -1,0 +1,96 @@
+"""Request body reader: checks content type and length, and receives the body within a time limit and a memory bound."""
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope
+
+from quire.server.admission.body_memory import BodyMemoryFullError, BufferedBody
+from quire.server.errors import ApiError, body_memory_full
+from quire.server.http.api_keys import client_id_of
+from quire.server.service import Service
+
+_BODY = "quire.body"              # of the scope
+
+
+class RequestBody:
+    """Replacement for the `receive` of a POST: the first message is the whole body, or an ApiError is raised."""
+
+    def __init__(self, scope: Scope, receive: Receive, service: Service) -> None:
+        self._scope, self._receive, self._service = scope, receive, service
+        self._headers = dict(scope["headers"])
+        self._max_bytes, self._limit_s = service.options.max_body_bytes, service.options.receive_timeout
+        self._is_read = False
+
+    async def __call__(self) -> Message:
+        """Return the next message."""
+        if self._is_read:
+            return await self._receive()
+        self._is_read = True
+        self._check_headers()
+        clock = asyncio.timeout(self._limit_s)
+        bodies = self._service.admission.bodies
+        body = BufferedBody(bodies, client_id_of(self._scope), lambda: clock.reschedule(0))
+        self._scope[_BODY] = body
+        try:
+            async with clock:
+                return await self._read(body)
+        except BodyMemoryFullError:
+            raise self._memory_full() from None
+        except TimeoutError:
+            if body.is_dropped:
+                raise self._memory_full() from None
+            message = f"the body took more than {self._limit_s:g} s (receive_timeout)"
+            raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
+        finally:
+            if not body.is_complete:
+                body.release()
+
+    def _check_headers(self) -> None:
+        """Check the announced type and length. A body without a content type is JSON, as in OpenAI's API."""
+        content_type = self._headers.get(b"content-type", b"application/json").decode("latin-1")
+        if content_type.partition(";")[0].strip().lower() != "application/json":
+            message = f"the body must be application/json, not {content_type[:100]!r}"
+            raise ApiError(415, message, code="unsupported_media_type")
+        encoding = self._headers.get(b"content-encoding", b"identity").decode("latin-1")
+        if encoding.strip().lower() != "identity":
+            message = f"the body must not be compressed, and its content-encoding is {encoding[:100]!r}"
+            raise ApiError(415, message, code="unsupported_media_type")
+        length = self._headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_bytes:
+            raise self._too_large()
+
+    async def _read(self, body: BufferedBody) -> Message:
+        received = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                return message
+            piece = message.get("body", b"")
+            if len(received) + len(piece) > self._max_bytes:
+                raise self._too_large()
+            body.grow(len(piece))
+            received += piece
+            if not message.get("more_body", False):
+                body.complete()
+                return {"type": "http.request", "body": bytes(received), "more_body": False}
+
+    def _memory_full(self) -> ApiError:
+        self._service.metrics.refused("server_overloaded")
+        return body_memory_full(self._service.admission.bodies.max_bytes)
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is longer than {self._max_bytes} bytes (max_body_bytes)"
+        return ApiError(413, message, code="request_too_large")
+
+
+def release_body(request: Request) -> None:
+    """Stop counting the bytes of a request's body: its prompts are tokenized."""
+    release_body_of(request.scope)
+
+
+def release_body_of(scope: Scope) -> None:
+    """Stop counting the bytes of the body of a scope, if it has one."""
+    body: BufferedBody | None = scope.get(_BODY)
+    if body is not None:
+        body.release()
