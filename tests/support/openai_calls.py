@@ -9,7 +9,7 @@ from quire.core.sequence import Request
 from quire.engine.client import PreparedRequest
 from quire.engine.input_processor import TokenizedPrompt
 from quire.server.openai.request_models import CompletionBody, StreamOptions
-from quire.server.openai.response_builder import ApiRequest
+from quire.server.openai.response_builder import OpenAIRequest
 
 
 def call_of(
@@ -21,7 +21,7 @@ def call_of(
     return_token_ids: bool = False,
     return_prompt_logprobs: bool = False,
     **params: Any,  # noqa: ANN401 (JSON)
-) -> ApiRequest:
+) -> OpenAIRequest:
     """Return a call with prompts of token ids, or with `texts` that became them."""
     sampling = SamplingParams(**params)
     requests = [
@@ -37,7 +37,7 @@ def call_of(
         prompt_logprobs=0 if return_prompt_logprobs else None,
         stream_options=StreamOptions(include_usage=include_usage),
     )
-    return ApiRequest("call", model, 0, body, sampling, requests=requests)
+    return OpenAIRequest(id="call", model=model, created=0, params=sampling, requests=requests, body=body)
 
 
 def events_in(stream: bytes) -> list[dict[str, Any]]:

@@ -14,9 +14,15 @@ from quire.server.errors import handle_errors
 from quire.server.http.middleware import AccessMiddleware
 from quire.server.http.request_log import RequestLog
 from quire.server.options import MAX_ELEMENTS
-from quire.server.routes import openai, prefixes, system
+from quire.server.routes import completions, models, prefixes, system, tokenization
 from quire.server.service import Service
-from quire.server.watch import debug_routes, explain_routes
+
+try:
+    from quire.server.watch.inspection import install_inspection
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith("quire.server.watch"):
+        raise
+    install_inspection = None  # type: ignore[assignment]  # optional: without it its routes answer 404
 
 _NULLABLE_STRING = {"type": ["string", "null"]}
 _ERROR = {
@@ -42,13 +48,13 @@ def create_app(service: Service) -> FastAPI:
         title="Quire", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS
     )
     app.state.service = service
-    modules = [system, openai, explain_routes]
+    modules = [system, completions, tokenization, models]
     if service.options.max_pinned_prefixes:
         modules.append(prefixes)
-    if service.options.enable_debug:
-        modules.append(debug_routes)
     for module in modules:
         app.include_router(module.router)
+    if install_inspection is not None:
+        install_inspection(app, service)
     handle_errors(app)
     _describe(app, service)
     app.add_middleware(AccessMiddleware, service=service)

@@ -13,6 +13,7 @@ from quire.engine.input_processor import PreparedRequest
 from quire.server.admission.concurrency import ConcurrencyReservation
 from quire.server.admission.control import AdmissionControl
 from quire.server.api.active_responses import ActiveResponses
+from quire.server.api.observer import RequestObserver
 from quire.server.errors import ApiError, as_api_error, engine_unhealthy, shutting_down
 from quire.server.fair_semaphore import Lanes
 from quire.server.ops.metrics import Metrics
@@ -20,7 +21,6 @@ from quire.server.options import ServerOptions
 from quire.server.preparation_threads import PreparationThreads
 from quire.server.template_renderer import TemplateRenderer
 from quire.server.time_slices import TimeSlices
-from quire.server.watch.history import History
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Service:
     decode_lanes: Lanes = field(default_factory=Lanes)  # for large bodies, decoded in slices on the event loop
     slices: TimeSlices = field(default_factory=TimeSlices)
     responses: ActiveResponses = field(default_factory=ActiveResponses)
-    history: History = field(init=False)
+    observer: RequestObserver | None = None   # of API requests
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
     critical_tasks: tuple[asyncio.Task[Any], ...] = ()  # the service is unhealthy once one of them has ended
@@ -45,7 +45,6 @@ class Service:
     def __post_init__(self) -> None:
         """Build what depends on the options."""
         self.admission = AdmissionControl(self.options.max_total_body_bytes, self.metrics)
-        self.history = History(self.options.max_history_bytes)
 
     def check_model(self, name: str | None) -> str:
         """Return the model name of a response: the requested one, or the first. ApiError 404 for another model."""

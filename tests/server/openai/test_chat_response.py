@@ -5,12 +5,13 @@ from itertools import chain
 from typing import Any
 
 from quire.core.outputs import CompletionOutput, RequestOutput
+from quire.server.api.usage import TokenUsage
 from quire.server.openai.chat_response import ChatResponseBuilder
-from quire.server.openai.response_builder import ApiRequest
+from quire.server.openai.response_builder import OpenAIRequest
 from support.openai_calls import call_of, events_in
 
 
-def chunks_of(api_request: ApiRequest, *steps: list[CompletionOutput]) -> list[dict[str, Any]]:
+def chunks_of(api_request: OpenAIRequest, *steps: list[CompletionOutput]) -> list[dict[str, Any]]:
     """The chunks that a call's pieces are written in."""
     written = ChatResponseBuilder(api_request, None)
     pieces = [written.chunks(0, RequestOutput("x", None, [], step, finished=False)) for step in steps]
@@ -92,7 +93,7 @@ def test_name_of_a_model_cannot_break_a_chunk() -> None:
 def test_whole_messages() -> None:
     first, second = CompletionOutput(0, "a", [1], finish_reason="stop"), CompletionOutput(1, "b", [2])
     output = RequestOutput("x", None, [], [first, second], finished=True)
-    answer = json.loads(b"".join(ChatResponseBuilder(call_of(n=2), None).answer([output], {"total_tokens": 3})))
+    answer = json.loads(b"".join(ChatResponseBuilder(call_of(n=2), None).response([output], TokenUsage(1, 2, 0))))
     assert answer["object"] == "chat.completion"
     assert answer["usage"]["total_tokens"] == 3
     assert [choice["message"]["content"] for choice in answer["choices"]] == ["a", "b"]

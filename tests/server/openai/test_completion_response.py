@@ -8,7 +8,7 @@ import pytest
 from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.server.openai.completion_response import CompletionResponseBuilder
-from quire.server.openai.response_builder import ApiRequest
+from quire.server.openai.response_builder import OpenAIRequest
 from quire.text.tokenizer import Tokenizer
 from support.openai_calls import call_of, events_in
 from support.text_tokenizers import write_folder
@@ -25,7 +25,7 @@ def piece(index: int, text: str, token_id: int, **end: Any) -> CompletionOutput:
 
 
 def chunks_of(
-    api_request: ApiRequest, tokenizer: Tokenizer | None, *steps: tuple[int, RequestOutput], echo: bool = False
+    api_request: OpenAIRequest, tokenizer: Tokenizer | None, *steps: tuple[int, RequestOutput], echo: bool = False
 ) -> list[dict[str, Any]]:
     """The choices of the chunks that outputs are written in, each with the number of its prompt."""
     written = CompletionResponseBuilder(api_request, tokenizer, echo=echo)

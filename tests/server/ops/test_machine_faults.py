@@ -20,7 +20,7 @@ BODY = {"prompt": "def area(", "max_tokens": 5, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 # The only places that may ask what time of day it is: what clients, logs and readers are told, and templates.
 WALL_CLOCKS = {
-    *("engine/pinned_prefixes.py", "server/service.py", "server/http/request_log.py", "server/routes/openai.py"),
+    *("engine/pinned_prefixes.py", "server/service.py", "server/http/request_log.py", "server/routes/completions.py"),
     "paper/report.py",
 }
 

@@ -90,8 +90,8 @@ def test_victims_and_those_who_wait_are_told_why(server: OpenAIServer, monkeypat
     def look(step: Stepped, processed: ProcessedStep) -> None:
         """See what could be told after a step; who asks over HTTP may miss it."""
         on_step(step, processed)
-        for past in chain(*service.history._calls.values()):
-            told = explain_routes._explained(service, past, None)
+        for past in chain(*service.observer._calls.values()):
+            told = explain_routes._explanation(service, past, None)
             seen.add((told["state"], told["waits_for"] is not None))
 
     monkeypatch.setattr(service.metrics, "on_step", look)

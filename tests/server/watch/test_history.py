@@ -117,7 +117,7 @@ def test_calls_are_few(past: Past, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bytes_are_bounded(past: Past) -> None:
-    past.history = History(10_000)
+    past.history = History(8_000)
     for number in range(4):
         past.add(PROMPT, answer=(1,) * 100, name=f"cmpl-{number}")
     assert 1 < len(past.history) < 4
@@ -177,4 +177,4 @@ def test_all_prompts_of_a_call_are_explained_at_once(past: Past) -> None:
 def test_neither_text_nor_a_second_copy_of_the_prompt_is_kept(past: Past) -> None:
     request = past.add(PROMPT)
     assert (request.prompt.text, request.prompt.token_ids) == (None, [])
-    assert request.num_tokens == len(PROMPT)
+    assert (request.num_prompt_tokens, len(request.prompt_tokens)) == (len(PROMPT), 4 * len(PROMPT))

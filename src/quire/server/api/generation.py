@@ -1,4 +1,4 @@
-"""A call that runs: its requests are queued, their outputs come in, and at the end none of them is left behind."""
+"""Generation of an API request: queue its engine requests, pass on their outputs, abort what is left at the end."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,77 +11,83 @@ from quire.engine.output_processor import OutputKind
 from quire.engine.streams import RequestStream
 from quire.server.admission.concurrency import ConcurrencyReservation
 from quire.server.admission.logprob_memory import LogprobReservation
+from quire.server.api.observer import QueuedRequest
+from quire.server.api.request import ApiRequest
+from quire.server.api.usage import RequestUsage, fill_record
 from quire.server.http.request_log import RequestRecord
-from quire.server.openai.response_builder import ApiRequest, Json
 from quire.server.service import Service
-from quire.server.watch.history import PastRequest
 
-_ADDED_AT_ONCE = 4         # requests queued per iteration of the event loop: 0.6 ms each with the longest lists
-_ADDED_TOKENS = 1 << 16    # prompt tokens queued per iteration: 0.3 ms
-_ABORTS_AT_ONCE = 64
-_PIECES_AT_ONCE = 256      # of outputs that are recorded in one turn
-_TOKENS_PER_PIECE = 256    # that take as long to be recorded as a piece
+_REQUESTS_PER_ITERATION = 4        # queued per iteration of the event loop: 0.6 ms each with the longest lists
+_TOKENS_PER_ITERATION = 1 << 16    # of prompts that are queued: 0.3 ms
+_ABORTS_PER_ITERATION = 64
+_PIECES_PER_ITERATION = 256        # of outputs that are recorded
+_TOKENS_PER_PIECE = 256            # take as long to record as a piece
 
 
 class Generation:
-    """The streams of outputs of one call, one for each prompt. Whoever has one calls `finish`, and `release` later."""
+    """Output streams of one API request, one per prompt. The owner calls `finish`, and `release` afterwards."""
 
     def __init__(
-        self, service: Service, api_request: ApiRequest, streams: Sequence[RequestStream], record: RequestRecord,
-        reserved: LogprobReservation, reservation: ConcurrencyReservation,
+        self, service: Service, request: ApiRequest, streams: Sequence[RequestStream], record: RequestRecord,
+        logprobs: LogprobReservation, concurrency: ConcurrencyReservation,
     ) -> None:  # fmt: skip
-        self._reservation = reservation.keep()
-        self._request, self._streams, self._record, self._history = api_request, streams, record, service.history
-        self._reserved, self._slices = reserved, service.slices
-        self._num_recorded = 0                               # pieces of outputs, since the loop had a turn
-        reads_cache = api_request.params.prompt_logprobs is None
-        self.past = [
-            PastRequest(request.prompt, stream.metrics, reads_cache)
-            for request, stream in zip(api_request.requests, streams, strict=True)
+        self.usage = [
+            RequestUsage(stream.metrics, len(prepared.prompt.token_ids))
+            for prepared, stream in zip(request.requests, streams, strict=True)
         ]
-        self._history.add(api_request.id, self.past)
+        self._request, self._streams, self._record, self._slices = request, streams, record, service.slices
+        self._logprobs, self._concurrency = logprobs, concurrency.keep()
+        self._num_recorded = 0                    # pieces of outputs, since the last iteration of the event loop
+        self._observed = None
+        if service.observer is not None:
+            reads_cache = request.params.prompt_logprobs is None
+            queued = [
+                QueuedRequest(prepared.prompt, stream.metrics, reads_cache)
+                for prepared, stream in zip(request.requests, streams, strict=True)
+            ]
+            self._observed = service.observer.on_queued(request.id, queued)
 
     @classmethod
     async def start(
-        cls, service: Service, api_request: ApiRequest, record: RequestRecord, arrival_s: float,
-        reservation: ConcurrencyReservation,
+        cls, service: Service, request: ApiRequest, record: RequestRecord, arrival_s: float,
+        concurrency: ConcurrencyReservation,
     ) -> Self:  # fmt: skip
-        """Queue all requests of a call, or none. EngineDeadError if there is no engine any more.
+        """Queue all engine requests of an API request, or none. Raises EngineDeadError if the engine is dead.
 
-        ApiError 429 or 400 if their tokens are too many to wait, or there is no room for their logprobs. `reservation`:
-        the places of its client, which are released when the call has ended.
+        ApiError 429 or 400 if the prompts have more tokens than may wait, or the logprobs exceed their memory.
+        `concurrency` is kept until the generation finishes.
         """
-        kind: OutputKind = "delta" if api_request.body.stream else "final"
+        kind: OutputKind = "delta" if request.stream else "final"
         streams: list[RequestStream] = []
-        reserved = service.admission.logprobs.reserve([each.request for each in api_request.requests], service.options)
-        num_tokens = 0                            # sent since the last iteration of the event loop
+        logprobs = service.admission.logprobs.reserve(
+            [each.request for each in request.requests], service.options
+        )
+        num_tokens = 0                            # queued in this iteration of the event loop
         try:
-            with service.reserve_tokens(api_request.requests) as sent:
-                for number, request in enumerate(api_request.requests, start=1):
-                    stream = await service.client.add(
-                        request, external_id=api_request.id, arrival_s=arrival_s, kind=kind
-                    )
+            with service.reserve_tokens(request.requests) as sent:
+                for number, prepared in enumerate(request.requests, start=1):
+                    stream = await service.client.add(prepared, external_id=request.id, arrival_s=arrival_s, kind=kind)
                     streams.append(stream)
-                    sent(request)
-                    num_tokens += len(request.prompt.token_ids)
-                    if number % _ADDED_AT_ONCE == 0 or num_tokens > _ADDED_TOKENS:
+                    sent(prepared)
+                    num_tokens += len(prepared.prompt.token_ids)
+                    if number % _REQUESTS_PER_ITERATION == 0 or num_tokens > _TOKENS_PER_ITERATION:
                         num_tokens = 0
                         await service.slices.next_slice()
         except BaseException:
-            reserved.release()
+            logprobs.release()
             _abort(streams)
             raise
-        return cls(service, api_request, streams, record, reserved, reservation)
+        return cls(service, request, streams, record, logprobs, concurrency)
 
     async def last_outputs(self) -> list[RequestOutput]:
-        """Wait for the end of every prompt's request, each of kind "final"."""
+        """Wait for the last output of every prompt. The streams are of kind "final"."""
         outputs = []
         for index, stream in enumerate(self._streams):
             outputs.append(await self._record_output(index, await anext(stream)))
         return outputs
 
     async def send_all(self, consume: Callable[[int, RequestOutput], Awaitable[None]]) -> None:
-        """Hand every output on as it comes, with the number of its prompt. The first error ends all."""
+        """Call `consume` with the number of the prompt and each of its outputs. The first error ends all streams."""
         if len(self._streams) == 1:
             return await self._send(0, consume)
         try:
@@ -92,68 +98,47 @@ class Generation:
             raise errors.exceptions[0] from errors
 
     def finish(self) -> None:
-        """Abort what still runs, and record what there was."""
+        """Abort the requests that still run, and record tokens and times."""
         _abort(self._streams)
-        self._reservation.release()
-        self._history.finish(self._request.id)
-        fill(self._record, self.past, self._request.params.n)
+        self._concurrency.release()
+        if self._observed is not None:
+            self._observed.on_finished()
+        fill_record(self._record, self.usage, self._request.params.n)
 
     def release(self) -> None:
-        """Free the room for logprobs, once the answer has been written. Twice is fine."""
-        self._reserved.release()
+        """Release the memory reserved for logprobs, once the response has been encoded. Idempotent."""
+        self._logprobs.release()
 
     async def _send(self, index: int, consume: Callable[[int, RequestOutput], Awaitable[None]]) -> None:
         async for output in self._streams[index]:
             await consume(index, await self._record_output(index, output))
 
     async def _record_output(self, index: int, output: RequestOutput) -> RequestOutput:
-        """Record the tokens of an output; after every so many of them the event loop gets a turn."""
+        """Record the tokens of an output, in slices of _PIECES_PER_ITERATION pieces."""
         if self._request.hides_output:
             output = replace(output, outputs=[_without_tokens(piece) for piece in output.outputs])
-        past = self.past[index]
+        usage = self.usage[index]
         for piece in output.outputs:
-            past.append(piece)
+            usage.append(piece)
+            if self._observed is not None:
+                self._observed.on_output(index, piece)
             self._num_recorded += 1 + len(piece.token_ids) // _TOKENS_PER_PIECE
-            if self._num_recorded >= _PIECES_AT_ONCE:
+            if self._num_recorded >= _PIECES_PER_ITERATION:
                 self._num_recorded = 0
                 await self._slices.next_slice()
         return output
 
 
 def _abort(streams: Sequence[RequestStream]) -> None:
-    """Abort streams, some now and the rest in later iterations of the event loop."""
-    for stream in streams[:_ABORTS_AT_ONCE]:
+    """Abort streams, _ABORTS_PER_ITERATION per iteration of the event loop."""
+    for stream in streams[:_ABORTS_PER_ITERATION]:
         stream.abort()
-    if len(streams) > _ABORTS_AT_ONCE:
-        asyncio.get_running_loop().call_soon(_abort, streams[_ABORTS_AT_ONCE:])
-
-
-def usage_of(past: Sequence[PastRequest]) -> Json:
-    """Return what the requests of a call have cost so far. A prompt counts once, however many choices it has."""
-    num_prompt_tokens = sum(request.num_prompt_tokens for request in past)
-    num_output_tokens = sum(request.num_tokens for request in past) - num_prompt_tokens
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_output_tokens,
-        "total_tokens": num_prompt_tokens + num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(request.metrics.num_cached_tokens for request in past)},
-    }
-
-
-def fill(record: RequestRecord, past: Sequence[PastRequest], n: int) -> None:
-    """Write down tokens and preemptions of all prompts, and when the first of them began to run and to answer."""
-    usage, metrics = usage_of(past), [request.metrics for request in past]
-    record.prompt_tokens, record.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-    record.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-    record.finish_reasons = [request.finish_reasons.get(index, "abort") for request in past for index in range(n)]
-    record.queue_s = min((one.queue_s for one in metrics if one.queue_s is not None), default=None)
-    begun = [one.first_token_s - one.arrival_s for one in metrics if one.first_token_s is not None]
-    record.ttft_s = min(begun, default=None)
-    record.preemptions = sum(one.num_preemptions for one in metrics)
+    if len(streams) > _ABORTS_PER_ITERATION:
+        asyncio.get_running_loop().call_soon(_abort, streams[_ABORTS_PER_ITERATION:])
 
 
 def _without_tokens(output: CompletionOutput) -> CompletionOutput:
-    """Return the output of a request for no token at all, which had to be for one."""
+    """Return the output without the one token that the engine generates for a request for no token."""
     packed = None if output.packed_logprobs is None else LogprobBuffer()
     return CompletionOutput(
         output.index, "", [], finish_reason=output.finish_reason and "length", packed_logprobs=packed

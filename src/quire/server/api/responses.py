@@ -1,7 +1,7 @@
-"""Sends the answer to a call that runs, whole or as server-sent events, unless its client goes away.
+"""HTTP responses of a generation: one JSON body, or a stream of server-sent events, until the client disconnects.
 
-A stream's status and headers are sent when its requests have been queued: what can be refused has been refused by
-then, and clients with a time limit see that they are heard. What goes wrong later is the last event before the end.
+Status and headers of a stream are sent when its requests have been queued: every refusal has happened by then, and
+clients with a timeout see the connection alive. A later error is the stream's last event.
 """
 
 import logging
@@ -14,12 +14,13 @@ from starlette.types import Message, Receive, Scope, Send
 from quire.core.errors import EngineError
 from quire.core.outputs import RequestOutput
 from quire.server.api.active_responses import ClientDisconnectedError
-from quire.server.api.generation import Generation, usage_of
+from quire.server.api.generation import Generation
 from quire.server.api.json_encoding import encode, joined
 from quire.server.api.keepalive import KEEPALIVE, Keepalive
+from quire.server.api.response_builder import ResponseBuilder
+from quire.server.api.usage import total_usage
 from quire.server.errors import ApiError
 from quire.server.http.request_body import release_body
-from quire.server.openai.response_builder import DONE, ResponseBuilder, event
 from quire.server.service import Service
 from quire.server.time_slices import MAX_SLICE_BYTES, MAX_SLICE_UNITS
 
@@ -29,12 +30,12 @@ log = logging.getLogger(__name__)
 async def create_response(
     request: Request, service: Service, generation: Generation, builder: ResponseBuilder
 ) -> Response:
-    """Return the answer: when all of it is there, or as a stream.
+    """Return the response: after the last output, or at once as a stream.
 
-    EngineDeadError, ApiError or ClientDisconnectedError when it cannot be whole.
+    Raises EngineDeadError, ApiError or ClientDisconnectedError if a response in one body cannot be completed.
     """
     release_body(request)
-    if builder.request.body.stream:
+    if builder.streams:
         return EventStream(service, generation, builder)
     is_long = False
     try:
@@ -44,17 +45,17 @@ async def create_response(
         generation.finish()
         if not is_long:
             generation.release()
-    pieces = builder.answer(outputs, usage_of(generation.past))
+    pieces = builder.response(outputs, total_usage(generation.usage))
     return LongResponse(service, generation, pieces) if is_long else json_response(b"".join(pieces))
 
 
-def json_response(answer: object) -> Response:
-    """Return an answer of JSON; bytes are JSON already."""
-    return Response(answer if isinstance(answer, bytes) else encode(answer), media_type="application/json")
+def json_response(body: object) -> Response:
+    """Return a JSON response; bytes are JSON already."""
+    return Response(body if isinstance(body, bytes) else encode(body), media_type="application/json")
 
 
 class LongResponse(Response):
-    """A whole answer that is written and sent in pieces, one per iteration of the event loop, as fast as it is read."""
+    """A JSON response that is encoded and sent in slices, no faster than the client reads."""
 
     def __init__(self, service: Service, generation: Generation | None, pieces: Iterable[bytes]) -> None:
         self.status_code, self.background = 200, None
@@ -62,12 +63,12 @@ class LongResponse(Response):
         self._service, self._generation, self._pieces = service, generation, pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer. A client that goes ends it."""
+        """Send the response, unless the client disconnects."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await self._service.responses.run(self._send_pieces(send), receive)
         except (ClientDisconnectedError, OSError):
-            log.debug("the client of an answer has gone")
+            log.debug("the client disconnected before the end of a response")
         finally:
             if self._generation is not None:
                 self._generation.release()
@@ -79,30 +80,31 @@ class LongResponse(Response):
 
 
 class EventStream(Response):
-    """A stream of server-sent events: a send for each output that has something to show, and no task for any."""
+    """A stream of server-sent events: one send per output that has something to show, and no task per output."""
 
     def __init__(self, service: Service, generation: Generation, builder: ResponseBuilder) -> None:
-        self.status_code, self.background = 200, None  # the base's constructor would print_banner an empty body
+        self.status_code, self.background = 200, None  # the base's constructor would announce an empty body
         self.init_headers({
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
-            "x-accel-buffering": "no",  # nginx would hold events back
+            "x-accel-buffering": "no",  # nginx would buffer the events
         })
         self._service, self._generation, self._builder = service, generation, builder
         self._is_within_event = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream. An error ends it with an event of its own."""
+        """Send the stream. An error is its last event."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await self._service.responses.run(self._send_events(send), receive)
         except (ClientDisconnectedError, OSError):
-            log.debug("the client of a stream has gone")
+            log.debug("the client disconnected before the end of a stream")
         except Exception as error:
             if not isinstance(error, ApiError | EngineError):
                 log.exception("a stream failed")
             cut = b"\n\n" if self._is_within_event else b""
-            await send(_body(cut + event(self._service.to_api_error(error).body) + DONE, more_body=False))
+            last = cut + self._builder.error_chunk(self._service.to_api_error(error))
+            await send(_body(last, more_body=False))
         finally:
             self._generation.finish()
             self._generation.release()
@@ -114,10 +116,8 @@ class EventStream(Response):
                 await keepalive.write(self._send_output(send, prompt_index, output))
 
             await self._generation.send_all(send_output)
-        usage = b""
-        if self._builder.request.include_usage:
-            usage = self._builder.usage_chunk(usage_of(self._generation.past))
-        await send(_body(usage + DONE, more_body=False))
+        last = self._builder.last_chunk(total_usage(self._generation.usage))
+        await send(_body(last, more_body=False))
 
     async def _send_output(self, send: Send, prompt_index: int, output: RequestOutput) -> None:
         is_long = self._builder.weight(prompt_index, output) > MAX_SLICE_UNITS

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from quire.core.outputs import CompletionOutput
 from quire.server.api.json_encoding import JsonStream
 from quire.server.openai.logprobs import TokenNames, WholeChatLogprobs, chat_logprobs, prompt_logprobs
-from quire.server.openai.response_builder import ApiRequest, Json, ResponseBuilder
+from quire.server.openai.response_builder import Json, OpenAIRequest, OpenAIResponseBuilder
 from quire.text.tokenizer import Tokenizer
 
 ROLE = "assistant"
 
 
-class ChatResponseBuilder(ResponseBuilder):
+class ChatResponseBuilder(OpenAIResponseBuilder):
     """One conversation, n messages. The role comes with the first words: a chunk of its own would feign a token.
 
     Messages begin in order, because openai's helper that gathers a stream counts on it. So one whose first characters
@@ -21,8 +21,8 @@ class ChatResponseBuilder(ResponseBuilder):
     OBJECT = "chat.completion"
     CHUNK_OBJECT = "chat.completion.chunk"
 
-    def __init__(self, api_request: ApiRequest, tokenizer: Tokenizer | None) -> None:
-        super().__init__(api_request)
+    def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer | None) -> None:
+        super().__init__(request)
         self._names = TokenNames(tokenizer)
         self._num_begun = 0                      # messages whose role has been told
 
@@ -36,7 +36,7 @@ class ChatResponseBuilder(ResponseBuilder):
         } | self._tokens(output)
 
     def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Sequence[Json]:
-        if not self._is_worth_a_chunk(piece):
+        if not self._is_shown(piece):
             return ()
         is_first = piece.index >= self._num_begun
         delta = {"content": piece.text} if is_first or piece.text else {}
@@ -58,14 +58,14 @@ class ChatResponseBuilder(ResponseBuilder):
             return None
         return chat_logprobs(self._names, piece.packed_logprobs, self.request.params.logprobs or 0)
 
-    def _about_prompt(self) -> Json:
-        about: Json = {}
+    def _prompt_fields(self) -> Json:
+        fields: Json = {}
         if self.request.body.return_token_ids:
-            about["prompt_token_ids"] = self.request.requests[0].prompt.token_ids
+            fields["prompt_token_ids"] = self.request.requests[0].prompt.token_ids
         if self.request.body.prompt_logprobs is not None:
             table = self._prompt_logprobs[0]
-            about["prompt_logprobs"] = None if table is None else prompt_logprobs(self._names, table)
-        return about
+            fields["prompt_logprobs"] = None if table is None else prompt_logprobs(self._names, table)
+        return fields
 
 
 def _chunk(index: int, delta: Json) -> Json:

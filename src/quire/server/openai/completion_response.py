@@ -11,22 +11,22 @@ from quire.server.openai.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
-from quire.server.openai.response_builder import ApiRequest, Json, ResponseBuilder
+from quire.server.openai.response_builder import Json, OpenAIRequest, OpenAIResponseBuilder
 from quire.text.tokenizer import Tokenizer
 
 
-class CompletionResponseBuilder(ResponseBuilder):
+class CompletionResponseBuilder(OpenAIResponseBuilder):
     """With `echo`, a choice begins with its prompt, and so do its logprobs. Then it is made off the event loop."""
 
     OBJECT = CHUNK_OBJECT = "text_completion"
 
-    def __init__(self, api_request: ApiRequest, tokenizer: Tokenizer | None, *, echo: bool) -> None:
-        super().__init__(api_request)
+    def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer | None, *, echo: bool) -> None:
+        super().__init__(request)
         self._tokenizer = tokenizer
-        self._echoes = [self._echo(prompt_index) for prompt_index in range(len(api_request.requests))] if echo else None
-        has_logprobs = echo and api_request.params.logprobs is not None
+        self._echoes = [self._echo(prompt_index) for prompt_index in range(len(request.requests))] if echo else None
+        has_logprobs = echo and request.params.logprobs is not None
         self._num_added = [
-            self._num_added_chars(request.prompt) if has_logprobs else 0 for request in api_request.requests
+            self._num_added_chars(request.prompt) if has_logprobs else 0 for request in request.requests
         ]
         self._names = TokenNames(tokenizer)
         self._logprobs: dict[int, CompletionLogprobs] = {}  # of the choices that have begun
@@ -54,7 +54,7 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Sequence[Json]:
         is_echo = self._echoes is not None and self._index(prompt_index, piece) not in self._begun
-        return (self._choice(prompt_index, piece),) if is_echo or self._is_worth_a_chunk(piece) else ()
+        return (self._choice(prompt_index, piece),) if is_echo or self._is_shown(piece) else ()
 
     def _add_prompt(self, choice: Json, prompt_index: int) -> None:
         """Put what was asked of the prompt into the first piece of a choice."""

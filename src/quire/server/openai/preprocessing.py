@@ -1,6 +1,6 @@
-"""From prompts to requests that the engine takes, and text to token ids and back, off the event loop.
+"""Preprocessing: prompts and conversations to engine requests, tokenized off the event loop.
 
-Nothing is queued before all prompts of a call are ready.
+Nothing is queued before all prompts of a call are prepared.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,25 +8,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quire.core.checks import check_token_ids, refuse
+from quire.core.checks import refuse
 from quire.core.sampling_params import SamplingParams
 from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
-from quire.server.api.json_encoding import JsonStream, array, encode, encode_streamed
 from quire.server.errors import invalid
-from quire.server.openai.request_models import ChatBody, ChatMessage, DetokenizeBody, TemplateOptions, TokenizeBody
-from quire.server.openai.response_builder import ApiRequest
+from quire.server.openai.request_models import ChatBody, ChatMessage, TemplateOptions
+from quire.server.openai.response_builder import OpenAIRequest
 from quire.server.options import Limits
 from quire.server.service import Service
 from quire.text.chat_template import Message
-from quire.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
-_TOKENS_AT_ONCE = 4096  # that are encoded in one call, which keeps all other threads from running
 _TEMPLATE_ARGUMENTS = frozenset(("messages", "add_generation_prompt", "continue_final_message"))
 
 
 def parse_prompts(prompt: Any) -> list[Prompt]:  # noqa: ANN401 (JSON)
-    """Tell one prompt from a list of them. InvalidRequestError for anything that is neither text nor a list."""
+    """Return the prompts of a body as a list. InvalidRequestError for anything that is neither text nor a list."""
     if isinstance(prompt, str):
         return [prompt]
     is_list = isinstance(prompt, list) and bool(prompt)
@@ -49,67 +46,22 @@ def check_num_choices(num_prompts: int, n: int, limits: Limits) -> None:
         invalid(message, param="prompt" if num_prompts > most else "n")
 
 
-async def prepare_prompts(service: Service, api_request: ApiRequest, prompts: list[Prompt]) -> ApiRequest:
-    """Return the call with a request for each prompt. InvalidRequestError for the first that cannot be served."""
-    adds_special_tokens = api_request.body.add_special_tokens is not False
+async def prepare_prompts(service: Service, call: OpenAIRequest, prompts: list[Prompt]) -> OpenAIRequest:
+    """Return the call with an engine request for each prompt. InvalidRequestError for the first invalid one."""
+    adds_special_tokens = call.body.add_special_tokens is not False
     tokenize = partial(service.client.inputs.tokenize, add_special_tokens=adds_special_tokens)
-    return await _prepared(service, api_request, tokenize, prompts)
+    return await _prepared(service, call, tokenize, prompts)
 
 
-async def prepare_chat(service: Service, api_request: ApiRequest, body: ChatBody) -> ApiRequest:
-    """Return the call with the request for its conversation."""
-    text = await _rendered(service, body.messages, body, api_request.client_id)
+async def prepare_chat(service: Service, call: OpenAIRequest, body: ChatBody) -> OpenAIRequest:
+    """Return the call with the engine request for its conversation."""
+    text = await rendered(service, body.messages, body, call.client_id)
     tokenize = partial(service.client.inputs.tokenize_rendered, add_special_tokens=bool(body.add_special_tokens))
-    return await _prepared(service, api_request, tokenize, [text])
+    return await _prepared(service, call, tokenize, [text])
 
 
-async def tokenized(service: Service, body: TokenizeBody, client_id: str) -> bytes:
-    """Return the answer to /tokenize."""
-    tokenizer = _tokenizer(service)
-    if (body.prompt is None) == (body.messages is None):
-        invalid("give either prompt or messages", param="prompt")
-    text, adds_special_tokens = body.prompt or "", body.add_special_tokens is not False
-    if body.messages is not None:
-        text = await _rendered(service, body.messages, body, client_id)
-        adds_special_tokens = bool(body.add_special_tokens)  # a template names them itself
-
-    def answer() -> bytes:
-        tokens = tokenizer.encode(text, adds_special_tokens)
-        parts = [tokens[start : start + _TOKENS_AT_ONCE] for start in range(0, len(tokens), _TOKENS_AT_ONCE)]
-        texts = (encode([tokenizer.token_text(token) for token in part]) for part in parts)
-        return b"".join(encode_streamed({
-            "count": len(tokens),
-            "max_model_len": service.client.ready.limits.max_model_len,
-            "tokens": JsonStream(array(map(encode, parts))),
-            "token_strs": JsonStream(array(texts)) if body.return_token_strs else None,
-        }))
-
-    return await service.threads.run(len(text), answer, client_id)
-
-
-async def detokenized(service: Service, body: DetokenizeBody, client_id: str) -> bytes:
-    """Return the answer to /detokenize. Special tokens are part of the text."""
-    tokenizer = _tokenizer(service)
-
-    def answer() -> bytes:
-        tokens, vocab_size = check_token_ids("tokens", body.tokens), service.client.ready.vocab_size
-        if max(tokens, default=0) >= vocab_size:
-            refuse("tokens", max(tokens), f"token ids below the vocabulary size of {vocab_size}")
-        return encode({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
-
-    return await service.threads.run(len(body.tokens) if isinstance(body.tokens, list) else 0, answer, client_id)
-
-
-def _tokenizer(service: Service) -> Tokenizer:
-    if service.client.tokenizer is None:
-        invalid("the model has no tokenizer", param="model")
-    return service.client.tokenizer
-
-
-async def _rendered(
-    service: Service, messages: list[ChatMessage], options: TemplateOptions, client_id: str
-) -> str:
-    """Return a conversation as the chat template writes it. InvalidRequestError if it cannot."""
+async def rendered(service: Service, messages: list[ChatMessage], options: TemplateOptions, client_id: str) -> str:
+    """Return the text of a conversation, by the chat template. InvalidRequestError if it cannot be rendered."""
     continues = bool(options.continue_final_message)
     begins = options.add_generation_prompt
     variables = options.chat_template_kwargs or {}
@@ -126,36 +78,35 @@ async def _rendered(
 
 
 def _as_message(message: ChatMessage) -> Message:
-    """Return a message as it came: a template may ask whether a key is there."""
+    """Return a message with the keys that were sent: a template may test whether a key is present."""
     named = {name: getattr(message, name) for name in ("role", "content") if name in message.model_fields_set}
     return named | (message.model_extra or {})
 
 
 async def _prepared(
-    service: Service, api_request: ApiRequest, tokenize: Callable[[Any], TokenizedPrompt], prompts: Sequence[Any]
-) -> ApiRequest:
-    """Tokenize all prompts, check what they come to, and only then number them.
+    service: Service, call: OpenAIRequest, tokenize: Callable[[Any], TokenizedPrompt], prompts: Sequence[Any]
+) -> OpenAIRequest:
+    """Tokenize all prompts, check their sum, and only then create the engine requests.
 
-    A prompt that does not fit is told before what all come to: clients look for that, and shorten it.
+    A prompt that is too long for the model is reported before the sum: clients look for that error and shorten it.
     """
-    limits, params, body = service.client.inputs.limits, api_request.params, api_request.body
-    client_id = api_request.client_id
+    limits, params = service.client.inputs.limits, call.params
 
     def prepare() -> list[PreparedRequest]:
         tokenized: list[TokenizedPrompt] = []
         num_tokens = 0
         for prompt in prompts:
-            tokenized.append(tokenize(prompt).salted(body.cache_salt, api_request.key_number))
+            tokenized.append(tokenize(prompt).salted(call.cache_salt, call.key_number))
             limits.check_admissible(len(tokenized[-1].token_ids), params.max_tokens or 1, params.n)
             num_tokens += len(tokenized[-1].token_ids)
             _check_total(num_tokens, params, service.options)
-        weight, priority = service.options.weight_of(api_request.key_number), body.priority or 0
+        weight = service.options.weight_of(call.key_number)
         return [
-            service.client.prepare(prompt, params, api_request.beam, priority, client_id, weight)
+            service.client.prepare(prompt, params, call.beam, call.priority, call.client_id, weight)
             for prompt in tokenized
         ]
 
-    return replace(api_request, requests=await service.threads.run(sum(map(len, prompts)), prepare, client_id))
+    return replace(call, requests=await service.threads.run(sum(map(len, prompts)), prepare, call.client_id))
 
 
 def _check_total(num_tokens: int, params: SamplingParams, limits: Limits) -> None:

@@ -1,8 +1,8 @@
-"""The JSON of answers: what completions and chats have in common.
+"""OpenAI's JSON responses: what completions and chats have in common.
 
-An answer is an envelope around choices. A stream repeats the envelope around each piece of a choice, so it is encoded
-once, and a chunk is its two halves around the one thing that is new. All is written in pieces of bounded work: `weight`
-tells whether an output needs more than one iteration of the event loop.
+A response is an envelope around choices. A stream repeats the envelope around each new part of a choice, so it is
+encoded once, and a chunk is its two halves around the choice. All is encoded in slices of bounded work: `weight` is the
+number of units of an output.
 """
 
 from abc import ABC, abstractmethod
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
 
-from quire.core.beam_search_params import BeamSearchParams
 from quire.core.logprob_table import Logprobs
 from quire.core.outputs import CompletionOutput, RequestOutput
-from quire.core.sampling_params import SamplingParams
 from quire.core.version import __version__
-from quire.engine.input_processor import PreparedRequest
 from quire.server.api.json_encoding import JsonStream, array_from_values, encode, encode_streamed
+from quire.server.api.request import ApiRequest
+from quire.server.api.usage import TokenUsage
+from quire.server.errors import ApiError
 from quire.server.openai.request_models import ChatBody, CompletionBody
 
 Json = dict[str, Any]
@@ -26,7 +26,7 @@ FINGERPRINT = f"quire-{__version__}"
 DONE = b"data: [DONE]\n\n"
 
 _CHOICE_UNITS = 4
-_UNIT_CHARS = 16  # of text, and as many token ids, are as much work as one candidate of logprobs
+_UNIT_CHARS = 16  # of text, or as many token ids, take as long to encode as one candidate of logprobs
 
 
 def event(message: Json) -> bytes:
@@ -34,29 +34,26 @@ def event(message: Json) -> bytes:
     return b"data: " + encode(message) + b"\n\n"
 
 
-@dataclass(frozen=True, slots=True)
-class ApiRequest:
-    """What an HTTP request asked for, checked; nothing is queued yet."""
+def usage_json(usage: TokenUsage) -> Json:
+    """Return the usage object of a response."""
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }
 
-    id: str
-    model: str
-    created: int
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIRequest(ApiRequest):
+    """A call of /v1/completions or /v1/chat/completions, with the body that its response depends on."""
+
     body: CompletionBody | ChatBody
-    params: SamplingParams
-    beam: BeamSearchParams | None = None
-    key_number: int = 0                         # of the API key that it came with, from 1; 0: none
-    client_id: str = ""                         # see quire.server.http.api_keys.client_id_of
-    requests: Sequence[PreparedRequest] = ()    # one for each prompt, once they are tokenized
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
-
-    @property
-    def hides_output(self) -> bool:
-        """Whether no token is wanted; the engine cannot do without one."""
-        return self.body.max_tokens == 0
 
     @property
     def shows_prompt(self) -> bool:
@@ -65,24 +62,29 @@ class ApiRequest:
 
     @property
     def shows_tokens(self) -> bool:
-        """Whether a token is worth a chunk even where its text is not complete yet."""
+        """Whether a token is sent even while its text is incomplete."""
         return bool(self.body.return_token_ids) or self.params.logprobs is not None
 
 
-class ResponseBuilder(ABC):
-    """Writes the answer to one call, whole or in chunks; one or the other."""
+class OpenAIResponseBuilder(ABC):
+    """Builds the response to one call: either `response` or `chunks`."""
 
     OBJECT: ClassVar[str]
     CHUNK_OBJECT: ClassVar[str]
 
-    def __init__(self, api_request: ApiRequest) -> None:
-        self.request = api_request
-        self._prompt_logprobs: dict[int, Logprobs | None] = {}      # of the prompts whose first output has come
+    def __init__(self, request: OpenAIRequest) -> None:
+        self.request = request
+        self._prompt_logprobs: dict[int, Logprobs | None] = {}      # of the prompts with an output
         self._halves = self._encoded_halves()
-        self._has_begun = False                                         # a stream has
+        self._has_begun = False                                         # the first chunk was built
 
-    def answer(self, outputs: Sequence[RequestOutput], usage: Json) -> Iterator[bytes]:
-        """Yield the whole answer, from the last output of each prompt."""
+    @property
+    def streams(self) -> bool:
+        """Whether the client asked for a stream."""
+        return self.request.stream
+
+    def response(self, outputs: Sequence[RequestOutput], usage: TokenUsage) -> Iterator[bytes]:
+        """Yield the whole response, from the last output of each prompt."""
         for prompt_index, output in enumerate(outputs):
             self._prompt_logprobs[prompt_index] = output.packed_prompt_logprobs
         choices = (
@@ -91,10 +93,10 @@ class ResponseBuilder(ABC):
             for piece in output.outputs
         )
         envelope = self._envelope(self.OBJECT, JsonStream(array_from_values(choices)))
-        yield from encode_streamed(envelope | {"usage": usage} | self._about_prompt())
+        yield from encode_streamed(envelope | {"usage": usage_json(usage)} | self._prompt_fields())
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
-        """Yield a piece of the stream, for what is new; nothing if there is nothing to show."""
+        """Yield the events for the new part of an output; nothing if there is nothing to show."""
         if output.packed_prompt_logprobs is not None or prompt_index not in self._prompt_logprobs:
             self._prompt_logprobs[prompt_index] = output.packed_prompt_logprobs
         for piece in output.outputs:
@@ -102,7 +104,7 @@ class ResponseBuilder(ABC):
                 yield from self._chunk(choice)
 
     def weight(self, prompt_index: int, output: RequestOutput) -> int:
-        """Return how much work it is to write an output, in candidates of logprobs."""
+        """Return the work of encoding an output, in candidates of logprobs."""
         num_units = 0
         for piece in output.outputs:
             num_units += _CHOICE_UNITS + (len(piece.text) + len(piece.token_ids)) // _UNIT_CHARS
@@ -112,15 +114,21 @@ class ResponseBuilder(ABC):
         return num_units + self._prompt_weight(prompt_index, output) if is_first else num_units
 
     def _prompt_weight(self, prompt_index: int, output: RequestOutput) -> int:
-        """Return how much work it is to write what was asked of a prompt, once for each of its choices."""
+        """Return the work of encoding the prompt's fields, once for each of its choices."""
         prompt, table = self.request.requests[prompt_index].prompt, output.packed_prompt_logprobs
         num_chars = len(prompt.text or "") + len(prompt.token_ids) if self.request.shows_prompt else 0
         num_candidates = 0 if table is None else table.num_candidates
         return self.request.params.n * (num_candidates + num_chars // _UNIT_CHARS)
 
-    def usage_chunk(self, usage: Json) -> bytes:
-        """Return the chunk without choices that tells the usage."""
-        return event(self._envelope(self.CHUNK_OBJECT, []) | {"usage": usage})
+    def last_chunk(self, usage: TokenUsage) -> bytes:
+        """Return the end of a stream, after the usage if the client asked for it."""
+        if not self.request.include_usage:
+            return DONE
+        return event(self._envelope(self.CHUNK_OBJECT, []) | {"usage": usage_json(usage)}) + DONE
+
+    def error_chunk(self, error: ApiError) -> bytes:
+        """Return the end of a stream that failed."""
+        return event(error.body) + DONE
 
     @abstractmethod
     def _choice(self, prompt_index: int, output: CompletionOutput) -> Json:
@@ -128,49 +136,48 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Sequence[Json]:
-        """Return a choice from what is new of it, after those that have to come before; none if none is to be shown."""
+        """Return the choice of a chunk, after choices that must precede it; none if there is nothing to show."""
 
-    def _about_prompt(self) -> Json:
-        """Return what the format says of the prompt beside the choices, in the first chunk where there are several."""
+    def _prompt_fields(self) -> Json:
+        """Return the prompt's fields beside the choices, in the first chunk of a stream."""
         return {}
 
     def _index(self, prompt_index: int, piece: CompletionOutput) -> int:
         """Return the number of a choice: the choices of a prompt follow those of the prompt before."""
         return prompt_index * self.request.params.n + piece.index
 
-    def _is_worth_a_chunk(self, piece: CompletionOutput) -> bool:
+    def _is_shown(self, piece: CompletionOutput) -> bool:
         return bool(piece.text or piece.finish_reason or (piece.token_ids and self.request.shows_tokens))
 
     def _tokens(self, piece: CompletionOutput) -> Json:
-        """Return what a choice says of its tokens."""
+        """Return the token fields of a choice."""
         return {"token_ids": piece.token_ids} if self.request.body.return_token_ids else {}
 
     def _envelope(self, kind: str, choices: Sequence[Json] | JsonStream) -> Json:
-        """Return what surrounds choices."""
-        api_request = self.request
+        request = self.request
         return {
-            "id": api_request.id,
+            "id": request.id,
             "object": kind,
-            "created": api_request.created,
-            "model": api_request.model,
+            "created": request.created,
+            "model": request.model,
             "system_fingerprint": FINGERPRINT,
             "choices": choices,
         }
 
     def _chunk(self, choice: Json) -> Iterable[bytes]:
-        """Return the event of a choice; the first one of a stream tells of the prompt."""
+        """Return the event of a choice; the first one of a stream has the prompt's fields."""
         if self._has_begun:
             head, tail = self._halves
             return chain((head,), encode_streamed(choice), (tail,))
         self._has_begun = True
-        message = self._envelope(self.CHUNK_OBJECT, [choice]) | self._usage_field() | self._about_prompt()
+        message = self._envelope(self.CHUNK_OBJECT, [choice]) | self._usage_field() | self._prompt_fields()
         return chain((b"data: ",), encode_streamed(message), (b"\n\n",))
 
     def _usage_field(self) -> Json:
         return {"usage": None} if self.request.include_usage else {}
 
     def _encoded_halves(self) -> tuple[bytes, bytes]:
-        """Return what a chunk has before and after its choice."""
+        """Return the bytes of a chunk before and after its choice."""
         encoded = encode(self._envelope(self.CHUNK_OBJECT, []) | self._usage_field())
         head, choices, tail = encoded.partition(b'"choices":[')  # inside a string the quotes would be escaped
         return b"data: " + head + choices, tail + b"\n\n"

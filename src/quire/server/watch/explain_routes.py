@@ -14,7 +14,7 @@ from quire.server.errors import ApiError
 from quire.server.http.api_keys import key_number_of
 from quire.server.service import Service
 from quire.server.watch.cache_misses import explain_misses
-from quire.server.watch.history import Miss, PastRequest
+from quire.server.watch.history import History, Miss, PastRequest
 
 _PROMPTS_AT_ONCE = 64
 
@@ -25,11 +25,12 @@ router = APIRouter(tags=["requests"])
 async def explain(request: Request, request_id: str) -> Response:
     """Explain a request, past or under way, to whoever has the key that it came with."""
     service: Service = request.app.state.service
-    past = service.history.find(request_id, key_number_of(request))
+    history: History = request.app.state.history
+    past = history.find(request_id, key_number_of(request))
     if past is None:
         message = f"no request {shown(request_id)} of yours is among the last ones"
         raise ApiError(404, message, param="request_id", code="request_not_found")
-    search = explain_misses(service.history, past, service.client.ready.limits.block_size)
+    search = explain_misses(history, past, service.client.ready.limits.block_size)
     if _has_cache(service):
         async for _ in service.slices.iterate(search.run()):
             pass

@@ -1,0 +1,52 @@
+"""Usage of an API request: tokens and times of its engine requests, for the response's usage and the log line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire.core.outputs import CompletionOutput, FinishReason, RequestMetrics
+from quire.server.http.request_log import RequestRecord
+
+
+class TokenUsage(NamedTuple):
+    """Tokens of an API request. A prompt counts once, however many choices it has."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class RequestUsage:
+    """Usage of the engine request for one prompt, so far."""
+
+    metrics: RequestMetrics
+    num_prompt_tokens: int
+    num_output_tokens: int = 0                                             # of all branches
+    finish_reasons: dict[int, FinishReason] = field(default_factory=dict)  # of the branches that have finished
+
+    def append(self, piece: CompletionOutput) -> None:
+        """Count the new tokens of one branch."""
+        self.num_output_tokens += len(piece.token_ids)
+        if piece.finish_reason is not None:
+            self.finish_reasons[piece.index] = piece.finish_reason
+
+
+def total_usage(requests: Sequence[RequestUsage]) -> TokenUsage:
+    """Return the tokens of all requests together."""
+    return TokenUsage(
+        sum(request.num_prompt_tokens for request in requests),
+        sum(request.num_output_tokens for request in requests),
+        sum(request.metrics.num_cached_tokens for request in requests),
+    )
+
+
+def fill_record(record: RequestRecord, requests: Sequence[RequestUsage], n: int) -> None:
+    """Set the fields of a log line: tokens and preemptions of all prompts, the earliest queue time and TTFT."""
+    record.prompt_tokens, record.output_tokens, record.cached_tokens = total_usage(requests)
+    record.finish_reasons = [one.finish_reasons.get(index, "abort") for one in requests for index in range(n)]
+    metrics = [one.metrics for one in requests]
+    record.queue_s = min((one.queue_s for one in metrics if one.queue_s is not None), default=None)
+    ttfts_s = [one.first_token_s - one.arrival_s for one in metrics if one.first_token_s is not None]
+    record.ttft_s = min(ttfts_s, default=None)
+    record.preemptions = sum(one.num_preemptions for one in metrics)

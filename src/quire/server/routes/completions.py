@@ -1,0 +1,110 @@
+"""Routes of generation in OpenAI's dialect: /v1/completions and /v1/chat/completions.
+
+Checks run in order of their cost: fields first, then the room in the queue, then tokenizing. Nothing is queued before
+all prompts are checked.
+"""
+
+import time
+import uuid
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from quire.core.owner_labels import OPERATOR
+from quire.engine.input_processor import check_cache_salt
+from quire.server.api.generation import Generation
+from quire.server.api.responses import create_response
+from quire.server.errors import invalid
+from quire.server.http.api_keys import client_id_of, key_number_of
+from quire.server.http.request_log import RECORD, RequestRecord
+from quire.server.openai.chat_response import ChatResponseBuilder
+from quire.server.openai.completion_response import CompletionResponseBuilder
+from quire.server.openai.preprocessing import check_num_choices, parse_prompts, prepare_chat, prepare_prompts
+from quire.server.openai.request_models import ChatBody, CompletionBody, request_body
+from quire.server.openai.request_parsing import read_body
+from quire.server.openai.response_builder import OpenAIRequest
+from quire.server.openai.sampling_params import beam_search_params, field_names, sampling_params
+from quire.server.service import Service
+
+router = APIRouter()
+
+_STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # with stream: true
+
+
+@router.post("/v1/completions", openapi_extra=request_body(CompletionBody), responses=_STREAMS)
+async def create_completion(request: Request) -> Response:
+    """Continue one prompt or several."""
+    arrival_s, service = time.monotonic(), _service(request)
+    body = await read_body(request, CompletionBody)
+    call, record = _checked_request(request, service, body, "cmpl")
+    prompts = parse_prompts(body.prompt)
+    check_num_choices(len(prompts), call.params.n, service.options)
+    if body.echo and service.client.tokenizer is None:
+        invalid("the model has no tokenizer: there is no text to echo", param="echo")
+    record.num_prompts = len(prompts)
+    with service.admit(len(prompts), client_id=call.client_id) as reservation:
+        call = await prepare_prompts(service, call, prompts)
+        builder = await _completion_builder(service, call, echo=bool(body.echo))
+        generation = await Generation.start(service, call, record, arrival_s, reservation)
+    return await create_response(request, service, generation, builder)
+
+
+@router.post("/v1/chat/completions", openapi_extra=request_body(ChatBody), responses=_STREAMS)
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
+    arrival_s, service = time.monotonic(), _service(request)
+    body = await read_body(request, ChatBody)
+    call, record = _checked_request(request, service, body, "chatcmpl")
+    check_num_choices(1, call.params.n, service.options)
+    record.num_prompts = 1
+    with service.admit(1, param="messages", client_id=call.client_id) as reservation:
+        with field_names(body):
+            call = await prepare_chat(service, call, body)
+        builder = ChatResponseBuilder(call, service.client.tokenizer)
+        generation = await Generation.start(service, call, record, arrival_s, reservation)
+    return await create_response(request, service, generation, builder)
+
+
+async def _completion_builder(service: Service, call: OpenAIRequest, *, echo: bool) -> CompletionResponseBuilder:
+    """Return the builder of a completion; with `echo` it decodes the prompts, in a thread."""
+    tokenizer = service.client.tokenizer
+    if not echo:
+        return CompletionResponseBuilder(call, tokenizer, echo=False)
+    num_tokens = sum(len(request.prompt.token_ids) for request in call.requests)
+    return await service.threads.run(num_tokens, lambda: CompletionResponseBuilder(call, tokenizer, echo=True))
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _checked_request(
+    request: Request, service: Service, body: CompletionBody | ChatBody, kind: str
+) -> tuple[OpenAIRequest, RequestRecord]:
+    """Check all fields of a body except its prompts; return the API request and the record of its log line."""
+    record: RequestRecord = request.scope.setdefault(RECORD, RequestRecord())  # without the log: never read
+    request_id, model = f"{kind}-{uuid.uuid4().hex}", service.check_model(body.model)
+    record.request_id, record.model, record.stream = request_id, model, bool(body.stream)
+    params = sampling_params(body, service)
+    check_cache_salt(body.cache_salt, service.options.max_salt_chars)
+    beam = beam_search_params(body, params, service)
+    key_number = key_number_of(request)
+    _check_priority(service, body.priority or 0, key_number)
+    call = OpenAIRequest(
+        id=request_id, model=model, created=int(time.time()), params=params, beam=beam, stream=bool(body.stream),
+        hides_output=body.max_tokens == 0, cache_salt=body.cache_salt, priority=body.priority or 0,
+        key_number=key_number, client_id=client_id_of(request.scope), body=body,
+    )  # fmt: skip
+    return call, record
+
+
+def _check_priority(service: Service, priority: int, key_number: int) -> None:
+    """Raise ApiError 400 for a priority below 0, which comes before all others, without the right to it."""
+    level = service.client.inputs.check_priority(priority)
+    if level < 0 and key_number != OPERATOR and not service.options.allow_client_priority:
+        message = (
+            f"priority must be 0 or more, got {level}: below 0 it needs the operator's key (operator_api_key), or a "
+            f"server that grants it to all clients (allow_client_priority)"
+        )
+        invalid(message, param="priority", code="unsupported_parameter")

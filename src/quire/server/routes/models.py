@@ -1,0 +1,34 @@
+"""Routes of the served model and its names."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from quire.server.api.responses import json_response
+from quire.server.service import Service
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """List the names of the model that is served."""
+    service: Service = request.app.state.service
+    return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
+
+
+@router.get("/v1/models/{model_id:path}")
+async def retrieve_model(request: Request, model_id: str) -> Response:
+    """Describe a model."""
+    service: Service = request.app.state.service
+    return json_response(_model(service, service.check_model(model_id)))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "quire",
+        "max_model_len": service.client.ready.limits.max_model_len,
+    }
