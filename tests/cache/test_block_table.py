@@ -450,6 +450,47 @@ class TestRetract:
         assert update.is_stored
 
 
+class TestTruncate:
+    @pytest.mark.parametrize(("num_tokens", "blocks"), [(10, [0, 1, 2]), (9, [0, 1, 2]), (8, [0, 1]), (0, [])])
+    def test_blocks_behind_the_last_token_are_released(
+        self, pool: BlockPool, num_tokens: int, blocks: list[int]
+    ) -> None:
+        table = table_of(pool, 11)
+        table.truncate(num_tokens)
+        assert (table.num_tokens, table.blocks) == (num_tokens, blocks)
+        assert pool.num_free_blocks == 8 - len(blocks)
+        check(pool, table)
+        table.append(11 - num_tokens)
+        assert len(table.blocks) == 3
+        check(pool, table)
+
+    def test_copy_that_was_made_stays(self, pool: BlockPool) -> None:
+        table = table_of(pool, 6)
+        other = table.fork()
+        update = table.append(3)
+        assert update is not None
+        assert update.copy is not None
+        table.truncate(6)
+        assert table.blocks == [0, update.copy.dst]
+        assert other.blocks == [0, 1]
+        assert table.append(1) is None
+        check(pool, table, other)
+
+    def test_block_that_another_holds_is_copied_before_it_is_written(self, pool: BlockPool) -> None:
+        table = table_of(pool, 7)
+        other = table.fork()
+        table.truncate(5)
+        update = table.append(1)
+        assert update is not None
+        assert update.copy == BlockCopy(1, 2)
+        assert other.blocks == [0, 1]
+        check(pool, table, other)
+
+    def test_no_more_tokens_than_there_are(self, pool: BlockPool) -> None:
+        with pytest.raises(AssertionError):
+            table_of(pool, 7).truncate(7)
+
+
 class TestMoved:
     def test_twin_holds_the_same_tokens_at_other_places(self, pool: BlockPool) -> None:
         table, other_pool = table_of(pool, 10), BlockPool(5)

@@ -285,6 +285,22 @@ class TestPending:
         assert finds_nothing(manager, PROMPT)
         assert manager.stats().free_blocks == 16
 
+    @pytest.mark.parametrize(("num_computed", "num_found"), [(0, 0), (5, 1), (8, 2), (11, 2)])
+    def test_block_that_was_not_computed_whole_is_not_found(self, num_computed: int, num_found: int) -> None:
+        manager = make()
+        manager.create(0, PROMPT)
+        manager.append(0, 12)
+        assert match(manager, PROMPT).is_pending
+        manager.truncate(0, num_computed)
+        manager.end_step()
+        manager.check()
+        manager.publish()
+        manager.check()
+        found = match(manager, PROMPT)
+        assert (len(found.blocks), found.is_pending) == (num_found, False)
+        manager.free(0, num_computed)
+        assert manager.num_free_blocks == 16
+
     def test_failed_step_leaves_what_came_before_it(self) -> None:
         manager = make()
         manager.create(0, PROMPT)

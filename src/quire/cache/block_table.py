@@ -196,6 +196,14 @@ class BlockTable:
         self.columns[-1] = src
         return True
 
+    def truncate(self, num_tokens: int) -> None:
+        """Take back the last tokens: the table holds `num_tokens`, and blocks behind them are released."""
+        assert 0 <= num_tokens < self.num_tokens, f"{num_tokens} tokens are not fewer than {self.num_tokens}"
+        self.num_tokens = self._writable_end = num_tokens
+        self._copied = None
+        while len(self.columns) > blocks_for(self.num_filled, self._block_size):
+            self._pool.release(self.columns.pop())
+
     def free(self) -> None:
         """Give up every block; the table is empty afterwards.
 

@@ -275,6 +275,13 @@ class KVCacheManager:
         """Take back what a sequence has appended in the step under way: it has `num_tokens` again, all computed."""
         self._num_copied -= self._prefixes.retract(self._tables[seq_id], num_tokens)
 
+    def truncate(self, seq_id: int, num_tokens: int) -> None:
+        """Take back the last tokens that a sequence appended in the step under way, which did not compute them.
+
+        Before `end_step`. Unlike after `retract`, copies that the step made stay.
+        """
+        self._prefixes.truncate(self._tables[seq_id], num_tokens)
+
     def swap_out(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
         """Move a sequence group to the swap space; return the copies to make, before all others of the step.
 

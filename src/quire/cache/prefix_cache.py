@@ -234,6 +234,13 @@ class PrefixCache:
             table.path.num_blocks = min(table.path.num_blocks, table.num_filled // self._size)
         return is_copy_retracted
 
+    def truncate(self, table: BlockTable, num_tokens: int) -> None:
+        """Take back the last tokens that the step under way appended, and the nodes that wait for its end."""
+        self.withdraw(table)
+        table.truncate(num_tokens)
+        if table.path is not None:
+            table.path.num_blocks = min(table.path.num_blocks, table.num_filled // self._size)
+
     def pin(self, pin_id: int, table: BlockTable) -> None:
         """Keep what a sequence holds. All of its tokens have been computed, and no step is under way."""
         assert table.num_filled == table.num_tokens, "the last token has not been computed"

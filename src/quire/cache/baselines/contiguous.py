@@ -37,6 +37,11 @@ class Reservation(BlockTable):
         assert self.num_tokens <= self._writable_end, f"{self.num_tokens} tokens, {self._writable_end} reserved"
         return None
 
+    def truncate(self, num_tokens: int) -> None:
+        """Take back the last tokens; what is reserved stays."""
+        assert 0 <= num_tokens < self.num_tokens, f"{num_tokens} tokens are not fewer than {self.num_tokens}"
+        self.num_tokens = num_tokens
+
     def fork(self) -> "Reservation":
         """Return a table of the same tokens, with as much reserved. OutOfBlocksError if there is no chunk."""
         child = Reservation(self._pool, self._block_size, len(self.columns))
