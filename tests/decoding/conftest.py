@@ -32,7 +32,7 @@ def sample_rows(ops: SamplingOps) -> SampleRows:
         vocab_size = logits.shape[1]
         state = SamplingState(max(new.row for new in new_rows) + 1, vocab_size)
         longest = max(len(new.token_ids) for new in new_rows)
-        # LogitIndices past a row's tokens hold what an earlier sequence left there.
+        # Positions behind a row's tokens hold those of an earlier sequence.
         token_ids = np.full((len(state.features), longest + 3), vocab_size - 1, dtype=np.int32)
         for new in new_rows:
             state.set(new)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import struct
 import subprocess
 import sys
 import tracemalloc
@@ -615,3 +616,12 @@ def test_fault_in_one_request_takes_nothing_from_the_others(
     assert (step.failed, step.ready, step.num_output_tokens) == ([(8, fault)], [7], 2)
     assert 8 not in processor
     assert processor.process(deltas, 102.0).ready == [7]
+
+
+def test_pooled_vector_reaches_the_output() -> None:
+    processor = start(None, "final")
+    delta = SequenceDelta(7, 0, [], finish_reason="stop", pooled=struct.pack("3f", 1.0, -0.5, 0.25))
+    processor.process([delta], now_s=STEP_S)
+    output = processor.output(7)
+    assert output.pooled == [1.0, -0.5, 0.25]
+    assert (output.finished, output.outputs[0].token_ids, output.outputs[0].finish_reason) == (True, [], "stop")

@@ -6,7 +6,7 @@ import pytest
 
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.config import PreemptionMode
-from quire.core.plan import StepPlan, StepResult
+from quire.core.plan import RowResult, StepPlan, StepResult
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
 from support.fake_executor import FakeExecutor, expected_tokens
@@ -223,3 +223,38 @@ def test_executor_is_given_as_many_steps_as_it_takes(max_steps_in_flight: int) -
         step(engine, harness)
     assert executor.most_in_flight == max_steps_in_flight
     harness.assert_right(request)
+
+
+def test_no_step_is_planned_beside_one_that_verifies_drafts() -> None:
+    harness = Harness(num_blocks=60)
+    request = harness.add(5, max_tokens=9, ignore_eos=True)
+    plan = harness.schedule()
+    (row,) = plan.sample_rows
+    harness.scheduler.update(plan, StepResult([4], rows={row: RowResult([4], drafts=[5, 6])}))
+    plan = harness.schedule()
+    assert plan.drafts
+    assert harness.scheduler.schedule_next() is None
+    harness.scheduler.update(plan, StepResult([5, 6, 7], rows={row: RowResult([5, 6, 7])}))
+    assert harness.schedule().counts == [1]
+    assert harness.scheduler.schedule_next() is not None
+    assert request.live[0].token_ids.output == [4, 5, 6, 7]
+
+
+def test_drafts_that_the_step_in_flight_has_passed_are_dropped() -> None:
+    harness = Harness(num_blocks=60)
+    request = harness.add(5, max_tokens=9, ignore_eos=True)
+    plan = harness.schedule()
+    assert harness.scheduler.schedule_next() is not None
+    (row,) = plan.sample_rows
+    harness.scheduler.update(plan, StepResult([4], rows={row: RowResult([4], drafts=[5, 6])}))
+    assert request.live[0].drafts == ()
+
+
+def test_step_in_flight_needs_rows_of_one_token() -> None:
+    harness = Harness(num_blocks=60)
+    harness.add(5, max_tokens=9, ignore_eos=True)
+    plan = harness.schedule()
+    assert harness.scheduler.schedule_next() is not None
+    (row,) = plan.sample_rows
+    with pytest.raises(AssertionError, match="one token"):
+        harness.scheduler.update(plan, StepResult([4], rows={row: RowResult([4, 5])}))

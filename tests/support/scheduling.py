@@ -65,6 +65,7 @@ class Harness:
     num_steps: int = 0
     num_pinned: int = 0
     sends: bool = False  # plans and results cross a process boundary as bytes
+    executor_class: type[FakeExecutor] = FakeExecutor
 
     def __post_init__(self) -> None:
         self.cache = make_manager(
@@ -77,7 +78,7 @@ class Harness:
             self.max_kv_share,
         )  # fmt: skip
         self.scheduler = make_scheduler(config, self.cache)
-        self.executor = FakeExecutor(
+        self.executor = self.executor_class(
             self.num_blocks,
             self.block_size,
             self.max_num_seqs,
@@ -296,7 +297,14 @@ def random_params(rng: random.Random, *, crowded: bool) -> dict[str, Any]:
     }
 
 
-def random_run(seed: int, *, crowded: bool = False, windowed: bool = False, sends: bool = False) -> Harness:
+def random_run(
+    seed: int,
+    *,
+    crowded: bool = False,
+    windowed: bool = False,
+    sends: bool = False,
+    executor_class: type[FakeExecutor] = FakeExecutor,
+) -> Harness:
     """Random pool, limits, requests, beams, stops, aborts, pins, failures; safety after each step, liveness at the end.
 
     Crowded: long answers that come in all at once, in a pool for few of them, so that most are preempted.
@@ -320,6 +328,7 @@ def random_run(seed: int, *, crowded: bool = False, windowed: bool = False, send
         scheduling_policy=policies.choice(["priority", "fair", "fair"]),
         max_kv_share=policies.choice([1.0, 1.0, policies.random() or 1.0]),
         sends=sends,
+        executor_class=executor_class,
     )
     num_clients = policies.choice([1, 2, 5])
     prompts = RandomPrompts(rng, longest_prompt)

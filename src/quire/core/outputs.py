@@ -44,6 +44,7 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     stop_reason: int | None = None
     cumulative_logprob: float | None = None             # of a whole answer, where nobody asked for logprobs
     error: str | None = None                            # why the whole request has failed: its last delta
+    pooled: bytes | None = None                         # float32 vector of the request's hidden states
 
 
 class Admission(NamedTuple):
@@ -137,6 +138,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     packed_prompt_logprobs: Logprobs | None = field(default=None, repr=False)  # of all but the first token
+    pooled: list[float] | None = None  # vector of the prompt's hidden states, where one was asked for
 
 
 @dataclass(frozen=True, slots=True)

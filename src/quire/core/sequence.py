@@ -37,6 +37,7 @@ class Sequence:
     token_ids: TokenIds               # the prompt, then the output
     num_prompt_tokens: int
     num_computed_tokens: int = 0
+    drafts: tuple[int, ...] = ()      # behind the known tokens, for the next step to verify; dropped if it has no room
     num_lost_tokens: int = 0          # that a preemption took, and that have not been looked for yet
     row: int = NO_ROW                 # the worker's row while running
     status: SequenceStatus = SequenceStatus.WAITING

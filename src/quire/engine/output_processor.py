@@ -7,6 +7,7 @@ Readers pull: a processed step names the requests with new output, and `output` 
 Output that was not read is joined to later output, so memory is bounded by the answers themselves.
 """
 
+from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -97,6 +98,7 @@ class _RequestState:
     branches: dict[int, CompletionBuilder] = field(default_factory=dict)  # those with a token, by index
     matcher: StopMatcher | None = None           # of all branches, once there is one
     prompt_logprobs: LogprobTable | None = None
+    pooled: bytes | None = None                  # float32 vector
 
     def branch(self, index: int) -> CompletionBuilder:
         """Return a branch; it is created with its first token, so a waiting request holds none."""
@@ -252,6 +254,7 @@ class OutputProcessor:
             packed_prompt_logprobs=prompt_logprobs if self._packs_logprobs else None,
             num_cached_tokens=request.metrics.num_cached_tokens,
             metrics=replace(request.metrics),
+            pooled=None if request.pooled is None else array("f", request.pooled).tolist(),
         )
 
     def drop(self, request_id: int) -> None:
@@ -332,6 +335,7 @@ def _extend(
     elif is_first:
         step.itl_s.append(now_s - branch.last_token_s)
     _record_recovery(opened.metrics.preemptions, now_s)
+    opened.pooled = delta.pooled or opened.pooled
     branch.last_token_s = now_s
     num_before = branch.num_tokens
     branch.extend(delta)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from quire.cache.block_table import TableUpdate
-from quire.core.plan import BlockCopy, BlockIds, NewRow, StepPlan
+from quire.core.plan import BlockCopy, BlockIds, NewRow, RowDrafts, StepPlan
 from quire.core.sequence import Request, Sequence
 
 
@@ -71,6 +71,16 @@ class PlanBuilder:
         self.plan.sample_tokens.append(self.num_tokens - 1)
         self.sampled.append((request, sequence))
 
+    def verify_drafts(self, request: Request, sequence: Sequence, num_drafts: int, update: TableUpdate | None) -> None:
+        """Compute the first drafts of a sequence, too, whose entry was planned last; sample behind each of them."""
+        self.plan.drafts.append(RowDrafts(sequence.row, sequence.num_tokens, list(sequence.drafts[:num_drafts])))
+        self.plan.counts[-1] += num_drafts
+        if update is not None:
+            self._change_table(len(self.planned) - 1, update)
+        for _ in range(num_drafts):
+            self.num_tokens += 1
+            self.sample(request, sequence)
+
     def decode(
         self, requests: list[Request], sequences: list[Sequence], updates: dict[int, TableUpdate | None]
     ) -> None:
@@ -120,5 +130,5 @@ class PlanBuilder:
         return (
             plan.new_rows, plan.table_rows, plan.table_columns, plan.table_blocks, plan.copies, plan.rows, plan.starts,
             plan.counts, plan.sample_rows, plan.sample_tokens, plan.stored_entries, self.planned, self.sampled,
-            self.forked,
+            self.forked, plan.drafts,
         )  # fmt: skip

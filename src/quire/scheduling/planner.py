@@ -80,7 +80,7 @@ class Planner:
         try:
             while budget > 0 and index < len(running):
                 step.at = running[index]
-                if decodes := _decodes(running, index, budget):
+                if decodes := _decodes(running, index, budget, has_drafts=self._queues.num_drafted > 0):
                     num_planned = self._plan_decodes(step, index, decodes)
                     budget -= num_planned
                     index += num_planned
@@ -135,7 +135,7 @@ class Planner:
                 self._start(step, request, first, NO_MATCH)             # the group's first has ended before the fork
             num_missing = num_missing_tokens(request)
             used = min(num_missing, budget)
-            self._advance(step, request, first, used)
+            self._advance(step, request, first, used, used)
             if used == num_missing:
                 for other in others:
                     self._fork(step, request, first, other)
@@ -144,15 +144,39 @@ class Planner:
         for sequence in request.live:
             num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, left)
             if num_tokens > 0:                                          # else a beam that waits for the others
-                self._advance(step, request, sequence, num_tokens)
-                left -= num_tokens
+                left -= self._advance(step, request, sequence, num_tokens, left)
         return budget - left
 
-    def _advance(self, step: PlanBuilder, request: Request, sequence: Sequence, num_tokens: int) -> None:
-        """Plan the next tokens of a sequence. SelfPreemptedError if its own request had to be preempted for blocks."""
+    def _advance(
+        self, step: PlanBuilder, request: Request, sequence: Sequence, num_tokens: int, budget: int
+    ) -> int:
+        """Plan the next tokens of a sequence, and its drafts if there is room. Return how many tokens.
+
+        Raises SelfPreemptedError if its own request had to be preempted for blocks.
+        """
         step.advance(sequence, num_tokens, self._append(step, request, sequence, num_tokens))
-        if sequence.num_computed_tokens + num_tokens == sequence.num_tokens:
-            step.sample(request, sequence)
+        if sequence.num_computed_tokens + num_tokens < sequence.num_tokens:
+            return num_tokens
+        step.sample(request, sequence)
+        if sequence.drafts:
+            num_tokens += self._verify_drafts(step, request, sequence, budget - num_tokens)
+        return num_tokens
+
+    def _verify_drafts(self, step: PlanBuilder, request: Request, sequence: Sequence, budget: int) -> int:
+        """Plan the drafts of a sequence as far as all that runs leaves budget and blocks. Return how many.
+
+        None with a sliding window: a block behind it may still be read from the position of a draft that is rejected.
+        """
+        budget = 0 if self._cache.has_window else budget - self._queues.num_running_seqs
+        num_drafts = min(len(sequence.drafts), budget)
+        try:
+            update = self._cache.append(sequence.seq_id, num_drafts, can_be_awaited=False) if num_drafts > 0 else None
+        except OutOfBlocksError:
+            num_drafts = 0
+        if num_drafts > 0:
+            step.verify_drafts(request, sequence, num_drafts, update)
+        self._queues.set_drafts(sequence, ())
+        return max(num_drafts, 0)
 
     def _append(
         self, step: PlanBuilder, request: Request, sequence: Sequence, num_tokens: int
@@ -300,15 +324,15 @@ def num_missing_tokens(request: Request) -> int:
     return target - first.num_computed_tokens
 
 
-def _decodes(running: list[Request], index: int, budget: int) -> list[Sequence]:
+def _decodes(running: list[Request], index: int, budget: int, *, has_drafts: bool) -> list[Sequence]:
     """Return the sequences of the running requests from `index` on that have one token to compute, up to one that
-    has more, or is a group: what most requests of most steps are."""
+    has more, or drafts, or is a group: what most requests of most steps are. `has_drafts`: some sequence has drafts."""
     sequences = []
     for request in running[index : index + min(budget, _DECODES_AT_ONCE)]:
         live = request.live
         first = live[0]
         num_missing = first.num_prompt_tokens + len(first.token_ids.output) - first.num_computed_tokens
-        if num_missing != 1 or len(live) > 1 or first.row == NO_ROW:
+        if num_missing != 1 or len(live) > 1 or first.row == NO_ROW or (has_drafts and first.drafts):
             break
         sequences.append(first)
     return sequences

@@ -29,6 +29,7 @@ class RequestQueues:
         self._preempted: list[Request] = []  # those of `waiting` that have been preempted
         self.wait_reasons = WaitReasonCounters()
         self.num_running_seqs = 0              # unfinished sequences of running requests
+        self.num_drafted = 0                   # sequences that have drafts: they hold rows
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def next_to_admit(self, skipped: SkippedRequests | None = None) -> Request | None:
@@ -66,6 +67,11 @@ class RequestQueues:
     def set_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Set how many tokens a sequence has computed, when it starts, forks or fails."""
         sequence.num_computed_tokens = num_tokens
+
+    def set_drafts(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
+        """Set the drafts that the next step of a sequence verifies. It loses them with its row."""
+        self.num_drafted += bool(drafts) - bool(sequence.drafts)
+        sequence.drafts = drafts
 
     def make_padding(self, sequence: Sequence) -> None:
         """Keep the row and blocks of a finished sequence until its static batch ends."""
@@ -162,6 +168,7 @@ class RequestQueues:
             self._free_row(sequence)
 
     def _free_row(self, sequence: Sequence) -> None:
+        self.set_drafts(sequence, ())
         self.free_rows.append(sequence.row)
         sequence.row = NO_ROW
 
@@ -177,6 +184,7 @@ class RequestQueues:
         assert len(self.running) + num_queued == len(self.requests)
         sequences = [sequence for request in self.running for sequence in request.live]
         assert self.num_running_seqs == len(sequences), f"{self.num_running_seqs} seats of {len(sequences)} sequences"
+        assert self.num_drafted == sum(sequence.row != NO_ROW and bool(sequence.drafts) for sequence in sequences)
         rows = sorted([sequence.row for sequence in sequences if sequence.row != NO_ROW] + self.free_rows)
         assert rows == list(range(len(rows))), f"rows lost or doubled: {rows}"
         for sequence in sequences:

@@ -18,7 +18,7 @@ from quire.cache.manager import KVCacheManager
 from quire.cache.slices import run_to_the_end
 from quire.core.config import SchedulerConfig, SchedulingPolicy
 from quire.core.outputs import SequenceDelta, WaitReason
-from quire.core.plan import PromptLogprobsChunk, StepPlan, StepResult
+from quire.core.plan import PromptLogprobsChunk, RowResult, StepPlan, StepResult
 from quire.core.seeds import branch_seed
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
 from quire.core.token_ids import TokenIds, pack_tokens
@@ -33,8 +33,9 @@ from quire.scheduling.planner import Planner
 from quire.scheduling.policies import ByPriority, FirstComeFirstServed
 from quire.scheduling.preemption import PreemptionPolicy, PreemptionStats
 from quire.scheduling.queues import RequestQueues
+from quire.scheduling.row_results import row_results, truncations
 from quire.scheduling.step_rollback import affected_by, release_affected
-from quire.scheduling.stopping import check_stop
+from quire.scheduling.stopping import append_tokens, check_stop
 
 
 class Scheduler:
@@ -213,7 +214,8 @@ class Scheduler:
 
     def schedule_next(self) -> StepPlan | None:
         """Return the step after the one under way, to be recorded after it; None where it cannot be planned yet."""
-        if self.cache.has_window or self.admission.has_room_for_next() or self._shares.has_excess():
+        has_drafts = self.queues.num_drafted > 0 or self._step.plan.drafts
+        if has_drafts or self.cache.has_window or self.admission.has_room_for_next() or self._shares.has_excess():
             return None
         self._ahead = schedule_next(
             self._step, self.running, self.queues.num_running_seqs, self.config.max_num_batched_tokens,
@@ -243,14 +245,11 @@ class Scheduler:
         assert plan is step.plan, "a result for another plan"
         if result.failures:
             self._fail(result.failures)
-        self.queues.advance(step.planned, plan.counts)
-        for sequence in step.forked:
-            self.queues.set_computed(sequence, sequence.num_prompt_tokens)
+        self._advance(step, result)
         self.cache.end_step()
         self.preemption.record_step(result)
         for chunk in result.prompt_logprobs:
             self._store_prompt_logprobs(chunk)
-        self.order.charge_outputs(step.sampled)
         self._record(step, result)
         return self.take_deltas()
 
@@ -259,32 +258,82 @@ class Scheduler:
         deltas, self._deltas = self._deltas, []
         return deltas
 
+    def _advance(self, step: PlanBuilder, result: StepResult) -> None:
+        """Count what the step computed; take back what it planned and did not compute."""
+        self.queues.advance(step.planned, step.plan.counts)
+        for sequence in step.forked:
+            self.queues.set_computed(sequence, sequence.num_prompt_tokens)
+        for sequence, num_tokens in truncations(step, result) if result.rows else ():
+            self.queues.set_computed(sequence, sequence.num_computed_tokens - num_tokens)
+            self.cache.truncate(sequence.seq_id, sequence.num_computed_tokens)
+
     def _record(self, step: PlanBuilder, result: StepResult) -> None:
-        """Give each sequence its token, each search its answers. For a failure whoever's turn it is answers alone."""
+        """Append tokens to sequences and candidates to beam searches.
+
+        If that raises, `step.at` is the request that was being recorded: it answers for the failure alone.
+        """
+        if result.rows or step.plan.drafts:
+            for request, sequence, row in row_results(step, result, self.running):
+                step.at = request
+                self._record_row(request, sequence, row)
+        else:
+            self.order.charge_outputs(step.sampled)
+            self._record_tokens(step, result)
+        for request in self._beams.take_answered():
+            step.at = request
+            if answers := self._beams.advance(request):
+                self._finish_all(request)
+                self._deltas += answers
+        step.at = None
+
+    def _record_tokens(self, step: PlanBuilder, result: StepResult) -> None:
+        """Append one token to each sampled sequence: `_record_row` for most steps, without a record per row."""
         logprobs, is_running = result.logprobs or repeat(None, len(result.token_ids)), SequenceStatus.RUNNING
         request: Request | None = None
         deltas = self._deltas
         try:
             for (request, sequence), token, candidates in zip(step.sampled, result.token_ids, logprobs, strict=True):
                 if sequence.status is not is_running:
-                    continue                                            # has failed, was aborted meanwhile, or padding
+                    continue                                            # failed, aborted during the step, or padding
                 if request.beam is not None:
                     self._beams.answer(request, sequence, candidates)
                     continue
                 delta = check_stop(request, sequence, token, candidates)
                 if delta.finish_reason is not None:
                     if request.is_pin:
-                        self.cache.pin(request.request_id, sequence.seq_id)  # without the token, which nobody wants
+                        self.cache.pin(request.request_id, sequence.seq_id)  # its token is not pinned
                     self._complete(request, sequence)
                 sequence.token_ids.output.append(token)
                 deltas.append(delta)
-            for request in self._beams.take_answered():
-                if answers := self._beams.advance(request):
-                    self._finish_all(request)
-                    deltas += answers
         except BaseException:
             step.at = request
             raise
+
+    def _record_row(self, request: Request, sequence: Sequence, row: RowResult) -> None:
+        """Append any number of tokens to a sequence; finish it at the first that ends it; store its drafts."""
+        if sequence.status is not SequenceStatus.RUNNING:
+            return
+        if request.beam is not None:
+            if row.logprobs:
+                self._beams.answer(request, sequence, row.logprobs[0])
+            return
+        num_known, is_ahead = sequence.num_tokens, self._ahead is not None and sequence in self._ahead.planned
+        assert not row.token_ids or sequence.num_computed_tokens >= num_known, "a token behind uncomputed ones"
+        delta = append_tokens(request, sequence, row)
+        self.order.charge_outputs([(request, sequence)] * len(delta.token_ids))
+        if delta.finish_reason is not None:
+            if request.is_pin:
+                self.cache.pin(request.request_id, sequence.seq_id)
+            self.queues.set_computed(sequence, min(sequence.num_computed_tokens, sequence.num_tokens))
+            self._complete(request, sequence)
+        else:
+            assert not is_ahead or sequence.num_tokens == num_known + 1, "the step in flight needs rows of one token"
+            assert sequence.num_computed_tokens < sequence.num_tokens, "a row without a token to compute"
+            if row.drafts and not is_ahead:
+                drafts = tuple(row.drafts[: request.max_tokens - sequence.num_output_tokens - 1])
+                self.queues.set_drafts(sequence, drafts)
+        if delta.token_ids or delta.finish_reason is not None or delta.pooled is not None:
+            self._deltas.append(delta)
 
     def _complete(self, request: Request, sequence: Sequence) -> None:
         """Let go of a sequence that has reached its end by itself."""

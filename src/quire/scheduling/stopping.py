@@ -1,12 +1,14 @@
-"""What becomes of a sampled token: it is told, and may be the last. Stop strings are text and end at the
-output processor instead."""
+"""Stop checks on tokens: end-of-sequence and stop tokens, max_tokens. Stop strings are found in text, by the engine."""
+
+from itertools import chain, repeat
 
 from quire.core.outputs import SequenceDelta, TokenLogprobs
+from quire.core.plan import RowResult
 from quire.core.sequence import Request, Sequence
 
 
 def check_stop(request: Request, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> SequenceDelta:
-    """Return what there is to tell of a sequence's next token; `finish_reason` is set if it is the last.
+    """Return the delta of a sequence's next token; `finish_reason` is set if the token ends the sequence.
 
     An end-of-sequence token of the model ends it with no stop_reason, one of the request's own stop tokens with its id;
     neither counts before params.min_tokens. The token itself stays in the output.
@@ -23,3 +25,25 @@ def check_stop(request: Request, sequence: Sequence, token: int, logprobs: Token
     if (is_eos or token in request.stop_token_ids) and num_output_tokens >= request.params.min_tokens:
         delta.finish_reason, delta.stop_reason = "stop", None if is_eos else token
     return delta
+
+
+def append_tokens(request: Request, sequence: Sequence, row: RowResult) -> SequenceDelta:
+    """Append a row's tokens to its sequence up to the first that ends it, and return them as one delta."""
+    asks_logprobs = request.params.logprobs is not None
+    assert not (asks_logprobs and row.forced), "a forced token has no logprobs"
+    assert not asks_logprobs or len(row.logprobs or ()) == len(row.token_ids), "a token without logprobs"
+    whole = SequenceDelta(request.request_id, sequence.index, [], pooled=row.pooled)
+    logprobs = chain(row.logprobs or (), repeat(None))
+    for token, record in zip(chain(row.token_ids, row.forced), logprobs, strict=False):
+        delta = check_stop(request, sequence, token, record)
+        sequence.token_ids.output.append(token)
+        whole.token_ids.append(token)
+        whole.prompt_logprobs = whole.prompt_logprobs or delta.prompt_logprobs
+        if delta.logprobs is not None:
+            whole.logprobs = (whole.logprobs or []) + delta.logprobs
+        if delta.finish_reason is not None:
+            whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
+            return whole
+    if row.has_ended:
+        whole.finish_reason = "stop"
+    return whole

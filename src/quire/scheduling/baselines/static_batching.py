@@ -40,6 +40,7 @@ class StaticScheduler(Scheduler):
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
         """Record a step; give padding its next token; when all is padding, end the batch."""
+        assert not result.rows, "static batches take one token per row"
         sampled = zip(self._step.sampled, result.token_ids, strict=True)
         padded = [(*each, token) for each, token in sampled if each[1].status is SequenceStatus.PADDING]
         deltas = super().update(plan, result)

@@ -1,0 +1,169 @@
+"""Results of any number of tokens per row: sequences come to what single steps give, and nothing is lost."""
+
+import pytest
+
+from quire.core.plan import RowResult, StepPlan, StepResult
+from support.ragged_executor import RaggedExecutor
+from support.scheduling import Harness, random_run
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("first_seed", range(0, 100, 25))
+def test_random_runs_with_ragged_results_are_safe_live_and_right(first_seed: int, crowded: bool) -> None:
+    seeds = range(first_seed, first_seed + 25)
+    runs = [random_run(seed, crowded=crowded, executor_class=RaggedExecutor) for seed in seeds]
+    assert sum(harness.executor.num_accepted for harness in runs) > 0
+    assert sum(harness.executor.num_drafted - harness.executor.num_accepted for harness in runs) > 0
+    assert sum(sum(harness.scheduler.preemption_stats.num_preemptions.values()) for harness in runs) > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sequences_end_where_their_rows_say(seed: int) -> None:
+    harness = Harness(num_blocks=60, executor_class=RaggedExecutor)
+    harness.executor.end_rate = 0.5
+    requests = [harness.add(3 + seed + i, max_tokens=30, n=1 + i % 2, ignore_eos=True) for i in range(6)]
+    harness.run()
+    for request in requests:
+        harness.assert_right(request, whole=False)
+    assert set(harness.reasons.values()) >= {"stop"}
+    assert len(harness.reasons) == sum(request.params.n for request in requests)
+
+
+def first_plan(harness: Harness) -> tuple[StepPlan, int]:
+    """The plan that computes the whole prompt of one request, and its row."""
+    plan = harness.schedule()
+    assert len(plan.sample_rows) == 1
+    return plan, plan.sample_rows[0]
+
+
+def answer(harness: Harness, plan: StepPlan, row: int, own: RowResult) -> list[tuple[list[int], str | None]]:
+    """Give a plan of one row this result; return what became of the sequence."""
+    deltas = harness.scheduler.update(plan, StepResult([9] * len(plan.sample_rows), rows={row: own}))
+    harness.check()
+    return [(delta.token_ids, delta.finish_reason) for delta in deltas]
+
+
+@pytest.mark.parametrize(
+    ("params", "told", "given", "reason"),
+    [
+        ({"max_tokens": 9}, [4, 5, 6], [4, 5, 6], None),
+        ({"max_tokens": 2}, [4, 5, 6], [4, 5], "length"),
+        ({"max_tokens": 9, "stop_token_ids": [5]}, [4, 5, 6], [4, 5], "stop"),
+        ({"max_tokens": 9, "stop_token_ids": [5], "min_tokens": 3}, [4, 5, 6, 5, 7], [4, 5, 6, 5], "stop"),
+        ({"max_tokens": 9}, [4, 0, 6], [4, 0], "stop"),
+        ({"max_tokens": 9, "ignore_eos": True}, [4, 0, 6], [4, 0, 6], None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_forced", [0, 2])
+def test_tokens_of_a_row_are_checked_one_by_one(
+    params: dict[str, object], told: list[int], given: list[int], reason: str | None, num_forced: int
+) -> None:
+    harness = Harness(num_blocks=20)
+    request = harness.add(5, eos=[0], **params)
+    plan, row = first_plan(harness)
+    num_drawn = len(told) - num_forced
+    own = RowResult(told[:num_drawn], forced=told[num_drawn:])
+    assert answer(harness, plan, row, own) == [(given, reason)]
+    if reason is not None:
+        assert not harness.scheduler.has_requests
+        harness.assert_empty()
+    else:
+        assert harness.schedule().counts == [len(given)]
+        assert request.live[0].num_output_tokens == len(given)
+
+
+def test_forced_tokens_are_computed_as_a_chunk_and_sampled_behind() -> None:
+    harness = Harness(num_blocks=20)
+    request = harness.add(5, max_tokens=9, ignore_eos=True)
+    plan, row = first_plan(harness)
+    assert answer(harness, plan, row, RowResult([], forced=[7, 8, 9])) == [([7, 8, 9], None)]
+    plan = harness.schedule()
+    assert (plan.starts, plan.counts, plan.sample_tokens, plan.drafts) == ([5], [3], [2], [])
+    assert request.live[0].token_ids.output == [7, 8, 9]
+
+
+def test_row_of_no_token_that_has_ended_stops() -> None:
+    harness = Harness(num_blocks=20)
+    harness.add(5, max_tokens=9)
+    plan, row = first_plan(harness)
+    assert answer(harness, plan, row, RowResult(has_ended=True)) == [([], "stop")]
+    harness.assert_empty()
+
+
+def test_pooled_vector_rides_on_the_delta() -> None:
+    harness = Harness(num_blocks=20)
+    harness.add(5, max_tokens=9)
+    plan, row = first_plan(harness)
+    own = RowResult(has_ended=True, pooled=b"\0\0\x80\x3f")
+    (delta,) = harness.scheduler.update(plan, StepResult([9], rows={row: own}))
+    assert (delta.pooled, delta.finish_reason) == (own.pooled, "stop")
+
+
+def test_chunk_of_a_prompt_that_was_computed_in_part_goes_on_from_there() -> None:
+    harness = Harness(num_blocks=20, caching=True)
+    harness.add(40, max_tokens=2, ignore_eos=True)
+    plan = harness.schedule()
+    assert (plan.counts, plan.sample_rows) == ([16], [])
+    harness.scheduler.update(plan, StepResult([], rows={plan.rows[0]: RowResult(num_computed=5)}))
+    harness.check()
+    plan = harness.schedule()
+    assert (plan.starts, plan.counts) == ([5], [16])
+
+
+def test_drafts_are_computed_behind_the_known_tokens_and_sampled_at_each() -> None:
+    harness = Harness(num_blocks=20)
+    request = harness.add(5, max_tokens=9, ignore_eos=True)
+    plan, row = first_plan(harness)
+    assert answer(harness, plan, row, RowResult([4], drafts=[5, 6, 7])) == [([4], None)]
+    plan = harness.schedule()
+    assert (plan.starts, plan.counts) == ([5], [4])
+    assert (plan.sample_rows, plan.sample_tokens) == ([row] * 4, [0, 1, 2, 3])
+    assert [tuple(each) for each in plan.drafts] == [(row, 6, [5, 6, 7])]
+    assert harness.cache.num_tokens(request.live[0].seq_id) == 9
+    assert answer(harness, plan, row, RowResult([5, 9], num_computed=2)) == [([5, 9], None)]
+    assert harness.cache.num_tokens(request.live[0].seq_id) == 7
+    plan = harness.schedule()
+    assert (plan.starts, plan.counts, plan.drafts) == ([7], [1], [])
+
+
+def test_no_more_is_drafted_than_max_tokens_leaves() -> None:
+    harness = Harness(num_blocks=20)
+    harness.add(5, max_tokens=3, ignore_eos=True)
+    plan, row = first_plan(harness)
+    answer(harness, plan, row, RowResult([4], drafts=[5, 6, 7]))
+    plan = harness.schedule()
+    assert [each.token_ids for each in plan.drafts] == [[5]]
+    assert answer(harness, plan, row, RowResult([5, 6])) == [([5, 6], "length")]
+    harness.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "budget", "num_blocks"), [(2, 3, 20), (1, 16, 1)], ids=["of the budget", "of blocks"]
+)
+def test_drafts_are_dropped_for_want(num_seqs: int, budget: int, num_blocks: int) -> None:
+    """Each sequence gets the token that it gets without them, and none is preempted for a draft."""
+    harness = Harness(num_blocks=num_blocks, budget=budget)
+    requests = [harness.add(2, max_tokens=2, ignore_eos=True) for _ in range(num_seqs)]
+    plan = harness.schedule()
+    while len(plan.sample_rows) < num_seqs:
+        harness.execute(plan)
+        plan = harness.schedule()
+    for request in requests:
+        request.max_tokens = 16
+    own = {row: RowResult([4], drafts=[5] * 9) for row in plan.sample_rows}
+    harness.scheduler.update(plan, StepResult([9] * num_seqs, rows=own))
+    assert all(request.live[0].drafts for request in requests)
+    plan = harness.schedule()
+    assert (plan.counts, plan.drafts) == ([1] * num_seqs, [])
+    assert not any(request.num_preemptions for request in requests)
+    assert not any(request.live[0].drafts for request in requests)
+
+
+def test_tokens_behind_uncomputed_ones_are_a_fault() -> None:
+    harness = Harness(num_blocks=20)
+    harness.add(5, max_tokens=9)
+    plan, row = first_plan(harness)
+    with pytest.raises(AssertionError, match="uncomputed"):
+        harness.scheduler.update(plan, StepResult([9], rows={row: RowResult([4], num_computed=3)}))
+
