@@ -1,7 +1,7 @@
-"""Frames: how messages travel over a stream between two of our processes.
+"""Frames: length-prefixed messages on a stream between two processes of the engine.
 
-A frame is a length, four bytes with the highest first, and that many bytes of msgpack. The end of the stream means that
-the other side is gone.
+A frame is a length, four bytes in big-endian order, and that many bytes of msgpack. The stream ends when the other
+process ends.
 """
 
 from typing import BinaryIO
@@ -14,7 +14,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Return a message ready to be sent."""
+    """Return a message as a frame."""
     body = bytearray(LENGTH_BYTES)
     _encoder.encode_into(message, body, LENGTH_BYTES)
     body[:LENGTH_BYTES] = (len(body) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "big")

@@ -1,8 +1,8 @@
-"""What changes logits: allowed_token_ids, bad_words, min_tokens, logit_bias and penalties, in this order.
+"""Logits processors: allowed_token_ids, bad_words, min_tokens, logit_bias and penalties, in this order.
 
-A forbidden token gets a logit of minus infinity. If bad_words and min_tokens leave a row nothing of what is allowed,
-they give way for this one draw: allowed_token_ids never does, and a row always has a token to draw. Nothing is counted
-from step to step, so a sequence that was preempted and came back is penalized the same.
+A forbidden token gets a logit of minus infinity. If bad_words and min_tokens forbid every allowed token of a row, they
+are ignored for this draw, but allowed_token_ids never is: a row always has a token to draw. No counts are kept between
+steps, so a sequence that was preempted and resumed is penalized the same.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ LogitIndices = tuple[Tensor, Tensor]  # sample and token id of each index, both 
 
 
 def process_logits(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> None:
-    """Edit `logits` [num_samples, vocab] in place."""
+    """Process `logits` [num_samples, vocab] in place."""
     lists = {i: samples.state.token_lists(samples.rows[i]) for i in samples.using(TOKEN_LISTS).tolist()}
     _keep_allowed(logits, {i: lists[i].allowed_ids for i in samples.using(ALLOWED).tolist()})
     forbidden = {i: lists[i].early_stop_ids for i in samples.using(MIN_TOKENS).tolist()}
@@ -37,18 +37,18 @@ def process_logits(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> 
 
 
 def _logit_indices(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> LogitIndices:
-    """Return where in `logits` the ids of each sample stand."""
+    """Return the indices in `logits` of the ids of each sample."""
     samples = np.repeat(np.fromiter(ids, dtype=np.int64, count=len(ids)), [len(tokens) for tokens in ids.values()])
     return upload(samples, logits.device), upload(np.concatenate(list(ids.values())), logits.device)
 
 
 def _rows(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> Tensor:
-    """Return the samples that ids are given for, int64 [len(ids)]."""
+    """Return the samples that have ids, int64 [len(ids)]."""
     return upload(np.fromiter(ids, dtype=np.int64, count=len(ids)), logits.device)
 
 
 def _keep_allowed(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> None:
-    """Forbid everything but the ids given."""
+    """Forbid all tokens but the given ids."""
     if not ids:
         return
     places = _logit_indices(logits, ids)
@@ -58,7 +58,7 @@ def _keep_allowed(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> None:
 
 
 def _forbid(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> None:
-    """Forbid the ids given, except in samples that would have nothing left."""
+    """Forbid the given ids, except in samples that would have no token left."""
     ids = {sample: tokens for sample, tokens in ids.items() if tokens.size}
     if not ids:
         return
@@ -66,7 +66,7 @@ def _forbid(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> None:
     before = logits[places]
     logits[places] = -torch.inf
     rows = _rows(logits, ids)
-    if logits.device.type == "cpu":  # most rows need no look at all of their logits; a GPU would have to be waited for
+    if logits.device.type == "cpu":  # most rows have a finite logit among the first; a GPU would have to synchronize
         rows = rows[logits[:, :FEW_TOKENS][rows].amax(dim=1) == -torch.inf]
         if not len(rows):
             return
@@ -76,7 +76,7 @@ def _forbid(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> None:
 
 
 def _add_bias(logits: Tensor, ids: dict[int, NDArray[np.int64]], values: Sequence[NDArray[np.float32]]) -> None:
-    """Add a bias to each id given; no id stands twice in one sample."""
+    """Add a bias to each given id; no id occurs twice in one sample."""
     if not ids:
         return
     places = _logit_indices(logits, ids)
@@ -84,7 +84,7 @@ def _add_bias(logits: Tensor, ids: dict[int, NDArray[np.int64]], values: Sequenc
 
 
 def _penalize(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> None:
-    """Apply repetition, presence and frequency penalties, computed anew from the known tokens."""
+    """Apply repetition, presence and frequency penalties, computed from the known tokens."""
     penalized = samples.using(PENALTIES)
     if not penalized.size:
         return

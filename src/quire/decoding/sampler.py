@@ -1,18 +1,18 @@
-"""The sampler: rows of logits to one token each, doing only what some row asked for.
+"""Sampler: one token per row of logits. An operation runs only if a row of the batch uses it.
 
-The order of operations, in each row on its own:
+The order of operations, for each row on its own:
 
 1. allowed_token_ids, bad_words, min_tokens (masks), logit_bias;
 2. repetition, frequency and presence penalties;
-3. temperature 0: the highest logit, and of equal ones the lowest id. Done;
+3. temperature 0: the highest logit, of equal ones the lowest id, and no further operation;
 4. temperature, min_p, top_k, top_p;
-5. one draw from what is left: Philox(seed of the branch, index of the output token), inverse CDF in the order of ids.
+5. one draw from the remaining tokens: Philox(seed of the branch, index of the output token), inverse CDF by token id.
 
-Logprobs are those of the raw logits, whatever the steps above did; but a beam search with a temperature scores by those
-of logits / temperature. The order is vLLM's, so the same parameters mean the same distribution.
+Logprobs are those of the raw logits, before all of these; but a beam search with a temperature scores by those of
+logits / temperature. The order is vLLM's, so the same parameters mean the same distribution.
 
-A row with NaN or an infinite highest logit has no distribution, and fails. One look at the logits of the tokens chosen
-tells: NaN, and infinity, are chosen before anything else.
+A row with NaN or an infinite highest logit has no distribution, and fails. The logits of the chosen tokens show it: NaN
+and infinity are chosen before any other.
 """
 
 import math
@@ -37,7 +37,7 @@ NOT_FINITE = "the model gave logits that are NaN or infinite"
 class SampledTokens(NamedTuple):
     """One token per sample. `logprobs` is None when no sample asked for them, else None where one did not.
 
-    `failures`: the numbers of samples that have no token, and why; what stands for them in the lists means nothing.
+    `failures`: samples without a token, with the reason; their entries in the lists are undefined.
     """
 
     token_ids: list[int]
@@ -66,13 +66,13 @@ def sample(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = TORCH) -> 
     found = _token_logprobs(raw, raw_rows, chosen[asking], counts, ops)
     for index, record in zip(asking.tolist(), found, strict=True):
         records[index] = record
-        if not is_finite(record):  # a mask has hidden it from the choice
+        if not is_finite(record):  # hidden from the choice by a mask
             failures[index] = NOT_FINITE
     return SampledTokens(chosen.tolist(), records, failures)
 
 
 def sample_async(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = TORCH) -> Tensor:
-    """Do what `sample` does without waiting for a device; for samples of which none asks for logprobs.
+    """Do what `sample` does without waiting for the device; for samples without logprobs.
 
     Returns int64 [2, num_samples], where the logits are: the tokens, and whether each has a finite logit.
     """
@@ -84,13 +84,13 @@ def sample_async(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = TORC
 
 
 def to_sampled_tokens(drawn: Tensor) -> SampledTokens:
-    """Return what `sample` would have, from what `sample_async` has given."""
+    """Return the result of `sample` from that of `sample_async`."""
     token_ids, is_sound = drawn.tolist()
     return SampledTokens(token_ids, None, {i: NOT_FINITE for i, sound in enumerate(is_sound) if not sound})
 
 
 def join(parts: Sequence[SampledTokens]) -> SampledTokens:
-    """Return what calls for one sample each have given, as one call would."""
+    """Join the results of calls for one sample each into that of one call."""
     records = [part.logprobs[0] if part.logprobs else None for part in parts]
     return SampledTokens(
         [part.token_ids[0] for part in parts],
@@ -100,7 +100,7 @@ def join(parts: Sequence[SampledTokens]) -> SampledTokens:
 
 
 def is_finite(record: TokenLogprobs) -> bool:
-    """Whether the logits behind a record were numbers: else no token has a logprob."""
+    """Return whether the logits behind a record were finite: else no token has a logprob."""
     return math.isfinite(record.logprobs[0])
 
 
@@ -132,7 +132,7 @@ def _token_logprobs(
 
 
 def _scale(samples: SamplingBatch, logits: Tensor) -> None:
-    """Divide the logits of beams by their temperatures. The highest goes off first, so that none becomes infinite."""
+    """Divide the logits of beams by their temperatures. The highest is subtracted first, so that none overflows."""
     scaled = samples.using(SCALED)
     temperatures = samples.take(scaled).settings()["temperature"]
     for index, temperature in zip(scaled.tolist(), temperatures.tolist(), strict=True):
@@ -140,7 +140,7 @@ def _scale(samples: SamplingBatch, logits: Tensor) -> None:
 
 
 def _choose(samples: SamplingBatch, logits: Tensor, wanted: int, ops: SamplingOps) -> Tokens:
-    """Edit the logits; return the tokens [num_samples]: drawn where the temperature is above 0, else the highest."""
+    """Process the logits; return tokens [num_samples]: drawn if the temperature is above 0, else the highest."""
     if wanted & LOGITS_PROCESSED:
         process_logits(samples, logits, ops)
     if not wanted & SAMPLED:

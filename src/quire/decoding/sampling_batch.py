@@ -30,7 +30,7 @@ class SamplingBatch(NamedTuple):
         token_ids: NDArray[np.int32],
         num_tokens: NDArray[np.int64],
     ) -> "SamplingBatch":
-        """Look up what each sample uses in this step: min_tokens only until there are as many."""
+        """Collect the features of each sample in this step: min_tokens only below that number of tokens."""
         features = state.features[rows]
         early = np.flatnonzero(features & MIN_TOKENS)
         if early.size:
@@ -41,7 +41,7 @@ class SamplingBatch(NamedTuple):
 
     @property
     def wanted(self) -> int:
-        """All flags that some sample uses."""
+        """The flags that any sample uses."""
         return int(np.bitwise_or.reduce(self.features))
 
     def using(self, features: int) -> NDArray[np.int64]:

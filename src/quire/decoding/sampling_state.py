@@ -1,7 +1,7 @@
 """SamplingState: the sampling parameters of every running sequence, row by row, in NumPy arrays.
 
-A row is set when its sequence begins; its next owner replaces everything in it. Steps only gather: what a batch needs
-is found by ORing one flag word per row, so a batch pays for a feature only if one of its rows uses it.
+A row is set when its sequence starts; its next owner replaces all of it. Steps only gather: the features of a batch are
+the OR of one flag word per row, so a batch pays for a feature only if one of its rows uses it.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.decoding.bad_words import BadWords
 
-# What a row asks for beyond the highest logit; the bits of `SamplingState.features`.
+# Features of a row beyond the highest logit: the bits of `SamplingState.features`.
 SAMPLED = 1 << 0
 ALLOWED = 1 << 1
 BAD_WORDS = 1 << 2
@@ -44,7 +44,7 @@ ROW_DTYPE = np.dtype(
     align=True,
 )
 
-# A smaller penalty would make a logit infinite, or 0 in float32 and then NaN: what is forbidden would be drawn.
+# A smaller penalty would make a logit infinite, or 0 in float32 and then NaN: forbidden tokens would be drawn.
 _MIN_REPETITION_PENALTY = 1e-20
 _MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)  # a smaller one would be 0 in float32, and 0 / 0 no probability
 
@@ -61,7 +61,7 @@ class TokenLists:
 
     @classmethod
     def of(cls, new: NewRow, bad_words: BadWords) -> "TokenLists":
-        """Collect what `new` names; lists that were not given are empty."""
+        """Collect the token ids that `new` names; lists that were not given are empty."""
         bias = new.params.logit_bias or {}
         return cls(
             allowed_ids=_ids(new.params.allowed_token_ids or ()),
@@ -75,7 +75,7 @@ class TokenLists:
 class SamplingState:
     """Parameters of all rows.
 
-    features: uint32 [max_rows], the flags above. settings: ROW_DTYPE [max_rows]. lists: per row, None where a row
+    features: uint32 [max_rows], the flags above. settings: ROW_DTYPE [max_rows]. lists: per row, None if a row
     names no tokens.
     """
 
@@ -84,11 +84,11 @@ class SamplingState:
         self.features = np.zeros(max_rows, dtype=np.uint32)
         self.settings = np.zeros(max_rows, dtype=ROW_DTYPE)
         self.lists: list[TokenLists | None] = [None] * max_rows
-        self._words: tuple[tuple[int, ...], ...] = ()  # of the latest row: a request's branches follow one another
+        self._words: tuple[tuple[int, ...], ...] = ()  # of the latest row: the branches of a request come in sequence
         self._bad_words = BadWords(self._words)
 
     def set(self, new: NewRow) -> None:
-        """Begin row `new.row`. Every token id that it names has been checked against the vocabulary."""
+        """Set row `new.row`. Every token id that it names was checked against the vocabulary."""
         features = _features(new)
         self.features[new.row] = features
         self.settings[new.row] = _settings(new, self.vocab_size)
@@ -107,7 +107,7 @@ class SamplingState:
 
 
 def _features(new: NewRow) -> int:
-    """Return the flags of what a new row uses."""
+    """Return the flags of the features that a new row uses."""
     params = new.params
     flags = {
         SAMPLED: params.temperature > 0 and new.beam is None,

@@ -1,1 +1,1 @@
-"""A plan becomes tensors, a forward pass and sampled tokens: the executor, the worker and its persistent batch."""
+"""Execution of plans: executors, workers and the persistent batch, from plan to tensors to sampled tokens."""

@@ -1,10 +1,9 @@
-"""CUDA graphs of decode steps: where everybody advances by one token, a step's launches are replayed as one.
+"""CUDA graphs of decode steps: if every row advances by one token, the launches of a step are replayed as one.
 
-A graph is of one size: so many rows, the tables as wide as a sequence can be. A smaller batch is padded with rows of no
-sequence, whose context is 0 and whose slot is -1: they read nothing and write nothing. A size is captured when it has
-been wanted a few times, between two steps, one at a time, so that starting up waits for none. The first of all is the
-largest that the engine can use: the memory that it leaves in the graphs' pool serves the smaller ones, which would
-otherwise need some each.
+A graph has a fixed number of rows and block tables of the maximum width. A smaller batch is padded with rows without a
+sequence, of context length 0 and slot -1, which read and write nothing. A size is captured after it was requested a few
+times, between two steps, one at a time, so that start-up does not wait. The largest size of the engine comes first: its
+memory in the graphs' pool serves the smaller ones, too.
 """
 
 import logging
@@ -18,15 +17,15 @@ from quire.model.batch import ForwardBatch
 
 log = logging.getLogger(__name__)
 
-SIZES = (1, 2, 4, 8, *range(16, 257, 16))  # rows; above the last, steps run as they are
-WANTED_BEFORE_CAPTURE = 4  # steps; a capture takes about as long as a few dozen of them
+SIZES = (1, 2, 4, 8, *range(16, 257, 16))  # rows; larger steps run without a graph
+WANTED_BEFORE_CAPTURE = 4  # steps; a capture takes as long as a few dozen of them
 
 Replay = Callable[[], Tensor]                    # runs the graph, returns its hidden states [rows, hidden_size]
 Capture = Callable[[Callable[[], Tensor]], Replay]
 
 
 class CudaGraphRunner:
-    """The graphs of one model and cache. `forward` computes a batch; `capture` makes a graph of a call."""
+    """The graphs of one model and cache. `forward` computes a batch; `capture` captures a call as a graph."""
 
     def __init__(
         self,
@@ -38,11 +37,11 @@ class CudaGraphRunner:
     ) -> None:
         self._largest = next((size for size in SIZES if size >= max_rows), SIZES[-1])
         self._forward, self._max_blocks, self._device, self._capture = forward, max_blocks, device, capture
-        self._graphs: dict[int, tuple[ForwardBatch, Replay] | None] = {}  # None: it could not be captured
+        self._graphs: dict[int, tuple[ForwardBatch, Replay] | None] = {}  # None: the capture failed
         self._wanted: Counter[int] = Counter()
 
     def run(self, batch: ForwardBatch) -> Tensor | None:
-        """Return the hidden states [num_tokens, hidden_size] of a step, good until the next; None without a graph."""
+        """Return the hidden states [num_tokens, hidden_size] of a step, valid until the next; None without a graph."""
         num_rows = len(batch.context_lens)
         size = next((size for size in SIZES if size >= num_rows), None)
         if size is None or len(batch.token_ids) > num_rows:
@@ -57,9 +56,9 @@ class CudaGraphRunner:
         return replay()[:num_rows]
 
     def capture_one(self) -> None:
-        """Make the graph that has been wanted most, if one has been wanted often enough. For the time between steps.
+        """Capture the size that was requested most, if often enough. To be called between steps.
 
-        Where that fails, for want of memory above all, steps of this size go on without.
+        If that fails, mostly for lack of memory, steps of this size run without a graph.
         """
         size, count = next(iter(self._wanted.most_common(1)), (0, 0))
         if count < WANTED_BEFORE_CAPTURE:
@@ -76,7 +75,7 @@ class CudaGraphRunner:
 
 
 def dummy_batch(num_rows: int, num_tokens: int, max_blocks: int, device: torch.device) -> ForwardBatch:
-    """Return a batch whose rows are of no sequence: their tokens see nothing and write nothing."""
+    """Return a batch of rows without a sequence: their tokens attend to nothing and write nothing."""
     return ForwardBatch(
         token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
@@ -88,7 +87,7 @@ def dummy_batch(num_rows: int, num_tokens: int, max_blocks: int, device: torch.d
 
 
 def _fill(inputs: ForwardBatch, batch: ForwardBatch, num_rows: int) -> None:
-    """Put a step into the first rows of a graph's inputs, and nothing into the others."""
+    """Copy a step into the first rows of a graph's inputs; pad the rest with rows without a sequence."""
     inputs.slot_mapping[num_rows:].fill_(-1)
     inputs.context_lens[num_rows:].zero_()
     for name in ("token_ids", "positions", "slot_mapping", "context_lens"):
@@ -97,21 +96,21 @@ def _fill(inputs: ForwardBatch, batch: ForwardBatch, num_rows: int) -> None:
 
 
 class CudaGraphCapture:
-    """A `Capture`. All graphs draw on one pool of memory, for they never run at the same time.
+    """A `Capture`. All graphs share one memory pool, since they never run at the same time.
 
-    Nothing random is captured, and nothing that waits: a model's layers neither draw nor look at what they compute.
+    A model's layers contain no random numbers and no synchronization, so they can be captured.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, call: Callable[[], Tensor]) -> Replay:
-        """Return the graph of a call, which runs once before: what it needs is compiled and chosen then."""
+        """Return the graph of a call. The call runs once before, so that its kernels are compiled and tuned."""
         call()
         graph = torch.cuda.CUDAGraph()
         with (
-            torch.cuda.stream(torch.cuda.current_stream()),  # comes back to it also from a capture that fails
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),  # others may allocate
+            torch.cuda.stream(torch.cuda.current_stream()),  # restored also after a capture that fails
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),  # other threads may allocate
         ):
             result = call()
 

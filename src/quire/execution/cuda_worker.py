@@ -1,4 +1,4 @@
-"""The worker of a GPU: a step is launched and completed in two calls, and the host is free between them.
+"""CUDA worker: steps are launched and completed in two calls, and the host is free between them.
 
 The token that a step samples stays on the device until the step is completed. A placeholder takes its position in the
 batch's row: a negative number that names the row. A later step that computes the token reads it from `_last_tokens` on

@@ -1,4 +1,4 @@
-"""A worker without a model: what the control plane costs, and nothing else (`quire bench control-plane`)."""
+"""Null worker: batch preparation without a model, to measure the control plane (`quire bench control-plane`)."""
 
 from quire.core.plan import StepPlan, StepResult
 from quire.execution.batch import PersistentBatch
@@ -7,7 +7,7 @@ NULL_TOKEN = 7
 
 
 class NullWorker:
-    """Prepares every batch as a worker does, computes nothing, and answers each sample with the same token."""
+    """Prepares every batch as a worker does, computes nothing, and returns the same token for each sample."""
 
     def __init__(self, batch: PersistentBatch) -> None:
         self._batch = batch

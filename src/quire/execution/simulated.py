@@ -1,6 +1,6 @@
-"""An executor that computes nothing and says how long it would have taken: the real scheduler on a virtual clock.
+"""Simulated executor: a virtual clock advanced by a cost model, so that the real scheduler runs without a model.
 
-Loads no torch. Tokens are made up: each row's own, so that the branches of a request differ.
+Loads no torch. The token of a row is its row number, so that the branches of a request differ.
 """
 
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from quire.core.beam_search_params import num_candidates
 from quire.core.outputs import TokenLogprobs
 from quire.core.plan import UNMEASURED, MeasuredRates, NewRow, StepPlan, StepResult
 
-CANDIDATE_GAP = 1.5  # mean difference of the logprobs of a beam's likeliest tokens, one after the other
+CANDIDATE_GAP = 1.5  # mean difference between consecutive logprobs of a beam's likeliest tokens
 
 
 class SimulatedExecutor:
-    """Answers every plan at once; `now_s` is the time at which the last answer was ready.
+    """Returns the result of every plan at once; `now_s` is the virtual time at which the last one was ready.
 
-    `step_s` gives the seconds of a plan, `swap_s` those of so many swapped blocks. `on_step` sees each plan with its
-    seconds, between schedule and update: what is planned holds its blocks then.
+    `step_s` returns the seconds of a plan, `swap_s` those of a number of swapped blocks. `on_step` is called with each
+    plan and its seconds between schedule and update, while the plan holds its blocks.
     """
 
     max_steps_in_flight = 1
@@ -41,7 +41,7 @@ class SimulatedExecutor:
         self._plans.append(plan)
 
     def collect(self) -> StepResult:
-        """Let the clock go on to the end of the oldest plan."""
+        """Advance the clock to the end of the oldest plan."""
         plan = self._plans.pop(0)
         for new in plan.new_rows:
             self._beams.pop(new.row, None)
@@ -59,7 +59,7 @@ class SimulatedExecutor:
         )
 
     def _candidates(self, row: int) -> TokenLogprobs | None:
-        """Return the likeliest tokens of a beam, behind the one that is sampled, with made-up logprobs."""
+        """Return random likeliest tokens of a beam, after the sampled one, with random logprobs."""
         new = self._beams.get(row)
         if new is None or new.beam is None:
             return None
