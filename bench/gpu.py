@@ -37,6 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import quire.engine.loading  # noqa: E402
 import quire.model.loader  # noqa: E402
+import quire.model.weights  # noqa: E402
 from quire import LLM, SamplingParams  # noqa: E402
 from quire.kernels.back_end import cuda_back_end  # noqa: E402
 from quire.kernels.paged_attention import build_metadata  # noqa: E402
@@ -189,21 +190,20 @@ def move_rows(bandwidth: float) -> Iterator[Row]:
 
 
 class RandomCheckpoint:
-    """Stands in for a checkpoint's files: any tensor that is asked for, small random numbers on the device."""
+    """The place and the names of a checkpoint without files; `random_rows` reads it."""
 
-    names: tuple[str, ...] = ()
+    names = frozenset({"model.embed_tokens.weight"})
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def __contains__(self, name: str) -> bool:
-        return name == "model.embed_tokens.weight"
+    def location(self, name: str | None = None) -> str:
+        return str(self._folder / (name or ""))
 
-    def file_of(self, name: str) -> Path:
-        return self._folder / name
 
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return random(*shape) * 0.02
+def random_rows(checkpoint: RandomCheckpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return small random numbers on the device for any tensor of a `RandomCheckpoint`."""
+    return random(*shape) * 0.02
 
 
 def model_rows(bandwidth: float) -> Iterator[Row]:
@@ -367,6 +367,7 @@ def main() -> None:
         raise SystemExit("torch sees no GPU; --dry-run works without one")
     deadline_s = time.monotonic() + BUDGET_S
     quire.model.loader.SafetensorsCheckpoint = RandomCheckpoint  # type: ignore[assignment,misc]
+    quire.model.weights.read_rows = random_rows  # type: ignore[assignment]
     if DRY_RUN:
         quire.engine.loading.choose_back_end = lambda *args, **kwargs: cuda_back_end()  # type: ignore[attr-defined]
     bandwidth = copy_bandwidth()

@@ -1,14 +1,16 @@
-"""From a folder to a `Decoder` that is ready to run."""
+"""Loading: a folder, or any checkpoint, becomes a `Decoder` that is ready to run."""
 
 from pathlib import Path
 
 import torch
 
 from quire.kernels.back_end import BackEnd
+from quire.model.checkpoints.checkpoint import Checkpoint
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.config import dtype_name, read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.decoder import Decoder
+from quire.model.spec import DecoderSpec
 from quire.model.weights import WeightReader
 
 
@@ -30,14 +32,32 @@ def load_model(
     """
     source = str(folder / CONFIG_FILE)
     config = read_config(folder)
-    spec = spec_from_config(config, source)
-    weights = WeightReader(
+    return build_decoder(
+        spec_from_config(config, source),
         SafetensorsCheckpoint(folder),
-        spec.weights,
-        back_end,
-        getattr(torch, dtype_name(dtype, config, source)),
-        torch.device(device),
+        dtype=getattr(torch, dtype_name(dtype, config, source)),
+        device=torch.device(device),
+        back_end=back_end,
+        max_positions=max_positions,
+        table_positions=table_positions,
     )
+
+
+def build_decoder(
+    spec: DecoderSpec,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    back_end: BackEnd,
+    max_positions: int | None = None,
+    table_positions: int | None = None,
+) -> Decoder:
+    """Return the decoder of a spec with the weights of a checkpoint; positions as of `load_model`.
+
+    Raises ModelError for a tensor that is missing, of another shape, of integers, or not finite in `dtype`.
+    """
+    weights = WeightReader(checkpoint, spec.weights, back_end, dtype, device)
     longest = min(max_positions or spec.default_positions, spec.max_position_embeddings)
     decoder = Decoder(spec, weights, longest, min(table_positions or longest, longest))
     weights.warn_of_unread()

@@ -1,4 +1,4 @@
-"""WeightReader: takes a family's tensors out of a checkpoint, fused, converted and packed, module by module."""
+"""Weight reader: a family's tensors out of a checkpoint, fused, converted and packed, module by module."""
 
 import copy
 import logging
@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.core.errors import ModelError
 from quire.kernels.back_end import BackEnd
 from quire.kernels.linear import Linear, LinearWeight
-from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
+from quire.model.checkpoints.checkpoint import Checkpoint, read_rows
 from quire.model.shapes import LinearShape, NormShape, TableShape
 from quire.model.spec import WeightMap
 
@@ -21,7 +21,7 @@ MAX_NAMES_IN_WARNING = 5
 
 @dataclass(slots=True)
 class ReadTally:
-    """What has been read so far; shared by a reader and its layers."""
+    """Names, parameters and bytes read so far; shared by a reader and its layers."""
 
     names: set[str] = field(default_factory=set)
     num_parameters: int = 0
@@ -33,7 +33,7 @@ class WeightReader:
 
     def __init__(
         self,
-        checkpoint: SafetensorsCheckpoint,
+        checkpoint: Checkpoint,
         names: WeightMap,
         back_end: BackEnd,
         dtype: torch.dtype,
@@ -81,17 +81,17 @@ class WeightReader:
     def head(self, shape: LinearShape, embedding: Tensor, *, is_tied: bool) -> Linear:
         """Return the layer from hidden states to logits, in float32; the embedding table itself when tied.
 
-        A tied checkpoint that carries a head all the same is believed, as by transformers 5.
+        A head tensor in the checkpoint of a tied model is used, as by transformers 5.
         """
         name = f"{shape.modules[0]}.weight"
-        is_read = not is_tied or name in self._checkpoint
+        is_read = not is_tied or name in self._checkpoint.names
         weight = self._read([name], [(shape.num_rows[0], shape.width)]) if is_read else embedding
         layer = self.back_end.linear(LinearWeight.dense(weight), dtype=torch.float32)
         self.tally.weight_bytes += layer.num_bytes
         return layer
 
     def warn_of_unread(self) -> None:
-        """Log the tensors that nobody asked for, apart from those known to be harmless."""
+        """Log the tensors that no module has read, apart from those known to be harmless."""
         unread = sorted(
             name
             for name in self._checkpoint.names
@@ -107,7 +107,7 @@ class WeightReader:
 
     def _find_prefix(self) -> str:
         """The prefix under which the checkpoint has its embeddings; the usual one if it has none at all."""
-        found = (p for p in self.names.prefixes if f"{p}{self.names.embedding}.weight" in self._checkpoint)
+        found = (p for p in self.names.prefixes if f"{p}{self.names.embedding}.weight" in self._checkpoint.names)
         return next(found, self.names.prefixes[0])
 
     def _read_kept(self, names: list[str], shapes: list[tuple[int, ...]]) -> Tensor:
@@ -125,7 +125,8 @@ class WeightReader:
         """
         parts = []
         for name, shape in zip(names, shapes, strict=True):
-            part = self._checkpoint.read(name, shape[::-1] if is_transposed else shape).to(self.device, self.dtype)
+            part = read_rows(self._checkpoint, name, shape[::-1] if is_transposed else shape)
+            part = part.to(self.device, self.dtype)
             self._require_finite(name, part)
             parts.append(part.T if is_transposed else part)
         self.tally.names.update(names)
@@ -134,5 +135,5 @@ class WeightReader:
 
     def _require_finite(self, name: str, tensor: Tensor) -> None:
         if not self.back_end.all_finite(tensor):
-            path = self._checkpoint.file_of(name)
-            raise ModelError(f"{path}: tensor {name} has values that are NaN or infinite in {self.dtype}")
+            place = self._checkpoint.location(name)
+            raise ModelError(f"{place}: tensor {name} has values that are NaN or infinite in {self.dtype}")

@@ -1,1 +1,1 @@
-"""Checkpoint files: tensors of a model by name. `safetensors` reads a folder in Hugging Face format."""
+"""Checkpoints: the tensors of a model by name. `checkpoint` is the protocol, `safetensors` a folder of Hugging Face."""

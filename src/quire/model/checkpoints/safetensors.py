@@ -1,12 +1,12 @@
-"""The tensors of a model folder: one safetensors file, or shards listed in an index. Never pickle.
+"""Safetensors checkpoint: a folder with one file, or with shards listed in an index. Never pickle.
 
 A tensor is read through a memory map of its file. Pages that were read count as this process's memory for as long as
 they are mapped, so a file is mapped afresh every so often.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -17,62 +17,61 @@ from quire.core.model_files import file_inside, read_json_object
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 REMAP_BYTES = 64 << 20  # read from one map: 12 maps for a model of 0.8 GB, where one for each tensor takes 0.2 s
-READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
+
+T = TypeVar("T")
 
 
 class SafetensorsCheckpoint:
-    """Where each tensor of a folder is. Construction reads the headers of all files and no weight."""
+    """A `Checkpoint` of a folder. Construction reads the headers of all files and no weight."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = _shards(folder)
         self._mapped: tuple[Path, Any] | None = None
-        self._bytes_read = 0  # from what is mapped
+        self._bytes_read = 0  # from the file that is mapped
 
     @property
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         """Names of all tensors."""
         return self._files.keys()
 
-    def file_of(self, name: str) -> Path:
-        """The file that holds tensor `name`, which must be here."""
-        return self._files[name]
+    def location(self, name: str | None = None) -> str:
+        """Return the file of a tensor, or the folder."""
+        return str(self._folder if name is None else self._files[name])
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._in_file(name, lambda file: tuple(file.get_slice(name).get_shape()))
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return tensor `name` as the file has it, on the CPU, in the file's memory: copy it soon and let go of it.
+    def dtype(self, name: str) -> str:
+        """Return the dtype of a tensor, as the file names it."""
+        return self._in_file(name, lambda file: str(file.get_slice(name).get_dtype()))
 
-        Raises ModelError, before anything is read, if it is missing, has another shape or is not floating-point.
-        """
-        if name not in self._files:
-            raise ModelError(f"{self._folder}: tensor {name} is missing; expected shape {list(shape)}")
-        path = self._files[name]
-        try:
-            file = self._map(path)
-            entry = file.get_slice(name)
-            self._check(path, name, entry.get_dtype(), entry.get_shape(), list(shape))
-            tensor: Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise ModelError(f"{path}: cannot read tensor {name}: {error}") from error
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows [start, stop) of a tensor, in the file's memory where they are all of its rows."""
+        tensor = self._in_file(name, lambda file: _rows(file, name, start, stop))
         self._bytes_read += tensor.nbytes
         return tensor
+
+    def _in_file(self, name: str, read: Callable[[Any], T]) -> T:
+        """Return what `read` gets out of the mapped file of a tensor."""
+        path = self._files[name]
+        try:
+            return read(self._map(path))
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ModelError(f"{path}: cannot read tensor {name}: {error}") from error
 
     def _map(self, path: Path) -> Any:  # noqa: ANN401 (the methods of safe_open have no types)
         if self._mapped is None or self._mapped[0] != path or self._bytes_read > REMAP_BYTES:
             self._mapped, self._bytes_read = (path, safe_open(path, framework="pt")), 0
         return self._mapped[1]
 
-    @staticmethod
-    def _check(path: Path, name: str, dtype: str, found: list[int], expected: list[int]) -> None:
-        if found != expected:
-            raise ModelError(f"{path}: tensor {name} has shape {found}, expected {expected}")
-        if dtype not in READABLE_DTYPES:
-            raise ModelError(
-                f"{path}: tensor {name} has dtype {dtype}, expected one of {', '.join(READABLE_DTYPES)}: "
-                "quantized checkpoints are not supported yet"
-            )
+
+def _rows(file: Any, name: str, start: int, stop: int) -> Tensor:  # noqa: ANN401 (of safe_open)
+    """Return some rows of a tensor: a whole one is not copied."""
+    entry = file.get_slice(name)
+    tensor: Tensor = file.get_tensor(name) if (start, stop) == (0, entry.get_shape()[0]) else entry[start:stop]
+    return tensor
 
 
 def _shards(folder: Path) -> dict[str, Path]:
