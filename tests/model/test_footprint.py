@@ -7,15 +7,9 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import choose_back_end
-from quire.model.footprint import (
-    CPU_PACKING,
-    PLAIN_PACKING,
-    kv_bytes_per_token,
-    kv_heads_per_rank,
-    num_parameters,
-    weight_bytes,
-)
+from quire.model.footprint import kv_bytes_per_token, kv_heads_per_rank, num_parameters, weight_bytes
 from quire.model.loader import load_model
+from quire.model.weight_formats.sizes import CPU_PACKING, PLAIN_PACKING
 from support.zero_model import FAMILIES, spec_of, write_zero_model
 
 
@@ -56,3 +50,8 @@ def test_tied_head_is_its_table_where_nothing_is_packed() -> None:
     tied, own = spec_of("Qwen3"), spec_of("Qwen3", tie_word_embeddings=False)
     assert weight_bytes(own, "float16", PLAIN_PACKING) - weight_bytes(tied, "float16", PLAIN_PACKING) == 2 * 301 * 72
     assert weight_bytes(own, "float32", CPU_PACKING) == weight_bytes(tied, "float32", CPU_PACKING)
+
+
+def test_format_without_sizes_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="weight format int4 is not supported yet; known are dense"):
+        weight_bytes(spec_of("Llama"), "bfloat16", weight_format="int4")

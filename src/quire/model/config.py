@@ -9,8 +9,8 @@ from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import read_json_object
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
 from quire.model.families import FAMILIES, MODEL_TYPES
-from quire.model.footprint import DTYPE_BYTES
 from quire.model.spec import DecoderSpec, SpecError
+from quire.model.weight_formats.sizes import DTYPE_BYTES
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 EOS_KEY = "eos_token_id"

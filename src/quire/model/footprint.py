@@ -1,38 +1,12 @@
-"""How many bytes a model takes once it is loaded, from its shapes alone: no torch, no file but config.json.
+"""Footprint: the bytes that a model takes once it is loaded, from its shapes alone. No torch, no file but config.json.
 
-Counts what `WeightReader` tallies. Back ends differ in what they keep: see `Packing`.
+Counts what `WeightReader` tallies. A weight format counts the bytes of its linear weights (`weight_formats.sizes`).
 """
-
-from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
 from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, NormShape, Shape, TableShape
 from quire.model.spec import DecoderSpec
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """How a back end keeps linear weights: rows and inputs padded to multiples, in which dtypes, a tied head twice."""
-
-    row_multiple: int
-    input_multiple: int            # of bfloat16 weights
-    kernel_dtypes: frozenset[str]  # everything else is float32, the KV cache too
-    copies_tied_head: bool
-
-    def kernel_dtype(self, dtype: str) -> str:
-        """Return the dtype in which weights and KV cache of a model of `dtype` are kept."""
-        return dtype if dtype in self.kernel_dtypes else "float32"
-
-    def num_weights(self, num_rows: int, width: int, dtype: str) -> int:
-        """Return the elements of a packed weight, padding among them."""
-        inputs = self.input_multiple if dtype == "bfloat16" else 1
-        return -(-num_rows // self.row_multiple) * self.row_multiple * -(-width // inputs) * inputs
-
-
-CPU_PACKING = Packing(16, 32, frozenset({"float32", "bfloat16"}), copies_tied_head=True)
-PLAIN_PACKING = Packing(1, 1, frozenset(DTYPE_BYTES), copies_tied_head=False)
+from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, Packing, packed_bytes
 
 
 def num_layer_weights(spec: DecoderSpec) -> int:
@@ -50,16 +24,19 @@ def num_parameters(spec: DecoderSpec) -> int:
     return sum(map(_num_elements, around)) + spec.num_layers * sum(map(_num_elements, LayerShapes.of(spec))) - num_head
 
 
-def weight_bytes(spec: DecoderSpec, dtype: str, packing: Packing = CPU_PACKING, num_ranks: int = 1) -> int:
-    """Return the bytes of all weights as one of `num_ranks` ranks keeps them.
+def weight_bytes(
+    spec: DecoderSpec, dtype: str, packing: Packing = CPU_PACKING, num_ranks: int = 1, weight_format: str = "dense"
+) -> int:
+    """Return the bytes of all weights as one of `num_ranks` ranks keeps them, linear ones in `weight_format`.
 
     Tables and linear layers are split over the ranks of tensor parallelism, norms stand on each.
     """
     around, layer = DecoderShapes.of(spec), _layer_of_rank(spec, num_ranks)
     is_head_kept = packing.copies_tied_head or not spec.is_head_tied
     kept = around if is_head_kept else around[:-1]
-    layer_bytes = sum(_kept_bytes(shape, dtype, packing, num_ranks) for shape in layer)
-    return spec.num_layers * layer_bytes + sum(_kept_bytes(shape, dtype, packing, num_ranks) for shape in kept)
+    options = dtype, packing, num_ranks, weight_format
+    layer_bytes = sum(_kept_bytes(shape, *options) for shape in layer)
+    return spec.num_layers * layer_bytes + sum(_kept_bytes(shape, *options) for shape in kept)
 
 
 def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1) -> int:
@@ -88,11 +65,10 @@ def _layer_of_rank(spec: DecoderSpec, num_ranks: int) -> LayerShapes:
     return layer._replace(qkv=layer.qkv._replace(num_rows=(layer.qkv.num_rows[0], num_kv_rows, num_kv_rows)))
 
 
-def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, num_ranks: int) -> int:
+def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, num_ranks: int, weight_format: str) -> int:
     itemsize = DTYPE_BYTES[dtype]
     if not isinstance(shape, LinearShape):
         return _num_elements(shape) * itemsize // (num_ranks if isinstance(shape, TableShape) else 1)
-    kernel_dtype = packing.kernel_dtype(dtype)
     num_rows, width = sum(shape.num_rows), shape.width
     num_biases = num_rows if shape.has_bias else 0
     if shape.is_split_by_row:
@@ -100,8 +76,8 @@ def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, num_ranks: in
     else:
         width = -(-width // num_ranks)
     num_layers = 2 if shape.activation == "silu_and_mul" else 1  # gates and ups are packed each by itself
-    num_weights = num_layers * packing.num_weights(num_rows // num_layers, width, kernel_dtype)
-    return num_weights * DTYPE_BYTES[kernel_dtype] + num_biases * itemsize
+    layer_bytes = packed_bytes(weight_format, num_rows // num_layers, width, dtype, packing)
+    return num_layers * layer_bytes + num_biases * itemsize
 
 
 def _num_elements(shape: Shape | None) -> int:

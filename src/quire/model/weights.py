@@ -13,6 +13,8 @@ from quire.kernels.linear import Linear, LinearWeight
 from quire.model.checkpoints.checkpoint import Checkpoint, read_rows
 from quire.model.shapes import LinearShape, NormShape, TableShape
 from quire.model.spec import WeightMap
+from quire.model.weight_formats.dense import DenseFormat
+from quire.model.weight_formats.format import WeightFormat
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class WeightReader:
         back_end: BackEnd,
         dtype: torch.dtype,
         device: torch.device,
+        weight_format: WeightFormat | None = None,
     ) -> None:
         self.names = names
         self.back_end = back_end
@@ -45,6 +48,7 @@ class WeightReader:
         self.device = device
         self.tally = ReadTally()
         self._checkpoint = checkpoint
+        self._format = weight_format or DenseFormat()
         self._prefix = self._find_prefix()
 
     def layer(self, index: int) -> "WeightReader":
@@ -67,14 +71,10 @@ class WeightReader:
         """Return one layer, the modules' rows on top of each other."""
         num_rows = shape.num_rows if len(shape.modules) > 1 else [sum(shape.num_rows)]
         stems = [self._prefix + module for module in shape.modules]
-        weights = self._read(
-            [f"{stem}.weight" for stem in stems],
-            [(count, shape.width) for count in num_rows],
-            is_transposed=self.names.is_transposed,
-        )
+        weight = self._format.read(self._read, stems, num_rows, shape.width, is_transposed=self.names.is_transposed)
         biases = [f"{stem}.bias" for stem in stems]
         bias = self._read_kept(biases, [(count,) for count in num_rows]) if shape.has_bias else None
-        layer = self.back_end.linear(LinearWeight.dense(weights), bias, activation=shape.activation or "none")
+        layer = self.back_end.linear(weight, bias, activation=shape.activation or "none")
         self.tally.weight_bytes += layer.num_bytes
         return layer
 

@@ -10,8 +10,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
-from quire.model.footprint import CPU_PACKING, DTYPE_BYTES, kv_bytes_per_token, num_layer_weights
+from quire.model.footprint import kv_bytes_per_token, num_layer_weights
 from quire.model.spec import DecoderSpec
+from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES
 from quire.sim.hardware import CurvePoint, Hardware
 
 DECODES = (1, 2, 4, 8, 16, 32, 64)          # sequences of a step, one token each

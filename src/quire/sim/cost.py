@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from functools import cache
 
 from quire.core.plan import MeasuredRates, StepPlan
-from quire.model.footprint import DTYPE_BYTES, kv_bytes_per_token, num_layer_weights
+from quire.model.footprint import kv_bytes_per_token, num_layer_weights
 from quire.model.spec import DecoderSpec
+from quire.model.weight_formats.sizes import DTYPE_BYTES
 from quire.sim.hardware import CurvePoint, Hardware
 
 # Kwon et al. 2023, section 7.1: the paged attention kernel takes 20 to 26 % longer than one over contiguous memory.

@@ -14,15 +14,8 @@ from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import file_inside
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
-from quire.model.footprint import (
-    CPU_PACKING,
-    DTYPE_BYTES,
-    PLAIN_PACKING,
-    Packing,
-    kv_bytes_per_token,
-    num_parameters,
-    weight_bytes,
-)
+from quire.model.footprint import kv_bytes_per_token, num_parameters, weight_bytes
+from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, PLAIN_PACKING, Packing
 from quire.sim.hardware import Hardware
 from quire.sim.models import Model
 
