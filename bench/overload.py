@@ -76,7 +76,7 @@ def shown(name: str, times_s: Sequence[float]) -> str:
 
 
 def main(model: Annotated[str | None, typer.Argument()] = None, bursts: int = 10) -> None:
-    """Print how many were let in and refused, and how long refusals took."""
+    """Print the numbers of admitted and refused requests, and the times of refusals."""
     with tempfile.TemporaryDirectory() as folder:
         with server(Path(folder), [*([model] if model else []), *ARGUMENTS]) as url:
             host, _, port = url.removeprefix("http://").partition(":")

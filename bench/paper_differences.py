@@ -142,7 +142,7 @@ def padded_chat(count: int, shorter: int = 1) -> list[WorkItem]:
 
 def static() -> None:
     """Figure 12: what of FasterTransformer's latency is waiting for the longest answer of the own batch."""
-    print("  rate: s/token, what answers of at most 8 tokens add; handed over at once; waiting to be let in alone")
+    print("  rate: s/token, what answers of at most 8 tokens add; handed over at once; waiting for admission alone")
     for rate in (0.06, 0.08, 0.1, 0.12, 0.15, 0.2):
         run = simulate(Point(FASTER_TRANSFORMER, "OPT-13B", "sharegpt", rate, 3600.0), Variant())
         at_once = np.mean([(ready_s(run, each) - each.arrival_s) / each.item.output_len for each in run.finished])

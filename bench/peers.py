@@ -8,7 +8,7 @@ Each engine loads once, in a process of its own environment, and takes one workl
 others sleep. All get the same token ids at once, greedy, with the answers' lengths given, and other ids in every turn.
 Prefix caches are off, but for `--only prefix`, a burst that shares 512 tokens: there they are on, what a turn finds it
 has computed itself, and Quire without its cache takes part. A shared machine changes its speed: figures of one turn are
-compared with each other, and its speed stands beside each turn in the JSON. Every engine is warmed up first. The first
+compared with each other, and its speed is with each turn in the JSON. Every engine is warmed up first. The first
 model meets every peer, the others OpenVINO and vLLM. `--quick` tries everything in a few minutes; do that first, as
 vLLM compiles on its first start. More servers join http32: --server "llama.cpp=llama-server -m MODEL.gguf --port {port}
 -np 64 -kvu".

@@ -9,7 +9,7 @@ come in the file's order, the next one as soon as one of `--max-open` is over.
   answers as the engine gave them. `--chats` conversations are open, and the next one to ask is drawn by lot; when one
   is over, another begins.
 * Mooncake's traces: a prompt is what its hash ids say, 512 tokens for each. What the engine answers is never asked
-  again, for what the users were answered stands in the next prompt under ids of its own.
+  again, for the answers of the trace are in the next prompt under ids of their own.
 
 The most that can be found: of a chat, all that was said up to the last answer; of a trace, the ids that have been there
 with all before them. Neither knows of blocks, or that the last token of a prompt is always computed. For a cache with
@@ -49,7 +49,7 @@ FIRST_CHAT_TOKEN = OUTPUT_TOKEN + 1  # every chat has a token of its own, and no
 
 
 class Turn(NamedTuple):
-    """One ask of a chat: so many tokens are new, and so many come back."""
+    """One turn of a chat: numbers of new and of repeated tokens."""
 
     input_len: int
     output_len: int

@@ -1,7 +1,7 @@
 """Error of simulated serving against measured serving on this machine.
 
 Rounds of calibrating and serving, in turn; then the machine is fitted to the medians of all rounds, every load is
-simulated on it, and what came of that stands beside the medians of what was measured. Both run the same loop
+simulated on it, and the results are printed beside the medians of the measurements. Both run the same loop
 (`quire.sim.simulation`): the same scheduler and cache, once with the model and once with the cost model.
 
     python bench/simulator_error.py [MODEL] --rounds 5

@@ -17,8 +17,10 @@ from quire.engine.options import EngineOptions
 if TYPE_CHECKING:
     from quire.llm import LLM
 
+_DEFAULT = SamplingParams()
 _sampling = partial(flag_field, panel="Sampling")
 _beams = partial(flag_field, panel="Beam search")
+
 
 def load(engine: EngineOptions) -> "LLM":
     """Load the model, and torch with it, which is not imported before."""
@@ -29,17 +31,19 @@ def load(engine: EngineOptions) -> "LLM":
 class AnswerFlags:
     """Sampling and stop conditions of one answer."""
 
-    min_tokens: int = _sampling(0, "fewest tokens of an answer")
-    temperature: float = _sampling(1.0, "0 is greedy")
-    top_p: float = _sampling(1.0, "keep the likeliest tokens that make up this share")
-    top_k: int = _sampling(0, "keep this many of the likeliest tokens; 0 keeps all")
-    min_p: float = _sampling(0.0, "keep tokens at least this likely, relative to the likeliest")
-    presence_penalty: float = _sampling(0.0, "off the logit of every token that the answer has")
-    frequency_penalty: float = _sampling(0.0, "off the logit, once for each time that the answer has it")
-    repetition_penalty: float = _sampling(1.0, "divides the logits of known tokens; 1 is off")
+    min_tokens: int = _sampling(_DEFAULT.min_tokens, "fewest tokens of an answer")
+    temperature: float = _sampling(_DEFAULT.temperature, "0 is greedy")
+    top_p: float = _sampling(_DEFAULT.top_p, "keep the likeliest tokens that make up this share")
+    top_k: int = _sampling(_DEFAULT.top_k, "keep this many of the likeliest tokens; 0 keeps all")
+    min_p: float = _sampling(_DEFAULT.min_p, "keep tokens at least this likely, relative to the likeliest")
+    presence_penalty: float = _sampling(_DEFAULT.presence_penalty, "off the logit of every token that the answer has")
+    frequency_penalty: float = _sampling(
+        _DEFAULT.frequency_penalty, "off the logit, once for each time that the answer has it"
+    )
+    repetition_penalty: float = _sampling(_DEFAULT.repetition_penalty, "divides the logits of known tokens; 1 is off")
     sampling_seed: int | None = _sampling(None, "of this request; without it, from --seed and the order of arrival")
     stop: list[str] = _sampling([], "text that ends an answer (repeatable)", metavar="TEXT")
-    ignore_eos: bool = _sampling(False, "go on after the end-of-sequence token")
+    ignore_eos: bool = _sampling(_DEFAULT.ignore_eos, "go on after the end-of-sequence token")
 
     def params(self) -> SamplingParams:
         """Return the parameters. Raises InvalidRequestError for a value out of range."""

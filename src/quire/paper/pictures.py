@@ -1,4 +1,4 @@
-"""Figures without a clock: how memory is laid out and grows, block tables of the real cache, and lengths."""
+"""Figures without a clock: layout and growth of memory, block tables of the real cache, and lengths."""
 
 from collections.abc import Iterator
 from statistics import fmean

@@ -1,4 +1,4 @@
-"""Plots in one house style: a panel is plain data, drawn here.
+"""Plots: a panel is plain data, drawn here in one style.
 
 matplotlib is an extra: it is loaded here, and nowhere else.
 """

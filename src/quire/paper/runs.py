@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 MAX_MODEL_LEN = 2048   # tokens, of OPT
-MAX_NUM_SEQS = 1024    # more than memory lets in
+MAX_NUM_SEQS = 1024    # more than memory admits
 QUIRE_BUDGET = 2048    # tokens per step, the engine's default
 _WATCH_EVERY = 5       # steps
 

@@ -66,7 +66,7 @@ def _alpaca(path: Path) -> list[Lengths]:
 
 
 def _chat_rounds(path: Path) -> list[Lengths]:
-    """Every answer of a conversation, asked for with all that was said before."""
+    """Workload of conversations: every answer is requested with the whole conversation before it."""
     rounds = []
     turns = read_columns(path, conversation=int, tokens=int, role=str)
     for _, turns_of_one in groupby(turns, key=lambda turn: turn[0]):

@@ -1,4 +1,4 @@
-"""Machines as data: what a device reads, multiplies and sends per second, and what a step costs before it does either.
+"""Hardware as data: bytes, operations and transfers of a device per second, and the fixed cost of a step.
 
 Rates are the makers' peaks; `bandwidth_share` and `flops_share` say how much of them whole steps of good kernels reach.
 A machine that was measured (`quire bench calibrate`) brings a curve instead: seconds per weight at several batch sizes.

@@ -1,4 +1,4 @@
-"""Steps of a real engine, timed: what `quire bench calibrate` makes a `Hardware` of."""
+"""Timed steps of a real engine, from which `quire bench calibrate` fits a `Hardware`."""
 
 import time
 from collections.abc import Callable

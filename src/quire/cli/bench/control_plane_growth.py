@@ -1,4 +1,4 @@
-"""Growth of the longest step with the length of prompts, apart from the model: bursts, forks and beam searches.
+"""Growth of the longest step with the length of prompts, without the model: bursts, forks and beam searches.
 
 Times the scheduler and the preparation of batches on the real classes. Tokens are made up, outside of the timed part.
 """

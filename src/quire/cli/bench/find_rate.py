@@ -1,4 +1,4 @@
-"""The highest rate that meets the limits: doubling until one does not, then bisection.
+"""Search for the highest rate that meets the limits: doubling until one does not, then bisection.
 
 Each rate is probed with a bounded load, of prompts that the server has not seen.
 """
@@ -63,7 +63,7 @@ class Probe:
 
 @dataclass(slots=True)
 class RateFinder:
-    """Asks a server at the rates that a search names: Poisson arrivals, of at most `max_open` requests at once."""
+    """Probes of a server at the rates of a search: Poisson arrivals, at most `max_open` requests at once."""
 
     server: ServerUnderTest
     items: list[WorkItem]

@@ -1,6 +1,6 @@
 """HTTP load: requests that are each sent when due, and the times at which their answers arrive.
 
-Light on purpose, as client and server often share their cores: one session, no read timeouts to arm for each chunk, raw
+Light, since client and server often share their cores: one session, no read timeouts to arm for each chunk, raw
 reads of the body, one split and one typed JSON parse for each. A request's times count from when it was due: what it
 waited here for a free connection, or because this client was late, counts too.
 """

@@ -1,4 +1,4 @@
-"""Figures as a table for people and as JSON for programs. Keys of the JSON are the names in the tables."""
+"""Report of figures: a table for readers, and JSON with the same names for programs."""
 
 import json
 from collections.abc import Mapping, Sequence

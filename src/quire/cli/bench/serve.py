@@ -1,4 +1,4 @@
-"""`quire bench serve`, once its flags are read: measure or search, print, write, and choose how to end."""
+"""`quire bench serve` after its flags are read: measure or search, print, write, choose the exit status."""
 
 import asyncio
 from dataclasses import dataclass

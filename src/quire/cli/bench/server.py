@@ -1,4 +1,4 @@
-"""A server under test: loads, a look at its /metrics beside each, and Ctrl-C, which keeps what was measured.
+"""Server under test: loads, samples of its /metrics beside each, and Ctrl-C, which keeps what was measured.
 
 Of its metrics vLLM's names are known, which Quire has too, and Quire's own.
 """

@@ -1,4 +1,4 @@
-"""The command `quire chat`: which model answers, and how."""
+"""`quire chat`: choice of the back end, and sampling of its answers."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A model in this process answers."""
+"""Back end of a chat: a model in this process."""
 
 import signal
 import threading

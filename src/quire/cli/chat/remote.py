@@ -1,4 +1,4 @@
-"""An OpenAI server answers: streamed chat completions over HTTP.
+"""Back end of a chat: an OpenAI server, streamed chat completions over HTTP.
 
 Each answer has a connection of its own, and stopping the answer closes it, at which the server stops too.
 """

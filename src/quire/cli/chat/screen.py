@@ -14,7 +14,7 @@ _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(co
 
 
 class Screen:
-    """Takes messages in and shows answers. Looks at `sys.stdin` and `sys.stdout` when they are needed.
+    """Input of messages and display of answers; `sys.stdin` and `sys.stdout` are looked up when they are needed.
 
     `is_interactive`: both ends are terminals; errors are shown and the chat continues, and lines can be edited and
     recalled where Python has readline; a pipe ends with the error. Neither fails at a character that it cannot hold.
