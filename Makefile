@@ -20,7 +20,7 @@ generate: export QUIRE_PROMPT := $(value PROMPT)
 generate: export QUIRE_TEMPERATURE ?= 0.7
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test fuzz matrix soak hostile-soak lint serve generate \
+.PHONY: help set-up test test-quick fuzz matrix soak hostile-soak lint serve generate \
         bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
@@ -39,6 +39,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: $(STAMP) ## run the tests in JOBS=2 processes (under 15 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not fuzz and not matrix" -n $(JOBS) --dist loadfile $(ARGS)
+
+test-quick: $(STAMP) ## run the tests that tests/quick.txt names, some of each package (under 90 s on 2 cores)
+	$(BIN)/python -m pytest @tests/quick.txt -m "not fuzz and not matrix" -n $(JOBS) --dist loadfile $(ARGS)
 
 fuzz: $(STAMP) ## run the long random tests from a fresh seed, which is printed (QUIRE_FUZZ_SEED repeats it)
 	$(BIN)/python -m pytest -m fuzz --timeout 0 $(ARGS)

@@ -24,9 +24,10 @@ STORIES_260K = ROOT / "../shared/data/models/stories260K"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --device."""
+    """Add --device and --best-isa."""
     told = "what engines run on; but for cpu, answers compare by the margin rule, not to the bit (support/margin.py)"
     parser.addoption("--device", choices=("cpu", "cuda", "imitated"), default="cpu", help=told)
+    parser.addoption("--best-isa", action="store_true", help="of the instruction sets, test the machine's best alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,6 +51,23 @@ def pytest_configure(config: pytest.Config) -> None:
     from support import margin
 
     margin.turn_on()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --best-isa, deselect the tests of every instruction set but the best."""
+    if not config.getoption("--best-isa"):
+        return
+    from quire.kernels.cpp.back_end import usable_isas
+
+    others = usable_isas()[1:]
+    unwanted = [item for item in items if isinstance(item, pytest.Function) and isa_of(item) in others]
+    config.hook.pytest_deselected(items=unwanted)
+    items[:] = [item for item in items if item not in unwanted]
+
+
+def isa_of(item: pytest.Function) -> object:
+    """Return the instruction set that a test is parametrized with, or None."""
+    return item.callspec.params.get("isa") if hasattr(item, "callspec") else None
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
