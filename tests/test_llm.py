@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +17,7 @@ from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.pinned_prefixes import PinnedPrefixes
 from quire.model.decoder import Decoder
+from support.faults import raising
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -126,7 +126,7 @@ def test_failed_step_ends_its_own_call_and_no_other_stream(llm: LLM, monkeypatch
         for _ in range(num_before):
             next(stream)
         with monkeypatch.context() as patch:
-            patch.setattr(Decoder, "forward", Mock(side_effect=KeyboardInterrupt))
+            patch.setattr(Decoder, "forward", raising(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(["x", "y"], params, use_tqdm=False)
         assert [branch.token_ids for branch in list(stream)[-1].outputs] == expected
@@ -139,7 +139,7 @@ def test_stream_whose_tokens_were_lost_says_so_and_never_hangs(
     stream = llm.stream([5] * 21, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
     next(stream)
     with monkeypatch.context() as patch:
-        patch.setattr(OutputProcessor, "process", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(OutputProcessor, "process", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             llm.generate("x", GREEDY, use_tqdm=False)
     with pytest.raises(RuntimeError, match="failed step"):
@@ -290,7 +290,7 @@ def test_pin_that_fails_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch
     for place in (Decoder, OutputProcessor, PinnedPrefixes):
         with monkeypatch.context() as patch:
             patch.setattr(place, "forward" if place is Decoder else "process" if place is OutputProcessor else "add",
-                          Mock(side_effect=fault))
+                          raising(fault))
             with pytest.raises(fault):
                 llm.pin_prefix([5] * 40)
         assert llm.kv_stats().used_blocks == 0

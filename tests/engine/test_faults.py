@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, KeysView, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -37,6 +36,7 @@ from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.scheduling import scheduler
 from support.answers import Answer, answers_of
+from support.faults import raising
 from support.random_model import write_random_model
 
 CURSED = 300   # a token of the victims' prompts alone
@@ -333,7 +333,7 @@ def test_request_that_makes_steps_fail_fails_alone(
 
 def test_device_that_fails_every_step_ends_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(Decoder, "forward", Mock(side_effect=Injected))
+        patched.setattr(Decoder, "forward", raising(Injected))
         with pytest.raises(Injected):
             Run(llm, ASKED * 3)
     for request_id in list(llm._engine.engine.scheduler.requests):
