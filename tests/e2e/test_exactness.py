@@ -1,7 +1,7 @@
 """Promise 1: what else runs, how a prompt is cut and where its blocks lie never change a request's tokens.
 
 Every run is compared bit for bit, tokens and logprobs, with the same requests one by one in an engine with the
-default settings.
+default settings. Pairs of settings are in `test_covering_table.py`; all of them run with `make matrix`.
 """
 
 import random
@@ -60,14 +60,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.getfixturevalue(model), dtype)
 
 
-PAIRS = [(8, 1), (8, 7), (16, 2048), (16, 16), (32, 7), (64, 16), (128, 1), (128, 2048)]
 GRID = list(product((8, 16, 32, 64, 128), (1, 7, 16, 2048)))
-
-
-@pytest.mark.parametrize(("block_size", "budget"), PAIRS)
-def test_batched_and_chunked_answers_equal_those_alone(case: Case, block_size: int, budget: int) -> None:
-    answers, _ = case.together(block_size=block_size, max_num_batched_tokens=budget)
-    assert answers == case.alone
 
 
 @pytest.mark.parametrize("budget", [16, 2048])

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,15 @@ def params_of(kind: int, num_tokens: int = NUM_TOKENS) -> SamplingParams:
     return SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=2, **KINDS[kind % len(KINDS)])
 
 
-@pytest.fixture(scope="module", params=list(product(("demo_model", "stories260k"), DTYPES)), ids="-".join)
+MODELS = list(product(("demo_model", "stories260k"), DTYPES))
+
+
+def in_turn(settings: list[tuple[int, int]]) -> list[tuple[tuple[str, str], tuple[int, int]]]:
+    """Return each setting with one of the models; pairs of all are in `test_covering_table.py`."""
+    return list(zip(cycle(MODELS), settings))
+
+
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
 def model(request: pytest.FixtureRequest) -> Iterator[Model]:
     name, dtype = request.param
     model = Model(request.getfixturevalue(name), dtype)
@@ -114,11 +122,12 @@ def check_setting(model: Model, block_size: int, budget: int, num_kv_blocks: int
     return found
 
 
-PAIRS = [(8, 1), (16, 2048), (16, 7), (64, 16), (128, 2048)]
+SETTINGS = [(8, 1), (16, 2048), (16, 7), (64, 16), (128, 2048)]
 
 
-@pytest.mark.parametrize(("block_size", "budget"), PAIRS)
-def test_hits_of_every_length_change_nothing(model: Model, block_size: int, budget: int) -> None:
+@pytest.mark.parametrize(("model", "setting"), in_turn(SETTINGS), indirect=["model"], ids=str)
+def test_hits_of_every_length_change_nothing(model: Model, setting: tuple[int, int]) -> None:
+    block_size, budget = setting
     found = check_setting(model, block_size, budget, None, first_kind=0)
     size, k = block_size, max(1, 128 // block_size)
     common = [num for num in [0, 1, size - 1, size, size + 1, size + size // 2, k * size, k * size + 3] if num <= 193]
@@ -127,8 +136,11 @@ def test_hits_of_every_length_change_nothing(model: Model, block_size: int, budg
     assert all(tokens >= least for tokens, least in zip(found, expected, strict=True)), (found, expected)
 
 
-@pytest.mark.parametrize(("block_size", "budget"), [(8, 16), (8, 2048), (16, 2048)])
-def test_preempted_hits_change_nothing(model: Model, block_size: int, budget: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "setting"), in_turn([(8, 16), (16, 2048), (16, 16), (8, 2048)]), indirect=["model"], ids=str
+)
+def test_preempted_hits_change_nothing(model: Model, setting: tuple[int, int]) -> None:
+    block_size, budget = setting
     num_blocks = (MAX_MODEL_LEN + 128) // block_size
     with model.llm(block_size=block_size, max_num_batched_tokens=budget, num_kv_blocks=num_blocks) as llm:
         prompts = [prompt_that_hits(num, num + 9) for num in range(40, 190, 10)]

@@ -1,8 +1,9 @@
 """Promise 1 on every instruction set: under random schedules a request gives the tokens and logprobs it gives alone.
 
-Requests arrive while others run, with contexts past the borders between the kernels' partitions, in every combination
-of instruction set, dtype, thread count, block size, token budget and room for the KV cache. `alone` is one request
-after the other in an engine with the default settings and one thread.
+Requests arrive while others run, with contexts past the borders between the kernels' partitions, in a pool with room
+for hardly more than one of them; with `make matrix` in every combination of instruction set, dtype, thread count, block
+size, token budget and room. `alone` is one request after the other in an engine with the default settings and one
+thread. Pairs of all settings are in `tests/e2e/test_covering_table.py`.
 """
 
 import random
@@ -20,7 +21,6 @@ from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
 from support.answers import Answer, answers_of
-from support.pairwise import pairwise
 from support.random_model import MAX_MODEL_LEN, VOCAB_SIZE, write_random_model
 
 ISAS = usable_isas() or ("auto",)  # auto without the extension: PyTorch's stand-ins
@@ -137,11 +137,6 @@ def check(model: Path, setting: Setting, seed: int) -> int:
     for i, output in outputs.items():
         assert answers_of(output) == expected[i], f"request {i}"
     return sum(output.metrics.num_preemptions for output in outputs.values() if output.metrics)
-
-
-@pytest.mark.parametrize("setting", [Setting(*row) for row in pairwise(FACTORS)], ids=str)
-def test_any_two_settings_together_give_the_answers_alone(model: Path, setting: Setting) -> None:
-    check(model, setting, seed=FACTORS[3].index(setting.block_size))
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -1,18 +1,45 @@
-"""Few combinations that try every pair."""
+"""Covering tables: few rows in which any two values of two axes stand together at least once."""
 
 import random
 from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any
 
+NUM_CANDIDATES = 30
+Place = tuple[int, int]  # an axis, and a value of it, by number
 
-def pairwise(factors: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Return few rows in which any two values of two factors stand together at least once."""
-    rows = list(product(*factors))
-    random.Random(0).shuffle(rows)
-    pairs_of = {row: set(combinations(enumerate(row), 2)) for row in rows}
-    missing, chosen = set().union(*pairs_of.values()), []
+
+def pairwise(axes: Sequence[Sequence[Any]], seed: int = 0) -> list[tuple[Any, ...]]:
+    """Return few rows with one value of each axis that together hold every pair; the same for the same seed.
+
+    Each row is the best of several that are filled greedily from a pair still missing (Cohen et al. 1997, AETG).
+    """
+    rng = random.Random(seed)
+    places = [[(axis, number) for number in range(len(values))] for axis, values in enumerate(axes)]
+    missing = {pair for one, other in combinations(places, 2) for pair in product(one, other)}
+    rows = []
     while missing:
-        chosen.append(max(rows, key=lambda row: len(pairs_of[row] & missing)))
-        missing -= pairs_of[chosen[-1]]
-    return chosen
+        candidates = [_fill(places, missing, rng) for _ in range(NUM_CANDIDATES)]
+        best = max(candidates, key=lambda row: len(_pairs(row) & missing))
+        missing -= _pairs(best)
+        rows.append(tuple(axes[axis][number] for axis, number in best))
+    return rows
+
+
+def _fill(places: list[list[Place]], missing: set[tuple[Place, Place]], rng: random.Random) -> list[Place]:
+    """Return a row that begins with a missing pair; each further value is one that adds most of them."""
+    chosen = list(rng.choice(sorted(missing)))
+    for axis in rng.sample(range(len(places)), len(places)):
+        if axis in (place[0] for place in chosen):
+            continue
+        values = rng.sample(places[axis], len(places[axis]))
+        chosen.append(max(values, key=lambda value: sum(_pair(value, other) in missing for other in chosen)))
+    return sorted(chosen)
+
+
+def _pairs(row: list[Place]) -> set[tuple[Place, Place]]:
+    return set(combinations(row, 2))
+
+
+def _pair(one: Place, other: Place) -> tuple[Place, Place]:
+    return (one, other) if one < other else (other, one)

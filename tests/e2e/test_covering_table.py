@@ -1,0 +1,253 @@
+"""Covering table of every axis of settings: no value of one, beside any value of another, changes a bit of an answer.
+
+Each row of the table is an engine, a request and other requests beside it. Tokens and logprobs equal those of the same
+request alone, on the same model, dtype and instruction set, with one thread and the cache off. A new axis, or a new
+value of one, is a line of `AXES`; the rows follow (support/pairwise.py). `make matrix` runs products of some axes.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from quire.core.sequence import Request
+from quire.kernels.back_end import choose_back_end
+from quire.kernels.cpp.back_end import usable_isas
+from quire.scheduling.plan_builder import PlanBuilder
+from support.answers import Answer, answers_of
+from support.pairwise import pairwise
+from support.random_model import write_random_model
+
+NUM_TOKENS = 12
+PREFIX_LENS = {"random": 270, "demo_model": 150, "stories260k": 150}  # 270: past the border of a kernel's partition
+MAX_ROWS = 120
+
+AXES = {
+    "isa": usable_isas() or ("auto",),                                      # auto: PyTorch's stand-ins
+    "model": ("random", "demo_model", "stories260k"),
+    "dtype": ("float32", "bfloat16"),
+    "weights": ("dense",),
+    "kv_dtype": ("the model's",),
+    "num_threads": (1, 2),
+    "block_size": (8, 16, 64, 128),
+    "budget": (1, 7, 33, 2048),                                             # tokens of a step
+    "hit": ("off", "cold", "no block", "one block", "blocks", "inside", "all"),  # the cache, and where a match ends
+    "preemption": ("none", "recompute", "swap", "crowded"),                 # crowded: the pool is nearly full
+    "branches": ("one", "four", "beams"),
+    "sampling": ("greedy", "top_p", "top_k", "min_p"),
+    "company": ("none", "three"),                                           # other requests, one of which is aborted
+    "grammar": ("none",),
+    "speculation": ("none",),
+    "tensor_parallel": (1,),
+    "adapter": ("none",),
+}
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "top_p": {"temperature": 0.8, "seed": 3, "top_p": 0.9},
+    "top_k": {"temperature": 1.1, "seed": 4, "top_k": 20, "repetition_penalty": 1.2},
+    "min_p": {"temperature": 1.0, "seed": 5, "min_p": 0.05, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+}
+
+
+class Row(NamedTuple):
+    """A value of each axis."""
+
+    isa: str
+    model: str
+    dtype: str
+    weights: str
+    kv_dtype: str
+    num_threads: int
+    block_size: int
+    budget: int
+    hit: str
+    preemption: str
+    branches: str
+    sampling: str
+    company: str
+    grammar: str
+    speculation: str
+    tensor_parallel: int
+    adapter: str
+
+    def __str__(self) -> str:
+        """Return the values of the axes that have several."""
+        return "-".join(str(value) for name, value in self._asdict().items() if len(AXES[name]) > 1)
+
+
+TABLES = [pairwise([AXES[name] for name in Row._fields], seed) for seed in range(2)]  # every pair in two companies
+ROWS = list(dict.fromkeys(Row(*values) for table in TABLES for values in table))
+PLAIN = Row(*(AXES[name][0] for name in Row._fields))
+
+
+class Model(NamedTuple):
+    """A model as an engine loads it, and the instruction set that computes."""
+
+    folder: str
+    prefix_len: int
+    dtype: str
+    isa: str
+
+    def llm(self, **options: Any) -> LLM:  # noqa: ANN401
+        return LLM(self.folder, dtype=self.dtype, cpu_isa=self.isa, max_model_len=self.max_model_len, **options)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.prefix_len + 5 + NUM_TOKENS
+
+
+@cache
+def random_tokens(seed: int, length: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(3, 300) for _ in range(length))
+
+
+COMPANY = [(random_tokens(10, 40), "min_p"), (random_tokens(11, 1), "greedy"), (random_tokens(12, 65), "top_p")]
+
+
+def prompt_for(hit: str, prefix: tuple[int, ...], block_size: int) -> tuple[int, ...]:
+    """Return a prompt that has as much in common with `prefix` as the value of the axis says."""
+    in_blocks = len(prefix) // block_size * block_size
+    num_common = {
+        "off": len(prefix), "cold": len(prefix), "no block": 0, "one block": block_size,
+        "blocks": in_blocks, "inside": in_blocks - 3, "all": in_blocks,
+    }[hit]  # fmt: skip
+    return prefix[:num_common] + (() if hit == "all" else random_tokens(2, 5))
+
+
+def params_of(sampling: str, branches: str = "one") -> SamplingParams:
+    num = 4 if branches == "four" else 1
+    return SamplingParams(n=num, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2, **SAMPLING[sampling])
+
+
+def ask(llm: LLM, prompt: tuple[int, ...], branches: str, sampling: str) -> RequestOutput:
+    if branches == "beams":
+        params = BeamSearchParams(4, NUM_TOKENS, ignore_eos=True)
+        (output,) = llm.beam_search([list(prompt)], params, use_tqdm=False)
+    else:
+        (output,) = llm.generate([list(prompt)], params_of(sampling, branches), use_tqdm=False)
+    return output
+
+
+@cache
+def alone(model: Model, prompt: tuple[int, ...], branches: str, sampling: str) -> list[Answer]:
+    torch.set_num_threads(1)
+    with model.llm(enable_prefix_caching=False) as llm:
+        return answers_of(ask(llm, prompt, branches, sampling))
+
+
+def preempt_at_every_position(llm: LLM) -> None:
+    """Let the engine preempt each later request in every step in which it has more tokens, or fewer branches."""
+    llm._engine.engine._max_steps_in_flight = 1  # each step is planned when the tokens before it are known
+    scheduler = llm._engine.engine.scheduler
+    plan_running: Callable[[PlanBuilder, int], int] = scheduler.planner.plan_running
+    spared = {request.request_id for request in scheduler.running}
+    lengths: dict[int, int] = {}
+
+    def preempt_first(step: PlanBuilder, budget: int) -> int:
+        for request in scheduler.running[::-1]:
+            if request.request_id not in spared and lengths.get(request.request_id) != length_of(request) > 0:
+                lengths[request.request_id] = length_of(request)
+                scheduler.planner.preempt(step, request)
+        return plan_running(step, budget)
+
+    scheduler.planner.plan_running = preempt_first  # type: ignore[method-assign]
+
+
+def length_of(request: Request) -> int:
+    return sum(sequence.num_output_tokens for sequence in request.live)
+
+
+def num_blocks(row: Row, model: Model) -> int:
+    """Return the size of the pool: with room for everything, or for hardly more than the request itself."""
+    own = -(-model.max_model_len // row.block_size) + 4 * (1 + -(-NUM_TOKENS // row.block_size)) + 2
+    return own if row.preemption == "crowded" else own + 2000 // row.block_size
+
+
+def check_row(row: Row, folder: Path) -> None:
+    model = Model(str(folder), PREFIX_LENS[row.model], row.dtype, row.isa)
+    prefix = random_tokens(1, model.prefix_len)
+    prompt, is_swap = prompt_for(row.hit, prefix, row.block_size), row.preemption == "swap"
+    beside = COMPANY if row.company == "three" else []
+    expected = alone(model, prompt, row.branches, "greedy" if row.branches == "beams" else row.sampling)
+    expected_beside = [alone(model, other, "one", sampling) for other, sampling in beside]
+    torch.set_num_threads(row.num_threads)
+    with model.llm(
+        block_size=row.block_size,
+        max_num_batched_tokens=row.budget,
+        num_kv_blocks=num_blocks(row, model),
+        enable_prefix_caching=row.hit != "off",
+        preemption_mode="swap" if is_swap else "recompute",
+        num_swap_blocks=1000 // row.block_size if is_swap else None,
+    ) as llm:
+        if row.hit not in ("off", "cold"):
+            ask(llm, prefix, "one", "greedy")
+        streams = [llm.stream([list(other)], params_of(sampling)) for other, sampling in beside]
+        last = [next(stream) for stream in streams]
+        if row.preemption in ("recompute", "swap"):
+            preempt_at_every_position(llm)
+        output = ask(llm, prompt, row.branches, row.sampling)
+        for stream in streams[:1]:
+            stream.close()  # type: ignore[attr-defined]
+        last[1:] = [[latest, *stream][-1] for latest, stream in zip(last[1:], streams[1:], strict=True)]
+        stats = llm.kv_stats()
+    assert answers_of(output) == expected
+    assert [answers_of(other) for other in last[1:]] == expected_beside[1:]
+    assert (stats.used_blocks, stats.swap_used_blocks) == (0, 0)
+    if row.preemption == "crowded":
+        return
+    assert (output.num_cached_tokens > 0) == (row.hit not in ("off", "cold", "no block"))
+    num_preemptions = 0 if row.preemption == "none" else NUM_TOKENS - 1
+    assert stats.preemptions.get("swap" if is_swap else "recompute", 0) >= num_preemptions
+    assert (stats.swapped_out_blocks > 0) == is_swap
+
+
+@pytest.fixture(scope="module")
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of a model of the axis, or skip."""
+    own = write_random_model(tmp_path_factory.mktemp("random-model"))
+    return lambda name: own if name == "random" else request.getfixturevalue(name)
+
+
+@pytest.fixture(autouse=True)
+def _engine_as_before() -> Iterator[None]:
+    """Put back the number of threads and the instruction set, which are the whole process's."""
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+    choose_back_end(torch.device("cpu"))
+
+
+def test_table_is_small() -> None:
+    assert len(ROWS) <= MAX_ROWS
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_any_two_settings_together_change_nothing(folders: Callable[[str], Path], row: Row) -> None:
+    check_row(row, folders(row.model))
+
+
+def test_swapped_beams_keep_their_bits(folders: Callable[[str], Path]) -> None:
+    """A row whose name is the same on every machine, for `test_imitated_gpu.py`."""
+    row = PLAIN._replace(model="stories260k", dtype="bfloat16", block_size=16, budget=2048, hit="one block")
+    check_row(row._replace(preemption="swap", branches="beams"), folders("stories260k"))
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("model", "dtype", "block_size", "branches"),
+    list(product(*(AXES[name] for name in ("model", "dtype", "block_size", "branches")))),
+)
+def test_all_settings_of_sharing_together_change_nothing(
+    folders: Callable[[str], Path], model: str, dtype: str, block_size: int, branches: str
+) -> None:
+    for budget, hit, preemption in product(AXES["budget"], AXES["hit"], AXES["preemption"]):
+        row = PLAIN._replace(model=model, dtype=dtype, block_size=block_size, branches=branches)
+        check_row(row._replace(budget=budget, hit=hit, preemption=preemption), folders(model))
