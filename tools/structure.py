@@ -33,14 +33,14 @@ def rooms() -> Mapping[str, str]:
     return tables.get("quire", {}).get("rooms", {})
 
 
-def modules() -> dict[str, Path]:
-    """Return the path of each module of the package, by its full name."""
-    return {module_name(path): path for path in sorted(SOURCES.rglob("*.py"))}
+def modules(sources: Path = SOURCES) -> dict[str, Path]:
+    """Return the path of each module of the package in the folder `sources`, by its full name."""
+    return {module_name(path, sources): path for path in sorted(sources.rglob("*.py"))}
 
 
-def module_name(path: Path) -> str:
+def module_name(path: Path, sources: Path) -> str:
     """Return the dotted name of a source file."""
-    parts = path.relative_to(SOURCES.parent).with_suffix("").parts
+    parts = path.relative_to(sources.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -115,9 +115,9 @@ def persons() -> list[tuple[Path, str]]:
     return [(path, word) for path, text in prose() for word in PERSONS.findall(text)]
 
 
-def question_openings() -> list[Path]:
+def question_openings(sources: Path = SOURCES) -> list[Path]:
     """Return the modules whose docstring opens with a question word instead of a noun phrase."""
-    openings = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in modules().values()}
+    openings = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in modules(sources).values()}
     return [path for path, text in openings.items() if QUESTIONS.match(text)]
 
 
@@ -133,10 +133,10 @@ def attributes(node: ast.ClassDef) -> set[str]:
     }
 
 
-def crowded_classes() -> dict[str, int]:
+def crowded_classes(sources: Path = SOURCES) -> dict[str, int]:
     """Return the classes with more than `MAX_ATTRIBUTES` attributes, by full name; fields of records do not count."""
     crowded = {}
-    for name, path in modules().items():
+    for name, path in modules(sources).items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and len(attributes(node)) > MAX_ATTRIBUTES:
                 crowded[f"{name}.{node.name}"] = len(attributes(node))
@@ -167,10 +167,15 @@ def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
         yield from runtime_nodes(child)
 
 
-def import_circles() -> list[list[str]]:
+def import_graph(sources: Path = SOURCES) -> dict[str, set[str]]:
+    """Return the modules of the package that each of them imports."""
+    known = modules(sources)
+    return {name: imports(name, path, known) for name, path in known.items()}
+
+
+def import_circles(sources: Path = SOURCES) -> list[list[str]]:
     """Return the groups of modules that import each other, directly or through others (Tarjan 1972)."""
-    known = modules()
-    graph = {name: imports(name, path, known) for name, path in known.items()}
+    graph = import_graph(sources)
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

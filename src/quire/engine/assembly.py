@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.cache.baselines.contiguous import make_manager
+from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.engine.device_sizing import configs_for
 from quire.engine.engine import Engine
@@ -22,7 +22,7 @@ from quire.kernels.cache_layout import dtype_name
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.resolve import resolve_model
-from quire.scheduling.baselines.static_batching import make_scheduler
+from quire.scheduling.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
 
 
@@ -60,7 +60,7 @@ def _build(options: EngineOptions, model: Decoder, cache: CacheConfig, schedulin
     kv = KVCache.allocate(model.kv_geometry, cache.num_blocks, cache.block_size, model.back_end, allocator)
     swapper = None if cache.num_swap_blocks == 0 else _swapper(options, cache, model, kv)
     executor = _executor(model, kv, batch, swapper)
-    return Engine(make_scheduler(scheduling, make_manager(cache)), executor)
+    return Engine(_scheduler(scheduling, cache), executor)
 
 
 def _ready(loaded: LoadedModel, engine: Engine, cache: CacheConfig, scheduling: SchedulerConfig) -> Ready:
@@ -78,6 +78,16 @@ def _ready(loaded: LoadedModel, engine: Engine, cache: CacheConfig, scheduling: 
         kv_bytes_per_token=loaded.limits.kv_bytes_per_token,
         num_swap_blocks=cache.num_swap_blocks,
     )
+
+
+def _scheduler(config: SchedulerConfig, cache_config: CacheConfig) -> Scheduler:
+    """Return the scheduler over its cache; the baselines are loaded only if the settings name one of them."""
+    if cache_config.memory_policy == "paged" and config.batching == "continuous":
+        return Scheduler(config, KVCacheManager(cache_config))
+    from quire.cache.baselines.contiguous import make_manager  # noqa: PLC0415 (a room: it can be absent)
+    from quire.scheduling.baselines.static_batching import make_scheduler  # noqa: PLC0415
+
+    return make_scheduler(config, make_manager(cache_config))
 
 
 def _executor(model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None) -> Executor:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from statistics import fmean
 
-from quire.cache.baselines.contiguous import make_manager
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
@@ -11,7 +10,6 @@ from quire.model.footprint import kv_bytes_per_token
 from quire.paper.figures import Comparison, Result, Row, Settings, figure
 from quire.paper.plots import Bars, Blocks, Grid, Histogram, Lines, Panel
 from quire.paper.runs import MAX, MAX_MODEL_LEN, ORACLE, PAGED, POW2, SYSTEMS
-from quire.scheduling.baselines.reservation import num_reserved_tokens
 from quire.sim.datasets import workload
 from quire.sim.models import read_model, set_up
 
@@ -40,6 +38,9 @@ def layout(settings: Settings) -> Result:
 
 def _growth(system: str, num_blocks: int, token_bytes: int, settings: Settings) -> list[tuple[float, float]]:
     """Return (requests, GB taken) as requests are admitted to an empty cache, until the next one does not fit."""
+    from quire.cache.baselines.contiguous import make_manager  # noqa: PLC0415 (a room: it can be absent)
+    from quire.scheduling.baselines.reservation import num_reserved_tokens  # noqa: PLC0415
+
     policy = SYSTEMS[system].memory_policy
     cache = make_manager(CacheConfig(num_blocks, enable_prefix_caching=False, memory_policy=policy))
     curve = [(0.0, 0.0)]

@@ -12,11 +12,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
-from quire.cache.baselines.contiguous import make_manager
 from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionKind, SchedulerConfig
 from quire.core.plan import StepPlan
 from quire.core.sequence import NO_ROW, Request, Sequence
-from quire.scheduling.baselines.static_batching import make_scheduler
 from quire.scheduling.scheduler import Scheduler
 from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR
 from quire.sim.datasets import DATA_FOLDER, due_times, workload
@@ -126,6 +124,9 @@ def map_processes(function: Callable[[Item], Result], items: list[Item]) -> list
 
 
 def _scheduler(point: Point, num_slots: int) -> Scheduler:
+    from quire.cache.baselines.contiguous import make_manager  # noqa: PLC0415 (a room: it can be absent)
+    from quire.scheduling.baselines.static_batching import make_scheduler  # noqa: PLC0415
+
     system, num_blocks = SYSTEMS[point.system], num_slots // point.block_size
     is_paged = system.memory_policy == "paged"
     cache = CacheConfig(

@@ -1,0 +1,40 @@
+"""Figures of the source tree that are zero or within a budget, by `tools/structure.py`."""
+
+from pathlib import Path
+
+import pytest
+
+from support.structure import structure
+
+
+def test_no_modules_import_each_other() -> None:
+    assert structure.import_circles() == []
+
+
+@pytest.mark.parametrize("room", structure.rooms())
+def test_room_keeps_within_its_budget(room: str) -> None:
+    assert 0 < structure.count_lines(structure.package_files(room)) <= structure.ROOM_BUDGET
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return a package of two modules that break every rule; `other` imports inside a function."""
+    package = tmp_path / "small"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "one.py").write_text('"""What one does."""\nfrom small import other\n')
+    many = "\n".join(f"        self.field_{number} = 0" for number in range(structure.MAX_ATTRIBUTES + 1))
+    inside = f"class Crowd:\n    def __init__(self):\n{many}\n\ndef late():\n    from small.one import x\n"
+    (package / "other.py").write_text(f'"""The other one."""\n{inside}')
+    return package
+
+
+def test_each_rule_is_seen_to_be_broken(tree: Path) -> None:
+    assert structure.import_circles(tree) == [["small.one", "small.other"]]
+    assert structure.question_openings(tree) == [tree / "one.py"]
+    assert structure.crowded_classes(tree) == {"small.other.Crowd": structure.MAX_ATTRIBUTES + 1}
+
+
+def test_imports_for_types_alone_make_no_circle(tree: Path) -> None:
+    (tree / "other.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from small import one\n")
+    assert structure.import_circles(tree) == []
