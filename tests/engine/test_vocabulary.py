@@ -42,30 +42,32 @@ def test_message_has_the_bytes_and_four_per_token() -> None:
     assert [decoded.token_bytes[token_id] for token_id in range(len(tokens))] == tokens
 
 
-def test_client_sends_the_vocabulary_between_the_reports_of_the_start(demo_model: Path, tmp_path: Path) -> None:
+def test_client_sends_the_vocabulary_once_and_only_when_asked(demo_model: Path, tmp_path: Path) -> None:
     ready = frame(Ready(AdmissionLimits(10, 16, 10, 160), 100, 100, frozenset(), "none", "none", 0, 0, 0))
     code = (
         "import socket, sys\n"
         "connection = socket.socket(fileno=int(sys.argv[1]))\n"
-        f"connection.sendall({frame(Located(str(demo_model)))!r})\n"
-        "stream = connection.makefile('rb')\n"
-        f"message = stream.read(int.from_bytes(stream.read({LENGTH_BYTES}), 'big'))\n"
-        f"open({str(tmp_path / 'message')!r}, 'wb').write(message)\n"
-        f"connection.sendall({ready!r})\n"
-        "stream.read()\n"
+        f"connection.sendall({frame(Located(str(demo_model))) + ready!r})\n"
+        f"open({str(tmp_path / 'sent')!r}, 'wb').write(connection.makefile('rb').read())\n"
     )
 
     def start(command: list[str], **settings: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", code, command[-1]], **settings)  # type: ignore[call-overload, no-any-return]
 
-    async def run() -> None:
+    async def run(num_calls: int) -> bytes:
         process = EngineProcess(*start_module("stand_in", start=start))
         client = await EngineClient.connect(process, EngineOptions(), Recorder())
+        await asyncio.gather(*(client.send_vocabulary() for _ in range(num_calls)))
+        await client._connection.drain()
+        while client._connection._writer.transport.get_write_buffer_size():
+            await asyncio.sleep(0.001)
         await client.close()
+        return (tmp_path / "sent").read_bytes()
 
-    asyncio.run(run())
-    sent = decode_command((tmp_path / "message").read_bytes())
-    assert sent == Vocabulary(Tokenizer.from_folder(demo_model).pack_token_bytes())  # type: ignore[arg-type]
+    table = Tokenizer.from_folder(demo_model).pack_token_bytes()
+    assert table is not None
+    assert asyncio.run(run(0)) == b""
+    assert asyncio.run(run(3)) == frame(Vocabulary(table))
 
 
 def test_llm_gives_the_vocabulary_to_its_engine(demo_model: Path) -> None:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, TypeVar
 
-from quire.core.frames import LENGTH_BYTES, frame
+from quire.core.frames import LENGTH_BYTES
 from quire.engine import messages
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, Report
@@ -33,7 +33,7 @@ class EngineConnection:
         writer: asyncio.StreamWriter | None = None
         try:
             reader, writer = await asyncio.open_unix_connection(sock=engine.connection)
-            tokenizer, ready = await with_start_timeout(_handshake(reader, writer), engine.process.pid, start_timeout_s)
+            tokenizer, ready = await with_start_timeout(_handshake(reader), engine.process.pid, start_timeout_s)
         except BaseException as error:
             if writer is not None:
                 writer.transport.abort()
@@ -66,22 +66,11 @@ class EngineConnection:
         return _exit_text(await asyncio.get_running_loop().run_in_executor(self._stopping, self.engine.stop))
 
 
-async def _handshake(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> tuple[Tokenizer | None, messages.Ready]:
-    """Wait for the engine's two reports of its start; between them read the tokenizer, and send its vocabulary."""
+async def _handshake(reader: asyncio.StreamReader) -> tuple[Tokenizer | None, messages.Ready]:
+    """Wait for the engine's two reports of its start; read the tokenizer between them."""
     located = await _expect(reader, messages.Located)
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder_if_any, Path(located.folder))
-    vocabulary = None if tokenizer is None else await asyncio.to_thread(_vocabulary, tokenizer)
-    if vocabulary is not None:
-        writer.write(vocabulary)
     return tokenizer, await _expect(reader, messages.Ready)
-
-
-def _vocabulary(tokenizer: Tokenizer) -> bytes | None:
-    """Return the frame of a tokenizer's Vocabulary, or None if its tokens have no bytes of their own."""
-    token_bytes = tokenizer.pack_token_bytes()
-    return None if token_bytes is None else frame(messages.Vocabulary(token_bytes))
 
 
 async def _expect(reader: asyncio.StreamReader, kind: type[ReportT]) -> ReportT:

@@ -59,7 +59,7 @@ class GetBlocks(msgspec.Struct, tag="get_blocks", array_like=True, frozen=True):
 
 
 class Vocabulary(msgspec.Struct, tag="vocabulary", array_like=True, frozen=True):
-    """The bytes of the tokenizer's tokens: sent before the first request, unless there is no table of them."""
+    """The bytes of the tokenizer's tokens, sent before the first request that needs them."""
 
     token_bytes: TokenBytes
 
