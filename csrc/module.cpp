@@ -3,14 +3,15 @@
 // What Python passes are the arguments of a function or the fields of a struct in their order: an address for a pointer.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <tuple>
 #include <utility>
 
-#include "decoder_layers.hpp"
 #include "thread_pool.hpp"
 #include "packing.hpp"
+#include "program.hpp"
 #include "sampling.hpp"
 
 namespace nb = nanobind;
@@ -96,26 +97,26 @@ void def_struct(nb::module_& module, const char* name) {
 }
 
 template <typename T>
-void def_layers(nb::module_& module, const char* name) {
-    using Layers = DecoderLayers<T>;
+void def_program(nb::module_& module, const char* name) {
     using Addresses = std::vector<std::uintptr_t>;
     const auto pointers = [](const Addresses& addresses) {
         std::vector<T*> pointers;
         for (std::uintptr_t address : addresses) pointers.push_back(reinterpret_cast<T*>(address));
         return pointers;
     };
-    nb::class_<Layers> layers(module, name);
-    layers.def(nb::init<std::vector<LayerWeights>, long, long, long, long>());
-    layers.def("use_caches", [pointers](Layers& self, const Addresses& keys, const Addresses& values, long block_size) {
+    nb::class_<Program<T>> program(module, name);
+    program.def(nb::init<std::vector<ProgramOp>, std::vector<Buffer>>());
+    program.def("use_caches", [pointers](Program<T>& self, const Addresses& keys, const Addresses& values, long block_size) {
         self.use_caches(pointers(keys), pointers(values), block_size);
     });
     [&]<std::size_t... i>(std::index_sequence<i...>) {
-        layers.def("run", [](const Layers& self, PassedField<i>... passed) {
-            const LayersStep<T> step{Argument{passed}...};
+        program.def("run", [pointers](const Program<T>& self, const Addresses& externals, PassedField<i>... passed) {
+            const ProgramStep step{Argument{passed}...};
+            const std::vector<T*> rows = pointers(externals);
             const nb::gil_scoped_release others_run;
-            self.run(step);
+            self.run(step, rows);
         });
-    }(std::make_index_sequence<num_fields<LayersStep<T>>()>());
+    }(std::make_index_sequence<num_fields<ProgramStep>()>());
 }
 
 }  // namespace
@@ -134,9 +135,17 @@ NB_MODULE(_kernels, module) {
         .value("relu", Activation::relu);
     def_struct<NormWeights>(module, "NormWeights");
     def_struct<LinearWeights>(module, "LinearWeights");
-    def_struct<LayerWeights>(module, "LayerWeights");
-    def_layers<bf16>(module, "DecoderLayers_bf16");
-    def_layers<float>(module, "DecoderLayers_float");
+    def_struct<Heads>(module, "Heads");
+    def_struct<Buffer>(module, "Buffer");
+    def_struct<NormOp>(module, "NormOp");
+    def_struct<LinearOp>(module, "LinearOp");
+    def_struct<QKNormOp>(module, "QKNormOp");
+    def_struct<RotaryWriteOp>(module, "RotaryWriteOp");
+    def_struct<AttentionOp>(module, "AttentionOp");
+    def_struct<GatherOp>(module, "GatherOp");
+    def_struct<CountLayerOp>(module, "CountLayerOp");
+    def_program<bf16>(module, "Program_bf16");
+    def_program<float>(module, "Program_float");
     module.def("usable_isas", usable_isas);
     module.def("use_isa", use_isa);
     def(module, "packed_size_bf16", packed_size<bf16>);

@@ -106,7 +106,7 @@ def test_qwen3_heads_are_128_wide_unless_said_otherwise() -> None:
 
 def test_gpt2_with_an_encoder_is_refused() -> None:
     config = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    assert spec_from_config(config | {"n_positions": 16}).intermediate_size == 32
+    assert spec_from_config(config | {"n_positions": 16}).layers[0].feed_forward.size == 32
     with pytest.raises(ModelError, match="add_cross_attention = True is not supported yet"):
         spec_from_config(config | {"n_positions": 16, "add_cross_attention": True})
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from quire.kernels.back_end import BackEnd
-from quire.model.layers import ComposedLayers
 from quire.model.loader import load_model
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -219,8 +218,8 @@ def test_layers_in_one_call_have_the_bits_of_single_ops(
     tokens = random_tokens(PROMPT_LEN + NUM_FORCED)
     decoder = load_model(tmp_path, dtype=dtype, back_end=back_end, max_positions=len(tokens))
     fused = paged_runner(decoder).run("forced", tokens, CHUNKS)
-    is_composed = isinstance(decoder._run_layers, ComposedLayers)
-    assert is_composed == (case == "opt, as the 350m"), "only norms that come last"
-    single_ops = replace(back_end, fuse_layers=lambda layers, progress: None)
+    kinds = [type(op).__name__ for op in decoder._program.ops]
+    assert kinds == ["FusedOps"] + ["Add"] * (case == "opt, no final norm"), "not all in one call"
+    single_ops = replace(back_end, fuse=lambda program: program)
     decoder = load_model(tmp_path, dtype=dtype, back_end=single_ops, max_positions=len(tokens))
     assert torch.equal(fused, paged_runner(decoder).run("forced", tokens, CHUNKS))

@@ -52,7 +52,9 @@ def _write_weights(folder: Path, spec: DecoderSpec, dtype: torch.dtype) -> None:
     tensors: dict[str, torch.Tensor] = {}
     shapes, prefix = DecoderShapes.of(spec), spec.weights.prefixes[0]
     placed = [("", shape) for shape in shapes] + [
-        (spec.weights.layer.format(layer=i), shape) for i in range(spec.num_layers) for shape in LayerShapes.of(spec)
+        (spec.weights.layer.format(layer=i), shape)
+        for i, layer in enumerate(spec.layers)
+        for shape in LayerShapes.of(spec, layer)
     ]
     for scope, shape in placed:
         if shape is None:

@@ -7,7 +7,7 @@ each op. A further back end is one more `BackEnd` here.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -27,7 +27,7 @@ from quire.kernels import (
 from quire.kernels import norm as norms
 from quire.kernels.cpp.back_end import cpp_ops, usable_isas
 from quire.kernels.cpp.limits import MAX_HEAD_DIM, serves_head_dim
-from quire.kernels.decoder_layers import LayerParts, RunLayers
+from quire.kernels.program import Program
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +37,12 @@ class BackEnd:
     """One implementation of every op; each field has the signature of the function of its name in the op's module.
 
     `linear` makes a layer from a `LinearWeight`, as `linear.PackedLinear` does; `norm` makes one from its parameters,
-    as `norm.TorchNorm` does. `fuse_layers` makes one call of a whole stack of layers, which adds 1 to a counter, int64
-    [1], after each; None where the stack is to be composed of the other ops.
+    as `norm.TorchNorm` does. `fuse` replaces those stretches of a layer program that the back end runs in one call.
     """
 
     name: str
     linear: Callable[..., linear.Linear]
-    fuse_layers: Callable[[Sequence[LayerParts], Tensor], RunLayers | None]
+    fuse: Callable[[Program], Program]
     cache_layout: cache_layout.CacheLayout
     paged_attention: Callable[..., Tensor]
     write_kv: Callable[..., Tensor]
@@ -57,7 +56,7 @@ class BackEnd:
 TORCH = BackEnd(
     name="torch",
     linear=linear.PackedLinear,
-    fuse_layers=lambda layers, progress: None,
+    fuse=lambda program: program,
     cache_layout=cache_layout.PLAIN,
     paged_attention=paged_attention.paged_attention,
     write_kv=kv_cache_write.write_kv,

@@ -1,13 +1,17 @@
 """ForwardBatch: one step's tokens, flat, prefills and decodes side by side."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """T tokens of S sequences, sequences end to end; each sequence's tokens are the last ones of its context."""
+    """T tokens of S sequences, sequences end to end; each sequence's tokens are the last ones of its context.
+
+    `side` is a table per sequence, [S, ...] by name, for ops that read it: an adapter's number, for example.
+    """
 
     token_ids: Tensor      # [T] int64
     positions: Tensor      # [T] int64, of each token in its sequence
@@ -15,8 +19,11 @@ class ForwardBatch:
     query_starts: Tensor   # [S + 1] int32, where each sequence begins in the batch
     context_lens: Tensor   # [S] int32, tokens that a sequence's last query may attend to, itself included
     block_tables: Tensor   # [S, max_blocks] int32
+    side: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them, in the order of the fields."""
-        return [getattr(self, each.name) for each in fields(self)]
+        """All of them in the order of the fields, without the side table."""
+        return [
+            self.token_ids, self.positions, self.slot_mapping, self.query_starts, self.context_lens, self.block_tables
+        ]  # fmt: skip

@@ -1,17 +1,18 @@
-"""The one decoder: embeddings, layers, a norm and a head, composed at construction as the spec says."""
+"""The decoder: embeddings, a layer program and a head, built from a spec."""
 
 import torch
 from torch import Tensor
 
 from quire.kernels.cache_layout import dtype_name
-from quire.kernels.decoder_layers import LayerInputs, RunLayers
 from quire.kernels.kv_cache_write import rotary_table
 from quire.kernels.paged_attention import build_metadata
+from quire.kernels.program import GatherHook, LayerInputs
+from quire.kernels.support import require, require_ops
 from quire.model.batch import ForwardBatch
 from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry
-from quire.model.layers import ComposedLayers, make_layer, make_norm
+from quire.model.program import ProgramInputs, build_program
 from quire.model.shapes import DecoderShapes
 from quire.model.spec import DecoderSpec
 from quire.model.weights import WeightReader
@@ -20,17 +21,24 @@ from quire.model.weights import WeightReader
 class Decoder:
     """A model that is ready to run. Knows token ids, positions and cache tensors; no request and no sequence."""
 
-    def __init__(self, spec: DecoderSpec, weights: WeightReader, max_positions: int, table_positions: int) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: WeightReader,
+        max_positions: int,
+        table_positions: int,
+        gather: GatherHook | None = None,
+    ) -> None:
         self.spec, self.dtype, self.device, self.back_end = spec, weights.dtype, weights.device, weights.back_end
         self.kv_geometry = KVGeometry.of(spec, dtype_name(self.back_end.cache_layout.stored_dtype(self.dtype)))
         shapes = DecoderShapes.of(spec)
         self._embedding = Embedding(shapes, spec.position_offset, weights)
         cos_sin = _rotary_table(spec, max_positions, table_positions, weights.device)
-        layers = [make_layer(spec, weights.layer(i), i, cos_sin) for i in range(spec.num_layers)]
         self.progress = torch.zeros(1, dtype=torch.int64)  # layers and heads run since start; any thread may look
-        fused = self.back_end.fuse_layers(layers, self.progress) if spec.norm_position == "pre" else None
-        self._run_layers: RunLayers = fused or ComposedLayers(layers, self.back_end, spec.norm_position, self.progress)
-        self._final_norm = None if shapes.final_norm is None else make_norm(spec, weights, shapes.final_norm)
+        shared = ProgramInputs(cos_sin, self.progress, gather)
+        program = build_program(spec, weights, shared)
+        require_ops(self.back_end.name, program.ops)
+        self._program = self.back_end.fuse(program)
         self._project_out = None if shapes.project_out is None else weights.linear(shapes.project_out)
         self._head = weights.head(shapes.head, self._embedding.tokens, is_tied=spec.is_head_tied)
         self.num_parameters, self.weight_bytes = weights.tally.num_parameters, weights.tally.weight_bytes
@@ -40,13 +48,13 @@ class Decoder:
 
         The hidden states are normed, ready for `logits`. They are in the model's dtype.
         """
+        if batch.side:
+            require(self.back_end.name, ["side table"])
         metadata = build_metadata(batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size)
-        x = self._embedding(batch.token_ids, batch.positions)
-        step = LayerInputs(batch.positions, batch.slot_mapping, metadata)
-        x, residual = self._run_layers(x, step, cache.keys, cache.values)
-        if self._final_norm is not None:
-            return self._final_norm(x, residual)[0]
-        return x if residual is None else x + residual
+        inputs = LayerInputs(
+            batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.side
+        )
+        return self._program.run(self._embedding(batch.token_ids, batch.positions), inputs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""

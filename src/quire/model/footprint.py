@@ -4,24 +4,23 @@ Counts what `WeightReader` tallies. A weight format counts the bytes of its line
 """
 
 from quire.core.errors import ConfigError
-from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, NormShape, Shape, TableShape
-from quire.model.spec import DecoderSpec
+from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, NormShape, Shape, TableShape, layer_shapes
+from quire.model.spec import DecoderSpec, LayerSpec
 from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, Packing, packed_bytes
 
 
 def num_layer_weights(spec: DecoderSpec) -> int:
     """Return the elements that every token is multiplied with: those of linear layers, without the head."""
     around = DecoderShapes.of(spec)
-    in_layer = sum(shape.num_weights for shape in LayerShapes.of(spec) if isinstance(shape, LinearShape))
-    projections = (shape.num_weights for shape in (around.project_in, around.project_out) if shape is not None)
-    return spec.num_layers * in_layer + sum(projections)
+    shapes = (*_shapes_of_layers(spec), around.project_in, around.project_out)
+    return sum(shape.num_weights for shape in shapes if isinstance(shape, LinearShape))
 
 
 def num_parameters(spec: DecoderSpec) -> int:
     """Return the parameters of a model, a tied head counted once."""
     around = DecoderShapes.of(spec)
     num_head = around.head.num_weights if spec.is_head_tied else 0
-    return sum(map(_num_elements, around)) + spec.num_layers * sum(map(_num_elements, LayerShapes.of(spec))) - num_head
+    return sum(map(_num_elements, (*around, *_shapes_of_layers(spec)))) - num_head
 
 
 def weight_bytes(
@@ -31,12 +30,11 @@ def weight_bytes(
 
     Tables and linear layers are split over the ranks of tensor parallelism, norms stand on each.
     """
-    around, layer = DecoderShapes.of(spec), _layer_of_rank(spec, num_ranks)
+    around = DecoderShapes.of(spec)
     is_head_kept = packing.copies_tied_head or not spec.is_head_tied
     kept = around if is_head_kept else around[:-1]
-    options = dtype, packing, num_ranks, weight_format
-    layer_bytes = sum(_kept_bytes(shape, *options) for shape in layer)
-    return spec.num_layers * layer_bytes + sum(_kept_bytes(shape, *options) for shape in kept)
+    layers = (shape for layer in spec.layers for shape in _shapes_of_rank(spec, layer, num_ranks))
+    return sum(_kept_bytes(shape, dtype, packing, num_ranks, weight_format) for shape in (*kept, *layers))
 
 
 def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1) -> int:
@@ -58,11 +56,16 @@ def kv_heads_per_rank(spec: DecoderSpec, num_ranks: int) -> int:
     return spec.num_kv_heads // (1 if spec.num_kv_heads % num_ranks else num_ranks)
 
 
-def _layer_of_rank(spec: DecoderSpec, num_ranks: int) -> LayerShapes:
-    """Return a layer whose rows for keys and values are those of all ranks together, replicas among them."""
-    layer = LayerShapes.of(spec)
-    num_kv_rows = num_ranks * kv_heads_per_rank(spec, num_ranks) * spec.head_dim
-    return layer._replace(qkv=layer.qkv._replace(num_rows=(layer.qkv.num_rows[0], num_kv_rows, num_kv_rows)))
+def _shapes_of_layers(spec: DecoderSpec) -> list[Shape | None]:
+    return [shape for layer in spec.layers for shape in layer_shapes(spec, layer)]
+
+
+def _shapes_of_rank(spec: DecoderSpec, layer: LayerSpec, num_ranks: int) -> list[Shape | None]:
+    """Return the shapes of a layer, the rows for keys and values those of all ranks together, replicas among them."""
+    qkv = LayerShapes.of(spec, layer).qkv
+    num_kv_rows = num_ranks * kv_heads_per_rank(spec, num_ranks) * layer.head_dim
+    of_ranks = qkv._replace(num_rows=(qkv.num_rows[0], num_kv_rows, num_kv_rows))
+    return [of_ranks if shape == qkv else shape for shape in layer_shapes(spec, layer)]
 
 
 def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, num_ranks: int, weight_format: str) -> int:

@@ -37,7 +37,8 @@ class KVGeometry:
     @classmethod
     def of(cls, spec: DecoderSpec, dtype: str) -> "KVGeometry":
         """Return the geometry of a decoder whose cache has elements of `dtype`."""
-        return cls(tuple(LayerKV(spec.num_kv_heads, spec.head_dim, dtype, window=window) for window in spec.windows))
+        layers = (LayerKV(each.num_kv_heads, each.head_dim, dtype, window=each.window) for each in spec.layers)
+        return cls(tuple(layers))
 
     def joined(self, *others: "KVGeometry") -> "KVGeometry":
         """Return the geometry of models that share block tables: the layers of this one, then those of the others."""

@@ -1,12 +1,12 @@
-"""What a decoder is made of: every weight with its shape, from a spec alone.
+"""Shapes of a decoder's weights, from a spec alone.
 
-The one source of shapes: `Decoder` reads its weights by them, and `footprint.py` counts them, without torch.
+The one source of shapes: weights are read by them, and `footprint.py` counts them, without torch.
 """
 
 from typing import NamedTuple
 
 from quire.core.errors import ModelError
-from quire.model.spec import Activation, DecoderSpec
+from quire.model.spec import Activation, DecoderSpec, LayerSpec
 
 
 class TableShape(NamedTuple):
@@ -49,7 +49,7 @@ Shape = TableShape | NormShape | LinearShape
 
 
 class LayerShapes(NamedTuple):
-    """One layer; all layers of a decoder are alike."""
+    """One layer."""
 
     attention_norm: NormShape
     qkv: LinearShape
@@ -61,25 +61,30 @@ class LayerShapes(NamedTuple):
     down: LinearShape
 
     @classmethod
-    def of(cls, spec: DecoderSpec) -> "LayerShapes":
-        """Return the shapes of any layer of a model."""
-        names, width, inner = spec.weights, spec.hidden_size, spec.intermediate_size
-        rows = tuple(count * spec.head_dim for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
-        has_bias, in_rows = spec.has_feed_forward_bias, (inner,) * (2 if spec.is_gated else 1)
+    def of(cls, spec: DecoderSpec, layer: LayerSpec) -> "LayerShapes":
+        """Return the shapes of a layer of a model."""
+        names, width, feed_forward = spec.weights, spec.hidden_size, layer.feed_forward
+        rows = tuple(count * layer.head_dim for count in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads))
+        in_rows = (feed_forward.size,) * (2 if feed_forward.is_gated else 1)
         return cls(
             attention_norm=_norm(spec, names.attention_norm, width),
-            qkv=LinearShape(names.qkv, rows, width, spec.has_qkv_bias),
-            query_norm=_head_norm(spec, names.query_norm),
-            key_norm=_head_norm(spec, names.key_norm),
-            attention_out=_summed(names.attention_out, width, rows[0], spec.has_attention_out_bias),
+            qkv=LinearShape(names.qkv, rows, width, layer.has_qkv_bias),
+            query_norm=_head_norm(spec, layer, names.query_norm),
+            key_norm=_head_norm(spec, layer, names.key_norm),
+            attention_out=_summed(names.attention_out, width, rows[0], layer.has_attention_out_bias),
             feed_forward_norm=_norm(spec, names.feed_forward_norm, width),
-            up=LinearShape(names.feed_forward_in, in_rows, width, has_bias, spec.activation),
-            down=_summed(names.feed_forward_out, width, inner, has_bias),
+            up=LinearShape(names.feed_forward_in, in_rows, width, feed_forward.has_bias, feed_forward.activation),
+            down=_summed(names.feed_forward_out, width, feed_forward.size, feed_forward.has_bias),
         )
 
 
+def layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> tuple[Shape | None, ...]:
+    """Return the shapes of a layer, with those of the parts that its family adds."""
+    return (*LayerShapes.of(spec, layer), *(shape for part in layer.parts for shape in part.shapes))
+
+
 class DecoderShapes(NamedTuple):
-    """What stands around the layers."""
+    """The modules before and after the layers."""
 
     embedding: TableShape
     positions: TableShape | None
@@ -112,8 +117,8 @@ def _norm(spec: DecoderSpec, module: str, width: int) -> NormShape:
     return NormShape(module, width, has_bias=spec.norm == "layer")
 
 
-def _head_norm(spec: DecoderSpec, module: str | None) -> NormShape | None:
-    return _norm(spec, module, spec.head_dim) if module is not None and spec.has_query_key_norm else None
+def _head_norm(spec: DecoderSpec, layer: LayerSpec, module: str | None) -> NormShape | None:
+    return _norm(spec, module, layer.head_dim) if module is not None and layer.has_query_key_norm else None
 
 
 def _projection(module: str | None, out_size: int, in_size: int) -> LinearShape | None:

@@ -1,11 +1,12 @@
-"""DecoderSpec: what makes a model family, as data. One `Decoder` reads it and composes its layers accordingly.
+"""DecoderSpec: a model family as data, layer by layer. `quire.model.program` turns its layers into a layer program.
 
-A family is two things: a function from config.json to a `DecoderSpec`, and a `WeightMap` that says what its tensors
-are called. Both are checked here, once, so that nothing above has to doubt a size.
+A family is two things: a function from config.json to a `DecoderSpec`, and a `WeightMap` with the names of its tensors.
+Sizes are checked here, once.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from quire.core.errors import ModelError
 
@@ -61,48 +62,116 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """A dense decoder: sizes, and which part of each kind it is made of."""
+class FeedForward:
+    """A dense feed-forward: projections to `size` dimensions, activated, and one back."""
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
+    size: int
+    activation: Activation
+    has_bias: bool = False
+
+    @property
+    def is_gated(self) -> bool:
+        """The feed-forward multiplies an activated gate with a second projection."""
+        return self.activation == "silu_and_mul"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An op that a family adds to a layer: the extension point of layer programs (docs/adding-a-model.md).
+
+    `make(reader, name)` returns the op: a `quire.kernels.program.Op` of that name, its weights read by `reader`, the
+    layer's WeightReader. It runs behind the layer's op `after`. `shapes` are those of its weights.
+    """
+
+    name: str
+    after: str
+    make: Callable[..., Any]
+    shapes: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: attention and a feed-forward, each with a norm and a residual connection. Layers may differ."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
-    max_position_embeddings: int            # with rotary positions: `rotary.max_positions`
+    feed_forward: FeedForward
+    attention_scale: float | None = None        # None: 1 / sqrt(head_dim)
+    window: int | None = None                   # tokens looked back on, itself included
+    norm_position: NormPosition = "pre"
+    has_qkv_bias: bool = False
+    has_attention_out_bias: bool = False
+    has_query_key_norm: bool = False
+    parts: tuple[Part, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise SpecError(f"{self.num_heads} attention heads do not divide among {self.num_kv_heads} key-value heads")
+
+    @property
+    def scale(self) -> float:
+        """The factor on attention scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """Sizes and choices of a decoder, and how its weights are called."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    max_position_embeddings: int
     norm: NormKind
     norm_eps: float
-    activation: Activation
     weights: WeightMap = field(repr=False)
-    attention_scales: tuple[float, ...] = ()    # per layer; empty: 1 / sqrt(head_dim)
-    windows: tuple[int | None, ...] = ()        # per layer, tokens looked back on, itself included; empty: no windows
     rotary: Rotary | None = field(default=None, repr=False)  # None: learned positions
     position_offset: int = 0                    # rows of the position table before position 0
     embedding_size: int = 0                     # 0: hidden_size; else projected in and out
-    norm_position: NormPosition = "pre"
     has_final_norm: bool = True
-    has_qkv_bias: bool = False
-    has_attention_out_bias: bool = False
-    has_feed_forward_bias: bool = False
-    has_query_key_norm: bool = False
     is_head_tied: bool = False                  # the head is the embedding table
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)
         if self.rotary is not None:
             object.__setattr__(self, "max_position_embeddings", self.rotary.max_positions)
-        object.__setattr__(self, "windows", self.windows or (None,) * self.num_layers)
-        scales = self.attention_scales or (self.head_dim**-0.5,) * self.num_layers
-        object.__setattr__(self, "attention_scales", scales)
-        if self.num_heads % self.num_kv_heads:
-            raise SpecError(f"{self.num_heads} attention heads do not divide among {self.num_kv_heads} key-value heads")
+        if len({(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in self.layers}) != 1:
+            raise SpecError("layers with different heads are not supported yet")
         if self.rotary is not None and self.head_dim % 2:
             raise SpecError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
-        for name in ("windows", "attention_scales"):
-            if len(getattr(self, name)) != self.num_layers:
-                raise SpecError(f"{name}: {len(getattr(self, name))} entries for {self.num_layers} layers")
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the decoder."""
+        return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        """Attention heads of each layer."""
+        return self.layers[0].num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads of each layer."""
+        return self.layers[0].num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of each head."""
+        return self.layers[0].head_dim
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        return tuple(layer.window for layer in self.layers)
+
+    def with_windows(self, windows: Sequence[int | None]) -> "DecoderSpec":
+        """Return the spec with these windows, one per layer. Raises SpecError for another number of them."""
+        if len(windows) != self.num_layers:
+            raise SpecError(f"windows: {len(windows)} entries for {self.num_layers} layers")
+        layers = (replace(layer, window=window) for layer, window in zip(self.layers, windows, strict=True))
+        return replace(self, layers=tuple(layers))
 
     @property
     def default_positions(self) -> int:
@@ -110,11 +179,6 @@ class DecoderSpec:
         if self.rotary is None or self.rotary.dynamic is None:
             return self.max_position_embeddings
         return min(self.rotary.dynamic[0], self.max_position_embeddings)
-
-    @property
-    def is_gated(self) -> bool:
-        """The feed-forward multiplies an activated gate with a second projection."""
-        return self.activation == "silu_and_mul"
 
     @property
     def sliding_window(self) -> int | None:

@@ -60,7 +60,8 @@ def plan_memory(
     num_tokens = options.resolved_max_num_batched_tokens
     token_bytes = kv_bytes_per_token(spec, KV_DTYPE_BYTES[kv_dtype], num_devices)
     weights = weight_bytes(spec, model.dtype, packing, num_devices)
-    widest = 2 * spec.hidden_size + max(2 * spec.intermediate_size, 3 * spec.num_heads * spec.head_dim) // num_devices
+    inner = max(layer.feed_forward.size for layer in spec.layers)
+    widest = 2 * spec.hidden_size + max(2 * inner, 3 * spec.num_heads * spec.head_dim) // num_devices
     workspaces = num_tokens * widest * DTYPE_BYTES[model.dtype] + num_seqs * spec.vocab_size * 4
     share = 1.0 if hardware.device == "cpu" else options.gpu_memory_utilization
     free_bytes = int(hardware.memory_bytes * share) - weights - workspaces

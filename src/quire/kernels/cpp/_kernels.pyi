@@ -67,19 +67,33 @@ class LinearWeights:
         self, packed: int, bias: int, in_features: int, out_features: int, activation: Activation, weight_format: int
     ) -> None: ...
 
-class LayerWeights:
+class Heads:
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None: ...
+
+class Buffer:
+    def __init__(self, width: int, base: int, offset: int, is_external: bool) -> None: ...
+
+class NormOp:
+    def __init__(self, x: int, residual: int, summed: int, out: int, norm: NormWeights) -> None: ...
+
+class LinearOp:
+    def __init__(self, x: int, out: int, layer: LinearWeights) -> None: ...
+
+class QKNormOp:
     def __init__(
-        self,
-        attention_norm: NormWeights,
-        feed_forward_norm: NormWeights,
-        query_norm: NormWeights,
-        key_norm: NormWeights,
-        qkv: LinearWeights,
-        out: LinearWeights,
-        up: LinearWeights,
-        down: LinearWeights,
-        cos_sin: int,
-        rotary_dim: int,
-        scale: float,
-        window: int,
+        self, query: int, key: int, query_norm: NormWeights, key_norm: NormWeights, heads: Heads
     ) -> None: ...
+
+class RotaryWriteOp:
+    def __init__(
+        self, query: int, key: int, value: int, layer: int, cos_sin: int, rotary_dim: int, heads: Heads
+    ) -> None: ...
+
+class AttentionOp:
+    def __init__(self, query: int, out: int, layer: int, scale: float, window: int, heads: Heads) -> None: ...
+
+class GatherOp:
+    def __init__(self, x: int, gather: int, context: int) -> None: ...
+
+class CountLayerOp:
+    def __init__(self, progress: int) -> None: ...

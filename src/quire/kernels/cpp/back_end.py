@@ -23,20 +23,20 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         attention,
         block_copy,
         cache_layout,
-        decoder_layers,
         dtypes,
         embedding,
         huge_pages,
         kv_cache_write,
         linear,
         norm,
+        program,
         sampling,
     )
 
     _kernels.use_isa(isa)
     return {
         "linear": partial(linear.CppLinear, memory=huge_pages.PackedMemory()),
-        "fuse_layers": decoder_layers.fuse_layers,
+        "fuse": program.fuse,
         "cache_layout": CacheLayout(cache_layout.cache_shapes, dtypes.kernel_dtype, cache_layout.DTYPES),
         "paged_attention": attention.paged_attention,
         "write_kv": kv_cache_write.write_kv,

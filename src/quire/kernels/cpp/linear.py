@@ -56,6 +56,11 @@ class CppLinear:
             *self._addresses, self._in_features, self._out_features, self._activation, self._format
         )
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Inputs and outputs of a row."""
+        return self._in_features, self._out_features
+
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         """Multiply all rows in one call; how many there are changes no row.
 

@@ -1,7 +1,9 @@
 """GPT-2: LayerNorm before each sublayer, learned positions, biases everywhere (Radford et al. 2019)."""
 
+from dataclasses import replace
+
 from quire.model.config_reader import MAX_LAYERS, ConfigReader
-from quire.model.spec import Activation, DecoderSpec, WeightMap
+from quire.model.spec import Activation, DecoderSpec, FeedForward, LayerSpec, WeightMap
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
@@ -33,22 +35,26 @@ def gpt2(config: ConfigReader) -> DecoderSpec:
     head_dim, hidden_size = config.divided("n_embd", num_heads), config.size("n_embd")
     scale = head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
     by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
-    return DecoderSpec(
-        vocab_size=config.size("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
+    layer = LayerSpec(
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_dim,
-        intermediate_size=config.size("n_inner", 4 * hidden_size),
+        feed_forward=FeedForward(
+            size=config.size("n_inner", 4 * hidden_size),
+            activation=config.choice("activation_function", ACTIVATIONS, default="gelu_new"),
+            has_bias=True,
+        ),
+        has_qkv_bias=True,
+        has_attention_out_bias=True,
+    )
+    scales = (scale / (index + 1 if by_layer else 1) for index in range(num_layers))
+    return DecoderSpec(
+        vocab_size=config.size("vocab_size"),
+        hidden_size=hidden_size,
+        layers=tuple(replace(layer, attention_scale=each) for each in scales),
         max_position_embeddings=config.size("n_positions"),
         norm="layer",
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
-        activation=config.choice("activation_function", ACTIVATIONS, default="gelu_new"),
-        attention_scales=tuple(scale / (layer + 1 if by_layer else 1) for layer in range(num_layers)),
-        has_qkv_bias=True,
-        has_attention_out_bias=True,
-        has_feed_forward_bias=True,
         is_head_tied=config.flag("tie_word_embeddings", True),
         weights=WEIGHTS,
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from quire.model.config_reader import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.model.rope import rotary_from_config
-from quire.model.spec import Activation, DecoderSpec, WeightMap
+from quire.model.spec import Activation, DecoderSpec, FeedForward, LayerSpec, WeightMap
 
 DEFAULT_WINDOW = 4096  # where config.json leaves the key out; null means no window
 DEFAULT_FIRST_WINDOWED_LAYER = 28
@@ -36,22 +36,26 @@ def llama(config: ConfigReader) -> DecoderSpec:
     has_head_dim = config.has("head_dim")
     head_dim = config.size("head_dim", limit=MAX_HEAD_DIM) if has_head_dim else config.divided("hidden_size", num_heads)
     max_position_embeddings = config.size("max_position_embeddings", limit=MAX_POSITIONS)
-    return DecoderSpec(
-        vocab_size=config.size("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=config.size("num_hidden_layers", limit=MAX_LAYERS),
+    layer = LayerSpec(
         num_heads=num_heads,
         num_kv_heads=config.size("num_key_value_heads", num_heads),
         head_dim=head_dim,
-        intermediate_size=config.size("intermediate_size"),
+        feed_forward=FeedForward(
+            size=config.size("intermediate_size"),
+            activation=config.choice("hidden_act", ACTIVATIONS, default="silu"),
+            has_bias=config.flag("mlp_bias", False),
+        ),
+        has_qkv_bias=config.flag("attention_bias", False),
+        has_attention_out_bias=config.flag("attention_bias", False),
+    )
+    return DecoderSpec(
+        vocab_size=config.size("vocab_size"),
+        hidden_size=hidden_size,
+        layers=(layer,) * config.size("num_hidden_layers", limit=MAX_LAYERS),
         max_position_embeddings=max_position_embeddings,
         norm="rms",
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        activation=config.choice("hidden_act", ACTIVATIONS, default="silu"),
         rotary=rotary_from_config(config, head_dim, max_position_embeddings),
-        has_qkv_bias=config.flag("attention_bias", False),
-        has_attention_out_bias=config.flag("attention_bias", False),
-        has_feed_forward_bias=config.flag("mlp_bias", False),
         is_head_tied=config.flag("tie_word_embeddings", False),
         weights=WEIGHTS,
     )
@@ -59,33 +63,34 @@ def llama(config: ConfigReader) -> DecoderSpec:
 
 def mistral(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Mistral 7B, whose layers all have a window (Jiang et al. 2023)."""
-    spec = llama(config)
-    return replace(
-        spec,
-        windows=(config.nullable_size("sliding_window", DEFAULT_WINDOW),) * spec.num_layers,
-        has_qkv_bias=False,
-        has_attention_out_bias=False,
-        has_feed_forward_bias=False,
-    )
+    spec = _with_biases(llama(config), has_qkv_bias=False)
+    return spec.with_windows((config.nullable_size("sliding_window", DEFAULT_WINDOW),) * spec.num_layers)
 
 
 def qwen2(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Qwen2: biases on query, key and value (Yang et al. 2024)."""
-    spec = llama(config)
-    return replace(
-        spec,
-        has_qkv_bias=True,
-        has_attention_out_bias=False,
-        has_feed_forward_bias=False,
-        windows=_qwen_windows(config, spec.num_layers),
-    )
+    spec = _with_biases(llama(config), has_qkv_bias=True)
+    return spec.with_windows(_qwen_windows(config, spec.num_layers))
 
 
 def qwen3(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Qwen3 (2025): norms on query and key, heads with a width of their own."""
     spec = llama(config.with_default("head_dim", QWEN3_HEAD_DIM))
-    windows = _qwen_windows(config, spec.num_layers)
-    return replace(spec, has_query_key_norm=True, has_feed_forward_bias=False, windows=windows)
+    feed_forward = replace(spec.layers[0].feed_forward, has_bias=False)
+    layer = replace(spec.layers[0], has_query_key_norm=True, feed_forward=feed_forward)
+    return replace(spec, layers=(layer,) * spec.num_layers).with_windows(_qwen_windows(config, spec.num_layers))
+
+
+def _with_biases(spec: DecoderSpec, *, has_qkv_bias: bool) -> DecoderSpec:
+    """Return a spec of equal layers without biases, but for those of query, key and value."""
+    layer = spec.layers[0]
+    layer = replace(
+        layer,
+        has_qkv_bias=has_qkv_bias,
+        has_attention_out_bias=False,
+        feed_forward=replace(layer.feed_forward, has_bias=False),
+    )
+    return replace(spec, layers=(layer,) * spec.num_layers)
 
 
 def _qwen_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

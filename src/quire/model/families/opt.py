@@ -4,7 +4,7 @@ The 350m model alone normalizes after each sublayer and has embeddings narrower 
 """
 
 from quire.model.config_reader import MAX_LAYERS, ConfigReader
-from quire.model.spec import Activation, DecoderSpec, WeightMap
+from quire.model.spec import Activation, DecoderSpec, FeedForward, LayerSpec, WeightMap
 
 ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "gelu": "gelu"}
 POSITION_OFFSET = 2  # rows of the position table that padding took in the code it was trained with
@@ -32,25 +32,29 @@ def opt(config: ConfigReader) -> DecoderSpec:
     num_heads, hidden_size = config.size("num_attention_heads"), config.size("hidden_size")
     is_pre_norm = config.flag("do_layer_norm_before", True)
     has_bias = config.flag("enable_bias", True)
-    return DecoderSpec(
-        vocab_size=config.size("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=config.size("num_hidden_layers", limit=MAX_LAYERS),
+    layer = LayerSpec(
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=config.divided("hidden_size", num_heads),
-        intermediate_size=config.size("ffn_dim"),
+        feed_forward=FeedForward(
+            size=config.size("ffn_dim"),
+            activation=config.choice("activation_function", ACTIVATIONS, default="relu"),
+            has_bias=has_bias,
+        ),
+        norm_position="pre" if is_pre_norm else "post",
+        has_qkv_bias=has_bias,
+        has_attention_out_bias=has_bias,
+    )
+    return DecoderSpec(
+        vocab_size=config.size("vocab_size"),
+        hidden_size=hidden_size,
+        layers=(layer,) * config.size("num_hidden_layers", limit=MAX_LAYERS),
         max_position_embeddings=config.size("max_position_embeddings"),
         position_offset=POSITION_OFFSET,
         embedding_size=config.size("word_embed_proj_dim", hidden_size),
         norm="layer",
         norm_eps=NORM_EPS,
-        norm_position="pre" if is_pre_norm else "post",
         has_final_norm=is_pre_norm and not config.flag("_remove_final_layer_norm", False),
-        activation=config.choice("activation_function", ACTIVATIONS, default="relu"),
-        has_qkv_bias=has_bias,
-        has_attention_out_bias=has_bias,
-        has_feed_forward_bias=has_bias,
         is_head_tied=config.flag("tie_word_embeddings", True),
         weights=WEIGHTS,
     )

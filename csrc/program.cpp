@@ -1,0 +1,124 @@
+#include "program.hpp"
+
+#include "aligned.hpp"
+#include "thread_pool.hpp"
+
+namespace quire {
+namespace {
+
+constexpr long TOKENS_AT_ONCE = 8;  // of which a thread normalizes the heads
+
+template <template <typename> class Kernel, typename T>
+void call(const ForBoth<Kernel>& kernel, const Kernel<T>& arguments) {
+    if constexpr (sizeof(T) == sizeof(bf16))
+        kernel.bf16(arguments);
+    else
+        kernel.float32(arguments);
+}
+
+template <typename T>
+void call_norm(const NormWeights& norm, const T* x, long x_stride, const T* residual, T* summed, T* out, long num_rows, long width) {
+    call(norm.is_layer_norm ? chosen->layer_norm : chosen->rms_norm,
+         Norm<T>{x, residual, summed, out, num_rows, x_stride, static_cast<const T*>(norm.weight),
+                 static_cast<const T*>(norm.bias), width, norm.eps});
+}
+
+}  // namespace
+
+// One run: where each activation is, and each op's call of its kernel.
+template <typename T>
+class Program<T>::Run {
+public:
+    Run(const Program& program, const ProgramStep& step, const std::vector<T*>& externals)
+        : program_(program), step_(step), rows_(program.buffers_.size()) {
+        static thread_local ISA::Aligned<T> memory;  // kept from step to step
+        const auto size = [&](const Buffer& buffer) {
+            const bool is_scratch = buffer.base < 0 && !buffer.is_external;
+            return is_scratch ? rounded_up(step.num_tokens * buffer.width, 64 / sizeof(T)) : 0;  // in whole cache lines
+        };
+        long total = 0;
+        for (const Buffer& buffer : program.buffers_) total += size(buffer);
+        T* scratch = memory.at_least(total);
+        auto external = externals.begin();
+        for (std::size_t i = 0; i < rows_.size(); i++) {
+            const Buffer& buffer = program.buffers_[i];
+            if (buffer.base >= 0) {  // which comes before its views
+                rows_[i] = {rows_[buffer.base].at + buffer.offset, rows_[buffer.base].stride};
+                continue;
+            }
+            rows_[i] = {buffer.is_external ? *external++ : scratch, buffer.width};
+            scratch += size(buffer);
+        }
+    }
+
+    void operator()(const NormOp& op) const {
+        const T* residual = op.residual < 0 ? nullptr : at(op.residual);
+        T* summed = op.summed < 0 ? nullptr : at(op.summed);
+        call_norm<T>(op.norm, at(op.x), stride(op.x), residual, summed, at(op.out), step_.num_tokens, program_.buffers_[op.x].width);
+    }
+
+    void operator()(const LinearOp& op) const {
+        const LinearWeights& layer = op.layer;
+        call(chosen->linear, Linear<T>{at(op.x), step_.num_tokens, layer.in_features, stride(op.x),
+                                       static_cast<const T*>(layer.packed), layer.out_features, layer.bias, at(op.out),
+                                       stride(op.out), sizeof(T) == sizeof(float), layer.activation, layer.format});
+    }
+
+    void operator()(const QKNormOp& op) const {
+        const auto normalize = [&](const NormWeights& norm, long x, long token, long num_heads) {
+            T* heads = at(x) + token * stride(x);
+            call_norm<T>(norm, heads, op.heads.head_dim, nullptr, nullptr, heads, num_heads, op.heads.head_dim);
+        };
+        share_range(step_.num_tokens, TOKENS_AT_ONCE, [&](long begin, long end) {
+            for (long token = begin; token < end; token++) {
+                normalize(op.query_norm, op.query, token, op.heads.num_heads);
+                normalize(op.key_norm, op.key, token, op.heads.num_kv_heads);
+            }
+        });
+    }
+
+    void operator()(const RotaryWriteOp& op) const {
+        call(chosen->kv_write,
+             KVWrite<T>{at(op.query), stride(op.query), at(op.key), at(op.value), stride(op.key), stride(op.value),
+                        step_.positions, step_.slots, op.cos_sin, program_.keys_[op.layer], program_.values_[op.layer],
+                        step_.num_tokens, op.heads.num_heads, op.heads.num_kv_heads, op.heads.head_dim, program_.block_size_,
+                        op.rotary_dim});
+    }
+
+    void operator()(const AttentionOp& op) const {
+        call(chosen->attention,
+             Attention<T>{at(op.query), stride(op.query), program_.keys_[op.layer], program_.values_[op.layer], at(op.out),
+                          stride(op.out), step_.block_tables, step_.query_starts, step_.context_lens, step_.table_stride,
+                          step_.num_seqs, op.heads.num_heads, op.heads.num_kv_heads, op.heads.head_dim, program_.block_size_,
+                          op.scale, op.window});
+    }
+
+    void operator()(const GatherOp& op) const {
+        op.gather(op.context, at(op.x), step_.num_tokens, stride(op.x) * static_cast<long>(sizeof(T)));
+    }
+
+    void operator()(const CountLayerOp& op) const { *op.progress = *op.progress + 1; }
+
+private:
+    struct Rows {
+        T* at;
+        long stride;
+    };
+    const Program& program_;
+    const ProgramStep& step_;
+    std::vector<Rows> rows_;
+
+    T* at(long index) const { return rows_[index].at; }
+    long stride(long index) const { return rows_[index].stride; }
+};
+
+template <typename T>
+void Program<T>::run(const ProgramStep& step, const std::vector<T*>& externals) const {
+    const Run run(*this, step, externals);
+    for (const ProgramOp& op : ops_) std::visit(run, op);
+}
+
+template class Program<bf16>;
+template class Program<float>;
+
+}  // namespace quire

@@ -1,0 +1,103 @@
+// Interpreter of layer programs: a stretch of ops in one call, without returns to Python in between, during which the
+// weights evict Python's code and data from the caches. quire/kernels/program.py defines each op's meaning.
+#pragma once
+
+#include <variant>
+
+#include "kernels.hpp"
+
+namespace quire {
+
+struct NormWeights {
+    const void *weight = nullptr, *bias = nullptr;
+    float eps = 0;
+    bool is_layer_norm = false;  // else RMSNorm
+};
+
+struct LinearWeights {
+    const void* packed;
+    const float* bias;
+    long in_features, out_features;
+    Activation activation;
+    WeightFormat format;
+};
+
+struct Heads {
+    long num_heads, num_kv_heads, head_dim;
+};
+
+// An activation [num_tokens, width]: memory of its own, or columns from `offset` on of another activation, `base`. External
+// ones are passed to each run, the others live in scratch memory.
+struct Buffer {
+    long width, base, offset;  // base -1: none
+    bool is_external;
+};
+
+// Ops name activations by index; -1: none. `layer` is an index of the caches.
+struct NormOp {
+    long x, residual, summed, out;
+    NormWeights norm;
+};
+struct LinearOp {
+    long x, out;
+    LinearWeights layer;
+};
+struct QKNormOp {  // over each head, in place
+    long query, key;
+    NormWeights query_norm, key_norm;
+    Heads heads;
+};
+struct RotaryWriteOp {
+    long query, key, value, layer;
+    const float* cos_sin;  // null: no rotation
+    long rotary_dim;
+    Heads heads;
+};
+struct AttentionOp {
+    long query, out, layer;
+    float scale;
+    long window;  // 0: none
+    Heads heads;
+};
+// The ranks of tensor parallelism exchange an activation: each has computed some of its columns.
+struct GatherOp {
+    long x;
+    void (*gather)(void* context, void* rows, long num_tokens, long row_bytes);
+    void* context;
+};
+struct CountLayerOp {
+    volatile std::int64_t* progress;  // one more; other threads read it
+};
+using ProgramOp = std::variant<NormOp, LinearOp, QKNormOp, RotaryWriteOp, AttentionOp, GatherOp, CountLayerOp>;
+
+// The inputs of a step beside its activations.
+struct ProgramStep {
+    long num_tokens;
+    const std::int64_t *positions, *slots;
+    const std::int32_t *block_tables, *query_starts, *context_lens;
+    long table_stride, num_seqs;
+};
+
+// The ops and the caches that they use, kept between the steps.
+template <typename T>
+class Program {
+public:
+    Program(std::vector<ProgramOp> ops, std::vector<Buffer> buffers) : ops_(std::move(ops)), buffers_(std::move(buffers)) {}
+
+    void use_caches(std::vector<T*> keys, std::vector<T*> values, long block_size) {
+        keys_ = std::move(keys), values_ = std::move(values), block_size_ = block_size;
+    }
+
+    // `externals`: addresses of the external activations, in the order of the buffers.
+    void run(const ProgramStep& step, const std::vector<T*>& externals) const;
+
+private:
+    std::vector<ProgramOp> ops_;
+    std::vector<Buffer> buffers_;
+    std::vector<T*> keys_, values_;
+    long block_size_ = 0;
+
+    class Run;
+};
+
+}  // namespace quire

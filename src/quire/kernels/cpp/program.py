@@ -1,0 +1,273 @@
+"""Fusion of layer programs: stretches of ops as one call of the extension; csrc/program.hpp has the reasons.
+
+An op is fused if `TRANSLATIONS` has its class and its parts are this back end's own. Any other op runs by itself
+between two stretches, and the log names it.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels import program as ops
+from quire.kernels.cpp import _kernels, attention, kv_cache_write
+from quire.kernels.cpp.attention import metadata_arguments
+from quire.kernels.cpp.cache_layout import check_caches
+from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
+from quire.kernels.cpp.linear import CppLinear
+from quire.kernels.cpp.norm import CppNorm
+from quire.kernels.program import Activations, LayerInputs, Op, Program, live_after
+
+log = logging.getLogger(__name__)
+
+MAX_NAMES_IN_LOG = 5
+_PROGRAM = pair("Program")
+
+
+def fuse(program: Program) -> Program:
+    """Return the program with stretches of known ops fused; unchanged in dtypes that kernels serve by conversion."""
+    norms = (op.norm for op in program.ops if isinstance(op, ops.Norm))
+    dtype = next((norm.dtype for norm in norms if isinstance(norm, CppNorm)), None)
+    if dtype is None or kernel_dtype(dtype) != dtype:
+        return program
+    fused: list[Op] = []
+    numbered = zip(program.ops, live_after(program.ops, program.result), strict=True)
+    for is_known, group in groupby(numbered, key=lambda pair: _is_known(pair[0])):
+        stretch, alive = zip(*group, strict=True)
+        fused += [FusedOps(stretch, alive[-1], dtype)] if is_known else stretch
+    _log_unknown([op.name for op in program.ops if not _is_known(op)])
+    return Program(tuple(fused), program.result)
+
+
+def _is_known(op: Op) -> bool:
+    translation = TRANSLATIONS.get(type(op))
+    return translation is not None and translation.accepts(op)
+
+
+def _log_unknown(names: Sequence[str]) -> None:
+    if names:
+        shown = ", ".join(names[:MAX_NAMES_IN_LOG]) + (", ..." if len(names) > MAX_NAMES_IN_LOG else "")
+        log.info("ops that the C++ kernels do not fuse run by themselves, %d of them: %s", len(names), shown)
+
+
+class View(NamedTuple):
+    """Columns of an activation's memory as an activation."""
+
+    base: int
+    offset: int
+    width: int
+    head_dim: int | None  # None: [num_tokens, width]; else [num_tokens, heads, head_dim]
+
+    def of(self, memory: Tensor) -> Tensor:
+        """Return the activation."""
+        columns = memory[:, self.offset : self.offset + self.width]
+        return columns if self.head_dim is None else columns.view(len(memory), -1, self.head_dim)
+
+
+class Buffers:
+    """Memory of a stretch's activations, by index, while its ops are translated in their order."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, int] = {}            # what the stretch reads of ops before it
+        self._views: list[View] = []                # by index; of memory of its own, base is its index
+        self._bound: dict[str, int] = {}            # the index that a name stands for at this point
+        self._own: dict[tuple[str, int], int] = {}  # by name and width
+
+    def read(self, name: str, width: int, head_dim: int | None = None) -> int:
+        """Return the index of an activation that an op reads, or changes in place."""
+        if name not in self._bound:
+            assert name not in self.inputs, f"{name} has been consumed"
+            self.inputs[name] = self.write(name, width, head_dim)
+        index = self._bound[name]
+        assert self._views[index].width == width, f"{name} of width {self._views[index].width} is read as {width}"
+        return index
+
+    def consume(self, *names: str) -> None:
+        """Forget activations that are not to be read again."""
+        for name in names:
+            del self._bound[name]
+
+    def write(self, name: str, width: int, head_dim: int | None = None) -> int:
+        """Return the index of an activation that an op writes to memory of its own."""
+        key = name, width
+        if key not in self._own:
+            self._own[key] = len(self._views)
+            self._views.append(View(len(self._views), 0, width, head_dim))
+        self._bound[name] = self._own[key]
+        return self._own[key]
+
+    def view(self, name: str, base: int, offset: int, width: int, head_dim: int) -> None:
+        """Let a name stand for columns of another activation."""
+        assert self._views[base].base == base, "a view of a view"
+        self._bound[name] = len(self._views)
+        self._views.append(View(base, offset, width, head_dim))
+
+    def outputs(self, names: Iterable[str]) -> dict[str, View]:
+        """Return where these activations are after the last op."""
+        return {name: self._views[self._bound[name]] for name in names}
+
+    def externals(self, outputs: Iterable[View]) -> dict[int, tuple[str | None, int]]:
+        """Return the memory that the caller passes, by ascending index: the name of the input in it, and its width."""
+        names: dict[int, str | None] = dict.fromkeys([view.base for view in outputs])
+        names |= {index: name for name, index in self.inputs.items()}
+        return {index: (names[index], self._views[index].width) for index in sorted(names)}
+
+    def records(self, externals: Iterable[int]) -> list[_kernels.Buffer]:
+        """Return all of them as the extension takes them."""
+        passed = set(externals)
+        return [
+            _kernels.Buffer(view.width, -1 if view.base == index else view.base, view.offset, index in passed)
+            for index, view in enumerate(self._views)
+        ]
+
+
+class FusedOps:
+    """A stretch of ops in one call. Keeps the ops, whose memory the extension reads."""
+
+    def __init__(self, stretch: Sequence[Op], alive: frozenset[str], dtype: torch.dtype) -> None:
+        self.name = f"{stretch[0].name} to {stretch[-1].name}"
+        self._ops, self._dtype = tuple(stretch), dtype
+        buffers = Buffers()
+        translated = [record for op in stretch for record in TRANSLATIONS[type(op)].records(op, buffers)]
+        self._outputs = buffers.outputs(alive.intersection(name for op in stretch for name in op.writes))
+        self.reads, self.writes = tuple(buffers.inputs), tuple(self._outputs)
+        self._externals = buffers.externals(self._outputs.values())
+        self._caches = {op.layer: op.heads for op in stretch if isinstance(op, ops.Attention | ops.RotaryWrite)}
+        self._program = _PROGRAM[dtype](translated, buffers.records(self._externals))
+        self._keys: Sequence[Tensor] | None = None  # the caches whose addresses the extension has
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Run the stretch; activations that it reads may be overwritten."""
+        if inputs.keys is not self._keys:
+            self._use_caches(inputs)
+        num_tokens, positions, slots = inputs.metadata.num_tokens, inputs.positions, inputs.slot_mapping
+        assert num_tokens == len(positions) == len(slots)
+        assert positions.dtype == slots.dtype == torch.int64
+        assert positions.is_contiguous(), "positions with gaps"
+        assert slots.is_contiguous(), "slots with gaps"
+        tensors: dict[int, Tensor] = {}
+        for index, (name, width) in self._externals.items():
+            given = None if name is None else activations[name].flatten(1).contiguous()
+            tensors[index] = self._new(num_tokens, width) if given is None else self._checked(given, num_tokens, width)
+        addresses = [tensor.data_ptr() for tensor in tensors.values()]
+        assert num_tokens == 0 or len(set(addresses)) == len(addresses), "two activations in the same memory"
+        self._program.run(
+            addresses, num_tokens, positions.data_ptr(), slots.data_ptr(), *metadata_arguments(inputs.metadata)
+        )
+        for name, view in self._outputs.items():
+            activations[name] = view.of(tensors[view.base])
+
+    def _new(self, num_tokens: int, width: int) -> Tensor:
+        return torch.empty(num_tokens, width, dtype=self._dtype)
+
+    def _checked(self, rows: Tensor, num_tokens: int, width: int) -> Tensor:
+        assert rows.shape == (num_tokens, width), f"{tuple(rows.shape)} for {num_tokens} rows of {width}"
+        assert rows.dtype == self._dtype, f"{rows.dtype} for ops in {self._dtype}"
+        return rows
+
+    def _use_caches(self, inputs: LayerInputs) -> None:
+        block_size = inputs.metadata.block_size
+        for layer, heads in self._caches.items():
+            keys, values, num_kv_heads = inputs.keys[layer], inputs.values[layer], heads.num_kv_heads
+            check_caches(keys, values, num_kv_heads, block_size, heads.head_dim, self._dtype)
+        addresses = ([cache.data_ptr() for cache in caches] for caches in (inputs.keys, inputs.values))
+        self._program.use_caches(*addresses, block_size)
+        self._keys = inputs.keys
+
+
+class Translation(NamedTuple):
+    """How a class of ops is fused: whether one has parts of this back end, and the extension's records of it."""
+
+    accepts: Callable[[Any], bool]
+    records: Callable[[Any, Buffers], list[object]]
+
+
+def _norm(op: ops.Norm, buffers: Buffers) -> list[object]:
+    assert isinstance(op.norm, CppNorm)
+    width = op.norm.width
+    x = buffers.read(op.x, width)
+    if op.residual is None:
+        return [_kernels.NormOp(x, -1, -1, buffers.write(op.out, width), op.norm.weights)]
+    residual = buffers.read(op.residual, width)
+    buffers.consume(op.x, op.residual)
+    summed = x if op.summed is None else buffers.write(op.summed, width)  # x's memory is free
+    return [_kernels.NormOp(x, residual, summed, buffers.write(op.out, width), op.norm.weights)]
+
+
+def _linear(op: ops.Linear, buffers: Buffers) -> list[object]:
+    assert isinstance(op.linear, CppLinear)
+    in_features, out_features = op.linear.sizes
+    x, out = buffers.read(op.x, in_features), buffers.write(op.out, out_features)
+    assert x != out, f"{op.name} would overwrite its input"
+    return [_kernels.LinearOp(x, out, op.linear.weights)]
+
+
+def _split_heads(op: ops.SplitHeads, buffers: Buffers) -> list[object]:
+    num_heads, num_kv_heads, head_dim = op.heads
+    widths = [count * head_dim for count in (num_heads, num_kv_heads, num_kv_heads)]
+    qkv, offset = buffers.read(op.qkv, sum(widths)), 0
+    buffers.consume(op.qkv)
+    for name, width in zip((op.query, op.key, op.value), widths, strict=True):
+        buffers.view(name, qkv, offset, width, head_dim)
+        offset += width
+    return []
+
+
+def _read_heads(name: str, num_heads: int, head_dim: int, buffers: Buffers) -> int:
+    return buffers.read(name, num_heads * head_dim, head_dim)
+
+
+def _qk_norm(op: ops.QKNorm, buffers: Buffers) -> list[object]:
+    assert isinstance(op.query_norm, CppNorm)
+    assert isinstance(op.key_norm, CppNorm)
+    num_heads, num_kv_heads, head_dim = op.heads
+    query = _read_heads(op.query, num_heads, head_dim, buffers)
+    key = _read_heads(op.key, num_kv_heads, head_dim, buffers)
+    norms = op.query_norm.weights, op.key_norm.weights
+    return [_kernels.QKNormOp(query, key, *norms, _kernels.Heads(*op.heads))]
+
+
+def _rotary_write(op: ops.RotaryWrite, buffers: Buffers) -> list[object]:
+    num_heads, num_kv_heads, head_dim = op.heads
+    query = _read_heads(op.query, num_heads, head_dim, buffers)
+    key, value = (_read_heads(name, num_kv_heads, head_dim, buffers) for name in (op.key, op.value))
+    buffers.consume(op.key, op.value)
+    cos_sin = op.cos_sin
+    assert cos_sin is None or (cos_sin.dtype == torch.float32 and cos_sin.is_contiguous())
+    rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
+    heads = _kernels.Heads(*op.heads)
+    return [_kernels.RotaryWriteOp(query, key, value, op.layer, address(cos_sin), rotary_dim, heads)]
+
+
+def _attention(op: ops.Attention, buffers: Buffers) -> list[object]:
+    num_heads, _, head_dim = op.heads
+    query = _read_heads(op.query, num_heads, head_dim, buffers)
+    out = buffers.write(op.out, num_heads * head_dim)
+    heads = _kernels.Heads(*op.heads)
+    return [_kernels.AttentionOp(query, out, op.layer, op.scale, op.window or 0, heads)]
+
+
+def _gather(op: ops.Gather, buffers: Buffers) -> list[object]:
+    assert op.hook.address is not None
+    return [_kernels.GatherOp(buffers.read(op.x, op.width), *op.hook.address)]
+
+
+def _count_layer(op: ops.CountLayer, buffers: Buffers) -> list[object]:
+    return [_kernels.CountLayerOp(op.progress.data_ptr())]
+
+
+TRANSLATIONS: dict[type, Translation] = {
+    ops.Norm: Translation(lambda op: isinstance(op.norm, CppNorm), _norm),
+    ops.Linear: Translation(lambda op: isinstance(op.linear, CppLinear), _linear),
+    ops.SplitHeads: Translation(lambda op: True, _split_heads),
+    ops.QKNorm: Translation(
+        lambda op: isinstance(op.query_norm, CppNorm) and isinstance(op.key_norm, CppNorm), _qk_norm
+    ),
+    ops.RotaryWrite: Translation(lambda op: op.write is kv_cache_write.write_kv, _rotary_write),
+    ops.Attention: Translation(lambda op: op.attend is attention.paged_attention, _attention),
+    ops.Gather: Translation(lambda op: op.hook.address is not None, _gather),
+    ops.CountLayer: Translation(lambda op: True, _count_layer),
+}

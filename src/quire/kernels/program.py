@@ -1,0 +1,342 @@
+"""Layer programs: op records over named activations, and the interpreter that runs them by single ops.
+
+A program is a list of ops. An op reads and writes activations by name, each [num_tokens, ...]; `run` computes it by
+single ops of the back end, which is the op's meaning: other interpreters are tested against it. `BackEnd.fuse` may
+replace stretches of ops by one op of its own and leaves ops that it does not know as they are, so a new op is a class
+with the attributes of `Op` and needs no other interpreter. The memory of an activation belongs to the program: an op
+may overwrite what it reads, and an activation that it consumes is not to be read again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.kernels import linear as linears
+from quire.kernels import norm as norms
+from quire.kernels.paged_attention import AttentionMetadata
+
+INPUT = "stream"  # the activation that a program begins with: the residual stream [num_tokens, width]
+
+Activations = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """Inputs of a step that ops read beside activations; caches by layer."""
+
+    positions: Tensor      # [num_tokens] int64
+    slot_mapping: Tensor   # [num_tokens] int64
+    metadata: AttentionMetadata
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    side: Mapping[str, Tensor] = field(default_factory=dict)  # per row of the batch, by name: see `ForwardBatch.side`
+
+
+class Op(Protocol):
+    """One op of a program."""
+
+    @property
+    def name(self) -> str:
+        """The op's name, unique in its program: in logs, and where a gather or a part is to follow an op."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The activations that the op reads."""
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The activations that the op writes."""
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Compute by single ops: the meaning of the op."""
+
+
+class Heads(NamedTuple):
+    """Sizes of an attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """out = norm(x); with a residual, summed = x + residual and out = norm(summed), which consumes x and residual."""
+
+    name: str
+    norm: norms.Norm
+    x: str
+    out: str
+    residual: str | None = None
+    summed: str | None = None   # None: not kept
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """x and the residual."""
+        return (self.x,) if self.residual is None else (self.x, self.residual)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """out and the sum."""
+        return (self.out,) if self.summed is None else (self.out, self.summed)
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Normalize, after adding the residual if there is one."""
+        if self.residual is None:
+            activations[self.out] = self.norm(activations[self.x])[0]
+            return
+        normed, summed = self.norm(activations.pop(self.x), activations.pop(self.residual))
+        activations[self.out] = normed
+        if self.summed is not None:
+            activations[self.summed] = summed
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """out = linear(x), activation included."""
+
+    name: str
+    linear: linears.Linear
+    x: str
+    out: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """x."""
+        return (self.x,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """out."""
+        return (self.out,)
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Multiply all rows."""
+        activations[self.out] = self.linear(activations[self.x])
+
+
+@dataclass(frozen=True, slots=True)
+class SplitHeads:
+    """query, key and value [num_tokens, their heads, head_dim]: views of qkv, which is consumed."""
+
+    name: str
+    heads: Heads
+    qkv: str = "qkv"
+    query: str = "query"
+    key: str = "key"
+    value: str = "value"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """qkv."""
+        return (self.qkv,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """query, key and value."""
+        return self.query, self.key, self.value
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Make the views; nothing is computed."""
+        num_heads, num_kv_heads, head_dim = self.heads
+        qkv = activations.pop(self.qkv)
+        parts = torch.split(qkv.view(len(qkv), -1, head_dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        activations[self.query], activations[self.key], activations[self.value] = parts
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """Norms of queries and keys over each head, in place."""
+
+    name: str
+    query_norm: norms.Norm
+    key_norm: norms.Norm
+    heads: Heads
+    query: str = "query"
+    key: str = "key"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """query and key."""
+        return self.query, self.key
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """query and key."""
+        return self.query, self.key
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Normalize each head."""
+        activations[self.query] = self.query_norm(activations[self.query])[0]
+        activations[self.key] = self.key_norm(activations[self.key])[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryWrite:
+    """Rotation of queries (in place) and keys by position, and the write of keys and values, consumed, to the cache."""
+
+    name: str
+    layer: int                  # index of the caches
+    cos_sin: Tensor | None      # as of `rotary_table`; None: no rotation
+    heads: Heads
+    write: Callable[..., Tensor]  # as `kv_cache_write.write_kv`
+    query: str = "query"
+    key: str = "key"
+    value: str = "value"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """query."""
+        return (self.query,)
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Rotate and write, in one op of the back end."""
+        query, key, value = (activations.pop(name) for name in self.reads)
+        keys, values = inputs.keys[self.layer], inputs.values[self.layer]
+        activations[self.query] = self.write(
+            query, key, value, inputs.positions, self.cos_sin, keys, values, inputs.slot_mapping
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """out [num_tokens, num_heads * head_dim] = causal attention of the queries over the paged cache."""
+
+    name: str
+    layer: int                  # index of the caches
+    heads: Heads
+    scale: float
+    window: int | None
+    attend: Callable[..., Tensor]  # as `paged_attention.paged_attention`
+    query: str = "query"
+    out: str = "attended"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """query."""
+        return (self.query,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """out."""
+        return (self.out,)
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Attend."""
+        query, keys, values = activations[self.query], inputs.keys[self.layer], inputs.values[self.layer]
+        attended = self.attend(query, keys, values, inputs.metadata, self.scale, self.window)
+        activations[self.out] = attended.flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """out = x + y."""
+
+    name: str
+    x: str
+    y: str
+    out: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """x and y."""
+        return self.x, self.y
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """out."""
+        return (self.out,)
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Add."""
+        activations[self.out] = activations[self.x] + activations[self.y]
+
+
+class GatherHook(Protocol):
+    """Exchange of an activation's columns between the ranks of tensor parallelism."""
+
+    @property
+    def address(self) -> tuple[int, int] | None:
+        """A C function (csrc/program.hpp, GatherOp) and its context, which does the same; None: there is none."""
+
+    def __call__(self, name: str, x: Tensor) -> None:
+        """Fill in the columns of x [num_tokens, width] that other ranks have computed; `name` is the op's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Exchange of an activation between ranks, in place."""
+
+    name: str
+    x: str
+    width: int
+    hook: GatherHook
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """x."""
+        return (self.x,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """x."""
+        return (self.x,)
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Call the hook."""
+        self.hook(self.name, activations[self.x])
+
+
+@dataclass(frozen=True, slots=True)
+class CountLayer:
+    """The end of a layer: adds 1 to the counter that stall detection reads."""
+
+    name: str
+    progress: Tensor            # [1] int64
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Count."""
+        self.progress.add_(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Ops from the activation INPUT to the activation `result`."""
+
+    ops: tuple[Op, ...]
+    result: str
+    dead: tuple[tuple[str, ...], ...] = field(init=False, repr=False)  # after each op: no later op reads them
+
+    def __post_init__(self) -> None:
+        alive = live_after(self.ops, self.result)
+        dead = (tuple(set(op.reads + op.writes) - names) for op, names in zip(self.ops, alive, strict=True))
+        object.__setattr__(self, "dead", tuple(dead))
+
+    def run(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """Run the ops one after the other and return the result; x is not to be used again."""
+        activations = {INPUT: x}
+        del x
+        for op, dead in zip(self.ops, self.dead, strict=True):
+            op.run(activations, inputs)
+            for name in dead:
+                activations.pop(name, None)
+        return activations[self.result]
+
+
+def live_after(ops: Sequence[Op], result: str) -> list[frozenset[str]]:
+    """Return, for each op, the activations that are read after it."""
+    alive, found = frozenset((result,)), []
+    for op in reversed(ops):
+        found.append(alive)
+        alive = alive.difference(op.writes).union(op.reads)
+    return found[::-1]

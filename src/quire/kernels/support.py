@@ -1,0 +1,36 @@
+"""Support table: the back ends that compute each op and feature. The others refuse a model that needs it, by name.
+
+An op class that is not listed runs by its own `run` on the CPU, and is refused on CUDA until its name is listed here.
+"""
+
+from collections.abc import Iterable
+
+from quire.core.errors import ConfigError
+from quire.kernels.program import Op
+
+CPU = frozenset({"cpp", "torch", "reference"})
+EVERYWHERE = CPU | {"cuda"}
+SUPPORT: dict[str, frozenset[str]] = {
+    "Norm": EVERYWHERE,
+    "Linear": EVERYWHERE,
+    "SplitHeads": EVERYWHERE,
+    "QKNorm": EVERYWHERE,
+    "RotaryWrite": EVERYWHERE,
+    "Attention": EVERYWHERE,
+    "Add": EVERYWHERE,
+    "CountLayer": EVERYWHERE,
+    "Gather": CPU,
+    "side table": CPU,  # `ForwardBatch.side` is not transferred to a device
+}
+
+
+def require(back_end: str, features: Iterable[str]) -> None:
+    """Raise ConfigError if a back end lacks one of these ops or features."""
+    missing = sorted({feature for feature in features if back_end not in SUPPORT.get(feature, CPU)})
+    if missing:
+        raise ConfigError(f"device {back_end} does not support {', '.join(missing)} yet; use --device cpu")
+
+
+def require_ops(back_end: str, ops: Iterable[Op]) -> None:
+    """Raise ConfigError if a back end lacks one of these ops."""
+    require(back_end, (type(op).__name__ for op in ops))

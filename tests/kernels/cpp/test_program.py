@@ -1,0 +1,220 @@
+"""Fused layer programs against the ops' meaning, op by op: a fused op that differs, or is left out, is named."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import program as ops
+from quire.kernels.cpp.attention import paged_attention
+from quire.kernels.cpp.cache_layout import cache_shapes
+from quire.kernels.cpp.kv_cache_write import write_kv
+from quire.kernels.cpp.linear import CppLinear
+from quire.kernels.cpp.norm import CppNorm
+from quire.kernels.cpp.program import TRANSLATIONS, FusedOps, fuse
+from quire.kernels.kv_cache_write import rotary_table
+from quire.kernels.linear import Activation, LinearWeight
+from quire.kernels.paged_attention import build_metadata
+from quire.kernels.program import INPUT, Activations, LayerInputs, Op, Program, live_after
+
+HEADS, WIDTH, INNER, BLOCK_SIZE = ops.Heads(4, 2, 16), 48, 80, 8
+NUM_TOKENS = 7  # a chunk of 6 and a decode
+
+
+def linear(in_features: int, out_features: int, dtype: torch.dtype, activation: Activation = "none") -> CppLinear:
+    rows = out_features * (2 if activation == "silu_and_mul" else 1)
+    weight, bias = torch.randn(rows, in_features) * in_features**-0.5, torch.randn(rows)
+    return CppLinear(LinearWeight.dense(weight.to(dtype)), bias.to(dtype), activation=activation)
+
+
+def norm(width: int, dtype: torch.dtype, *, centers: bool) -> CppNorm:
+    weight, bias = torch.rand(width) + 0.5, torch.randn(width).to(dtype) if centers else None
+    return CppNorm(weight.to(dtype), bias, 1e-5, centers)
+
+
+def layer_ops(layer: int, dtype: torch.dtype, position: str, progress: Tensor) -> list[Op]:
+    """Return a layer with every kind of op: rotary and query-key norms where norms come first, neither where last."""
+    stem, is_pre = f"layers.{layer}.", position == "pre"
+    query_width, kv_width = HEADS.num_heads * HEADS.head_dim, HEADS.num_kv_heads * HEADS.head_dim
+    source, centers = ("x", False) if is_pre else (INPUT, True)
+    cos_sin = rotary_table(torch.rand(HEADS.head_dim // 2), 64) if is_pre else None
+    norms = [norm(WIDTH, dtype, centers=centers) for _ in range(2)]
+    out, summed = ("x", INPUT) if is_pre else (INPUT, None)
+    first, second = (ops.Norm(f"{stem}norm_{i + 1}", norms[i], "x", out, INPUT, summed) for i in range(2))
+    if is_pre and layer == 0:
+        first = ops.Norm(first.name, norms[0], INPUT, "x")
+    head_norms = [norm(HEADS.head_dim, dtype, centers=False) for _ in range(2)]
+    attention: list[Op] = [
+        ops.Linear(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype), source, "qkv"),
+        ops.SplitHeads(f"{stem}split", HEADS),
+        *([ops.QKNorm(f"{stem}qk_norm", head_norms[0], head_norms[1], HEADS)] if is_pre else []),
+        ops.RotaryWrite(f"{stem}rotary", layer, cos_sin, HEADS, write_kv),
+        ops.Attention(f"{stem}attention", layer, HEADS, 0.3, 5 if layer else None, paged_attention),
+        ops.Linear(f"{stem}out", linear(query_width, WIDTH, dtype), "attended", "x"),
+    ]
+    feed_forward: list[Op] = [
+        ops.Linear(f"{stem}up", linear(WIDTH, INNER, dtype, "silu_and_mul"), source, "inner"),
+        ops.Linear(f"{stem}down", linear(INNER, WIDTH, dtype), "inner", "x"),
+    ]
+    in_order = [first, *attention, second, *feed_forward] if is_pre else [*attention, first, *feed_forward, second]
+    return [*in_order, ops.CountLayer(f"{stem}end", progress)]
+
+
+@dataclass
+class Step:
+    """A program, its counter, and a step's inputs with caches of their own."""
+
+    program: Program
+    progress: Tensor
+    dtype: torch.dtype
+
+    def run(self, program: Program, seed: int) -> dict[str, Tensor]:
+        """Return what a program has left behind: its result, the caches, the counter."""
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(NUM_TOKENS, WIDTH, generator=generator).to(self.dtype)
+        shapes = cache_shapes(4, BLOCK_SIZE, HEADS.num_kv_heads, HEADS.head_dim, self.dtype)
+        keys, values = ([torch.randn(s, generator=generator).to(self.dtype) for _ in range(2)] for s in shapes)
+        tables = torch.tensor([[0, 3], [2, 1]], dtype=torch.int32)
+        lens = torch.tensor([6, 12], dtype=torch.int32)
+        metadata = build_metadata(tables, torch.tensor([0, 6, 7], dtype=torch.int32), lens, BLOCK_SIZE)
+        inputs = LayerInputs(
+            torch.tensor([*range(6), 11]), torch.tensor([0, 1, 2, 3, 4, 5, BLOCK_SIZE + 3]), metadata, keys, values
+        )
+        self.progress.zero_()
+        found = {"result": program.run(x, inputs)}
+        found |= {f"keys {i}": cache for i, cache in enumerate(keys)} | {f"values {i}": c for i, c in enumerate(values)}
+        return found | {"progress": self.progress.clone()}
+
+
+def make(dtype: torch.dtype, position: str, change: Callable[[list[Op]], list[Op]] = lambda found: found) -> Step:
+    torch.manual_seed(0)
+    progress = torch.zeros(1, dtype=torch.int64)
+    found = [op for layer in range(2) for op in layer_ops(layer, dtype, position, progress)]
+    return Step(Program(tuple(change(found)), "x" if position == "pre" else INPUT), progress, dtype)
+
+
+def first_difference(step: Step) -> str | None:
+    """Return the first op behind which the fused program has other activations, caches or counts than single ops."""
+    in_order = step.program.ops
+    for count, (op, alive) in enumerate(zip(in_order, live_after(in_order, step.program.result), strict=True), 1):
+        for result in sorted(alive):
+            prefix = Program(in_order[:count], result)
+            fused = step.run(fuse(prefix), seed=count)  # other inputs each time: no memory holds the expected values
+            expected = step.run(prefix, seed=count)
+            if not all(torch.equal(fused[name], expected[name]) for name in expected):
+                return op.name
+    return None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("position", ["pre", "post"])
+def test_each_fused_op_has_the_bits_of_its_single_op(position: str, dtype: torch.dtype) -> None:
+    step = make(dtype, position)
+    assert [type(op) for op in fuse(step.program).ops] == [FusedOps]
+    assert first_difference(step) is None
+
+
+COMPUTING = [op.name for op in make(torch.float32, "pre").program.ops if not isinstance(op, ops.SplitHeads)]
+
+
+@pytest.mark.parametrize("left_out", COMPUTING)
+def test_op_that_the_interpreter_leaves_out_is_named(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make(torch.float32, "pre")
+    kind = next(type(op) for op in step.program.ops if op.name == left_out)
+    real = TRANSLATIONS[kind]
+    records = lambda op, buffers: real.records(op, buffers)[: op.name != left_out]  # noqa: E731
+    monkeypatch.setitem(TRANSLATIONS, kind, real._replace(records=records))
+    assert first_difference(step) == left_out
+
+
+@dataclass(frozen=True)
+class Halve:
+    """An op that the C++ interpreter does not know."""
+
+    name: str
+    x: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.x,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.x,)
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        activations[self.x] = activations[self.x] / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("after", "x"), [("split", "query"), ("qk_norm", "key"), ("rotary", "query"), ("down", "x")])
+def test_unknown_op_runs_by_itself_between_fused_ones(
+    after: str, x: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    def change(found: list[Op]) -> list[Op]:
+        return [new for op in found for new in ([op, Halve(f"{op.name}.half", x)] if op.name.endswith(after) else [op])]
+
+    step = make(dtype, "pre", change)
+    with caplog.at_level("INFO"):
+        fused = fuse(step.program)
+    assert [type(op) for op in fused.ops] == [FusedOps, Halve] * 2 + [FusedOps]
+    assert f"2 of them: layers.0.{after}.half, layers.1.{after}.half" in caplog.text
+    assert first_difference(step) is None
+
+
+@dataclass
+class Hook:
+    """A gather that notes what it is called with, and doubles the activation; in C where it has an address."""
+
+    is_in_c: bool
+    calls: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        signature = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_long)
+        self._function = signature(self._in_c)
+
+    @property
+    def address(self) -> tuple[int, int] | None:
+        return (ctypes.cast(self._function, ctypes.c_void_p).value or 0, 0) if self.is_in_c else None
+
+    def __call__(self, name: str, x: Tensor) -> None:
+        self.calls.append(name)
+        x.mul_(2)
+
+    def _in_c(self, context: int, rows: int, num_tokens: int, row_bytes: int) -> None:
+        self.calls.append(f"{num_tokens} rows of {row_bytes} bytes")
+        memory = (ctypes.c_float * (num_tokens * row_bytes // 4)).from_address(rows)
+        torch.frombuffer(memory, dtype=torch.float32).mul_(2)
+
+
+@pytest.mark.parametrize("is_in_c", [False, True])
+def test_gather_is_called_between_ops(is_in_c: bool) -> None:
+    hook = Hook(is_in_c)
+
+    def change(found: list[Op]) -> list[Op]:
+        gathers: dict[str, Op] = {
+            "layers.0.attention": ops.Gather("layers.0.gather", "attended", 64, hook),
+            "layers.1.up": ops.Gather("layers.1.gather", "inner", INNER, hook),
+        }
+        return [new for op in found for new in ([op, gathers[op.name]] if op.name in gathers else [op])]
+
+    step = make(torch.float32, "pre", change)
+    fused = fuse(step.program)
+    assert [type(op) for op in fused.ops] == [FusedOps] if is_in_c else [FusedOps, ops.Gather] * 2 + [FusedOps]
+    expected = step.run(step.program, 0)
+    assert hook.calls == ["layers.0.gather", "layers.1.gather"]
+    hook.calls.clear()
+    found = step.run(fused, 0)
+    rows = [f"{NUM_TOKENS} rows of {width * 4} bytes" for width in (64, INNER)]
+    assert hook.calls == (rows if is_in_c else ["layers.0.gather", "layers.1.gather"])
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    without = step.run(make(torch.float32, "pre").program, 0)
+    assert not torch.equal(found["result"], without["result"])
+
+
+def test_float16_is_left_to_single_ops() -> None:
+    program = make(torch.float16, "pre").program
+    assert fuse(program) is program
