@@ -79,7 +79,7 @@ struct Scratch {
     Aligned<long> positions;
 };
 
-// What some row of a tile sees of a partition.
+// The tokens of a partition that some row of a tile sees.
 template <typename T>
 TokenRange live(const Attention<T>& op, const QueryTile& tile, long partition, long head) {
     const long first = op.window ? tile.first_position - op.window + 1 : 0, start = partition * PARTITION;
@@ -87,7 +87,7 @@ TokenRange live(const Attention<T>& op, const QueryTile& tile, long partition, l
             std::min(tile.first_position + tile.num_tokens, start + PARTITION)};
 }
 
-// One query tile in the hands of one thread.
+// One query tile, computed by one thread.
 template <typename T>
 class TileWork {
 public:
@@ -176,7 +176,7 @@ private:
         });
     }
 
-    // What rows [row, end) see of a partition, together.
+    // Columns of a partition that any of the rows [row, end) sees.
     Columns seen(long partition, long row, long end) const {
         const long start = partition * PARTITION;
         const long begin = op_.window ? positions_[row] - op_.window + 1 - start : 0;

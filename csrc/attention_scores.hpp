@@ -13,7 +13,7 @@ constexpr long BLOCK_ROWS = 32;                  // rows that share one pass ove
 constexpr long SCORE_STRIDE = PARTITION + GROUP;  // a row apart, not a multiple of 4 KiB: other lines of the cache
 constexpr float LOWEST = -3e38f;                 // a maximum that has seen nothing: with -inf, -inf - -inf would be NaN
 
-// What rows see of a partition, relative to its start: columns [begin, end), and none where end <= begin.
+// Columns of a partition that rows see, relative to its start: columns [begin, end), and none where end <= begin.
 struct Columns {
     long begin, end;
 
@@ -44,7 +44,7 @@ inline float highest_score(const float* scores, Columns computed) {
     return largest_lane(maximum(even, odd));
 }
 
-// A row's scores become weights, which may stand where the scores did. Returns the sum of the weights.
+// Turn a row's scores into weights, in the scores' memory if `weights` is there. Returns the sum of the weights.
 inline float weigh_scores(const float* scores, Columns computed, float highest, float scale, float* weights) {
     Floats sum = {};
     for (long i = computed.first(); i < computed.last(); i += LANES) {
@@ -56,10 +56,10 @@ inline float weigh_scores(const float* scores, Columns computed, float highest, 
 }
 
 #ifdef __AVX512BF16__
-// What power_bf16 takes off a score.
+// The offset that power_bf16 subtracts from a score.
 inline float score_offset(float highest, float scale) { return 0.5f + std::max(highest * scale, LOWEST); }
 
-// 32 scores become weights in bfloat16; they may stand where the scores did.
+// Turn 32 scores into weights in bfloat16, which may overwrite the scores.
 inline void weigh_scores(const float* scores, float offset, Floats scale, bf16* weights) {
     alignas(64) static constexpr bf16 upper_halves[2 * LANES] = {
         1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,

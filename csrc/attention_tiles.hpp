@@ -4,10 +4,10 @@
 // 32 tokens at a time, summed in the tile over the whole partition; a tile of ones beside the values sums the weights as
 // they are multiplied: rounded, for what the rounding has in common then cancels in the mean. Both add in the same order
 // for every row, whatever the other rows hold: a row's sums depend on the row of the first factor alone, and 32 tokens
-// stand at fixed absolute positions. Weights of 0 add nothing: not even a sign changes.
+// are at fixed absolute positions. Weights of 0 add nothing: not even a sign changes.
 //
 // The unit takes 16 cycles a product, and the core computes on meanwhile, as far as it looks ahead: a hundred instructions
-// that wait. So the products of 32 tokens stand between the exponentials of the next 32, a few here and a few there. Keys and
+// that wait. So the products of 32 tokens are issued between the exponentials of the next 32, a few at a time. Keys and
 // values pass by the first-level cache (stream loads), which the scores fill.
 #pragma once
 
@@ -98,7 +98,7 @@ private:
         }
     }
 
-    // 16 x row_tiles rows x 16 tokens. Stores stand apart: one after the other they would keep the unit waiting.
+    // 16 x row_tiles rows x 16 tokens. Stores are kept apart: back to back they would stall the unit.
     template <int row_tiles>
     static void score(const bf16* query, long query_stride, const Rows<bf16>& keys, long key_rows, float* out) {
         const long stride = query_stride * sizeof(bf16), key_stride = keys.stride * sizeof(bf16);

@@ -1,8 +1,8 @@
 // The keys and values of one KV head in one partition, as rows that vectors and tiles can be loaded from.
 //
-// Where a group of 16 tokens' keys (or of 16 rows of values) lies in one block and is live from end to end, it is read
-// where it lies. Else it is gathered into the thread's scratch: parts of several small blocks side by side, zeros for
-// values that no query of the tile sees (0 x NaN is NaN), widths padded to whole registers and tiles.
+// If a group of 16 tokens' keys (or of 16 rows of values) is in one block and live from end to end, it is read in place.
+// Else it is gathered into the thread's scratch: parts of several small blocks side by side, zeros for values that no
+// query of the tile sees (0 x NaN is NaN), widths padded to whole registers and tiles.
 #pragma once
 
 #include <algorithm>

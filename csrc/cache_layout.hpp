@@ -1,4 +1,4 @@
-// Where an element of the paged KV cache lies, the same for every instruction set.
+// Layout of the paged KV cache: the offset of each element, the same for every instruction set.
 //
 // A cache holds blocks, a block its KV heads one after the other, and what a head keeps of a block is one run of
 // block_size x head_dim elements, laid out so that a kernel reads whole registers and whole tiles from it:

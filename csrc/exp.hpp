@@ -46,7 +46,7 @@ inline Floats exp(Floats x) {
     constexpr float magic = 12582912.0f;
     const Words is_low = (Words)(x < splat(-87.33f)), is_high = (Words)(x > splat(88.72f)), is_nan = (Words)(x != x);
     const Floats bounded = choose(is_low | is_high | is_nan, Floats{}, x);
-    const Floats shifted = bounded * splat(LOG2_E) + splat(magic);  // the integer stands in the lowest bits
+    const Floats shifted = bounded * splat(LOG2_E) + splat(magic);  // the integer is in the lowest bits
     const Floats n = shifted - splat(magic);
     const Floats r = (bounded - n * splat(LN2_HIGH)) - n * splat(LN2_LOW);
     const Floats p = exp_of_remainder(r);

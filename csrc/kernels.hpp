@@ -1,4 +1,4 @@
-// What each instruction set implements. Every source of kernels is compiled once per instruction set, with ISA defined
+// Kernel interface of an instruction set. Every source of kernels is compiled once per instruction set, with ISA defined
 // as the name of the namespace that it fills. Pointers, shapes and strides only: no torch, no Python.
 #pragma once
 
@@ -14,7 +14,7 @@ using bf16 = std::uint16_t;  // the upper half of a float
 
 inline long rounded_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
 
-// What a linear layer does to its sums: nothing, an activation, or silu(gate) * up of two sums (Shazeer 2020).
+// Activation of a linear layer's sums: none, an activation, or silu(gate) * up of two sums (Shazeer 2020).
 enum class Activation { none, silu_and_mul, gelu_tanh, gelu, relu };
 
 // How the packed weight of a linear layer is stored. dense: elements of T.
@@ -56,7 +56,7 @@ struct Norm {
 };
 
 // out[i] = table[rows[i]], plus more[more_rows[i]] where more is not null: embeddings, learned positions. Rows of `width`
-// elements without gaps. A row that a table has not is a std::out_of_range.
+// elements without gaps. A row outside of its table is a std::out_of_range.
 template <typename T>
 struct Embedding {
     const T* table;
@@ -70,7 +70,7 @@ struct Embedding {
 };
 
 // Causal attention of a flat batch over the paged cache (cache_layout.hpp). query and out [num_tokens, num_heads,
-// head_dim]: a token's heads stand without gaps, tokens `stride` elements apart. Sequence s owns the tokens from
+// head_dim]: a token's heads have no gaps, tokens `stride` elements apart. Sequence s owns the tokens from
 // query_starts[s] to query_starts[s + 1], the last ones of a context of context_lens[s] tokens; its blocks are row s of
 // block_tables. window: tokens that a token sees, itself included; 0: all.
 template <typename T>

@@ -1,9 +1,9 @@
 // Rotary embedding and the write to the paged cache in one pass over a step's new queries, keys and values.
 //
-// A thread takes tokens; a token's heads are read once and written once. Queries are turned where they stand (they are
+// A thread takes tokens; a token's heads are read once and written once. Queries are rotated in place (they are
 // the projection's own output), keys on their way into the cache. Turned in float, product by product as `apply_rotary`
 // does it, and rounded once: the same bits. A key's dimensions are scattered over the rows of its block, and so are a value's
-// where tokens stand in pairs: in the cache a token is a column, which is what makes it cheap to read, often, later.
+// where tokens are stored in pairs: in the cache a token is a column, which is what makes it cheap to read, often, later.
 #include "cache_layout.hpp"
 #include "thread_pool.hpp"
 #include "vec.hpp"

@@ -10,7 +10,7 @@
 namespace quire {
 namespace {
 
-// What a thread takes at once, in bytes: as much as a huge page, for two threads that write to a page that nobody has
+// Bytes that a thread packs at a time: a huge page, for two threads that write to a page that has not been
 // touched would both fill it with zeros.
 constexpr long BYTES_AT_ONCE = 2 << 20;
 

@@ -1,6 +1,6 @@
 // The layout of packed weights, the same for every instruction set.
 //
-// Outputs stand in strips of 16, and a strip holds all its inputs one after the other, so that a product reads weights
+// Outputs are grouped in strips of 16, and a strip holds all its inputs one after the other, so that a product reads weights
 // from the first byte to the last. float: [strip][input][16 outputs]. bfloat16: [strip][pair of inputs][16 outputs][2],
 // inputs padded to a multiple of 32 with zeros: 16 pairs are 1 KiB, one tile of the matrix unit.
 #pragma once

@@ -1,4 +1,4 @@
-// Penalties touch a few logits of a row, each once, however often its token stands there.
+// Penalties change a few logits of a row, each once, however often its token occurs.
 #include <vector>
 
 #include "thread_pool.hpp"
@@ -7,7 +7,7 @@
 namespace quire {
 namespace {
 
-// How often each token of a vocabulary stands in an output. Between rows all counts are 0, so a row clears only its own.
+// Occurrences of each token of a vocabulary in an output. Between rows all counts are 0, so a row clears only its own.
 class Counts {
 public:
     void edit(const Penalties& op, long entry) {

@@ -1,4 +1,4 @@
-// The loop that multiplies, of linear layers and of both products of attention: rows of factors times columns of sixteen
+// Matrix products by vectors, for linear layers and for both products of attention: rows of factors times columns of sixteen
 // packed values, with sums in registers. Each sum is one lane and adds in ascending order, whatever the number of rows
 // and columns beside it.
 #pragma once
@@ -62,7 +62,7 @@ template <int rows, int columns>
 struct Sums {
     Register parts[rows][columns * PARTS] = {};
 
-    // Sums stand sixteen to a column, rows `stride` apart.
+    // Sums are sixteen to a column, rows `stride` apart.
     void load(const float* from, long stride) {
         for (int r = 0; r < rows; r++) std::memcpy(parts[r], from + r * stride, sizeof parts[r]);
     }

@@ -1,5 +1,5 @@
-// Interpreter of layer programs: a stretch of ops in one call, without returns to Python in between, during which the
-// weights evict Python's code and data from the caches. quire/kernels/program.py defines each op's meaning.
+// Interpreter of layer programs: a stretch of ops in one call, without returns to Python in between, since the
+// weights that a step reads evict Python's code and data from the caches. quire/kernels/program.py defines each op's meaning.
 #pragma once
 
 #include <variant>

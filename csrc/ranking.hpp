@@ -41,7 +41,7 @@ inline std::int32_t least_lane(Integers lanes) {
     return least;
 }
 
-// What orders tokens as a plain integer: falling keys, then rising ids or places.
+// A plain integer that orders tokens: falling keys, then rising ids or places.
 inline std::uint64_t order_of(std::int32_t key, std::uint32_t place) {
     return std::uint64_t(~std::uint32_t(key) ^ (1u << 31)) << 32 | place;
 }
@@ -73,7 +73,7 @@ inline void compress(Integers lanes, Mask mask, std::int32_t* out) {
 #endif
 }
 
-// Tokens of a row in the order of their ids: key, id and, where somebody wrote some, weight of each.
+// Tokens of a row in the order of their ids: key, id and, where they have been written, weight of each.
 struct Candidates {
     Aligned<std::int32_t> keys, ids;
     Aligned<float> weights;
@@ -226,14 +226,14 @@ private:
 struct Place {
     std::int32_t key, id;
 
-    Integers holds(Integers keys, Integers ids) const {  // where a token stands here or before
+    Integers holds(Integers keys, Integers ids) const {  // true where a token has this place or an earlier one
         return (keys > splat_key(key)) | ((keys == splat_key(key)) & (ids <= splat_key(id)));
     }
 };
 
 enum class Measure { tokens, weights };
 
-// Where in the order the shortest prefix ends whose tokens, or whose weights in float64, come to `limit`.
+// Finds the end of the shortest prefix of the order whose tokens, or whose weights in float64, come to `limit`.
 class PrefixSearch {
 public:
     Place last_of(const Candidates& all, Measure measure, double limit) {
@@ -256,7 +256,7 @@ private:
     static constexpr int BIN_BITS = 9, WAYS = 4;  // four counters per bin: an addition need not wait for the last one
 
     Measure measure_;
-    double limit_, before_;  // before_: what stands before the tokens that are left to search
+    double limit_, before_;  // before_: the measure of the tokens before those that are left to search
     std::int32_t lowest_, highest_;
     int shift_;
     Candidates narrowed_;
@@ -316,7 +316,7 @@ private:
         }
     }
 
-    // Few tokens, or many of one logit, which stand in order already.
+    // Few tokens, or many of one logit, which are in order already.
     Place walk(const Candidates& among) {
         const bool is_in_order = among.count > MAX_SORTED;
         if (!is_in_order) sort(among);

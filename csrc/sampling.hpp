@@ -1,4 +1,4 @@
-// What sampling asks of the kernels, all of it row by row: a row's answer depends on its logits and settings alone.
+// Sampling ops, all of them row by row: a row's answer depends on its logits and settings alone.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct TokenChoice {
 };
 
 // Of some rows of logits, the logprob and the rank of one token and of the `counts[i]` most likely ones. ids, logprobs and
-// ranks [num_rows, width]; what stands behind a row's 1 + counts[i] entries is left as it was.
+// ranks [num_rows, width]; entries past a row's 1 + counts[i] are left unchanged.
 struct TopLogprobs {
     const float* logits;
     long vocab_size, stride, num_rows;

@@ -1,5 +1,6 @@
-// exp(logit) of a row and draws by it, with the same bits on every instruction set: products and sums are rounded apart,
-// and sums are float64, in blocks of 512 tokens whose lanes are added in a fixed tree, then one block after the other.
+// Sampling softmax: exp(logit) of a row, and draws by it, with the same bits on every instruction set: products and sums
+// are rounded apart, and sums are float64, in blocks of 512 tokens whose lanes are added in a fixed tree, then block by
+// block.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +12,7 @@ namespace quire::ISA {
 
 typedef double Doubles __attribute__((vector_size(64)));
 
-// What turns logits into weights: exp((logit - highest) / temperature), 0 below exp(lowest).
+// Map from logits to weights: exp((logit - highest) / temperature), 0 below exp(lowest).
 struct Scale {
     Floats highest, factor, lowest;
 
@@ -47,7 +48,7 @@ public:
         }
     }
 
-    // The weights that others have computed.
+    // Weights computed elsewhere.
     void of(const float* values, long count) {
         std::copy(values, values + count, begin(count));
         for (long first = 0; first < count; first += BLOCK) end_block(first);

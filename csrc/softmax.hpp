@@ -1,4 +1,4 @@
-// What a softmax needs of sixteen floats: a power of two, and their maximum and sum in an order that never changes.
+// Softmax primitives of sixteen floats: a power of two, and maximum and sum in a fixed order.
 #pragma once
 
 #include "vec.hpp"
