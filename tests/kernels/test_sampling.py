@@ -1,4 +1,4 @@
-"""What the plain choice of a token builds on: PyTorch's sums of one row, in an order that its length alone decides."""
+"""Foundation of plain token sampling: PyTorch's sums of one row, in an order that its length alone decides."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The one place that decides which implementation of each op runs: chosen once, when a worker starts.
+"""Back ends: the choice of each op's implementation, made once, when a worker starts.
 
 `cuda` is the GPU's: Triton, compiled for the card when a kernel first runs (docs/decisions/0012). `cpp` is the CPU's:
 C++ kernels for AMX, AVX-512, AVX2 and anything else (csrc/). `torch` stands in where they were not built: batched

@@ -1,4 +1,4 @@
-"""The rows of token ids in an embedding table, and of positions in a learned one where there is one."""
+"""Embedding lookup of token ids, and of positions where they are learned."""
 
 from torch import Tensor
 

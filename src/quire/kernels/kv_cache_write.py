@@ -1,4 +1,4 @@
-"""Turn a step's queries and keys by their positions; write its keys and values into their slots of the paged cache.
+"""Rotary embedding of a step's queries and keys, and the write of its keys and values to the paged cache.
 
 Rotary position embedding is on half-split pairs (Su et al. 2021, in the layout of GPT-NeoX and Llama).
 """
@@ -23,7 +23,7 @@ def write_kv(
 
     Token t's key and value go to slot `slot_mapping[t]`; -1 writes nothing. key and value [num_tokens, num_kv_heads,
     head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim], contiguous; slot_mapping [num_tokens] int64, no
-    slot twice. One op, so that a back end may do it in one pass; it may turn the query where it stands. Kwon et al.
+    slot twice. One op, so that a back end may do it in one pass; it may rotate the query in place. Kwon et al.
     2023, section 5.1.
     """
     if cos_sin is not None:

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are packed once, at load, and whose rows never depend on their neighbours.
+"""Linear layers: weights packed once, at load; a row's result does not depend on the other rows.
 
 Matrix libraries choose the order of a row's sum by the shape of the whole product: a row computed with 7 others may
 differ in its last bits from the same row computed with 63. So the product is only ever called with a few row counts,
@@ -78,7 +78,7 @@ class Linear(Protocol):
 
 
 def all_finite(weight: Tensor) -> bool:
-    """Tell whether no value of a weight, which has at least one, is NaN or infinite: else its answers are noise."""
+    """Return whether no value of a weight, which has at least one, is NaN or infinite."""
     # NaN wins both comparisons, so the two ends tell; unlike isfinite().all() this builds no mask.
     return all(math.isfinite(end.item()) for end in weight.aminmax())
 
@@ -169,7 +169,7 @@ def _revealing_factors(out_features: int, in_features: int, dtype: torch.dtype) 
 
 
 def _is_equal_in_parts(product: Callable[[Tensor], Tensor], rows: Tensor, expected: Tensor, count: int) -> bool:
-    """Whether parts of `count` rows give the bits of the whole; at least the first and the last part are compared."""
+    """Return whether parts of `count` rows have the bits of the whole; compares at least the first and last part."""
     num_parts = max(2, min(MAX_ROWS // count, PROBED_OUTPUTS // (count * expected.shape[1])))
     begins = torch.linspace(0, MAX_ROWS - count, num_parts).long().tolist()
     return all(torch.equal(product(rows[b : b + count]), expected[b : b + count]) for b in begins)

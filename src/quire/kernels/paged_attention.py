@@ -159,7 +159,7 @@ def _attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, span: _Span, 
 def _gather(cache: Tensor, span: _Span, slots: Tensor, window: int | None) -> Tensor:
     """Return key tiles of keys or values in float32, [num_tiles * num_kv_heads, SLOTS_PER_KEY_TILE, head_dim].
 
-    Where no query looks, one that is seen stands in: what lies there may be anything, and 0 times NaN is NaN.
+    A slot that no query sees is replaced by one that is seen: it may hold anything, and 0 times NaN is NaN.
     """
     _, block_size, num_kv_heads, head_dim = cache.shape
     seen = slots.clamp(0 if window is None else max(0, span.start - window + 1), span.stop - 1)

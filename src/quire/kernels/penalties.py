@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Penalties(NamedTuple):
-    """What is taken off some rows of logits. Every field but `token_ids` is [num].
+    """Penalties of some rows of logits. Every field but `token_ids` is [num].
 
     Entry i edits row logit_rows[i], no row twice. Its known tokens are the first num_tokens[i] of row token_rows[i] of
     `token_ids`, prompt and output.
@@ -29,7 +29,7 @@ def penalize(logits: Tensor, penalties: Penalties) -> None:
     """Edit some rows of float32 `logits` [num_rows, vocab] in place.
 
     repetition (Keskar et al. 2019): the logit of a known token is divided by it if positive, multiplied by it
-    otherwise. Then frequency is taken off for each time that the token stands in the output, and presence once if it
+    otherwise. Then frequency is subtracted for each occurrence of the token in the output, and presence once if it
     does (OpenAI's definitions).
     """
     logit_rows, token_ids, token_rows, num_tokens, num_prompt_tokens, repetition, presence, frequency = penalties

@@ -1,7 +1,7 @@
 """Philox4x32-10: a random generator without state (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
 A block cipher with ten rounds turns (key, counter) into 128 random bits. The key is a branch's seed, the counter the
-index of the output token, so any draw can be made at any time, in any order, in any company, and comes out the same.
+index of the output token, so a draw is the same at any time, in any order and in any batch.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The order of a row's tokens, one definition for filters and for ranks: higher logit first, equal ones by token id.
+"""Token ranking, one definition for filters and for ranks: higher logit first, equal ones by token id.
 And the logprobs of the first ones: log-softmax of float32 logits.
 
 Sorting by float leaves the order of equal logits to the library. Packing the logit and the id into one integer leaves

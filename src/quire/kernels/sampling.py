@@ -1,4 +1,4 @@
-"""Choose one token per row: the highest logit, or a draw by temperature, min_p, top_k, top_p.
+"""Token sampling: per row the highest logit, or a draw by temperature, min_p, top_k, top_p.
 
 A row is computed by itself, so its token is the same whatever the batch: softmax in an order that its length alone
 decides (tested), sums in float64 one after the other.
@@ -15,7 +15,7 @@ from quire.kernels.ranking import order_keys, top_tokens
 
 
 class SamplingInputs(NamedTuple):
-    """How each row's token is drawn, [num_rows]."""
+    """Sampling settings per row, [num_rows]."""
 
     temperatures: NDArray[np.float32]  # 0: the highest logit, and nothing else counts
     log_min_ps: NDArray[np.float32]    # minus infinity is off

@@ -1,4 +1,4 @@
-"""Reading config.json of a folder that nobody vouches for: every value is checked where it is read."""
+"""Reader of config.json of an untrusted folder: every value is checked as it is read."""
 
 from collections.abc import Collection, Mapping
 from typing import TypeVar
@@ -38,7 +38,7 @@ class ConfigReader:
         return self._values.get(key) is not None
 
     def raw(self, key: str) -> object:
-        """The value as it stands, or None."""
+        """The value as written, or None."""
         return self._values.get(key)
 
     def with_default(self, key: str, default: object) -> "ConfigReader":
@@ -71,7 +71,7 @@ class ConfigReader:
         return value
 
     def choice(self, key: str, choices: Mapping[str, T], default: str | None = None) -> T:
-        """Return what the string stands for in `choices`."""
+        """Return the entry of `choices` for the string."""
         value = self._get(key, default)
         if not isinstance(value, str) or value not in choices:
             raise self.error(f"{key} must be one of {', '.join(choices)}, got {_short(value)}")

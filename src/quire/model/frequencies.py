@@ -1,5 +1,5 @@
 """Rotary frequencies, computed in float32 by the same operations as in transformers: at position 100,000 a last bit is
-visible. `rope.py` says where each scaling comes from.
+visible. `rope.py` cites the source of each scaling.
 """
 
 import math

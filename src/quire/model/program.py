@@ -19,7 +19,7 @@ from quire.model.weights import WeightReader
 
 @dataclass(frozen=True, slots=True)
 class ProgramInputs:
-    """What the layers of a decoder share besides its spec."""
+    """Inputs that the layers of a decoder share, besides its spec."""
 
     cos_sin: Tensor | None             # as of `rotary_table`; None: learned positions
     progress: Tensor                   # [1] int64, one more after each layer

@@ -1,4 +1,4 @@
-"""From what a user calls a model to a folder: the bundled one, a local folder, or a hub id."""
+"""Model resolution: the folder of the bundled model, of a local path or of a hub id."""
 
 import logging
 from pathlib import Path

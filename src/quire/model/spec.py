@@ -23,12 +23,12 @@ class SpecError(ModelError):
 class WeightMap:
     """Hugging Face names of a family's modules, without the `.weight` and `.bias` at the end.
 
-    `prefixes` stand before every name but the head's; the usual one comes first, others are written by base-model
-    classes. Tuples of several modules are fused row by row, in that order: query, key, value; gate, up.
+    `prefixes` precede every name but the head's; the usual one is first, base-model classes write the others.
+    Tuples of several modules are fused row by row, in that order: query, key, value; gate, up.
     """
 
     prefixes: tuple[str, ...]
-    layer: str                              # "layers.{layer}.", stands before the names of a layer's modules
+    layer: str                              # "layers.{layer}.", precedes the names of a layer's modules
     embedding: str
     attention_norm: str
     qkv: tuple[str, ...]                    # one name when the checkpoint has them fused
@@ -44,7 +44,7 @@ class WeightMap:
     project_in: str | None = None           # between embeddings and hidden states of another width
     project_out: str | None = None
     is_transposed: bool = False             # linear weights of layers are stored [in, out]
-    harmless: tuple[str, ...] = ()          # ends of names that checkpoints carry and nobody needs
+    harmless: tuple[str, ...] = ()          # ends of names that checkpoints have and no layer reads
 
 
 @dataclass(frozen=True, slots=True)

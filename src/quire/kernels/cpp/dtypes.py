@@ -1,4 +1,4 @@
-"""Which kernel serves a dtype: bfloat16 has its own, everything else is computed in float32."""
+"""Kernels by dtype: bfloat16 has its own, every other dtype is computed in float32."""
 
 from collections.abc import Callable
 from typing import Any

@@ -27,9 +27,9 @@ def huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
 
 
 class PackedMemory:
-    """Where weights are packed, one after the other, so that small ones share a huge page too.
+    """Memory of packed weights, one after the other, so that small ones share a huge page too.
 
-    What was mapped goes back to the system when the last weight in it is gone.
+    A mapping is returned to the system when the last weight in it is freed.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The write of new keys and values to the cache in C++, fused with rotary; csrc/kv_write.cpp tells how.
+"""The write of new keys and values to the cache in C++, fused with rotary; csrc/kv_write.cpp explains it.
 
 The caches are laid out as `cache_layout` says.
 """
@@ -25,7 +25,7 @@ def write_kv(
 ) -> Tensor:
     """Do what `kv_cache_write.write_kv` does; query, key and value may be slices of a wider projection.
 
-    The query is turned where it stands, if a token's heads stand together; do not use the argument afterwards.
+    The query is rotated in place if a token's heads are contiguous; do not use the argument afterwards.
     """
     dtype = kernel_dtype(key.dtype)
     turned = query if cos_sin is None else _in_rows(query, dtype)

@@ -95,7 +95,7 @@ class CppLinear:
 
 
 def all_finite(weight: Tensor) -> bool:
-    """Tell what `linear.all_finite` tells, by the threads that pack the weight next."""
+    """Return what `linear.all_finite` returns, by the threads that pack the weight next."""
     kernel = _ALL_FINITE.get(weight.dtype)
     if kernel is None or not weight.is_contiguous():
         return linear.all_finite(weight)

@@ -73,7 +73,7 @@ class Buffers:
     def __init__(self) -> None:
         self.inputs: dict[str, int] = {}            # what the stretch reads of ops before it
         self._views: list[View] = []                # by index; of memory of its own, base is its index
-        self._bound: dict[str, int] = {}            # the index that a name stands for at this point
+        self._bound: dict[str, int] = {}            # the index of each name at this point
         self._own: dict[tuple[str, int], int] = {}  # by name and width
 
     def read(self, name: str, width: int, head_dim: int | None = None) -> int:
@@ -179,7 +179,7 @@ class FusedOps:
 
 
 class Translation(NamedTuple):
-    """How a class of ops is fused: whether one has parts of this back end, and the extension's records of it."""
+    """Fusion of a class of ops: a test for parts of this back end, and the extension's records of an op."""
 
     accepts: Callable[[Any], bool]
     records: Callable[[Any, Buffers], list[object]]

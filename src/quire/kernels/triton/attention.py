@@ -42,7 +42,7 @@ def paged_attention(
 ) -> Tensor:
     """Attend as `reference` does, with the metadata of the step; caches contiguous, in the plain layout.
 
-    query [num_tokens, num_heads, head_dim] may be a slice of a wider projection. A context of 0 stands for no sequence:
+    query [num_tokens, num_heads, head_dim] may be a slice of a wider projection. A context of 0 is no sequence:
     its rows of the result hold anything.
     """
     num_tokens, num_heads, head_dim = query.shape

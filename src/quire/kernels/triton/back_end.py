@@ -1,4 +1,4 @@
-"""What Triton offers: the ops that differ from the PyTorch stand-ins."""
+"""Back end of Triton: the ops that differ from the PyTorch stand-ins."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Write new keys and values to the paged cache in Triton, fused with rotary.
+"""Write of new keys and values to the paged cache in Triton, fused with rotary.
 
 One program takes one token: it turns its query heads and key heads in registers and writes keys and values to the
 token's slot, so that each is read and written once. Per token, 2 * (num_heads + 2 * num_kv_heads) * head_dim elements
@@ -23,7 +23,7 @@ def write_kv(
 ) -> Tensor:
     """Do what `kv_cache_write.write_kv` does; query, key and value may be slices of a wider projection.
 
-    The query is turned where it stands: do not use the argument afterwards.
+    The query is rotated in place: do not use the argument afterwards.
     """
     num_tokens, num_kv_heads, head_dim = key.shape
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]

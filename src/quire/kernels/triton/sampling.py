@@ -1,4 +1,4 @@
-"""Choosing tokens in Triton: the meaning is `quire.kernels.sampling.choose_tokens`'s, and nothing is sorted.
+"""Token sampling in Triton: the meaning is `quire.kernels.sampling.choose_tokens`'s, and nothing is sorted.
 
 One program takes one row, in passes over its logits, which stay in the device's cache. Where top_k and top_p cut, it
 halves the range of possible logits, read as integers that rise with them, until one value is left: at most 32 passes
@@ -119,7 +119,7 @@ def _cut(row, vocab_size, best, highest, temperature, log_min_p, top_k, top_p, B
         count, weight = _above(row, vocab_size, cut, highest, temperature, log_min_p, BLOCK)
         num_equal = (top_k - count).to(tl.int32)
         total = weight + num_equal * _weights(_logit(cut), highest, temperature, log_min_p).to(tl.float64)
-    if top_p < 1:  # the lowest cut above which less than the share lies: whoever comes after that is not needed
+    if top_p < 1:  # the lowest cut above which less than the share lies: later tokens are not needed
         share = top_p * total
         low, high = cut.to(tl.int64), best.to(tl.int64)
         while low < high:
