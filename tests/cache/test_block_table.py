@@ -488,7 +488,7 @@ class TestTruncate:
 
     def test_no_more_tokens_than_there_are(self, pool: BlockPool) -> None:
         with pytest.raises(AssertionError):
-            table_of(pool, 7).truncate(7)
+            table_of(pool, 7).truncate(8)
 
 
 class TestMoved:

@@ -221,6 +221,32 @@ class World:
                 sequence.leave_step()
                 sequence.is_in_step = swap_in_pending
 
+    def truncate(self, seq_id: int, num_fewer: int) -> None:
+        """Take back computed tokens, between two steps, and go on with other tokens."""
+        if any(sequence.is_in_step for sequence in [*self.live.values(), *self.swapped.values()]):
+            return
+        sequence = self.live.get(seq_id) or self.swapped[seq_id]
+        is_swapped = seq_id in self.swapped
+        num_tokens = max(0, sequence.num_computed - num_fewer)
+        if not is_swapped:
+            num_tokens = min(num_tokens, self.cache.num_tokens(seq_id))
+        elif num_tokens == sequence.num_computed:
+            return
+        held = [] if is_swapped else [block for block in self.cache.block_ids(seq_id) if block != NULL_BLOCK]
+        is_shared = any(self.cache._pool.ref_count(block) > 1 for block in held)
+        try:
+            self.cache.truncate(seq_id, num_tokens)
+        except ValueError:
+            assert self.window is not None, "tokens that the sequence has"
+            self.seen["left the window"] += 1
+            return
+        sequence.num_computed = num_tokens
+        del sequence.tokens[num_tokens:]
+        sequence.tokens.append(seq_id % 2)
+        table = self.cache._swap.table(seq_id) if is_swapped else self.cache._tables[seq_id]
+        del sequence.worker_table[len(table.columns) :]
+        self.seen.update(truncated=True, truncated_shared=is_shared, cut=table.is_cut, truncated_swapped=is_swapped)
+
     def swap_out(self, seq_ids: list[int]) -> None:
         """Swap out those of some sequences that take no part in the step, and whose blocks it does not copy."""
         group = [seq_id for seq_id in seq_ids if not self.live[seq_id].is_in_step and not self._is_copied(seq_id)]
@@ -523,6 +549,16 @@ class PrefixMachine(RuleBasedStateMachine):
         self.world.end_one(self.pick(index))
 
     @precondition(has_sequences)
+    @rule(index=st.integers(0, MAX_SEQUENCES - 1), num_fewer=st.integers(0, 12))
+    def truncate(self, index: int, num_fewer: int) -> None:
+        self.world.truncate(self.pick(index), num_fewer)
+
+    @precondition(has_swapped)
+    @rule(index=st.integers(0, MAX_SEQUENCES - 1), num_fewer=st.integers(0, 12))
+    def truncate_swapped(self, index: int, num_fewer: int) -> None:
+        self.world.truncate(self.pick_swapped(index), num_fewer)
+
+    @precondition(has_sequences)
     @rule(indices=st.sets(st.integers(0, MAX_SEQUENCES - 1), min_size=1), retracts=st.booleans())
     def swap_out(self, indices: set[int], retracts: bool) -> None:
         if retracts:
@@ -599,7 +635,7 @@ def random_verb(world: World, rng: random.Random, seq_id: int, has_room: bool) -
     """Something happens to a sequence, or to all of them."""
     verbs = {
         "one": 50, "chunk": 15, "fork": 8, "free": 8, "end": 30, "fail": 1, "publish": 20, "retract": 6, "swap": 8,
-        "pin": 6, "unpin": 4, "refork": 8,
+        "pin": 6, "unpin": 4, "refork": 8, "truncate": 20,
     }  # fmt: skip
     verb = rng.choices(list(verbs), list(verbs.values()))[0]
     if verb == "one":
@@ -614,6 +650,8 @@ def random_verb(world: World, rng: random.Random, seq_id: int, has_room: bool) -
         world.pin(seq_id)
     elif verb == "unpin" and world.pinned:
         world.unpin_one(rng.choice(list(world.pinned)))
+    elif verb == "truncate":
+        world.truncate(rng.choice([*world.live, *world.swapped]), rng.randint(0, 12))
     elif verb == "free":
         world.end_one(seq_id)
     elif verb == "publish":
@@ -638,6 +676,7 @@ def test_random_lives_see_everything_that_can_happen() -> None:
         *("reforked", "found", "inside", "pending", "full", "adopted", "stored", "evicted", "pinned", "tail"),
         *("swapped_out", "shared_out", "swap space full", "retracted", "copy_retracted"),
         *("swapped_in", "found_on_return", "no room to return", "swapped ended"),
+        *("truncated", "truncated_shared", "truncated_swapped", "cut", "left the window"),
     }
 
 

@@ -72,6 +72,10 @@ class BlockPool:
         """Return the number of owners of each of several blocks, of all by default."""
         return self._ref_counts_view[blocks]
 
+    def is_readable_elsewhere(self, block: int) -> bool:
+        """Return whether a block has several owners or is in the prefix tree, so that no owner may write to it."""
+        return self.ref_count(block) > 1 or (self._tree is not None and block in self._tree)
+
     def state(self, block: int) -> BlockState:
         """Return what a block is."""
         if self.ref_count(block) > 0:

@@ -56,8 +56,8 @@ class BlockTable:
     """The blocks of one sequence, in order of position. `num_tokens` counts the tokens that have slots."""
 
     __slots__ = (
-        "_block_size", "_copied", "_first_replaced", "_num_dropped", "_num_stored", "_pool", "_writable_end", "columns",
-        "num_tokens", "path",
+        "_block_size", "_copied", "_first_replaced", "_num_stored", "_pool", "_writable_end", "columns", "is_cut",
+        "num_dropped", "num_tokens", "path",
     )  # fmt: skip
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -68,10 +68,11 @@ class BlockTable:
         self.columns = array("q")  # the block of each; only the table itself changes it
         self.num_tokens = 0
         self.path: Path | None = None  # by which others find the blocks, if they can
-        self._num_dropped = 0   # leading columns that hold NULL_BLOCK
+        self.is_cut = False     # truncated inside of a block that other tables or the prefix tree still hold whole
+        self.num_dropped = 0   # leading columns that hold NULL_BLOCK
         self._num_stored = 0    # tokens that the blocks it began with hold, up to one more than num_tokens
         self._first_replaced: int | None = None  # column from which on no update has told of the blocks
-        self._copied: tuple[int, int] | None = None  # how many tokens there were at the last copy, and its source
+        self._copied: tuple[int, int, bool] | None = None  # num_tokens at the last copy, its source, and is_cut
         # Tokens up to here need no new column and no copy. It stays at num_tokens while the last block may have other
         # owners. Only our own fork adds one, so it can be too low (an owner has left since) but never too high.
         self._writable_end = 0
@@ -190,19 +191,28 @@ class BlockTable:
         copied, self._copied = self._copied, None
         if copied is None or copied[0] != num_tokens:
             return False
-        src = copied[1]
+        _, src, self.is_cut = copied
         self._pool.share(src)
         self._pool.release(self.columns[-1])
         self.columns[-1] = src
         return True
 
     def truncate(self, num_tokens: int) -> None:
-        """Take back the last tokens: the table holds `num_tokens`, and blocks behind them are released."""
-        assert 0 <= num_tokens < self.num_tokens, f"{num_tokens} tokens are not fewer than {self.num_tokens}"
-        self.num_tokens = self._writable_end = num_tokens
+        """Take back computed tokens: the first `num_tokens` stay, the blocks behind them are released.
+
+        A last block that is cut while it has other owners, or is in the prefix tree, is copied before the next write.
+        """
+        assert self.num_dropped * self._block_size <= num_tokens <= self.num_tokens, f"{num_tokens} tokens cannot stay"
+        num_columns = blocks_for(num_tokens, self._block_size)
+        is_inside = num_tokens % self._block_size > 0
+        was_cut = self.is_cut and num_columns == len(self.columns)
+        self._pool.release_all(self.as_array()[num_columns:][::-1])
+        del self.columns[num_columns:]
+        self.num_tokens = self._num_stored = self._writable_end = num_tokens
         self._copied = None
-        while len(self.columns) > blocks_for(self.num_filled, self._block_size):
-            self._pool.release(self.columns.pop())
+        if self._first_replaced is not None and self._first_replaced >= num_columns:
+            self._first_replaced = None
+        self.is_cut = is_inside and (was_cut or self._pool.is_readable_elsewhere(self.columns[-1]))
 
     def free(self) -> None:
         """Give up every block; the table is empty afterwards.
@@ -210,37 +220,38 @@ class BlockTable:
         The last column goes first: the pool hands out what came back last, so the next table of this length gets
         the blocks in the same order.
         """
-        self._pool.release_all(self.as_array()[self._num_dropped :][::-1])
+        self._pool.release_all(self.as_array()[self.num_dropped :][::-1])
         self.columns = array("q")
         self._first_replaced = self._copied = None
-        self.num_tokens = self._num_dropped = self._num_stored = self._writable_end = 0
+        self.is_cut = False
+        self.num_tokens = self.num_dropped = self._num_stored = self._writable_end = 0
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return (block, offset in the block) of a token. IndexError past the end and where the block was dropped."""
         if not 0 <= position < self.num_tokens:
             raise IndexError(f"position {position} is outside of a table of {self.num_tokens} tokens")
         column, offset = divmod(position, self._block_size)
-        if column < self._num_dropped:
+        if column < self.num_dropped:
             raise IndexError(f"position {position} was dropped: its block has left the sliding window")
         return self.columns[column], offset
 
     def drop_before(self, position: int) -> int:
         """Give up the blocks that lie wholly before `position`; return how many. Their columns hold NULL_BLOCK."""
         num_dropped = position // self._block_size
-        num_released = num_dropped - self._num_dropped
+        num_released = num_dropped - self.num_dropped
         if num_released <= 0:
             return 0
         if position > self.num_tokens:
             raise IndexError(f"cannot drop before position {position}: the table has {self.num_tokens} tokens")
-        for column in range(self._num_dropped, num_dropped):
+        for column in range(self.num_dropped, num_dropped):
             self._pool.release(self.columns[column])
             self.columns[column] = NULL_BLOCK
-        self._num_dropped = num_dropped
+        self.num_dropped = num_dropped
         return num_released
 
     def check(self) -> None:
         """Assert what must hold for this table whoever else shares its blocks."""
-        columns, dropped = self.as_array(), self._num_dropped
+        columns, dropped = self.as_array(), self.num_dropped
         assert len(columns) == blocks_for(self.num_filled, self._block_size), f"{self.num_filled} tokens in {columns}"
         assert self._num_stored - self.num_tokens <= 1, f"{self._num_stored} stored of {self.num_tokens} tokens"
         assert (columns[:dropped] == NULL_BLOCK).all(), f"{dropped} columns dropped in {columns}"
@@ -254,19 +265,21 @@ class BlockTable:
         """Return a table of the same tokens that shares these blocks of a pool."""
         twin = BlockTable(pool, self._block_size)
         twin.columns = columns
-        pool.share_all(twin.as_array()[self._num_dropped :])
+        pool.share_all(twin.as_array()[self.num_dropped :])
         twin._take_counts(self)
         return twin
 
     def _take_counts(self, other: "BlockTable") -> None:
         """Hold the tokens that another table holds, in blocks that both share."""
         self.num_tokens = self._writable_end = other.num_tokens
-        self._num_dropped, self._num_stored = other._num_dropped, other._num_stored
+        self.num_dropped, self._num_stored, self.is_cut = other.num_dropped, other._num_stored, other.is_cut
 
     def _must_copy_last(self) -> bool:
-        """The next token goes into a block that somebody else owns too."""
-        is_full = self.num_filled % self._block_size == 0
-        return not is_full and self._pool.ref_count(self.columns[-1]) > 1
+        """Return whether the next token goes into a block that is shared, or was cut while it was."""
+        if self.num_filled % self._block_size == 0:
+            return False
+        last = self.columns[-1]
+        return self._pool.is_readable_elsewhere(last) if self.is_cut else self._pool.ref_count(last) > 1
 
     def _grow(self, count: int) -> TableUpdate | None:
         """Append where a column may have to change: take fresh blocks, the first in place of a shared last one."""
@@ -279,10 +292,10 @@ class BlockTable:
         if len(fresh) > blocks_for(end, self._block_size) - first_column:   # one of them is for the last block
             first_column -= 1
             copy = BlockCopy(self.columns.pop(), fresh[0])
-            self._copied = self.num_tokens, copy.src
+            self._copied = self.num_tokens, copy.src, self.is_cut
             self._pool.release(copy.src)
         self.columns.extend(fresh)
-        self.num_tokens = end
+        self.num_tokens, self.is_cut = end, False
         self._writable_end = len(self.columns) * self._block_size
         if self._first_replaced is not None:
             return self._update(first_column, copy)
@@ -297,6 +310,6 @@ class BlockTable:
     def _update(self, first_column: int, copy: BlockCopy | None = None, *, is_stored: bool = False) -> TableUpdate:
         """Return what nobody has been told of yet: columns from `first_column` on, and from the first replaced one."""
         if self._first_replaced is not None:
-            first_column = max(min(first_column, self._first_replaced), self._num_dropped)
+            first_column = max(min(first_column, self._first_replaced), self.num_dropped)
             self._first_replaced = None
         return TableUpdate(first_column, self.columns[first_column:].tolist(), copy, is_stored)

@@ -130,9 +130,12 @@ class KVCacheManager:
         table = self._tables[seq_id]
         if self._window is not None:
             self._drop_unseen(table, self._window)
-        update = table.append(count)
+        was_cut, update = table.is_cut, table.append(count)
         if update is not None:
-            self._num_copied += update.copy is not None
+            if update.copy is not None:
+                self._num_copied += 1
+                if was_cut:
+                    self._prefixes.hold(update.copy.src)    # the tree may have been its only other reader
             if can_be_awaited and count > 1:
                 self._prefixes.publish(table, table.num_tokens, is_pending=True)    # which a prefill is to fill
         return update
@@ -276,11 +279,24 @@ class KVCacheManager:
         self._num_copied -= self._prefixes.retract(self._tables[seq_id], num_tokens)
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
-        """Take back the last tokens that a sequence appended in the step under way, which did not compute them.
+        """Take back computed tokens of a sequence, swapped out or not: its first `num_tokens` stay.
 
-        Before `end_step`. Unlike after `retract`, copies that the step made stay.
+        Between two steps, or at the end of one before `end_step`. Blocks behind the tokens are released, and leave the
+        prefix cache unless other sequences hold them; copies that a step has made stay. The owner of the
+        token list truncates that as well. Raises ValueError, and changes nothing, if there are fewer tokens, or if the
+        sliding window before the next token has lost a block: the tokens of the last append can always be taken back.
         """
-        self._prefixes.truncate(self._tables[seq_id], num_tokens)
+        is_swapped = self._swap is not None and seq_id in self._swap
+        table = self._swap.table(seq_id) if self._swap is not None and is_swapped else self._tables[seq_id]
+        first_seen = num_tokens if self._window is None else max(0, num_tokens - self._window + 1)
+        if not 0 <= num_tokens <= table.num_tokens or first_seen // self.block_size < table.num_dropped:
+            raise ValueError(
+                f"cannot keep {num_tokens} of {table.num_tokens} tokens, {table.num_dropped} blocks left the window"
+            )
+        if is_swapped:
+            table.truncate(num_tokens)
+        elif num_tokens < table.num_tokens:
+            self._prefixes.truncate(table, num_tokens)
 
     def swap_out(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
         """Move a sequence group to the swap space; return the copies to make, before all others of the step.

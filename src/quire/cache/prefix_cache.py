@@ -203,14 +203,14 @@ class PrefixCache:
             path.pending = column, block
             self._computing[block] = path
 
-    def withdraw(self, table: BlockTable, *, only_pending: bool = True) -> None:
+    def withdraw(self, table: BlockTable, *, only_pending: bool = True, first_column: int = 0) -> None:
         """Take nodes out of the tree that nobody else computes or holds: their sequence ends before the step does.
 
         Pending ones; or all of them, if what it has computed earlier is no good either. What has left the tree already,
         with an ancestor that was given up, leaves the path.
         """
         tree, path = self._tree, table.path
-        while path is not None and not path.swap_in_pending and path.num_blocks > 0:
+        while path is not None and not path.swap_in_pending and path.num_blocks > first_column:
             block = table.columns[path.num_blocks - 1]
             if block == NULL_BLOCK:
                 return
@@ -235,11 +235,12 @@ class PrefixCache:
         return is_copy_retracted
 
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
-        """Take back the last tokens that the step under way appended, and the nodes that wait for its end."""
-        self.withdraw(table)
+        """Take back computed tokens of a sequence, and its nodes behind them unless another sequence needs them."""
+        column = num_tokens // self._size
+        self.withdraw(table, only_pending=False, first_column=column)
         table.truncate(num_tokens)
         if table.path is not None:
-            table.path.num_blocks = min(table.path.num_blocks, table.num_filled // self._size)
+            table.path.num_blocks = min(table.path.num_blocks, column)
 
     def pin(self, pin_id: int, table: BlockTable) -> None:
         """Keep what a sequence holds. All of its tokens have been computed, and no step is under way."""

@@ -137,3 +137,14 @@ def test_random_calls_keep_every_invariant_and_every_token(seed: int) -> None:
     cache.take_copies()
     cache.check()
     assert cache.num_free_blocks == cache.num_blocks
+
+
+def test_truncated_sequence_keeps_its_chunk() -> None:
+    cache = make_cache()
+    cache.create(0, num_reserved=16)
+    cache.append(0, 9)
+    cache.truncate(0, 2)
+    cache.check()
+    assert (cache.num_tokens(0), len(cache.block_ids(0))) == (2, 4)
+    cache.append(0, 14)
+    cache.check()

@@ -38,8 +38,8 @@ class Reservation(BlockTable):
         return None
 
     def truncate(self, num_tokens: int) -> None:
-        """Take back the last tokens; what is reserved stays."""
-        assert 0 <= num_tokens < self.num_tokens, f"{num_tokens} tokens are not fewer than {self.num_tokens}"
+        """Take back computed tokens; their slots stay reserved."""
+        assert 0 <= num_tokens <= self.num_tokens, f"{num_tokens} tokens cannot stay of {self.num_tokens}"
         self.num_tokens = num_tokens
 
     def fork(self) -> "Reservation":
