@@ -21,7 +21,7 @@ def time_steps(
 ) -> dict[StepSize, list[float]]:
     """Return the seconds of a step of every size, once for each round.
 
-    A round goes over all sizes, so that a machine whose speed drifts drifts under all of them.
+    A round goes over all sizes, so that a drift of the machine's speed affects all of them.
     """
     generator = np.random.default_rng(seed)
     times: dict[StepSize, list[float]] = {size: [] for size in sizes}

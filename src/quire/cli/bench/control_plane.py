@@ -34,7 +34,7 @@ def us_per_sequence_and_step(num_seqs: int, steps: int, prompt_len: int, block_s
 def decoding_engine(
     num_seqs: int, steps: int, prompt_len: int, block_size: int, *, enable_prefix_caching: bool = True
 ) -> Engine:
-    """Return an engine without a model whose `num_seqs` sequences will decode for `steps` steps, warmed up."""
+    """Return a warmed-up engine without a model, with `num_seqs` sequences that decode for `steps` steps."""
     prefill_steps = prompt_len + block_size  # at most: half of the token budget is left for prompts
     max_tokens = prefill_steps + _WARM_UP_STEPS + steps + 1
     longest = prompt_len + block_size + max_tokens
