@@ -1,1 +1,1 @@
-"""HTTP: an OpenAI-compatible server over an engine in a child process. Knows no block and no tensor, loads no torch."""
+"""OpenAI-compatible HTTP server over an engine in a child process. Loads no torch; only `watch` looks at blocks."""

@@ -1,7 +1,4 @@
-"""The application: every route, in the layers that all of them share, and what /openapi.json tells beyond the routes.
-
-That is the form of errors, and the bounds that flags set.
-"""
+"""ASGI application: all routes behind the middleware, and an /openapi.json with the form of errors and the bounds."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +32,7 @@ _ERROR = {
 _ERROR_BODY = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"], "additionalProperties": False}
 _CONTENT = {"application/json": {"schema": _ERROR_BODY}}
 
-# Of every route; without them FastAPI announces its own 422, which nobody ever gets.
+# Of every route; without them FastAPI documents its own 422, which no route returns.
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "the request was refused", "content": _CONTENT},
     "5XX": {"description": "the request failed", "content": _CONTENT},
@@ -43,7 +40,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """Return the application over a service, which the routes find as `request.app.state.service`."""
+    """Return the application of a service; routes find it as `request.app.state.service`."""
     app = FastAPI(
         title="Quire", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS
     )
@@ -56,40 +53,40 @@ def create_app(service: Service) -> FastAPI:
     if install_inspection is not None:
         install_inspection(app, service)
     handle_errors(app)
-    _describe(app, service)
+    _document_bounds(app, service)
     app.add_middleware(AccessMiddleware, service=service)
     app.add_middleware(RequestLog)  # added last: outermost
     return app
 
 
-def _describe(app: FastAPI, service: Service) -> None:
-    """Let an application tell the bounds of this service."""
+def _document_bounds(app: FastAPI, service: Service) -> None:
+    """Add the bounds of a service to the application's schema."""
     describe_routes = app.openapi
 
     def whole() -> dict[str, Any]:
         if app.openapi_schema is None:
             for properties in _bodies(describe_routes()):
-                _tell_bounds(properties, service)
-        assert app.openapi_schema is not None, "FastAPI keeps what it has made"
+                _add_bounds(properties, service)
+        assert app.openapi_schema is not None, "FastAPI caches the schema"
         return app.openapi_schema
 
     app.openapi = whole  # type: ignore[method-assign]
 
 
 def _bodies(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each body."""
+    """Yield the properties of each request body."""
     for methods in schema["paths"].values():
         for operation in methods.values():
             for content in operation.get("requestBody", {}).get("content", {}).values():
                 yield content["schema"].get("properties", {})
 
 
-def _tell_bounds(properties: dict[str, Any], service: Service) -> None:
+def _add_bounds(properties: dict[str, Any], service: Service) -> None:
     options, inputs = service.options, service.client.inputs
     bounds = {"n": {"maximum": options.max_n}, "cache_salt": {"maxLength": options.max_salt_chars}}
     bounds |= {field: {"maximum": inputs.max_logprobs} for field in ("logprobs", "top_logprobs", "prompt_logprobs")}
     bounds |= {field: {"maxItems": getattr(options, limit)} for field, limit in MAX_ELEMENTS.items()}
-    bounds["seed"] = {"maximum": MAX_SEED}  # of which FastAPI has made a float, one too high
+    bounds["seed"] = {"maximum": MAX_SEED}  # FastAPI rounds it to a float, one too high
     bounds["logit_bias"] = {"maxProperties": options.max_logit_bias}
     kinds = {"maximum": "integer", "maxLength": "string", "maxItems": "array", "maxProperties": "object"}
     for field in bounds.keys() & properties.keys():

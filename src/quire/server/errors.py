@@ -1,4 +1,4 @@
-"""What clients are told when something is wrong: one form for every route, and one place that chooses the status."""
+"""Errors of the API: one JSON form for every route, and one place that chooses the status."""
 
 from typing import Any, NoReturn
 
@@ -12,12 +12,12 @@ from quire.core.errors import EngineError, InvalidRequestError, UnknownPrefixErr
 from quire.engine.messages import EngineDeadError
 
 INVALID = "invalid_request_error"
-RETRY_AFTER_S = 5       # where nothing is known of when it will be better
+RETRY_AFTER_S = 5       # where no estimate is known
 MAX_QUOTED_CHARS = 200  # of a URL, in an error
 
 
 class ApiError(Exception):
-    """An answer that is an error: a status of the contract with its type and code."""
+    """An error response: a status of the contract with its type and code."""
 
     def __init__(
         self,
@@ -35,62 +35,62 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON that is sent, also as the last frame of a stream."""
+        """The JSON body, also the last event of a stream."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> NoReturn:
-    """Refuse a request for what stands in one of its fields."""
+    """Raise ApiError 400 for the value of a field."""
     raise ApiError(400, message, param=param, code=code)
 
 
 def unsupported(param: str, value: object) -> NoReturn:
-    """Refuse a known parameter that does nothing here yet."""
+    """Raise ApiError 400 for a known parameter that is not implemented."""
     raise ApiError(400, f"{param} {shown(value)} is not supported yet", param=param, code="unsupported_parameter")
 
 
 def engine_unhealthy(message: str) -> ApiError:
-    """There is no engine that could answer."""
+    """Return the error for a dead or stalled engine."""
     return _retryable(503, message, "engine_unhealthy")
 
 
 def shutting_down() -> ApiError:
-    """The server finishes what it has and takes nothing more."""
+    """Return the refusal of a request while the server drains."""
     return _retryable(503, "the server is shutting down", "shutting_down")
 
 
 def overloaded(num_queued: int, limit: int, retry_after_s: int) -> ApiError:
-    """Too many requests wait already."""
+    """Return the refusal of a request when the queue is full."""
     message = f"{num_queued} requests wait already, and at most {limit} may (max_queued_requests)"
     return _retryable(429, message, "server_overloaded", retry_after_s)
 
 
 def too_many_queued_tokens(num_queued: int, limit: int, retry_after_s: int) -> ApiError:
-    """Return the refusal of a call whose prompts would not fit among those that wait."""
+    """Return the refusal of a call whose prompts exceed the queue's bound on tokens."""
     message = f"{num_queued} prompt tokens x n wait already, and at most {limit} may (max_queued_tokens)"
     return _retryable(429, message, "server_overloaded", retry_after_s)
 
 
 def logprob_memory_full(num_bytes: int, limit: int) -> ApiError:
-    """Return the refusal of a call whose logprobs may not fit into what is left for those of all calls."""
+    """Return the refusal of a call whose logprobs may exceed the memory for those of all calls."""
     message = f"{num_bytes} bytes are reserved for logprobs of other calls, of {limit} (max_logprob_bytes)"
     return _retryable(429, message, "server_overloaded", RETRY_AFTER_S)
 
 
 def too_many_requests(num_held: int, limit: int, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
-    """One client has too many requests already."""
+    """Return the refusal of a request of a client that has too many already."""
     message = f"{num_held} requests of this key wait or run already, and at most {limit} may (max_requests_per_key)"
     return _retryable(429, message, "key_limit", retry_after_s)
 
 
 def too_many_connections(limit: int) -> ApiError:
-    """There is no room for one more client, whatever it wants."""
+    """Return the refusal of a connection past the bound."""
     message = f"{limit} connections are open already, the most that this server holds"
     return _retryable(429, message, "server_overloaded", 1)
 
 
 def body_memory_full(max_bytes: int) -> ApiError:
-    """There is no room for one more body; the rest of this one is not read."""
+    """Return the refusal of a body past the bound on all bodies; the rest of it is not read."""
     message = f"the bodies of all requests may have at most {max_bytes} bytes together (max_total_body_bytes)"
     error = _retryable(429, message, "server_overloaded", 1)
     error.headers["Connection"] = "close"
@@ -98,13 +98,13 @@ def body_memory_full(max_bytes: int) -> ApiError:
 
 
 def _retryable(status: int, message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
-    """Return an error that passes, and when to try again: in one second or more."""
+    """Return a temporary error, with the seconds until a retry, at least 1."""
     kind = "rate_limit_error" if status == 429 else "server_error"
     return ApiError(status, message, type=kind, code=code, headers={"Retry-After": str(max(1, retry_after_s))})
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return what a client is told of any error that a request ran into."""
+    """Return the API error for any exception of a request."""
     match error:
         case ApiError():
             return error
@@ -120,12 +120,12 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def error_response(error: ApiError) -> Response:
-    """Return the response that carries an error."""
+    """Return the response of an error."""
     return JSONResponse(error.body, error.status, error.headers)
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Answer every error that a route raises on purpose, and those of the framework. Others are nobody's purpose."""
+    """Register handlers for the errors that routes and the framework raise; any other exception is a 500."""
     for kind in (ApiError, EngineError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer)
 
@@ -141,14 +141,14 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 
 def _of_validation(error: RequestValidationError) -> ApiError:
-    """Return what FastAPI's first finding comes to."""
+    """Return the API error for the first error of a validation."""
     first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"][1:]) or None  # the first part says where: query, body
+    param = ".".join(str(part) for part in first["loc"][1:]) or None  # the first part is the location: query, body
     return ApiError(400, f"{param or 'the request'}: {first['msg']}", param=param)
 
 
 def _of_framework(request: Request, error: HTTPException) -> ApiError:
-    """Return what the router's own errors come to."""
+    """Return the API error for an error of the router."""
     path = request.scope["path"][:MAX_QUOTED_CHARS]
     match error.status_code:
         case 404:
@@ -162,6 +162,6 @@ def _of_framework(request: Request, error: HTTPException) -> ApiError:
 
 
 def _with_head(allowed: str) -> str:
-    """Return the methods of an Allow header; whatever can be read can be asked for its head."""
+    """Return the methods of an Allow header, with HEAD where GET is allowed."""
     methods = {method.strip() for method in allowed.split(",")}
     return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))

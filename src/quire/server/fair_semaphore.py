@@ -1,7 +1,7 @@
-"""Turns at a scarce place, such as a thread or a process: clients take them in rotation.
+"""Fair semaphore: the slots of a scarce resource, such as a thread or a process, go to clients in rotation.
 
-A client with a hundred jobs has one turn for each turn of a client with one job. Long jobs have a lane of their own, so
-that short jobs never wait for them. Single-threaded: all of it lives on the event loop.
+A client with a hundred jobs gets one slot for each slot of a client with one job. Long jobs have a lane of their own,
+so that short jobs never wait for them. Lives on the event loop.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ T = TypeVar("T")
 
 
 class FairSemaphore:
-    """A number of places, each for one job at a time."""
+    """A number of slots, each for one job at a time."""
 
-    def __init__(self, num_places: int = 1) -> None:
-        self._num_free = num_places
+    def __init__(self, num_slots: int = 1) -> None:
+        self._num_free = num_slots
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next client first
 
     @property
     def num_waiting(self) -> int:
-        """Count the jobs that have no place yet."""
+        """Count the jobs that wait for a slot."""
         return sum(map(len, self._waiting.values()))
 
     @property
@@ -32,7 +32,7 @@ class FairSemaphore:
 
     @asynccontextmanager
     async def slot(self, client_id: str) -> AsyncIterator[None]:
-        """Wait for a place and hold it."""
+        """Wait for a slot and hold it."""
         await self._acquire(client_id)
         try:
             yield
@@ -51,11 +51,11 @@ class FairSemaphore:
             if granted.cancelled():
                 self._remove(client_id, granted)
             else:
-                self._release()                   # granted in the same iteration of the event loop
+                self._release()                   # granted in the same iteration
             raise
 
     def _release(self) -> None:
-        """Grant the place to the next client, which then is the last of the rotation."""
+        """Grant the slot to the next client, which then is the last of the rotation."""
         while self._waiting:
             client_id = next(iter(self._waiting))
             jobs = self._waiting.pop(client_id)
@@ -76,13 +76,13 @@ class FairSemaphore:
 
 
 class Lanes:
-    """Places for short jobs and places for long ones."""
+    """Slots for short jobs and slots for long ones."""
 
     def __init__(self, num_short: int = 1, num_long: int = 1) -> None:
         self.short, self.long = FairSemaphore(num_short), FairSemaphore(num_long)
 
     def slot(self, client_id: str, *, is_long: bool) -> AbstractAsyncContextManager[None]:
-        """Return a context that holds a place of the job's lane."""
+        """Return a context that holds a slot of the job's lane."""
         return (self.long if is_long else self.short).slot(client_id)
 
 

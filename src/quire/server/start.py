@@ -1,7 +1,7 @@
-"""The start of a server, in the order that costs least: check, take the port, start the engine, then load ourselves.
+"""Start of a server in the cheapest order: check options, bind the port, start the engine, then load the HTTP server.
 
-The engine's process loads torch and the weights while this one loads the HTTP server, so nothing heavy may be imported
-here at the top.
+The engine's process loads torch and the weights while this one loads the HTTP server, so this module imports nothing
+heavy at the top.
 """
 
 import gc
@@ -17,9 +17,9 @@ from quire.server.options import ServerOptions
 
 
 def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
-    """Serve until told to stop; ends the process, with status 0 after a drain.
+    """Serve until a stop signal, then end the process; the status is 0 after a drain.
 
-    ConfigError, ModelError or EngineDeadError say why it cannot start; then nothing is left behind.
+    Raises ConfigError, ModelError or EngineDeadError if the server cannot start; no process or socket is left then.
     """
     _ensure_standard_streams()
     raise_file_limit(options.max_connections)
@@ -28,21 +28,21 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
             signal.signal(number, exit_on_signal)
         child = EngineProcess.spawn(engine)
         try:
-            gc.disable()  # what is imported stays
+            gc.disable()  # imported modules are never freed
             from quire.server.ops.lifecycle import run  # noqa: PLC0415 (while the engine loads)
 
-            gc.freeze()  # else every full collection looks through it again, and all streams wait
+            gc.freeze()  # else every full collection traverses them again while all streams wait
             gc.enable()
             run(child, engine, options, listener)
         except StoppedError:
-            child.process.kill()  # it may be in the middle of a long load, and has nothing to lose
+            child.process.kill()  # it may be in the middle of a long load, and holds no state
             raise
         finally:
             child.stop()
 
 
 def _ensure_standard_streams() -> None:
-    """Put /dev/null where a standard stream is closed: else our sockets get its number, and what is printed with it."""
+    """Open /dev/null for each closed standard stream: else a socket gets its number, and printed text with it."""
     for number in range(3):
         try:
             os.fstat(number)

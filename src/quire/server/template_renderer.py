@@ -1,8 +1,8 @@
-"""Renders chat templates in a process of their own, with limits: a template is a program from outside.
+"""Chat template renderer: runs templates, which are untrusted programs, in a process with limits.
 
-A process renders one conversation after the other, a tenth of a millisecond each. One that it cannot do within its
-limits costs it its life: that request is refused, and the next one gets a new process. Where it dies of something else,
-nobody can tell whether the template is to blame: that request fails, as with any fault of ours (500).
+A process renders one conversation after the other, a tenth of a millisecond each. A conversation past the limits kills
+the process: its request is refused, and the next one gets a new process. If the process dies otherwise, the cause may
+not be the template: the request fails with 500.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from quire.text.template_worker import LoadTemplate, Render, Rendered, RenderRef
 from quire.text.tokenizer import Tokenizer
 
 START_LIMIT_S = 60.0                        # it takes a seventh of a second
-REPLY_LIMIT_S = 5 * worker.RENDER_LIMIT_S   # should a process not end itself: it was stopped, or does not want to
+REPLY_LIMIT_S = 5 * worker.RENDER_LIMIT_S   # for a process that is stopped or ignores its limits
 SHORT_BYTES = 32 << 10                      # 10 ms at worst; a page of chat has 4 KiB
 MAX_REPLY_BYTES = 5 * MAX_RENDERED_CHARS    # a character has up to four bytes
 
@@ -35,10 +35,10 @@ _CANNOT_RENDER = "the model's chat template cannot render the messages"
 
 
 class TemplateRenderer:
-    """Conversations to text, off the event loop. Lives on one event loop; `close` it there.
+    """Renders conversations off the event loop. Lives on one event loop; `close` it there.
 
-    Long conversations are rendered by a process of their own, so that short ones never wait for them. Within a lane
-    clients take turns.
+    Long conversations have a process of their own, so that short ones never wait for them. Within a lane clients get
+    slots in rotation.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, max_waiting: int = 1024) -> None:
@@ -49,7 +49,7 @@ class TemplateRenderer:
         self._short, self._long = _Lane("template"), _Lane("template long")
 
     def warm_up(self) -> None:
-        """Start the process ahead of the first render, which else waits for it. Takes a millisecond or two."""
+        """Start the process before the first render, which would wait for it otherwise. Takes 1 to 2 ms."""
         if self._template is not None:
             self._short.warm_up()
 
@@ -63,10 +63,10 @@ class TemplateRenderer:
         limits: Limits = DEFAULT_LIMITS,
         client_id: str = "",
     ) -> str:
-        """Return the text of a conversation. InvalidRequestError for what the messages or the template get wrong.
+        """Return the text of a conversation. InvalidRequestError for errors of the messages or the template.
 
-        ApiError 429 when too many wait already, 503 when closed; RuntimeError when the process was killed or has
-        crashed. A caller that is cancelled ends its render.
+        ApiError 429 when too many conversations wait, 503 when closed; RuntimeError when the process was killed or
+        crashed. Cancelling the caller kills its render.
         """
         if self._tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
@@ -92,13 +92,13 @@ class TemplateRenderer:
         return reply.text
 
     async def close(self) -> None:
-        """End the processes. Whoever still waits is told that the server shuts down. Twice is fine."""
+        """Kill the processes; waiting renders fail with 503. Idempotent."""
         await self._short.close()
         await self._long.close()
 
 
 class _Lane:
-    """One process after the other, and the turns at it."""
+    """One process at a time, and the semaphore for it."""
 
     def __init__(self, name: str) -> None:
         self.semaphore = FairSemaphore()
@@ -112,7 +112,7 @@ class _Lane:
             self.process = _TemplateProcess()
 
     async def ask(self, start: LoadTemplate, command: bytes) -> TemplateReply:
-        """Return the reply of the process that we have, if it still lives, or of a new one."""
+        """Return the reply of the current process, if it is alive, or of a new one."""
         if self.process is not None and not self.process.is_alive:
             await self._stop_process()
         if self._is_closed:
@@ -129,24 +129,24 @@ class _Lane:
             if self._is_closed:
                 raise shutting_down() from error
             raise _failure(status, is_ready=process.is_ready) from error
-        except BaseException:  # nobody wants the reply any more
+        except BaseException:  # cancelled: the reply is not needed
             await self._stop_process()
             raise
 
     async def close(self) -> None:
-        """End the process, and start none any more."""
+        """Kill the process, and start no other."""
         self._is_closed = True
         self._thread.shutdown(wait=False)
         await self._stop_process()
 
     async def _stop_process(self) -> int:
-        """End the process, if there is one, and return its exit status."""
+        """Kill the process, if there is one, and return its exit status."""
         process, self.process = self.process, None
         return 0 if process is None else await process.stop()
 
 
 class _TemplateProcess:
-    """A running `quire.text.template_worker`, and our end of the socket pair."""
+    """A running `quire.text.template_worker`, and the server's end of the socket pair."""
 
     def __init__(self) -> None:
         self._process, self._socket = start_module("quire.text.template_worker", stdout=subprocess.DEVNULL)
@@ -158,25 +158,25 @@ class _TemplateProcess:
         return self._process.poll() is None
 
     def ask(self, message: bytes, limit_s: float) -> TemplateReply:
-        """Send a frame and wait for the reply, in a thread. EOFError, OSError or MsgspecError when there is none."""
+        """Send a frame and wait for the reply, in a thread. EOFError, OSError or MsgspecError without a valid one."""
         self._socket.settimeout(limit_s)
         self._socket.sendall(message)
         length = int.from_bytes(self._replies.read(LENGTH_BYTES), "big")
         if not 0 < length <= MAX_REPLY_BYTES:
-            raise EOFError(f"a reply of {length} bytes is none of ours")
+            raise EOFError(f"the template process sent an invalid reply length: {length}")
         return worker.decode_reply(self._replies.read(length))
 
     async def stop(self) -> int:
-        """Kill the process, unless it has ended, and return its exit status; who asks it just now gets an EOFError."""
+        """Kill the process and return its exit status; a concurrent `ask` raises EOFError."""
         self._process.kill()
         status = await asyncio.to_thread(self._process.wait)
-        await asyncio.to_thread(self._replies.close)  # waits until nobody reads any more
+        await asyncio.to_thread(self._replies.close)  # waits for a concurrent reader
         self._socket.close()
         return status
 
 
 def _frame(message: LoadTemplate | Render) -> bytes:
-    """Return a message ready to be sent. InvalidRequestError for what msgpack cannot hold."""
+    """Return a message as a frame. InvalidRequestError for values that msgpack cannot encode."""
     try:
         return frame(message)
     except _UNSENDABLE as error:
@@ -184,7 +184,7 @@ def _frame(message: LoadTemplate | Render) -> bytes:
 
 
 def _check_variables(variables: Mapping[str, Any], limits: Limits) -> None:
-    """Raise InvalidRequestError for template variables that cannot be sent, or have more bytes than the limit."""
+    """Raise InvalidRequestError for template variables that cannot be encoded, or exceed the limit in bytes."""
     try:
         num_bytes = len(msgspec.msgpack.encode(variables)) if variables else 0
     except _UNSENDABLE as error:
@@ -199,12 +199,12 @@ def _check_bytes(param: str, what: str, num_bytes: int, limit: int, flag: str) -
 
 
 def _failure(status: int, *, is_ready: bool) -> Exception:
-    """Return the error for whoever gave a process its last conversation: a refusal where its own limits ended it."""
+    """Return the error of the conversation that a process died of: a refusal if its limits were exceeded."""
     if status == -signal.SIGALRM:
         return InvalidRequestError(f"{_CANNOT_RENDER} within {worker.RENDER_LIMIT_S:g} seconds", param="messages")
     if status == worker.OUT_OF_MEMORY:
         memory = f"{worker.MEMORY_LIMIT_BYTES >> 20} MiB of memory"
         return InvalidRequestError(f"{_CANNOT_RENDER} within {memory}", param="messages")
-    told = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+    cause = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
     what = "ended in the middle of a conversation" if is_ready else "did not start"
-    return RuntimeError(f"the template process {what} ({told})")
+    return RuntimeError(f"the template process {what} ({cause})")

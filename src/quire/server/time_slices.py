@@ -1,4 +1,4 @@
-"""Turns of the event loop for work that takes longer than one of them may."""
+"""Time slices on the event loop for work that takes longer than one iteration may."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -6,7 +6,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Work of one turn: bytes of JSON (1 to 5 ms of writing logprobs), and units of anything else, of some 2 us each.
+# Work of one slice: bytes of JSON (1 to 5 ms of encoding logprobs), or units of some 2 us of anything else.
 MAX_SLICE_BYTES = 32 << 10
 MAX_SLICE_UNITS = 1024
 
@@ -14,19 +14,19 @@ MAX_SLICE_UNITS = 1024
 class TimeSlices:
     """One slice of long work per iteration of the event loop, however many requests have some, in order of arrival.
 
-    Short work is done at once and never waits here.
+    Short work is done at once, without a slice.
     """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def next_slice(self) -> None:
-        """Wait until it is the caller's turn; the turn ends when the caller waits for anything."""
+        """Wait for the next slice of the caller, which ends at its next await."""
         async with self._lock:
             await asyncio.sleep(0)
 
     async def iterate(self, slices: Iterator[T]) -> AsyncIterator[T]:
-        """Yield what `slices` yields, and compute each in a turn of its own."""
+        """Yield what `slices` yields, each computed in a slice of its own."""
         while True:
             async with self._lock:
                 await asyncio.sleep(0)

@@ -84,7 +84,7 @@ def test_new_engine_takes_the_place_of_a_dead_one_as_often_as_granted() -> None:
         assert server.get("/v1/prefixes").json()["data"] == []
         gone = httpx.delete(f"{server.url}/v1/prefixes/{pinned['id']}", timeout=ANSWER_LIMIT_S)
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "prefix_not_found")
-        assert "what was cached or pinned is gone" in server.log
+        assert "cached and pinned prefixes are lost" in server.log
 
         pids = server.child_pids()
         kill_engine_under_a_stream(server)

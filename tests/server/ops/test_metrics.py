@@ -430,7 +430,7 @@ def test_counters_go_on_when_another_engine_takes_over() -> None:
     figures = kv_stats(copied_blocks=5, swap_s=1.5, prefix_hits_tokens=7, preemptions={"swap": 2})
     metrics.on_idle(EngineState(1, 2, 3, figures))
     for _ in range(2):
-        metrics.engine_ended()
+        metrics.engine_died()
         page = Page(metrics)
         assert (page["quire:kv_blocks_copied_total"], page["quire:swap_seconds_total"]) == (5, 1.5)
         assert page["vllm:num_requests_running"] == page["quire:kv_sequences"] == 0

@@ -41,6 +41,6 @@ def test_engine_that_is_stopped_is_unwell_until_it_goes_on() -> None:
         asking.join()
         first, second = (answer.json()["choices"][0]["text"] for answer in answers)
         assert first == second
-        wait_until(lambda: "the engine goes on" in server.log)
+        wait_until(lambda: "the engine makes progress again" in server.log)
         log = server.log
     assert log.count("most recent call first") >= 2  # of the server and of the engine

@@ -43,8 +43,8 @@ def test_write_copies_a_shared_block_that_has_room_and_no_other() -> None:
         "took blocks 0, 1",
         "shares all 2 blocks; none is taken, none is copied",
         "block 1 was shared: copied to 2 before the write",
-        "written in place: the last block had room, and nobody else holds it",
-        "written in place: the last block had room, and nobody else holds it",
+        "written in place: the last block had room and has one owner",
+        "written in place: the last block had room and has one owner",
         "took block 3",
     ]
 

@@ -1,23 +1,23 @@
-"""Bytes of all request bodies that the server holds, from their first byte until their prompts are tokenized.
+"""Memory bound on all request bodies, from their first byte until their prompts are tokenized.
 
-One bound for all clients, in two parts: small bodies have a quarter of it to themselves, so that a few large ones that
-never end cannot keep them out. When a part is full, the client that holds the most of it loses the unfinished body that
-has waited longest for more bytes. A complete body is never dropped. One client holds at most half of a part.
+The bound has two parts: a quarter is reserved for small bodies, so that a few large unfinished ones cannot exclude
+them. When a part is full, the client with the most bytes loses its unfinished body that has received nothing for
+longest. A complete body is never dropped. One client holds at most half of a part.
 """
 
 from collections import Counter
 from collections.abc import Callable
 
 SMALL_BYTES = 16 << 10
-_SMALL_SHARE = 4          # one part in so many is for small bodies
+_SMALL_SHARE = 4          # reciprocal of the share for small bodies
 
 
 class BodyMemoryFullError(Exception):
-    """There is no room for a body: it is dropped."""
+    """A body exceeds the bound and is dropped."""
 
 
 class BodyMemory:
-    """The bound, and the bodies under it. Lives on the event loop."""
+    """The bound and the bodies that count towards it. Lives on the event loop."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -40,7 +40,7 @@ class BodyMemory:
 
 
 class _Part:
-    """Bodies of one kind, the longest without new bytes first."""
+    """Bodies of one size class, ordered by the time of their last byte, oldest first."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -49,7 +49,7 @@ class _Part:
         self.num_bytes = 0
 
     def add(self, body: "BufferedBody") -> None:
-        """Add a body with all its bytes, as the one that has grown last."""
+        """Add a body with all its bytes, as the one that has grown most recently."""
         self.bodies[body] = None
         self.num_client_bytes[body.client_id] += body.num_bytes
         self.num_bytes += body.num_bytes
@@ -63,19 +63,19 @@ class _Part:
             del self.num_client_bytes[body.client_id]
 
     def make_room(self, newcomer: "BufferedBody") -> None:
-        """Drop bodies of the clients that hold more than the newcomer's, or raise BodyMemoryFullError."""
+        """Drop bodies of clients that hold more than the newcomer's client, or raise BodyMemoryFullError."""
         if self.num_client_bytes[newcomer.client_id] > self.max_bytes // 2:
             raise BodyMemoryFullError
         while self.num_bytes > self.max_bytes:
             unfinished = (body for body in self.bodies if not body.is_complete)
-            victim = max(unfinished, key=lambda body: self.num_client_bytes[body.client_id])  # of equals the first
+            victim = max(unfinished, key=lambda body: self.num_client_bytes[body.client_id])  # the first of equals
             if self.num_client_bytes[victim.client_id] <= self.num_client_bytes[newcomer.client_id]:
                 raise BodyMemoryFullError
             victim.drop()
 
 
 class BufferedBody:
-    """One body. `on_drop` is called when it has to make room for another client's."""
+    """One body. `on_drop` is called when it is dropped for another client's."""
 
     def __init__(self, bodies: BodyMemory, client_id: str, on_drop: Callable[[], None]) -> None:
         self.client_id, self.num_bytes, self.is_complete, self.is_dropped = client_id, 0, False, False
@@ -84,7 +84,7 @@ class BufferedBody:
         self._part.add(self)
 
     def grow(self, num_bytes: int) -> None:
-        """Count bytes that have arrived. BodyMemoryFullError if there is no room for them: release the body then."""
+        """Count received bytes. BodyMemoryFullError past the bound: the caller releases the body."""
         if self._part is None:
             raise BodyMemoryFullError
         self._part.remove(self)
@@ -94,17 +94,17 @@ class BufferedBody:
         self._part.make_room(self)
 
     def complete(self) -> None:
-        """Take down that the body has arrived."""
+        """Mark the body as complete."""
         self.is_complete = True
 
     def drop(self) -> None:
-        """Release the body for another one's sake."""
+        """Release the body in favour of another one."""
         self.is_dropped = True
         self.release()
         self._on_drop()
 
     def release(self) -> None:
-        """Give the body's bytes back. Twice is fine."""
+        """Stop counting the body's bytes. Idempotent."""
         if self._part is not None:
             self._part.remove(self)
             self._part = None

@@ -1,32 +1,31 @@
-"""Requests that wait or run, counted by client: one client cannot take all places of the queue.
+"""Concurrency limit per client: requests that wait or run, so that one client cannot fill the queue.
 
-A client is an API key, or a connection where there are no keys. A call holds its places from the moment in which it is
-let in until its answer has ended.
+A client is an API key, or a connection without keys. A call counts from its admission until its requests finish.
 """
 
 from quire.server.errors import ApiError, too_many_requests
 
 
 class ConcurrencyReservation:
-    """Places of one call. Given back once, however often `release` is called."""
+    """Requests of one call, counted until the first `release`."""
 
     def __init__(self, loads: "ConcurrencyLimiter", client_id: str, num_requests: int) -> None:
         self._loads, self._client_id, self._num_requests = loads, client_id, num_requests
-        self.is_kept = False    # by what runs the requests, which releases them
+        self.is_kept = False    # by the generation, which releases it
 
     def keep(self) -> "ConcurrencyReservation":
-        """Hand the places over to what runs the requests."""
+        """Keep the reservation beyond the admission; the caller releases it."""
         self.is_kept = True
         return self
 
     def release(self) -> None:
-        """Give the places back."""
+        """Stop counting the requests. Idempotent."""
         self._loads.release(self._client_id, self._num_requests)
         self._num_requests = 0
 
 
 class ConcurrencyLimiter:
-    """How many requests of each client wait or run. Lives on the event loop."""
+    """Number of requests of each client that wait or run. Lives on the event loop."""
 
     def __init__(self) -> None:
         self._num_requests: dict[str, int] = {}
@@ -40,17 +39,17 @@ class ConcurrencyLimiter:
         return len(self._num_requests)
 
     def refusal(self, client_id: str, num_requests: int, limit: int) -> ApiError | None:
-        """Return the error for so many requests more, or None if they fit; 0: no limit."""
+        """Return the error for so many further requests, or None within the limit; a limit of 0 is none."""
         held = self[client_id]
         return too_many_requests(held, limit) if limit and held + num_requests > limit else None
 
     def reserve(self, client_id: str, num_requests: int) -> ConcurrencyReservation:
-        """Count the requests of a call until they are released."""
+        """Count the requests of a call until the reservation is released."""
         self._num_requests[client_id] = self[client_id] + num_requests
         return ConcurrencyReservation(self, client_id, num_requests)
 
     def release(self, client_id: str, num_requests: int) -> None:
-        """Take requests off a client's count; a client without any is forgotten."""
+        """Subtract requests from a client's count, and remove a client without any."""
         if not num_requests:
             return
         left = self._num_requests[client_id] - num_requests

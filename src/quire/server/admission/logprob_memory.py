@@ -1,6 +1,6 @@
-"""Memory that the logprobs of all running calls may take, reserved before a call is queued.
+"""Memory bound on the logprobs of all running calls, reserved before a call is queued.
 
-A call reserves what it may come to, not what it has: a call that was admitted is never failed for want of room.
+A call reserves its maximum, so that an admitted call never fails for lack of memory.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ class LogprobMemory:
     """Bytes reserved for packed logprobs, at most `max_logprob_bytes` in all."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0                       # reserved now
+        self.num_bytes = 0                       # reserved by running calls
 
     def reserve(self, requests: Sequence[Request], limits: Limits) -> "LogprobReservation":
-        """Reserve room for a call. ApiError 400 if it is too large by itself, 429 if there is no room now."""
+        """Reserve memory for a call. ApiError 400 if it alone exceeds the bound, 429 if it does with other calls."""
         num_candidates = sum(_num_output_candidates(request) for request in requests)
         most = limits.max_output_candidates
         if num_candidates > most:
@@ -41,14 +41,14 @@ class LogprobMemory:
 
 
 class LogprobReservation:
-    """Room of one call, until it is released."""
+    """Memory of one call, until it is released."""
 
-    def __init__(self, room: LogprobMemory, num_bytes: int) -> None:
-        self._room, self._num_bytes = room, num_bytes
+    def __init__(self, memory: LogprobMemory, num_bytes: int) -> None:
+        self._memory, self._num_bytes = memory, num_bytes
 
     def release(self) -> None:
-        """Free the room. Twice is fine."""
-        self._room.num_bytes -= self._num_bytes
+        """Release the memory. Idempotent."""
+        self._memory.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
 

@@ -1,4 +1,4 @@
-"""The answers that are being made, so that each can be ended from outside: its client has gone, or the server ends."""
+"""Active responses, each cancelled when its client disconnects or the server stops."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -12,46 +12,46 @@ T = TypeVar("T")
 
 
 class ClientDisconnectedError(Exception):
-    """The client has closed its connection; nobody waits for the answer any more."""
+    """The client closed its connection before the end of the response."""
 
 
 class ActiveResponses:
-    """Every answer in the making. Lives on the event loop."""
+    """The responses that are being computed. Lives on the event loop."""
 
     def __init__(self) -> None:
-        self._ends: set[asyncio.Future[Exception]] = set()
+        self._cancellations: set[asyncio.Future[Exception]] = set()
 
     def __len__(self) -> int:
-        """Count the answers in the making."""
-        return len(self._ends)
+        """Count the active responses."""
+        return len(self._cancellations)
 
     def cancel_all(self, error: ApiError) -> None:
-        """End every answer with an error: a status where nothing was sent yet, else the last frame of the stream."""
-        for end in self._ends:
+        """Cancel every response with an error: its status, or the last event of a stream that has started."""
+        for end in self._cancellations:
             if not end.done():
                 end.set_result(error)
 
     async def run(self, work: Coroutine[None, None, T], receive: Receive) -> T:
-        """Return what `work` returns. Cancel it when its client goes, with ClientDisconnectedError, or at `cancel_all`.
+        """Return what `work` returns. Cancel it at `cancel_all`, or with ClientDisconnectedError at a disconnect.
 
-        `receive` is that of the request, whose body has been read.
+        `receive` is that of the request, after its body was read.
         """
         end: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self._ends.add(end)
-        working, watching = asyncio.create_task(work), asyncio.create_task(_client_gone(receive))
+        self._cancellations.add(end)
+        working, watching = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((working, watching, end), return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 return working.result()
             raise end.result() if end.done() else ClientDisconnectedError
         finally:
-            self._ends.discard(end)
+            self._cancellations.discard(end)
             working.cancel()
             watching.cancel()
             await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _client_gone(receive: Receive) -> None:
-    """Wait until the client has gone."""
+async def _disconnected(receive: Receive) -> None:
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

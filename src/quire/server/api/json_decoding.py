@@ -1,9 +1,9 @@
-"""Decoding of large JSON objects in slices, so that no call of the parser holds the event loop for long.
+"""Decoding of large JSON objects in slices, so that no call of the parser blocks the event loop for long.
 
-A parser in C keeps the interpreter lock until it returns, in a thread too. So the work is done slice by slice. First
+A parser in C holds the interpreter lock until it returns, in a thread too. So the work is done slice by slice. First
 depth and values are counted, which is cheap, and a text with too much of either is refused. Then a scan finds the
-members of the object and the commas at which long values can be cut. Then each member is decoded on its own, and a long
-list or object in batches. Members that the caller does not want are validated and never materialized.
+members of the object and the commas at which long values can be split. Then each member is decoded by itself, and a
+long list or object in batches. Members that the caller does not want are validated but not built.
 
 A value is a string, a list or an object here. Numbers, true, false and null are not counted: they are cheap, and lists
 of token ids are long.
@@ -20,10 +20,10 @@ import numpy as np
 
 SLICE_BYTES = 1 << 16     # of text per slice: 1 ms of decoding where it is a list of numbers
 SLICE_VALUES = 2048       # values per slice: 0.5 ms of decoding
-_CUT_BYTES = 1 << 13      # between two places at which a list of numbers can be cut
-_MEMBER_BYTES = 256       # what the overhead of one member is equal to, in bytes of text
+_CUT_BYTES = 1 << 13      # between two places at which a list of numbers can be split
+_MEMBER_BYTES = 256       # overhead of one member, as bytes of text
 
-_NESTING = np.zeros(256, dtype=np.int32)  # by the byte: how it changes the depth
+_NESTING = np.zeros(256, dtype=np.int32)  # change of the depth by each byte
 _NESTING[list(b"[{")], _NESTING[list(b"]}")] = 1, -1
 _QUOTE, _OPENING, _CLOSING = ord('"'), b"[{", b"]}"
 _BLANK = b" \t\n\r"
@@ -45,7 +45,7 @@ class JsonError(ValueError):
 
 
 class TooDeepError(ValueError):
-    """The text has more lists and objects inside of each other than the limit."""
+    """Lists and objects are nested deeper than the limit."""
 
 
 class TooManyValuesError(ValueError):
@@ -70,10 +70,10 @@ class _Member(NamedTuple):
 
 
 def decoded(raw: bytes, wanted: Collection[str], max_depth: int, max_values: int) -> Slices[Any]:
-    """Return what a text says, and yield between two slices of the work. Of equal names the last counts.
+    """Decode a text, yielding between slices of the work. Of equal names the last counts.
 
-    A name of an object that is not `wanted` has None in place of its value. Of anything but an object only the type is
-    right. Raises JsonError, TooDeepError, or TooManyValuesError if the text has more than `max_values` values.
+    Members whose name is not `wanted` have the value None. For anything but an object only the type is right.
+    Raises JsonError, TooDeepError, or TooManyValuesError if the text has more than `max_values` values.
     """
     scan = _Scan(raw, max_depth, max_values)
     yield from scan.run()
@@ -226,7 +226,7 @@ class _Scan:
         self._string_start = -1
 
     def _record_commas(self, text: bytes, start: int, stop: int, base: int) -> None:
-        """Take down the first and the last comma between two strings or brackets, and some of those in between."""
+        """Record the first and the last comma between two strings or brackets, and some of those in between."""
         comma, last = text.find(b",", start, stop), text.rfind(b",", start, stop)
         while comma >= 0:
             self.cuts.append(_Cut(base + comma, self._depth, self._num_values))
@@ -239,7 +239,7 @@ class _Scan:
 
 
 def _without_escapes(text: bytes, *, is_last: bool) -> bytes:
-    """Return a slice in which each quote begins or ends a string; shorter by one if an escape begins with its last."""
+    """Return a slice whose quotes all delimit strings; shorter by one if its last byte begins an escape."""
     if b"\\" not in text:
         return text
     plain = text.replace(b"\\\\", b"..").replace(b'\\"', b"..")
@@ -256,7 +256,7 @@ def _key_of(raw: bytes, member: _Member) -> tuple[str, int]:
 
 
 def _value(scan: _Scan, start: int, stop: int, decode: Decode, depth: int = 2) -> Slices[Any]:
-    """Return a value whose elements lie at `depth`: a long list or object in batches, anything else at once."""
+    """Decode a value with elements at `depth`: a long list or object in batches, anything else at once."""
     text = scan.raw[start:stop].strip(_BLANK)
     is_container = text[:1] + text[-1:] in (b"[]", b"{}") and bool(text[1:-1].strip(_BLANK))
     if not is_container or not _is_long(len(text), scan.values_before(stop) - scan.values_before(start)):
@@ -279,7 +279,7 @@ def _value(scan: _Scan, start: int, stop: int, decode: Decode, depth: int = 2) -
 
 
 def _batch(raw: bytes, start: int, stop: int, decode: Decode, brackets: bytes) -> Any:  # noqa: ANN401 (JSON)
-    """Return adjacent elements of a list, or members of an object."""
+    """Decode adjacent elements of a list, or members of an object."""
     text = raw[start:stop]
     if not text.strip(_BLANK):
         raise JsonError(f"JSON is malformed: expected a value (byte {start})")
@@ -287,7 +287,7 @@ def _batch(raw: bytes, start: int, stop: int, decode: Decode, brackets: bytes) -
 
 
 def _batches(scan: _Scan, start: int, stop: int, depth: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield the pieces of a list or object, and whether a piece is one long element: those stand alone."""
+    """Yield the pieces of a list or object, and whether a piece is a single long element."""
     start_values = scan.values_before(start)
     element, element_values = start, start_values
     for place, num_values in scan.elements(start, stop, depth):
@@ -309,13 +309,13 @@ def _is_long(num_bytes: int, num_values: int) -> bool:
 
 
 def _validated(text: bytes) -> None:
-    """Check that a text is JSON, and make nothing of it."""
+    """Check that a text is JSON without building its values."""
     _decode_raw(text)
     text.decode()
 
 
 def _at(place: int, decode: Decode, text: bytes) -> Any:  # noqa: ANN401 (JSON)
-    """Decode a piece of the whole text that begins at `place`. JsonError tells where in the whole text it is wrong."""
+    """Decode the piece of the text at `place`. JsonError names the byte of the whole text."""
     try:
         return decode(text)
     except msgspec.DecodeError as error:

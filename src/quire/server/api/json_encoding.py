@@ -1,6 +1,6 @@
-"""JSON that is written in pieces: a value that would hold the event loop is encoded slice by slice.
+"""Streamed JSON encoding: a value that would block the event loop is encoded slice by slice.
 
-A message is encoded around its `JsonStream`, each of which leaves a byte that JSON cannot have outside of them.
+A message is encoded with a placeholder for each `JsonStream`: a byte that JSON cannot contain otherwise.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,19 +9,19 @@ from typing import Any, NoReturn
 import msgspec
 
 encode = msgspec.json.Encoder().encode
-_SLICE_BYTES = 1024  # what is longer was a slice of work, however short its JSON is
-_GAP = b"\x00"  # inside a string it would be escaped
+_SLICE_BYTES = 1024  # a longer piece was a slice of work, whatever its length
+_PLACEHOLDER = b"\x00"  # inside a string it would be escaped
 
 
 class JsonStream:  # no dataclass: msgspec would encode one by itself
-    """A value of a message whose JSON is made piece by piece. Can be written once."""
+    """A value of a message that is encoded piece by piece, once."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self.pieces = pieces
 
 
 class _PiecesFoundError(Exception):
-    """A message cannot be encoded at once."""
+    """A message has a JsonStream in it."""
 
 
 def _refuse_pieces(value: object) -> NoReturn:
@@ -44,12 +44,12 @@ def encode_streamed(message: Any) -> Iterable[bytes]:  # noqa: ANN401 (JSON)
 def _encode_around(message: Any) -> Iterator[bytes]:  # noqa: ANN401 (JSON)
     found: list[JsonStream] = []
 
-    def leave_gap(value: object) -> msgspec.Raw:
+    def placeholder_of(value: object) -> msgspec.Raw:
         assert isinstance(value, JsonStream), "anything else was refused"
         found.append(value)
-        return msgspec.Raw(_GAP)
+        return msgspec.Raw(_PLACEHOLDER)
 
-    head, *tails = msgspec.json.encode(message, enc_hook=leave_gap).split(_GAP)
+    head, *tails = msgspec.json.encode(message, enc_hook=placeholder_of).split(_PLACEHOLDER)
     yield head
     for value, tail in zip(found, tails, strict=True):
         yield from value.pieces
@@ -78,7 +78,7 @@ def array_from_values(values: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
 
 
 def joined(pieces: Iterable[bytes], least_bytes: int) -> Iterator[bytes]:
-    """Yield the same bytes in pieces of a turn's work: at least `least_bytes`, or two slices of a long value."""
+    """Yield the same bytes in slices of bounded work: at least `least_bytes`, or two pieces of a long value."""
     held: list[bytes] = []
     num_bytes = 0
     for piece in pieces:

@@ -1,7 +1,7 @@
-"""Comment frames in a stream without news, so that no proxy on the way takes it for dead.
+"""Keepalive comments in an idle event stream, so that no proxy closes it.
 
-A request may wait in the queue, be prefilled or be preempted for longer than load balancers leave a connection idle.
-Clients of server-sent events ignore comments.
+A request may wait, be prefilled or be preempted for longer than the idle timeout of a load balancer. Clients of
+server-sent events ignore comments.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ KEEPALIVE = b": keepalive\n\n"
 
 
 class Keepalive:
-    """Calls `send` whenever nothing else was written for `interval_s`, never within an event; 0: never."""
+    """Calls `send` whenever nothing was written for `interval_s`, never within an event; 0: never."""
 
     def __init__(self, interval_s: float, send: Callable[[], Awaitable[None]]) -> None:
         self._interval_s, self._send = interval_s, send
@@ -37,17 +37,17 @@ class Keepalive:
             await asyncio.gather(self._sending, return_exceptions=True)
 
     async def write(self, event: Awaitable[None]) -> None:
-        """Await the writing of an event, in however many pieces; no comment and no other event comes between them."""
+        """Await the writing of an event; no comment and no other event is written between its pieces."""
         async with self._writing:
             await event
             self._last_s = self._loop.time()
 
     def _arm(self, delay_s: float) -> None:
         if self._interval_s:
-            self._timer = self._loop.call_later(delay_s, self._look)
+            self._timer = self._loop.call_later(delay_s, self._send_if_idle)
 
-    def _look(self) -> None:
-        """Send a comment, unless something has been written meanwhile or is being written."""
+    def _send_if_idle(self) -> None:
+        """Send a comment, unless an event was written meanwhile or is being written."""
         due_s = self._last_s + self._interval_s - self._loop.time()
         if due_s <= 0 and not self._writing.locked():
             self._sending = self._loop.create_task(self._send_comment())

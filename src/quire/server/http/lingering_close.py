@@ -1,12 +1,12 @@
-"""Connections that were refused and stay open for a moment, so that the answer reaches a client that still sends.
+"""Lingering close of refused connections, so that the response reaches a client that still sends.
 
-Closing at once would reset the connection and discard the answer. Refused connections do not count towards the cap on
-connections; they have a bound of their own, past which the one refused first is closed.
+Closing at once would reset the connection and discard the response. Lingering connections do not count towards
+max_connections; they have a bound of their own, past which the oldest is closed.
 """
 
 import asyncio
 
-LINGER_S = 2.0       # between a refusal and the end of its connection
+LINGER_S = 2.0       # between a refusal and the close
 MAX_LINGERING = 64   # files are reserved for them (`quire.server.http.sockets`)
 
 
@@ -14,7 +14,7 @@ class LingeringConnections:
     """The lingering connections of one server. Lives on its event loop."""
 
     def __init__(self) -> None:
-        self._closing: dict[asyncio.Transport, asyncio.TimerHandle] = {}  # refused first comes first
+        self._closing: dict[asyncio.Transport, asyncio.TimerHandle] = {}  # oldest first
 
     def __len__(self) -> int:
         return len(self._closing)
@@ -27,7 +27,7 @@ class LingeringConnections:
         self._closing[transport] = asyncio.get_running_loop().call_later(LINGER_S, transport.close)
 
     def discard(self, transport: asyncio.Transport) -> None:
-        """Forget a connection, which has ended or was never refused."""
+        """Remove a connection, which was closed or never lingered."""
         timer = self._closing.pop(transport, None)
         if timer is not None:
             timer.cancel()

@@ -1,10 +1,10 @@
-"""uvicorn's HTTP/1.1 protocol with limits: what is too long, too slow or not HTTP is answered as the contract says.
+"""HTTP/1.1 protocol: uvicorn's, with limits on sizes and times; requests past a limit, or malformed, get an error.
 
-The parser hands over a header when it is complete, so what it holds back is counted too, to within one read. A
-connection that is refused here reads on for a moment (`quire.server.http.lingering_close`).
+The parser reports a header when it is complete; the bytes that it holds until then are counted to within one read. A
+refused connection is read for a moment longer (`quire.server.http.lingering_close`).
 
-A client that ends its own side of a connection is gone, since nothing else tells that one has left: asyncio closes the
-other side too, and a half-closed connection gets no answer.
+A client that closes its side of a connection counts as disconnected, since nothing else reveals it: asyncio closes the
+other side too, and a half-closed connection gets no response.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _VERSIONS = frozenset({"1.0", "1.1"})
 
 
 class _UnknownLength(int):
-    """The length of a body that the end of the connection ends: none is longer or shorter, as uvicorn compares."""
+    """Length of a body that the end of the connection delimits: uvicorn's comparisons find no mismatch."""
 
     def __lt__(self, num_bytes: int) -> bool:
         return False
@@ -47,19 +47,19 @@ class Protocol(HttpToolsProtocol):
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self._limits, self._refused = limits, refused
-        self._is_in_head = self._is_in_body = False   # of a request that has begun and is not complete
+        self._is_in_head = self._is_in_body = False   # of an incomplete request
         self._num_headers = self._num_header_bytes = 0
-        self._num_held_bytes = 0                      # given to the parser, and not yet handed over by it
+        self._num_held_bytes = 0                      # given to the parser, and not yet reported by it
         self._is_refused = False
-        self._answering: RequestResponseCycle | None = None  # the request that is being answered; uvicorn has the last
-        self._pending_error: ApiError | None = None      # to be said when all before them have been answered
+        self._answering: RequestResponseCycle | None = None  # the current request; uvicorn's `cycle` is the latest
+        self._pending_error: ApiError | None = None      # sent after the responses to all earlier requests
         self._receive_timer: asyncio.TimerHandle | None = None
-        self._send_timer: asyncio.TimerHandle | None = None  # of what a slow reader has still to take
+        self._send_timer: asyncio.TimerHandle | None = None  # while a slow client reads
 
     # --- the connection -------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first request, if there is room for one more client."""
+        """Wait for the first request, unless max_connections is exceeded."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(self._limits.max_buffered_bytes)
         self._start_receive_timer()
@@ -68,34 +68,34 @@ class Protocol(HttpToolsProtocol):
             self._refuse(too_many_connections(limit))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clocks, and tell who answers: uvicorn tells the request that has come last."""
+        """Stop the timers, and notify the current request: uvicorn notifies the latest."""
         self._cancel_receive_timer()
         self._refused.discard(self.transport)
         if self._answering is not None and self._is_answering:
             self._answering.disconnected = True
             self._answering.message_event.set()
-        super().connection_lost(exc)  # which also resumes writing, in vain
+        super().connection_lost(exc)  # also resumes writing, without effect
 
     def pause_writing(self) -> None:
-        """Wait for a reader who has fallen behind."""
+        """Stop writing until a slow client has read."""
         super().pause_writing()
         self._start_send_timer()
 
     def resume_writing(self) -> None:
-        """Go on: he has caught up."""
+        """Continue writing."""
         if self._send_timer is not None:
             self._send_timer.cancel()
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """Close the connection; what has not been answered by now will not be."""
+        """Close the connection; a running response is cut off."""
         if self._is_answering:
             self.transport.abort()
         else:
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come, or end the connection."""
+        """Parse received bytes, or refuse the connection."""
         if self._is_refused:
             return
         self._unset_keepalive_if_required()
@@ -110,26 +110,26 @@ class Protocol(HttpToolsProtocol):
             self._refuse(error)
         except httptools.HttpParserError as error:
             wrong, why = ApiError(400, "this is not a valid HTTP/1.1 request"), error.__context__
-            self._refuse(why if isinstance(why, ApiError) else wrong)  # one of the parser's calls has stopped it
+            self._refuse(why if isinstance(why, ApiError) else wrong)  # a callback has stopped the parser
 
-    # --- the parser's calls ---------------------------------------------------------------------------------------
+    # --- callbacks of the parser ----------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """Take down that a request has begun to arrive."""
+        """Start the timer of a request."""
         self._is_in_head = True
         self._num_headers = self._num_header_bytes = 0
         self._start_receive_timer()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Take a piece of the URL."""
+        """Check the URL so far."""
         super().on_url(url)
         self._num_held_bytes -= len(url)
         if len(self.url) > self._limits.max_url_bytes:
             raise _too_large(f"the URL is longer than {self._limits.max_url_bytes} bytes (max_url_bytes)")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, or count a trailer and drop it."""
+        """Check a header, or count a trailer and drop it."""
         self._num_held_bytes -= len(name) + len(value)
         self._num_header_bytes += len(name) + len(value)
         self._num_headers += 1
@@ -140,9 +140,9 @@ class Protocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin to answer, or queue the request behind others of the connection.
+        """Start the request, or queue it behind earlier requests of the connection.
 
-        One that asks for another protocol is parsed once more, as if it had not: the parser leaves out its body.
+        An upgrade request is parsed again as a plain one: the parser leaves out its body.
         """
         if self.parser.get_http_version() not in _VERSIONS:  # a request line without one counts as 0.9
             raise ApiError(400, "this is not a valid HTTP/1.1 request")
@@ -152,14 +152,14 @@ class Protocol(HttpToolsProtocol):
         if len(self.pipeline) >= most:
             message = f"more than {most} requests wait on this connection (max_pipelined_requests)"
             raise ApiError(400, message)
-        super().on_headers_complete()  # raises if the URL is none
-        if self.parser.get_http_version() == "1.0":  # which knows no chunks: uvicorn closes the connection at the end
+        super().on_headers_complete()  # raises if the URL is invalid
+        if self.parser.get_http_version() == "1.0":  # no chunked encoding: uvicorn closes the connection at the end
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UnknownLength()
-        self.flow.resume_reading()  # if it waits behind others: else nobody sees that the client has gone
+        self.flow.resume_reading()  # also for a queued request: else a disconnect is not detected
         self._is_in_head, self._is_in_body = False, True
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of the body."""
+        """Check the body of a queued request."""
         self._num_held_bytes = 0
         super().on_body(body)
         if self.pipeline and len(self.cycle.body) > HIGH_WATER_LIMIT:
@@ -167,7 +167,7 @@ class Protocol(HttpToolsProtocol):
             raise ApiError(413, message, code="request_too_large")
 
     def on_message_complete(self) -> None:
-        """Take down that the request has arrived."""
+        """Stop the timer of a complete request."""
         self._is_in_body = False
         self._num_held_bytes = 0
         if self._is_upgrade:
@@ -176,7 +176,7 @@ class Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Go on with the next request, unless nobody can tell whether the body of this one is still to come."""
+        """Start the next request, unless the body of this one may still be coming."""
         is_body_uncertain = self._is_in_body and self.expect_100_continue and not self.pipeline
         super().on_response_complete()
         if is_body_uncertain:
@@ -184,14 +184,14 @@ class Protocol(HttpToolsProtocol):
         elif self._pending_error is not None and not self._is_answering:
             self._send_final(self._pending_error)
 
-    # --- other protocols, of which we have none ---------------------------------------------------------------------
+    # --- upgrades, which are not supported ---------------------------------------------------------------------------
 
     @property
     def _is_upgrade(self) -> bool:
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def _plain_head(self) -> bytes:
-        """Return the head that has just been parsed, without its wish for another protocol."""
+        """Return the head that has just been parsed, without its Upgrade header."""
         version = self.parser.get_http_version().encode("ascii")
         fields = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         return b"\r\n".join([self.parser.get_method() + b" " + self.url + b" HTTP/" + version, *fields, b"", b""])
@@ -204,7 +204,7 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def _num_unread_bytes(self) -> int:
-        """Count what was written and has not reached the reader's machine; the kernel holds some of it."""
+        """Count bytes written that have not reached the client's machine, those in the kernel included."""
         held = array("i", [0])
         fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
         return held[0] + self.transport.get_write_buffer_size()
@@ -215,11 +215,11 @@ class Protocol(HttpToolsProtocol):
             raise _too_large(f"the headers take more than {most} bytes (max_header_bytes)")
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer a request that has not become one, after those before it, and end the connection."""
+        """Send an error for a malformed or oversized request, after earlier responses, and close the connection."""
         self._is_refused = True
         self._cancel_receive_timer()
         if self._is_in_body and self.pipeline:
-            self.pipeline.popleft()     # it has not been begun, and will not be
+            self.pipeline.popleft()     # never started
         elif self._is_in_body:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -258,14 +258,14 @@ class Protocol(HttpToolsProtocol):
         self._send_timer = self.loop.call_later(limit_s, self._on_send_timeout, self._num_unread_bytes)
 
     def _on_send_timeout(self, num_bytes: int) -> None:
-        """Drop a reader who has taken little of the `num_bytes` that waited; what answers him ends like any other."""
+        """Close the connection if the client has read little of the `num_bytes` that waited; its request is aborted."""
         if num_bytes - self._num_unread_bytes >= self._limits.max_buffered_bytes:
             self._start_send_timer()
         else:
             self.transport.abort()
 
     def _on_receive_timeout(self) -> None:
-        """End a connection whose request takes too long, but no answer on it: who reads the body minds that."""
+        """Close a connection without a complete head or body; RequestBody has the timeout of a running request."""
         self._receive_timer = None
         if self._is_answering:
             self._start_receive_timer()
@@ -282,7 +282,7 @@ def _too_large(message: str) -> ApiError:
 
 
 def _response(error: ApiError) -> bytes:
-    """Return a whole response, after which the connection ends."""
+    """Return a whole response, after which the connection is closed."""
     body = msgspec.json.encode(error.body)
     headers = error.headers | {
         "Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"

@@ -1,4 +1,4 @@
-"""The outermost layer around every route: an id for each request, its line in the log, an answer to any fault."""
+"""Request log: the outermost middleware, which gives each request an id, a log line, and a 500 on any error."""
 
 import logging
 import time
@@ -37,7 +37,7 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
 
 
 class RequestLog:
-    """ASGI middleware. Its `send` is the only one of ours that sees each chunk of a stream."""
+    """ASGI middleware. Its `send` is the only one of the server that every chunk of a stream passes."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -64,7 +64,7 @@ class RequestLog:
             pass
         except Exception as error:
             if status is not None:
-                raise  # too late for an answer: uvicorn logs it and closes the connection
+                raise  # too late for an error response: uvicorn logs it and closes the connection
             log.exception("request %s failed", record.request_id)
             await error_response(scope["app"].state.service.to_api_error(error))(scope, receive, send_with_id)
         finally:
@@ -72,7 +72,7 @@ class RequestLog:
 
 
 def _write(scope: Scope, status: int | None, duration_s: float, record: RequestRecord) -> None:
-    """Log one request: what was asked, never the words of it. `status` None: the client did not wait."""
+    """Log one request, without its texts. `status` None: the client disconnected before a response."""
     level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
     if not requests_log.isEnabledFor(level):
         return

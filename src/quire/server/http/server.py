@@ -1,4 +1,4 @@
-"""uvicorn in a loop and under signals that are ours."""
+"""HTTP server: uvicorn with our own listener, event loop and signal handling."""
 
 import asyncio
 import contextlib
@@ -14,12 +14,12 @@ from quire.server.http.protocol import Protocol
 from quire.server.http.sockets import BACKLOG, listen
 from quire.server.options import DEFAULT_LIMITS, Limits
 
-CLOSE_LIMIT_S = 1       # for what was written to reach slow clients
-PAUSE_S = 0.5           # in which nobody is let in, when the system has no more descriptors
+CLOSE_LIMIT_S = 1       # for written bytes to reach slow clients
+PAUSE_S = 0.5           # without accepting connections, when the system has no file descriptors left
 
 
 class Listener:
-    """Lets connections in. While the system has no descriptors it is shut: uvloop's own listener would try for ever."""
+    """Accepts connections. Pauses while the system has no file descriptors: uvloop's own listener would busy-loop."""
 
     def __init__(self, listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
         self._listener, self._make_protocol = listener, make_protocol
@@ -29,18 +29,18 @@ class Listener:
         listener.setblocking(False)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop accepting connections."""
         self._start_handle.cancel()
         self._loop.remove_reader(self._listener)
 
     async def wait_closed(self) -> None:
-        """Wait for nothing: it has been shut at once."""
+        """Return at once: `close` is synchronous."""
 
     def _start_accepting(self) -> None:
         self._loop.add_reader(self._listener, self._accept_all)
 
     def _accept_all(self) -> None:
-        """Take all who have come."""
+        """Accept all waiting connections."""
         try:
             while True:
                 connection, _ = self._listener.accept()
@@ -54,12 +54,12 @@ class Listener:
             self._start_handle = self._loop.call_later(PAUSE_S, self._start_accepting)
 
     async def _connect(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it is gone already
+        with contextlib.suppress(OSError):  # the client disconnected already
             await self._loop.connect_accepted_socket(self._make_protocol, connection)
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application on a socket that is bound already."""
+    """Serves an application on a bound socket."""
 
     def __init__(self, app: ASGIApp, limits: Limits = DEFAULT_LIMITS) -> None:
         super().__init__(
@@ -84,20 +84,20 @@ class HttpServer(uvicorn.Server):
 
     @property
     def num_open_requests(self) -> int:
-        """Requests that have not been answered in full."""
+        """Requests without a complete response."""
         return len(self.server_state.tasks)
 
     async def start(self, listener: socket.socket, host: str) -> None:
-        """Begin to answer. ConfigError if the port has been taken since it was bound."""
+        """Start serving. ConfigError if another process listens on the port by now."""
         listen(listener, host)
         self._serving = asyncio.create_task(self.serve(sockets=[listener]))
         listening = asyncio.create_task(self._is_listening.wait())
         await asyncio.wait((self._serving, listening), return_when=asyncio.FIRST_COMPLETED)
         if self._serving.done():
-            self._serving.result()  # it has failed
+            self._serving.result()  # raises its error
 
     async def wait_until_answered(self, timeout_s: float) -> bool:
-        """Wait for all open requests, also those that come meanwhile; return whether that was within the time."""
+        """Wait for all open requests, later ones included; return whether they finished within the time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.num_open_requests:
@@ -105,7 +105,7 @@ class HttpServer(uvicorn.Server):
         return not self.num_open_requests
 
     async def stop(self) -> None:
-        """Close the port and all connections, whether their clients are done or not."""
+        """Close the port and all connections, with or without a complete response."""
         self.should_exit = True
         assert self._serving is not None
         await self._serving
@@ -114,11 +114,11 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
+        """Install no signal handlers."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open a accepting of our own to each socket, and tell that it is done."""
+        """Create a Listener for each socket, and set the event for `start`."""
         make_protocol = partial(Protocol, self._limits, LingeringConnections(), self.config, self.server_state, {})
         self.servers = [Listener(each, make_protocol) for each in sockets or ()]  # type: ignore[misc]
         self.started = True

@@ -1,6 +1,6 @@
-"""The address that the server listens on, taken before anything is loaded, and how many connections may come there.
+"""Listening socket, bound before anything is loaded, and the bound on connections.
 
-A taken port is known at once. Connections are bounded by a flag, or by what the system grants this process in files.
+A port in use is reported at once. Connections are bounded by an option, or by the file limit of the process.
 """
 
 import contextlib
@@ -11,14 +11,14 @@ import socket
 from quire.core.errors import ConfigError
 from quire.server.http.lingering_close import MAX_LINGERING
 
-NUM_NEIGHBOURS = 100       # ports above a taken one that are tried for the error's advice
+NUM_NEIGHBOURS = 100       # ports above one in use that are tried for the error's advice
 LOWEST_FREE_FOR_ALL = 1024
-BACKLOG = 2048             # connections that the kernel holds until we accept them
-RESERVED_FILES = 64 + MAX_LINGERING  # for all that is no connection that counts
+BACKLOG = 2048             # connections that the kernel queues until they are accepted
+RESERVED_FILES = 64 + MAX_LINGERING  # for files other than counted connections
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket at an address, which refuses connections until `listen`. ConfigError says what would work."""
+    """Return a bound socket, which refuses connections until `listen`. The ConfigError names a setting that works."""
     family, address = _resolve(host, port)
     try:
         return _bound(family, address)
@@ -27,7 +27,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(listener: socket.socket, host: str) -> None:
-    """Let connections come. ConfigError if another server has begun to listen there since `bind`."""
+    """Start listening. ConfigError if another server listens on the port since `bind`."""
     try:
         listener.listen(BACKLOG)
     except OSError as error:
@@ -35,17 +35,17 @@ def listen(listener: socket.socket, host: str) -> None:
 
 
 def port_of(listener: socket.socket) -> int:
-    """Return the port, which the system has chosen where 0 was asked for."""
+    """Return the port; the system chooses it if the option is 0."""
     return int(listener.getsockname()[1])
 
 
 def url_of(listener: socket.socket, host: str) -> str:
-    """Return the address as a client writes it."""
+    """Return the server's URL."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port_of(listener)}"
 
 
 def raise_file_limit(wanted: int) -> None:
-    """Ask the system for as many as are wanted, or as it grants, if there may be fewer now."""
+    """Raise the file limit for `wanted` connections, as far as the system allows, if it is lower."""
     if max_connections(wanted) == wanted:
         return
     _, most_granted = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -57,7 +57,7 @@ def raise_file_limit(wanted: int) -> None:
 
 
 def max_connections(wanted: int) -> int:
-    """Return how many of the connections that are wanted may be open at once."""
+    """Return how many connections may be open at once: `wanted`, or fewer by the file limit."""
     most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most_files == resource.RLIM_INFINITY:
         return wanted
@@ -65,11 +65,12 @@ def max_connections(wanted: int) -> int:
 
 
 def _resolve(host: str, port: int) -> tuple[int, tuple[object, ...]]:
-    """Return the family and the address of a host; of several addresses one of IPv4, which every client tries."""
+    """Return the family and the address of a host; an IPv4 address if it has one, since every client tries that."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"host {host!r} is not known: {error}; set host to an address of this machine") from error
+        message = f"host {host!r} cannot be resolved: {error}; set host to an address of this machine"
+        raise ConfigError(message) from error
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return family, address
 
@@ -77,7 +78,7 @@ def _resolve(host: str, port: int) -> tuple[int, tuple[object, ...]]:
 def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port is free again as soon as we have ended
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port is free as soon as the process ends
         listener.bind(address)
     except BaseException:
         listener.close()
@@ -86,7 +87,7 @@ def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
 
 
 def _explained(error: OSError, host: str, port: int) -> ConfigError:
-    """Return the error with the nearest setting that works."""
+    """Return the error with the nearest setting that would work."""
     match error.errno:
         case errno.EADDRINUSE:
             free = _nearest_free(host, port)

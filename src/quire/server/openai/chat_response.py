@@ -1,4 +1,4 @@
-"""Answers of /v1/chat/completions."""
+"""Responses of /v1/chat/completions."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,10 +12,10 @@ ROLE = "assistant"
 
 
 class ChatResponseBuilder(OpenAIResponseBuilder):
-    """One conversation, n messages. The role comes with the first words: a chunk of its own would feign a token.
+    """Builder for n messages. The role is sent with the first text: clients would count a chunk of its own as a token.
 
-    Messages begin in order, because openai's helper that gathers a stream counts on it. So one whose first characters
-    are not complete yet begins without words where a later one has some.
+    Messages start in order, since openai's helper for streams relies on it: a message whose first character is
+    incomplete starts without text when a later one has some.
     """
 
     OBJECT = "chat.completion"
@@ -24,7 +24,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
     def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer | None) -> None:
         super().__init__(request)
         self._names = TokenNames(tokenizer)
-        self._num_begun = 0                      # messages whose role has been told
+        self._num_begun = 0                      # messages with a role sent
 
     def _choice(self, prompt_index: int, output: CompletionOutput) -> Json:
         return {
@@ -48,7 +48,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         return (*self._start_messages(piece.index), choice) if is_first else (choice,)
 
     def _start_messages(self, index: int) -> Iterator[Json]:
-        """Yield an empty piece of each message before one that begins now."""
+        """Yield an empty piece of each message that must start before `index`."""
         for earlier in range(self._num_begun, index):
             yield _chunk(earlier, {"role": ROLE, "content": ""})
         self._num_begun = index + 1
@@ -69,5 +69,5 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
 
 
 def _chunk(index: int, delta: Json) -> Json:
-    """Return the newest piece of a message. The first one carries the role."""
+    """Return a piece of a message. The first one has the role."""
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -1,4 +1,4 @@
-"""Answers of /v1/completions."""
+"""Responses of /v1/completions."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class CompletionResponseBuilder(OpenAIResponseBuilder):
-    """With `echo`, a choice begins with its prompt, and so do its logprobs. Then it is made off the event loop."""
+    """Builder for completions. With `echo`, choices and logprobs begin with the prompt; construct it in a thread."""
 
     OBJECT = CHUNK_OBJECT = "text_completion"
 
@@ -29,8 +29,8 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
             self._num_added_chars(request.prompt) if has_logprobs else 0 for request in request.requests
         ]
         self._names = TokenNames(tokenizer)
-        self._logprobs: dict[int, CompletionLogprobs] = {}  # of the choices that have begun
-        self._begun: set[int] = set()            # choices that have been written in part
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # of the choices with output
+        self._begun: set[int] = set()            # choices with a first part
 
     def _choice(self, prompt_index: int, output: CompletionOutput) -> Json:
         index = self._index(prompt_index, output)
@@ -57,7 +57,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         return (self._choice(prompt_index, piece),) if is_echo or self._is_shown(piece) else ()
 
     def _add_prompt(self, choice: Json, prompt_index: int) -> None:
-        """Put what was asked of the prompt into the first piece of a choice."""
+        """Add the prompt's fields to the first piece of a choice."""
         if self.request.body.return_token_ids:
             choice["prompt_token_ids"] = self.request.requests[prompt_index].prompt.token_ids
         if self.request.body.prompt_logprobs is not None:
@@ -67,17 +67,17 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
             choice["text"] = self._echoes[prompt_index] + choice["text"]
 
     def _echo(self, prompt_index: int) -> str:
-        """Return the text of a prompt: as it came, or what its tokens stand for."""
+        """Return the text of a prompt: as sent, or decoded from its tokens."""
         prompt = self.request.requests[prompt_index].prompt
         if prompt.text is not None:
             return prompt.text
-        assert self._tokenizer is not None, "without a tokenizer echo is refused"
+        assert self._tokenizer is not None, "echo needs a tokenizer"
         return self._tokenizer.decode(prompt.token_ids, self.request.params.skip_special_tokens)
 
     def _prompt_part(self, prompt_index: int) -> LogprobPiece:
-        """Return the logprobs of a prompt, which stand before those of each choice."""
+        """Return the logprobs of a prompt, which precede those of each choice."""
         table = self._prompt_logprobs[prompt_index]
-        assert table is not None, "logprobs with echo ask for the prompt's"
+        assert table is not None, "logprobs with echo include the prompt's"
         prompt = self.request.requests[prompt_index].prompt
         if prompt.text is None:
             return self._new_logprobs([], start=0).piece(prompt.token_ids, table)
@@ -86,10 +86,10 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         return written.piece(prompt.token_ids, table)
 
     def _num_added_chars(self, prompt: TokenizedPrompt) -> int:
-        """Return the length of what tokenizing put before a text: special tokens, which its echo does not show."""
+        """Return the characters of special tokens that tokenizing added to a text; its echo does not show them."""
         if prompt.text is None:
             return 0
-        assert self._tokenizer is not None, "without a tokenizer echo is refused"
+        assert self._tokenizer is not None, "echo needs a tokenizer"
         return len(self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)) - len(prompt.text)
 
     def _choice_logprobs(self, prompt_index: int, index: int) -> CompletionLogprobs:

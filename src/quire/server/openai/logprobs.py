@@ -1,6 +1,6 @@
-"""Logprobs as the routes write them: parallel lists for completions, one object per token for chats.
+"""Logprobs in OpenAI's JSON: parallel lists for completions, one object per token for chats.
 
-Written from packed tables, a slice of positions at a time: a slice is some 500 candidates, 1 to 3 ms.
+Encoded from packed tables in slices of positions: a slice is some 500 candidates, 1 to 3 ms.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ class PromptLogprob(msgspec.Struct):
 
 
 class ChatTopLogprob(msgspec.Struct):
-    """One of the most likely tokens at a position. `bytes` is null where the tokenizer cannot tell."""
+    """One of the most likely tokens at a position. `bytes` is null if the tokenizer cannot map the token to bytes."""
 
     token: str
     logprob: float
@@ -33,20 +33,20 @@ class ChatTopLogprob(msgspec.Struct):
 
 
 class ChatTokenLogprob(ChatTopLogprob):
-    """A token of a message, and the most likely ones in its place."""
+    """A token of a message, and the most likely ones at its position."""
 
     top_logprobs: list[ChatTopLogprob]
 
 
 class WholeChatLogprobs(msgspec.Struct):
-    """Of a piece of a message that is short."""
+    """Logprobs of a short piece of a message."""
 
     content: list[ChatTokenLogprob]
     refusal: None = None
 
 
 class WholeCompletionLogprobs(msgspec.Struct):
-    """Of a piece of a completion that is short. `text_offset` counts characters of the text."""
+    """Logprobs of a short piece of a completion. `text_offset` is in characters."""
 
     text_offset: list[int]
     token_logprobs: list[float]
@@ -55,18 +55,18 @@ class WholeCompletionLogprobs(msgspec.Struct):
 
 
 class TokenNames:
-    """How single tokens are written. A token may be a part of a character, which no text can show."""
+    """Texts of single tokens. A token may be a part of a character, which has no text."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._bytes = None if tokenizer is None else tokenizer.token_bytes(skip_special_tokens=False)
 
     def decoded(self, token_id: int) -> str | None:
-        """Return a token as it reads, None for a model without a tokenizer."""
+        """Return the text of a token, None for a model without a tokenizer."""
         return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
     def text(self, token_id: int) -> str:
-        """Return a token as it reads: U+FFFD for a part of a character, its id for a model without a tokenizer."""
+        """Return the text of a token: U+FFFD for a part of a character, its id for a model without a tokenizer."""
         return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
     def key(self, token_id: int) -> str:
@@ -85,7 +85,7 @@ class TokenNames:
 
 
 def slices_of(table: Logprobs) -> Iterator[tuple[int, int]]:
-    """Yield ranges of positions that are some SLICE_CANDIDATES together."""
+    """Yield ranges of positions with some SLICE_CANDIDATES candidates each."""
     num_positions = len(table)
     stride = max(1, SLICE_CANDIDATES * num_positions // max(1, table.num_candidates))
     for start in range(0, num_positions, stride):
@@ -93,9 +93,9 @@ def slices_of(table: Logprobs) -> Iterator[tuple[int, int]]:
 
 
 class CompletionLogprobs:
-    """Writes the logprobs of one choice as its tokens come: parallel lists, one entry per token in each.
+    """Encodes the logprobs of one choice, piece by piece: parallel lists, one entry per token in each.
 
-    `start`: where its text begins, in characters; below 0 if what its first tokens stand for is not shown.
+    `start`: offset of its text in characters; negative if the text of its first tokens is not shown.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class CompletionLogprobs:
             self._detokenizer = incremental_detokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
 
     def piece(self, token_ids: Sequence[int], table: Logprobs) -> "LogprobPiece":
-        """Return the next tokens for `written`. Of the first tokens that `table` lacks nothing is known."""
+        """Return the logprobs of the next tokens. First tokens without a position in `table` get null."""
         return LogprobPiece(self._names, token_ids, table, self._offset)
 
     def _offset(self, token_id: int) -> int:
-        """Return where the first character begins that the next token has a part in, in characters of the text.
+        """Return the offset of the first character of the next token, in characters of the text.
 
-        What a stop string cut off had offsets too.
+        Tokens that a stop string cut off have offsets too.
         """
         offset = max(0, self._end)
         if self._detokenizer is not None:
@@ -123,17 +123,17 @@ class CompletionLogprobs:
 
 
 class LogprobPiece:
-    """Consecutive tokens of a completion, each list of which is encoded by itself, in slices."""
+    """Consecutive tokens of a completion. Each of the four lists is encoded in slices."""
 
     def __init__(
         self, names: TokenNames, token_ids: Sequence[int], table: Logprobs, offset: Callable[[int], int]
     ) -> None:
         self._names, self._token_ids, self._table, self._offset = names, token_ids, table, offset
-        self._num_unknown = len(token_ids) - len(table)  # 1 for a prompt: nothing stands before its first token
+        self._num_unknown = len(token_ids) - len(table)  # 1 for a prompt: its first token has no logprob
 
     @property
     def is_short(self) -> bool:
-        """Whether `whole` is a slice of work, or less."""
+        """Whether `whole` is at most one slice of work."""
         return not self._num_unknown and self._table.num_candidates <= SLICE_CANDIDATES
 
     def whole(self) -> WholeCompletionLogprobs:
@@ -176,7 +176,7 @@ class LogprobPiece:
         key = self._names.key
         token_ids, logprobs, _ = position
         top = {key(token_id): logprob for token_id, logprob in zip(token_ids, logprobs, strict=True)}
-        top[key(token_ids[0])] = logprobs[0]  # two tokens may read the same
+        top[key(token_ids[0])] = logprobs[0]  # two tokens may have the same text
         return top
 
 
@@ -195,7 +195,7 @@ def completion_logprobs(pieces: Sequence[LogprobPiece]) -> JsonStream | WholeCom
 
 
 def chat_logprobs(names: TokenNames, table: Logprobs, num_top: int) -> JsonStream | WholeChatLogprobs:
-    """Return the logprobs of tokens with the `num_top` most likely in their place, the likeliest first."""
+    """Return the logprobs of tokens with the `num_top` most likely at their position, best first."""
     if table.num_candidates <= SLICE_CANDIDATES:
         positions = table.positions(0, len(table))
         return WholeChatLogprobs([_chat_token(names, position, num_top) for position in positions])
@@ -207,7 +207,7 @@ def chat_logprobs(names: TokenNames, table: Logprobs, num_top: int) -> JsonStrea
 
 
 def prompt_logprobs(names: TokenNames, table: Logprobs) -> JsonStream:
-    """Return the candidates of each position of a prompt by token id; of its first token nothing is known."""
+    """Return the candidates of each position of a prompt by token id; its first token has none."""
     slices = (
         encode([_by_token_id(names, position) for position in table.positions(start, stop)])
         for start, stop in slices_of(table)
@@ -219,7 +219,7 @@ def _chat_token(names: TokenNames, position: Position, num_top: int) -> ChatToke
     token_ids, logprobs, ranks = position
     top = []
     if num_top:
-        unique = dict(zip(token_ids, zip(ranks, logprobs, strict=True), strict=True))  # the chosen one may come twice
+        unique = dict(zip(token_ids, zip(ranks, logprobs, strict=True), strict=True))  # may have the chosen one twice
         likeliest = sorted(unique, key=unique.__getitem__)[:num_top]
         top = [ChatTopLogprob(names.text(other), unique[other][1], names.raw(other)) for other in likeliest]
     return ChatTokenLogprob(names.text(token_ids[0]), logprobs[0], names.raw(token_ids[0]), top)

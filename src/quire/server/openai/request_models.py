@@ -1,8 +1,8 @@
-"""What clients may send, as pydantic models: names and types, for the checks and for openapi.json.
+"""Request models: names and types of the fields of each body, in pydantic, for the checks and for openapi.json.
 
 Types are strict: a bool is no integer and "5" is no number. null means the default everywhere. Ranges, and the elements
-of lists, are only described here: they are the business of `SamplingParams`, which the parameters of all routes become.
-What depends on the server's flags is filled in by `quire.server.openapi`.
+of lists, are only documented here: `SamplingParams` checks them for all routes. Bounds that depend on the server's
+options are added to the schema by `quire.server.app`.
 """
 
 from typing import Annotated, Any
@@ -29,7 +29,7 @@ _TOKEN: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
 
 
 def _as(*kinds: Schema) -> WithJsonSchema:
-    """Describe a field that pydantic does not check so closely: our own check is faster, or its error clearer."""
+    """Document a field that pydantic checks only in part: a later check is faster, or its error clearer."""
     return WithJsonSchema({"anyOf": list(kinds)} if len(kinds) > 1 else kinds[0])
 
 
@@ -38,7 +38,7 @@ def _list_of(items: Schema, *, least: int = 0) -> Schema:
 
 
 def _number(low: float, high: float, *, above_low: bool = False) -> WithJsonSchema:
-    """Describe a number in [low, high], or in (low, high] with `above_low`, or null."""
+    """Document a number in [low, high], or in (low, high] with `above_low`, or null."""
     return _as({"type": "number", "exclusiveMinimum" if above_low else "minimum": low, "maximum": high}, _NULL)
 
 
@@ -47,7 +47,7 @@ def _integer(low: int, high: int = MAX_INT) -> WithJsonSchema:
 
 
 def _checked_content(content: object) -> object:
-    """Let through what a message may say: text, text in parts, or nothing."""
+    """Return valid content of a message: text, text parts or null."""
     if content is None or isinstance(content, str):
         return content
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
@@ -78,25 +78,25 @@ Salt = Annotated[str | None, _as(_TEXT, _NULL)]
 
 
 class Strict(BaseModel):
-    """An object whose fields have the types that they say, and no others that could become those."""
+    """An object whose fields are not converted between types."""
 
     model_config = ConfigDict(strict=True)
 
 
 class Body(Strict):
-    """What every body has."""
+    """Fields of every body."""
 
     model: str | None = None
 
 
 class StreamOptions(Strict):
-    """How a stream ends."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
 
 class ChatMessage(Strict):
-    """One message of a conversation. What else it has goes to the chat template as it is."""
+    """One message of a conversation. Other fields are passed to the chat template unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -108,7 +108,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
 class TemplateOptions(Strict):
-    """How a chat template writes messages."""
+    """Options of rendering messages by the chat template."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -116,7 +116,7 @@ class TemplateOptions(Strict):
 
 
 class GenerationBody(Body):
-    """Parameters that both kinds of completion have."""
+    """Parameters of both kinds of completion."""
 
     n: Annotated[int | None, _integer(1)] = None
     temperature: Annotated[float | None, _number(0, MAX_TEMPERATURE)] = None
@@ -190,13 +190,13 @@ class PrefixBody(Body):
 
 
 def request_body(body_type: type[BaseModel]) -> Schema:
-    """Describe a body that a route decodes by itself."""
+    """Return the OpenAPI entry of a body that the route decodes itself."""
     content = {"application/json": {"schema": schema_of(body_type)}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def schema_of(body_type: type[BaseModel]) -> Schema:
-    """Return the JSON schema of a body in one piece: openapi.json has no place for definitions of its own."""
+    """Return the JSON schema of a body with all definitions inlined: openapi.json has no place for them."""
     schema = body_type.model_json_schema()
     definitions = schema.pop("$defs", {})
 

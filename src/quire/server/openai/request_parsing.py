@@ -1,7 +1,7 @@
-"""From the bytes of a body to its fields, by one function for all routes, and parameters that do nothing here.
+"""Request parsing: the fields of a body from its bytes, for all routes, and the parameters that are not supported.
 
-A parameter that would change the answer is refused unless its value is the default; one that changes nothing about it
-is let pass; a name that nobody knows is ignored, with a warning in the log.
+An unsupported parameter that would change the response is refused unless its value is the default; one without effect
+is accepted; an unknown name is ignored with a warning in the log.
 """
 
 import logging
@@ -36,7 +36,7 @@ B = TypeVar("B", bound=Body)
 
 LONG_BYTES = 1 << 18      # a longer body is decoded in the lane of long ones
 
-_EXPECTED = "Input should be "  # how pydantic's messages begin
+_EXPECTED = "Input should be "  # prefix of pydantic's messages
 _WORDS = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -47,7 +47,7 @@ _WORDS = {
     "string_type": "a string",
 }
 
-# Not supported yet, with the values besides null that change nothing. A route may still have one as a field of its own.
+# Not supported, with the values besides null that change nothing. A route may have one of them as a field of its own.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     # OpenAI's
     "audio": (),
@@ -94,7 +94,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "vllm_xargs": ({},),
 }
 
-# They name the client or the request, tell what may be kept, how to pad what is sent, or how to do what is refused.
+# Labels of the client or the request, hints on storage and padding, options of features that are refused.
 WITHOUT_EFFECT = frozenset((
     "guided_decoding_backend", "guided_whitespace_pattern", "request_id",
     "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
@@ -105,12 +105,12 @@ _MAX_NAMES_LOGGED = 8
 
 
 async def read_body(request: Request, body_type: type[B]) -> B:
-    """Return the body of a request. ApiError, or InvalidRequestError, names the first field that is wrong.
+    """Return the body of a request. ApiError, or InvalidRequestError, names the first invalid field.
 
-    A large body is decoded in slices: one slice per lane in an iteration of the event loop, clients in rotation.
+    A large body is decoded in slices, one per lane and iteration of the event loop, clients in rotation.
     """
     service: Service = request.app.state.service
-    raw = b"".join([piece async for piece in request.stream()])  # request.body() would keep it until the answer's end
+    raw = b"".join([piece async for piece in request.stream()])  # request.body() would keep it
     if _is_small(raw):
         return decode_body(raw, body_type, service.options)
     async with service.decode_lanes.slot(client_id_of(request.scope), is_long=len(raw) > LONG_BYTES):
@@ -152,7 +152,7 @@ def _body(raw: bytes, body_type: type[B], limits: Limits) -> Slices[B]:
 
 
 def _object(raw: bytes, body_type: type[B], limits: Limits) -> Slices[dict[str, Any]]:
-    """Return the JSON object of a body, with None for what no route knows."""
+    """Return the JSON object of a body, with None for names that no route knows."""
     try:
         if _is_small(raw) and _most_values(raw) <= min(limits.max_json_values, limits.max_json_depth):
             given = loads(raw)
@@ -171,7 +171,7 @@ def _object(raw: bytes, body_type: type[B], limits: Limits) -> Slices[dict[str, 
 
 
 def _refuse_first(error: ValidationError) -> NoReturn:
-    """Raise what is wrong with the first field that is wrong, in our words."""
+    """Raise the first error of a validation, with the value in its text."""
     first = error.errors(include_url=False, include_context=False)[0]
     param = _param(first["loc"])
     if first["type"] == "missing":
@@ -182,15 +182,15 @@ def _refuse_first(error: ValidationError) -> NoReturn:
 
 
 def _param(location: tuple[int | str, ...]) -> str:
-    """Write where a field stands, as in `messages[0].content`."""
+    """Return the path of a field, as in `messages[0].content`."""
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
     return path.removeprefix(".")
 
 
 def check_field_names(given: Mapping[str, object], fields: Collection[str], within: str = "") -> None:
-    """Look at the names that are no fields of a body: ApiError 400 for one that is not supported, with its value.
+    """Check the names that are no fields of a body: ApiError 400 for an unsupported one with an effect.
 
-    `within` is what stands before the names, of the object's own place in the body: "stream_options.".
+    `within` is the prefix of the names of a nested object: "stream_options.".
     """
     others = {within + name: value for name, value in given.items() if name not in fields}
     for name, value in others.items():

@@ -1,8 +1,7 @@
-"""From the fields of a body to `SamplingParams` and `BeamSearchParams`: one way for all routes, before any tokenizing.
+"""Sampling parameters of a body: `SamplingParams` and `BeamSearchParams`, for all routes, before tokenizing.
 
-The bounds here are on what a request makes the server hold or do again and again; what a value means, and its range,
-is checked by the parameters themselves, and against the model by the input processor. What a beam search cannot obey is
-refused by name.
+This module checks the bounds of the server; the parameters check their own ranges, and the input processor checks them
+against the model. Parameters that a beam search does not support are refused by name.
 """
 
 from collections.abc import Iterator
@@ -25,15 +24,15 @@ _SAME_NAMES = (
     "bad_words", "include_stop_str_in_output", "skip_special_tokens",
 )
 
-# Of SamplingParams: what a beam search obeys, what says how tokens become text, and the seed, which it has no use for.
-_OBEYED_BY_BEAMS = ("n", "temperature", "max_tokens", "ignore_eos")
+# Of SamplingParams: those that a beam search uses; those of detokenizing, and the seed, which it does not need.
+_USED_BY_BEAMS = ("n", "temperature", "max_tokens", "ignore_eos")
 _HARMLESS_TO_BEAMS = ("seed", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
 
 
 def sampling_params(body: CompletionBody | ChatBody, service: Service) -> SamplingParams:
     """Return the parameters of a call, checked against everything but its prompts.
 
-    InvalidRequestError or ApiError 400 names the field that is wrong.
+    InvalidRequestError or ApiError 400 names the invalid field.
     """
     given = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
     check_int("n", given.get("n", 1), 1, service.options.max_n)
@@ -49,16 +48,16 @@ def sampling_params(body: CompletionBody | ChatBody, service: Service) -> Sampli
 def beam_search_params(
     body: CompletionBody | ChatBody, params: SamplingParams, service: Service
 ) -> BeamSearchParams | None:
-    """Return the beam search that a call asks for, if it does. `params` are those that the rest of its body became.
+    """Return the beam search of a call, or None. `params` are the sampling parameters of its body.
 
-    InvalidRequestError or ApiError 400 names the field that is wrong.
+    InvalidRequestError or ApiError 400 names the invalid field.
     """
     length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
     if not body.use_beam_search:
         if length_penalty != 1:
             invalid("length_penalty is only allowed when use_beam_search is true", param="length_penalty")
         return None
-    for name, value in _given_in_vain(body, params):
+    for name, value in _unsupported_by_beams(body, params):
         invalid(f"{name} {shown(value)} is not allowed when use_beam_search is true", param=name)
     with field_names(body):
         beam = BeamSearchParams(params.n, params.max_tokens, params.ignore_eos, params.temperature, length_penalty)
@@ -68,7 +67,7 @@ def beam_search_params(
 
 @contextmanager
 def field_names(body: GenerationBody) -> Iterator[None]:
-    """Let errors about what a body became name the fields that the client used."""
+    """Rename the parameters of errors to the fields of the body that the client used."""
     names = {"beam_width": "n"}
     if isinstance(body, ChatBody):
         names |= {"prompt": "messages", "logprobs": "top_logprobs"}
@@ -86,10 +85,10 @@ def field_names(body: GenerationBody) -> Iterator[None]:
 
 
 def _completion_params(body: CompletionBody, given: dict[str, object]) -> SamplingParams:
-    """Return the parameters of a completion, of 16 tokens unless it says otherwise.
+    """Return the parameters of a completion, by default of 16 tokens.
 
-    `echo` brings the prompt's logprobs with the output's. With `echo`, `max_tokens` may be 0: the prompt alone is
-    wanted, and the one token that the engine cannot do without is dropped from the answer.
+    With `echo`, `logprobs` includes the prompt's, and `max_tokens` may be 0: the engine generates one token, which is
+    left out of the response.
     """
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.best_of not in (None, 1, body.n):
@@ -104,7 +103,7 @@ def _completion_params(body: CompletionBody, given: dict[str, object]) -> Sampli
 
 
 def _chat_params(body: ChatBody, given: dict[str, object]) -> SamplingParams:
-    """Return the parameters of an answer in a chat, as long as fits unless it says otherwise."""
+    """Return the parameters of a chat, by default as long as the context allows."""
     max_tokens = check_optional_int("max_tokens", body.max_tokens, 1)
     max_completion_tokens = check_optional_int("max_completion_tokens", body.max_completion_tokens, 1)
     if max_completion_tokens is not None and max_tokens not in (None, max_completion_tokens):
@@ -127,8 +126,8 @@ def _check_lengths(params: SamplingParams, max_chars: int) -> None:
                 refuse(field, text, f"texts of at most {max_chars} characters (max_stop_chars)")
 
 
-def _given_in_vain(body: CompletionBody | ChatBody, params: SamplingParams) -> Iterator[tuple[str, object]]:
-    """Yield each field, with its value, that asks for what a beam search does not do."""
+def _unsupported_by_beams(body: CompletionBody | ChatBody, params: SamplingParams) -> Iterator[tuple[str, object]]:
+    """Yield each field, with its value, that a beam search does not support."""
     if body.stream:
         yield "stream", body.stream
     if isinstance(body, CompletionBody) and body.best_of not in (None, params.n):
@@ -136,5 +135,5 @@ def _given_in_vain(body: CompletionBody | ChatBody, params: SamplingParams) -> I
     for field in fields(SamplingParams):
         value = getattr(params, field.name)
         is_default = value == field.default or value in ((), {})
-        if not is_default and field.name not in _OBEYED_BY_BEAMS + _HARMLESS_TO_BEAMS:
+        if not is_default and field.name not in _USED_BY_BEAMS + _HARMLESS_TO_BEAMS:
             yield field.name, value

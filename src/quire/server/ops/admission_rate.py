@@ -1,23 +1,23 @@
-"""How fast requests leave the queue, for telling refused clients when to come back."""
+"""Rate at which requests leave the queue, for the Retry-After of refused clients."""
 
 import math
 from collections import deque
 
 from quire.server.errors import RETRY_AFTER_S
 
-WINDOW_S = 30      # older admissions say little about now
-LONGEST_S = 60     # clients give up rather than wait longer, and the estimate is rough
+WINDOW_S = 30      # older admissions do not count
+LONGEST_S = 60     # upper bound: the estimate is rough
 
 
 class AdmissionRate:
-    """Admissions of the last half minute, counted per second so that their number does not matter."""
+    """Admissions of the last WINDOW_S seconds, in one count per second."""
 
     def __init__(self) -> None:
-        self._busy_since_s: float | None = None      # None: nothing was admitted since the engine last slept
+        self._busy_since_s: float | None = None      # None: nothing was admitted since the engine was last idle
         self._by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
 
     def record(self, num_requests: int, now_s: float) -> None:
-        """Take down that requests left the queue."""
+        """Count requests that left the queue."""
         if not num_requests:
             return
         if self._busy_since_s is None:
@@ -28,16 +28,16 @@ class AdmissionRate:
         self._by_second.append((second, num_requests))
 
     def reset(self) -> None:
-        """Begin anew: while nobody waits, nobody is admitted, which says nothing of how fast it can go."""
+        """Start anew after an idle period, whose lack of admissions says nothing about the rate."""
         self._busy_since_s = None
         self._by_second.clear()
 
     def seconds_to_admit(self, num_requests: int, now_s: float) -> int:
-        """Return in how many whole seconds, 1 to LONGEST_S, that many will have left if it goes on as it went."""
+        """Return the whole seconds, 1 to LONGEST_S, until so many requests will have left at the current rate."""
         if self._busy_since_s is None:
             return RETRY_AFTER_S
-        num_lately = sum(num for second, num in self._by_second if second > now_s - WINDOW_S)
-        if not num_lately:
+        num_recent = sum(num for second, num in self._by_second if second > now_s - WINDOW_S)
+        if not num_recent:
             return LONGEST_S
-        lately_s = min(max(now_s - self._busy_since_s, 1.0), WINDOW_S)
-        return min(max(math.ceil(num_requests * lately_s / num_lately), 1), LONGEST_S)
+        window_s = min(max(now_s - self._busy_since_s, 1.0), WINDOW_S)
+        return min(max(math.ceil(num_requests * window_s / num_recent), 1), LONGEST_S)

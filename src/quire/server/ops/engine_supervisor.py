@@ -1,8 +1,7 @@
-"""Keeps an engine behind the server: one that dies is replaced, so many times, each time after a longer pause.
+"""Engine supervisor: restarts a dead engine up to `restart_engine` times with growing pauses, and logs stalls.
 
-The new engine takes over the settings and goes on with the requests' numbers. What the old one held is gone: open
-requests have ended with an error, and nothing is cached or pinned. An engine that lives but stands still is told to the
-log, with where it stands.
+The new engine has the same options and continues the numbering of requests. The state of the old one is lost: its
+requests have failed, and nothing is cached or pinned. A stall is logged with the stacks of all threads.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ async def supervise_engine(
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     spawn: Callable[[EngineOptions], EngineProcess] = EngineProcess.spawn,
 ) -> Exception:
-    """Wait until there is no engine any more, and why: the last one that is granted has died, or has not come.
+    """Restart the engine whenever it dies; return the last error when no restart is left.
 
     `pause` waits before each start, and `spawn` starts the process.
     """
@@ -40,8 +39,8 @@ async def supervise_engine(
     why: Exception = await service.client.wait_dead()
     for number in range(1, num_granted + 1):
         pause_s = min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S)
-        log.error("%s; engine %d of %d more is started in %g s (restart_engine)", why, number, num_granted, pause_s)
-        service.metrics.engine_ended()
+        log.error("%s; restart %d of %d in %g s (restart_engine)", why, number, num_granted, pause_s)
+        service.metrics.engine_died()
         await pause(pause_s)
         try:
             signals.child = spawn(options)
@@ -53,22 +52,22 @@ async def supervise_engine(
             why = error
             continue
         service.metrics.engine_restarted()
-        log.warning("a new engine serves; what was cached or pinned is gone")
+        log.warning("the engine was restarted; cached and pinned prefixes are lost")
         why = await service.client.wait_dead()
     return why
 
 
 async def watch_for_stalls(service: Service) -> None:
-    """Log each stall once, with the stacks of all threads of both processes, and its end. Runs until cancelled."""
+    """Log the start of each stall, with the stacks of all threads of both processes, and its end, until cancelled."""
     is_stalled, limit_s = False, service.options.stall_limit
     while True:
         await asyncio.sleep(limit_s / CHECKS_PER_LIMIT)
-        client = service.client  # may be another one each time
+        client = service.client  # replaced by a restart
         was_stalled, is_stalled = is_stalled, client.stalled_s > limit_s
         if is_stalled and not was_stalled:
             log.error("the engine has work and made no progress for %g seconds (stall_limit)", limit_s)
-            if sys.stderr is not None:  # closed, if whoever started us wanted it so
+            if sys.stderr is not None:  # None if the process was started without it
                 faulthandler.dump_traceback()
             client.log_stacks()
         elif was_stalled and not is_stalled:
-            log.warning("the engine goes on")
+            log.warning("the engine makes progress again")

@@ -1,6 +1,6 @@
-"""How long requests and their parts took, and how many tokens they had. Names, meanings and buckets are vLLM's.
+"""Histograms of the latencies and lengths of requests. Names, meanings and buckets are vLLM's.
 
-A request that its client gave up is in none that its end would fill: its times are the client's, not the engine's.
+An aborted request is in none of the histograms that are filled at a request's end: its times depend on the client.
 """
 
 from bisect import bisect_left
@@ -24,7 +24,7 @@ _LATENCY_BOUNDS_S = (
     1920.0, 7680.0,
 )
 _STEP_BOUNDS_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# vLLM ends these at the model's longest request; the same ones for every model can be added up over servers.
+# vLLM ends these at max_model_len; with the same buckets for every model, servers can be added up.
 _REQUEST_BOUNDS_TOKENS = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]
 
 
@@ -42,7 +42,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
 
 
 class Histogram:
-    """How many observed values fell into each bucket. A bucket takes what is at most its bound; the last takes all."""
+    """Counts of observed values by bucket: up to and including its bound; the last bucket has no bound."""
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
         self._name, self._documentation, self._bounds = name, documentation, bounds
@@ -51,12 +51,12 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Take down a value that was seen `times` times."""
+        """Count a value `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def family(self, labels: dict[str, str]) -> HistogramMetricFamily:
-        """Return the family; its counts are cumulative, as Prometheus wants them."""
+        """Return the metric family; its counts are cumulative, as in Prometheus' format."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=list(labels))
         buckets = list(zip(self._bound_labels, accumulate(self._counts), strict=True))
         family.add_metric(list(labels.values()), buckets, self._sum)
@@ -64,16 +64,16 @@ class Histogram:
 
 
 class RequestHistograms:
-    """One histogram for each thing that is worth its quantiles."""
+    """Per-request latency and length histograms, with vLLM's metric names."""
 
     def __init__(self) -> None:
         self._by_name = {name: Histogram(f"vllm:{name}", *about) for name, about in _HISTOGRAMS.items()}
 
     def on_step(self, num_computed_tokens: int, processed: ProcessedStep) -> None:
-        """Take down a step and what it meant to requests."""
+        """Observe a step and the requests that it advanced."""
         self._by_name["iteration_tokens_total"].observe(num_computed_tokens)
         itl_s, ttft_s = self._by_name["inter_token_latency_seconds"], self._by_name["time_to_first_token_seconds"]
-        for gap_s, times in Counter(processed.itl_s).items():      # who got a token in both steps has the same gap
+        for gap_s, times in Counter(processed.itl_s).items():  # equal for all with a token in both steps
             itl_s.observe(gap_s, times)
         for metrics, _ in processed.first_tokens:
             assert metrics.first_token_s is not None, "begun without a token"
@@ -83,7 +83,7 @@ class RequestHistograms:
                 self._by_name[name].observe(value)
 
     def families(self, labels: dict[str, str]) -> Iterator[HistogramMetricFamily]:
-        """Yield all of them."""
+        """Yield the families of all histograms."""
         return (histogram.family(labels) for histogram in self._by_name.values())
 
 

@@ -1,8 +1,8 @@
-"""From an engine that loads to the last answer: connect, serve, and end in one of three ways.
+"""Lifecycle of the server process: connect to the engine, serve, and stop in one of three ways.
 
-A first signal drains: /ready and new requests are answered with 503, open ones go on until the shutdown timeout, then
-they are ended. A second signal ends the process at once. An engine that dies and is not replaced ends it soon: probes
-get a moment to see it.
+The first signal drains: /ready and new requests get 503, running requests continue until the shutdown timeout and are
+then cancelled. A second signal ends the process at once. After the death of an engine that is not replaced the process
+ends within seconds, long enough for probes to see /health fail.
 """
 
 import asyncio
@@ -33,15 +33,14 @@ from quire.server.template_renderer import TemplateRenderer
 log = logging.getLogger(__name__)
 
 DEMO_NAME = "quire-demo"
-UNHEALTHY_S = 2.0      # a server without an engine shows /health as 503 for this long, then ends
-FINAL_WRITE_S = 1.0     # for answers that were ended to reach their clients
+UNHEALTHY_S = 2.0      # /health is 503 for this long after the death of the engine, then the process ends
+FINAL_WRITE_S = 1.0     # for the last frames of cancelled responses to be sent
 
 
 def run(child: EngineProcess, engine: EngineOptions, options: ServerOptions, listener: socket.socket) -> NoReturn:
-    """Serve with an engine that has just been spawned, and end the process. Raises what keeps the engine from starting.
+    """Serve with an engine that has just been spawned, and end the process. Raises the engine's start error, if any.
 
-    The process ends without the interpreter's consent, who would wait for threads that make tokens of a long prompt
-    for a client that is gone.
+    Ends by os._exit: a normal shutdown would join threads that still tokenize for disconnected clients.
     """
     logs.set_up()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -55,7 +54,7 @@ async def _run(child: EngineProcess, engine: EngineOptions, options: ServerOptio
     connecting = asyncio.create_task(_connect(child, engine, options))
     await signals.wait_or(connecting)
     if not connecting.done():
-        child.process.kill()  # it may be in the middle of a long load, and has nothing to lose
+        child.process.kill()  # it may be in the middle of a long load, and holds no state
         connecting.cancel()
         await asyncio.wait((connecting,))
         return signals.status
@@ -75,7 +74,7 @@ async def _run(child: EngineProcess, engine: EngineOptions, options: ServerOptio
 
 
 async def _connect(child: EngineProcess, engine: EngineOptions, options: ServerOptions) -> Service:
-    """Wait until the engine is ready. ConfigError, ModelError or EngineDeadError if it will not be."""
+    """Wait until the engine is ready. ConfigError, ModelError or EngineDeadError if its start fails."""
     names = options.served_model_name or (engine.model or DEMO_NAME,)
     metrics = Metrics(names[0])
     owners = OwnerLabels(options.max_metric_labels)
@@ -86,7 +85,7 @@ async def _connect(child: EngineProcess, engine: EngineOptions, options: ServerO
 
 
 async def _serve(service: Service, http: HttpServer, signals: StopSignals, engine: EngineOptions) -> int:
-    """Serve until a signal has drained everything or there is no engine any more; return the exit status."""
+    """Serve until a signal has drained the server or the last engine has died; return the exit status."""
     keeping = asyncio.create_task(supervise_engine(service, engine, signals), name="engine keeper")
     watch = asyncio.create_task(watch_for_stalls(service), name="stall watch")
     watch.add_done_callback(_log_end)
@@ -95,26 +94,26 @@ async def _serve(service: Service, http: HttpServer, signals: StopSignals, engin
     if signals.received:
         await _drain(service, http)
     else:
-        log.error("%s; the server ends", keeping.result())
+        log.error("%s; the server stops", keeping.result())
         await signals.wait_or(asyncio.create_task(asyncio.sleep(UNHEALTHY_S)))
     watch.cancel()
     keeping.cancel()
-    await asyncio.wait((keeping,))  # it may have to end an engine that loads
+    await asyncio.wait((keeping,))  # it may have to stop a loading engine
     return 0 if service.client.is_alive else 1
 
 
 def _log_end(task: asyncio.Task[None]) -> None:
-    """Log that a task that never ends has ended, and where; /health is 503 from now on."""
+    """Log the end of a task that should never end, with its traceback; /health is 503 from now on."""
     if not task.cancelled():
         log.critical("the %s has ended", task.get_name(), exc_info=task.exception())
 
 
 async def _drain(service: Service, http: HttpServer) -> None:
-    """Take nothing new, and wait for what is open until the time is over; then end it."""
+    """Refuse new requests, wait for running ones until the shutdown timeout, then cancel the rest."""
     service.is_draining = True
     timeout_s = service.options.shutdown_timeout
-    log.info("shutting down: %d open requests have %g seconds to end", http.num_open_requests, timeout_s)
+    log.info("shutting down: %d running requests have %g seconds to finish", http.num_open_requests, timeout_s)
     if not await http.wait_until_answered(timeout_s):
-        log.warning("ending %d requests that took longer", http.num_open_requests)
+        log.warning("cancelling %d requests that took longer", http.num_open_requests)
         service.responses.cancel_all(shutting_down())
         await http.wait_until_answered(FINAL_WRITE_S)

@@ -1,7 +1,7 @@
-"""What the server writes to stderr: one line of JSON for each HTTP request, and plain lines for everything else.
+"""Log of the server on stderr: one line of JSON for each HTTP request, plain lines for everything else.
 
-A thread writes, so that a reader of stderr who is slow, stuck or gone never holds up an answer. Lines that he does not
-take in time are dropped.
+A thread writes, so that a slow, stopped or closed reader of stderr never delays a response. Lines beyond
+MAX_WAITING_LINES are dropped.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ requests_log = logging.getLogger("quire.requests")   # its lines are JSON alread
 
 
 class StderrHandler(logging.Handler):
-    """Hands lines to the thread that writes them. `number` is the file's."""
+    """Queues lines for the thread that writes them to file descriptor `number`."""
 
     def __init__(self, number: int = _STDERR) -> None:
         super().__init__()
@@ -27,12 +27,12 @@ class StderrHandler(logging.Handler):
         threading.Thread(target=self._write_lines, name="stderr", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a line, or drop it."""
+        """Queue a line, or drop it if the queue is full."""
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(self.format(record) + "\n")
 
     def flush(self) -> None:
-        """Wait a moment for what is queued."""
+        """Wait up to FLUSH_LIMIT_S for the queued lines."""
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_LIMIT_S)
 
@@ -46,14 +46,14 @@ class StderrHandler(logging.Handler):
 
 
 class _Formatter(logging.Formatter):
-    """Leaves the lines about requests as they are."""
+    """Formats all lines except those of requests, which are JSON already."""
 
     def format(self, record: logging.LogRecord) -> str:
         return record.getMessage() if record.name == requests_log.name else super().format(record)
 
 
 def set_up() -> None:
-    """Write the log of this process to stderr."""
+    """Send the log of this process to stderr."""
     handler = StderrHandler()
     handler.setFormatter(_Formatter("%(asctime)s %(levelname)s server: %(message)s"))
     logging.basicConfig(handlers=[handler])
@@ -61,6 +61,6 @@ def set_up() -> None:
 
 
 def flush() -> None:
-    """Wait a moment for lines that have not been written."""
+    """Wait up to FLUSH_LIMIT_S for the queued lines of all handlers."""
     for handler in logging.getLogger().handlers:
         handler.flush()

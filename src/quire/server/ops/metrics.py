@@ -1,14 +1,13 @@
-"""Counters, gauges and histograms in Prometheus' format; docs/metrics.md tells what each one means.
+"""Counters, gauges and histograms in Prometheus' format; docs/metrics.md explains each one.
 
-Where vLLM has a metric, its name and meaning are taken, with its label model_name, so that its dashboards and alerts
-work. All series that can ever be are on every page from the first on, so that a rate sees the first event. Families are
-made anew for each page from plain numbers, so that counting costs no more than an addition, and no page has the
-`_created` series of prometheus-client's own counters.
+Where vLLM has a metric, its name, meaning and label model_name are used, so that its dashboards and alerts work. Every
+page has all series, so that a rate sees the first event. Families are built for each page from plain numbers: counting
+costs an addition, and no page has the `_created` series of prometheus-client's own counters.
 """
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import get_args
 
@@ -32,8 +31,8 @@ REFUSALS = ("server_overloaded", "shutting_down", "key_limit")  # codes of the e
 FAILURES = ("request_failed", "engine_unhealthy")
 REFS = ("1", "2", "3-4", "5-8", "9+")               # keys of KVStats.ref_counts
 
-# Stands until the engine tells its own, which is the first thing it does. A total of 1 is only there to divide by.
-_UNTOLD = KVStats(
+# Until the first report of the engine. The total of 1 avoids a division by 0.
+_NO_STATS = KVStats(
     block_size=1, total_blocks=1, used_blocks=0, cached_blocks=0, free_blocks=0, shared_blocks=0, num_sequences=0,
     tail_waste_slots=0,
 )  # fmt: skip
@@ -43,20 +42,29 @@ _COUNTERS = (
 )  # fmt: skip
 
 
+@dataclass(slots=True)
+class _RequestCounters:
+    """Counters of requests and calls since the start of the server."""
+
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_aborted: int = 0
+    num_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
+    num_refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REFUSALS, 0))
+    num_failed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAILURES, 0))
+
+
 class Metrics(Collector):
-    """Everything that /metrics tells. An `Observer` of the engine's client; lives on the event loop."""
+    """Metrics of the server and its engine. An `Observer` of the engine's client; lives on the event loop."""
 
     def __init__(self, model_name: str, kv: KVStats | None = None) -> None:
         self.model_name = model_name
         self._state = EngineState(0, 0, 0)
-        self._kv = kv or _UNTOLD
-        self._earlier: KVStats | None = None                        # what engines before this one have counted
-        self._blocks_by_owner = {OTHER: 0}                          # labels that were there once stay, at 0
+        self._kv = kv or _NO_STATS
+        self._earlier: KVStats | None = None                        # counters of the engines before this one
+        self._blocks_by_owner = {OTHER: 0}                          # a label once seen stays, at 0
         self._num_queued = 0
-        self._num_prompt_tokens = self._num_generation_tokens = self._num_aborted = 0
-        self._num_finished = dict.fromkeys(get_args(FinishReason), 0)
-        self._num_refused = dict.fromkeys(REFUSALS, 0)
-        self._num_failed = dict.fromkeys(FAILURES, 0)
+        self._requests = _RequestCounters()
         self._num_restarts = 0
         self._histograms = RequestHistograms()
         self._admissions = AdmissionRate()
@@ -64,44 +72,44 @@ class Metrics(Collector):
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    # --- what happens ---------------------------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------------------------
 
     def on_step(self, step: Stepped, processed: ProcessedStep) -> None:
-        """Take down a step of the engine and what it meant to requests."""
+        """Count a step of the engine and the requests that it advanced."""
         self._update_state(step.state)
         self._admissions.record(sum(not admission.num_preemptions for admission in step.admissions), step.started_s)
-        self._num_prompt_tokens += sum(num_tokens for _, num_tokens in processed.first_tokens)
-        self._num_generation_tokens += processed.num_output_tokens
+        self._requests.num_prompt_tokens += sum(num_tokens for _, num_tokens in processed.first_tokens)
+        self._requests.num_generation_tokens += processed.num_output_tokens
         for ended in processed.finished:
             self._count_finished(ended)
         self._histograms.on_step(step.num_computed_tokens, processed)
 
     def on_idle(self, state: EngineState) -> None:
-        """Take down that nothing waits and nothing runs."""
+        """Record that no request waits or runs."""
         self._update_state(state)
         self._admissions.reset()
 
     def on_abort(self, ended: FinishedRequest) -> None:
-        """Take down a request that its client, or the server, has ended."""
-        self._num_aborted += 1
+        """Count a request that was aborted by its client or the server."""
+        self._requests.num_aborted += 1
         self._count_finished(ended)
 
     def refused(self, reason: str) -> None:
-        """Count a call that was not let in, for one of REFUSALS."""
-        self._num_refused[reason] += 1
+        """Count a call that was not admitted, for one of REFUSALS."""
+        self._requests.num_refused[reason] += 1
 
     def failed(self, reason: str) -> None:
-        """Count a call that ended with an error which is not its own, for one of FAILURES."""
-        self._num_failed[reason] += 1
+        """Count a call that failed through no fault of its own, for one of FAILURES."""
+        self._requests.num_failed[reason] += 1
 
     def engine_restarted(self) -> None:
-        """Count an engine that has taken the place of a dead one."""
+        """Count an engine that replaced a dead one."""
         self._num_restarts += 1
 
-    def engine_ended(self) -> None:
-        """Take down that the engine is gone, and another may come: counters go on, all else is 0. Twice is fine."""
+    def engine_died(self) -> None:
+        """Record the death of the engine: counters keep their values, all else becomes 0. Idempotent."""
         self._state = EngineState(0, 0, 0)
-        self._kv = self._earlier = _counted_on(self._kv, _UNTOLD)
+        self._kv = self._earlier = _counted_on(self._kv, _NO_STATS)
         self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0)
 
     def _update_state(self, state: EngineState) -> None:
@@ -113,19 +121,20 @@ class Metrics(Collector):
 
     def _count_finished(self, ended: FinishedRequest) -> None:
         for reason in ended.finish_reasons:
-            self._num_finished[reason] += 1
+            self._requests.num_finished[reason] += 1
 
-    # --- what is told ---------------------------------------------------------------------------------------------
+    # --- the page -------------------------------------------------------------------------------------------------
 
     def retry_after_s(self, num_queued: int) -> int:
-        """Return when a refused client may try again, from the rate at which requests left the queue lately.
+        """Return the seconds after which a refused client may retry, from the rate at which requests leave the queue.
 
-        By then those who wait now will have left: after the first of them, all refused clients would run for one place.
+        By then all requests that wait now will have left the queue: earlier, all refused clients would compete for one
+        place.
         """
         return self._admissions.seconds_to_admit(num_queued, time.monotonic())
 
     def exposition(self, num_queued: int) -> tuple[bytes, str]:
-        """Return the page and its content type. `num_queued`: requests that were sent and have not run yet."""
+        """Return the page and its content type. `num_queued`: requests sent to the engine that have not run yet."""
         self._num_queued = num_queued
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
@@ -138,7 +147,7 @@ class Metrics(Collector):
 
     def _engine_families(self) -> Iterator[Metric]:
         state, kv, model = self._state, self._kv, {"model_name": self.model_name}
-        num_waiting = max(state.num_waiting, self._num_queued)      # the engine knows of the latest only after a step
+        num_waiting = max(state.num_waiting, self._num_queued)      # the engine reports the latest only after a step
         yield gauge("vllm:num_requests_running", "Requests that hold blocks.", (model, state.num_running))
         yield gauge("vllm:num_requests_waiting", "Requests in the queue, also preempted ones.", (model, num_waiting))
         yield gauge("quire:num_requests_swapped", "Requests in the swap space.", ({}, state.num_swapped))
@@ -172,20 +181,22 @@ class Metrics(Collector):
         yield counter("vllm:prefix_cache_hits_total", "Tokens found.", (model, kv.prefix_hits_tokens))
 
     def _request_families(self) -> Iterator[Metric]:
-        model = {"model_name": self.model_name}
-        finished = by("finished_reason", self._num_finished, model)
-        yield counter("vllm:prompt_tokens_total", "Prompt tokens of begun requests.", (model, self._num_prompt_tokens))
-        yield counter("vllm:generation_tokens_total", "Output tokens.", (model, self._num_generation_tokens))
+        model, requests = {"model_name": self.model_name}, self._requests
+        finished = by("finished_reason", requests.num_finished, model)
+        num_prompt_tokens = requests.num_prompt_tokens
+        yield counter("vllm:prompt_tokens_total", "Prompt tokens of begun requests.", (model, num_prompt_tokens))
+        yield counter("vllm:generation_tokens_total", "Output tokens.", (model, requests.num_generation_tokens))
         yield counter("vllm:request_success_total", "Choices that ended, by finish reason.", *finished)
-        yield counter("quire:requests_refused_total", "Calls not let in, by code.", *by("reason", self._num_refused))
-        yield counter("quire:requests_failed_total", "Calls that failed, by code.", *by("reason", self._num_failed))
-        yield counter("quire:requests_aborted_total", "Requests ended by their client.", ({}, self._num_aborted))
+        refused = by("reason", requests.num_refused)
+        yield counter("quire:requests_refused_total", "Calls not admitted, by code.", *refused)
+        yield counter("quire:requests_failed_total", "Calls that failed, by code.", *by("reason", requests.num_failed))
+        yield counter("quire:requests_aborted_total", "Requests ended by their client.", ({}, requests.num_aborted))
 
 
 def _family(
     kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, documentation: str, *samples: Sample
 ) -> Metric:
-    """Return a family of values that go up and down, or that only grow: the name of those ends with _total."""
+    """Return a family of gauges or counters; the names of counters end with _total."""
     family = kind(name, documentation, labels=list(samples[0][0]))
     for labels, value in samples:
         family.add_metric(list(labels.values()), value)
@@ -196,12 +207,12 @@ gauge, counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMe
 
 
 def by(label: str, values: Mapping[str, float], others: Labels | None = None) -> Iterator[Sample]:
-    """Yield one sample per value that `label` may have."""
+    """Yield one sample per value of `label`."""
     return (((others or {}) | {label: name}, value) for name, value in values.items())
 
 
 def _counted_on(earlier: KVStats, kv: KVStats) -> KVStats:
-    """Return the figures of an engine with what another one has counted before it added to each counter."""
+    """Return the statistics of an engine with the counters of earlier engines added."""
     sums = {name: getattr(earlier, name) + getattr(kv, name) for name in _COUNTERS}
     modes = earlier.preemptions.keys() | kv.preemptions.keys()
     preemptions = {mode: earlier.preemptions.get(mode, 0) + kv.preemptions.get(mode, 0) for mode in modes}

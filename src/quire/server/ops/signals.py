@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first asks for an end, the second takes it."""
+"""Stop signals, SIGTERM and SIGINT: the first requests a drain, the second ends the process."""
 
 import asyncio
 import os
@@ -11,36 +11,36 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StoppedError(SystemExit):
-    """A signal came before there was an event loop to wait for it. The exit status is a shell's for that signal."""
+    """A stop signal before the event loop runs. The exit status is a shell's for that signal."""
 
 
 def exit_on_signal(number: int, _frame: object) -> NoReturn:
-    """End whatever is being done (a handler for `signal.signal`)."""
+    """Raise StoppedError (a handler for `signal.signal`)."""
     raise StoppedError(_status(number))
 
 
 class StopSignals:
-    """Waits on the running event loop. A second signal kills the engine and ends the process."""
+    """Signal handlers on the running event loop. A second signal kills the engine and ends the process."""
 
     def __init__(self, child: EngineProcess) -> None:
         self.number: int | None = None
-        self.child = child       # of the engine as it is now
+        self.child = child       # of the current engine
         self._event = asyncio.Event()
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._handle, number)
 
     @property
     def received(self) -> bool:
-        """Whether there was a first signal."""
+        """Whether a first signal was received."""
         return self.number is not None
 
     @property
     def status(self) -> int:
-        """The exit status of a server that was stopped before it served."""
+        """The exit status of a server that was stopped before it was ready."""
         return _status(self.number or 0)
 
     async def wait_or(self, other: asyncio.Task[Any]) -> None:
-        """Wait for the first signal or for the end of a task, which is left as it is."""
+        """Wait for the first signal or for the end of a task, which is not cancelled."""
         waiting = asyncio.create_task(self._event.wait())
         await asyncio.wait((waiting, other), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()

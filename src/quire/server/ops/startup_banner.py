@@ -1,4 +1,4 @@
-"""What a server says on stdout when it answers: what it serves, how much of it fits, and where."""
+"""Startup banner on stdout: the model, its memory and limits, and the server's address."""
 
 import contextlib
 import io
@@ -18,19 +18,19 @@ def print_banner(
 ) -> None:
     """Print the table and the ready line to `stream`, by default stdout.
 
-    A stream that cannot be written to (closed pipe, full device) is no reason not to serve: the text is dropped.
+    Write errors (closed pipe, full device) are ignored: the server serves all the same.
     """
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in _rows(name, ready):
         table.add_row(*row)
     if not has_tokenizer:
         table.add_row("tokenizer", "none: prompts must be token ids")
-    printed = io.StringIO()  # a console that captures writes to its stream all the same
+    printed = io.StringIO()  # a capturing console would write to its stream too
     Console(file=printed, width=Console().width, highlight=False, markup=False, emoji=False).print(table)
     out = sys.stdout if stream is None else stream
     with contextlib.suppress(OSError):
         if isinstance(out, io.TextIOWrapper):
-            out.reconfigure(errors="replace")  # a name may have characters that the terminal has not
+            out.reconfigure(errors="replace")  # the name may have characters that the terminal cannot show
         print(f"{printed.getvalue()}Quire is serving {name} on {url}", file=out, flush=True)
 
 
@@ -50,14 +50,14 @@ def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
 
 
 def _blocks(num_blocks: int, ready: Ready) -> str:
-    """Return what so many blocks hold."""
+    """Return a number of blocks with their tokens and bytes."""
     num_tokens = num_blocks * ready.limits.block_size
     num_bytes = format_bytes(num_tokens * ready.kv_bytes_per_token)
     return f"{num_blocks:,} blocks of {ready.limits.block_size}: {num_tokens:,} tokens, {num_bytes}"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a number of bytes in the unit that suits it."""
+    """Return a number of bytes in the largest unit of which it has at least one."""
     exponent = 0
     while num_bytes >= 1024 and exponent < len(_UNITS) - 1:
         num_bytes /= 1024

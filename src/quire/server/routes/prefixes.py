@@ -1,4 +1,4 @@
-"""Routes of pinned prefixes: compute one and keep it, list them, let one go."""
+"""Routes of pinned prefixes: pin, list, unpin."""
 
 import time
 from contextlib import ExitStack
@@ -24,7 +24,7 @@ router = APIRouter(tags=["prefixes"])
 
 @router.post("/v1/prefixes", openapi_extra=request_body(PrefixBody))
 async def pin_prefix(request: Request) -> Response:
-    """Compute a prefix and keep it until it is deleted."""
+    """Compute a prefix and pin it until it is deleted or expires."""
     service: Service = request.app.state.service
     body = await read_body(request, PrefixBody)
     record: RequestRecord = request.scope.setdefault(RECORD, RequestRecord())
@@ -38,7 +38,7 @@ async def pin_prefix(request: Request) -> Response:
 
 @router.get("/v1/prefixes")
 async def list_prefixes(request: Request) -> Response:
-    """List what the asker's key has pinned, in the order in which it was; for the operator, what all keys have."""
+    """List the pinned prefixes of the client's key, oldest first; for the operator those of all keys."""
     client, keys = request.app.state.service.client, _keys_of(request)
     data = [
         _described(pin.prefix) | ({"owner": client.inputs.owners.label(pin.key_number, None)} if keys is None else {})
@@ -49,14 +49,14 @@ async def list_prefixes(request: Request) -> Response:
 
 @router.delete("/v1/prefixes/{prefix_id}")
 async def unpin_prefix(request: Request, prefix_id: str) -> Response:
-    """Let a pinned prefix go; requests that use it go on."""
+    """Unpin a prefix; requests that use it continue."""
     service: Service = request.app.state.service
     await service.responses.run(service.client.unpin_prefix(prefix_id, _keys_of(request)), request.receive)
     return json_response({"id": prefix_id, "object": "prefix.deleted", "deleted": True})
 
 
 def _keys_of(request: Request) -> int | None:
-    """Return the number of the key whose pins a request may see; None for those of all keys."""
+    """Return the number of the key of a request, whose pins it may see; None for those of all keys."""
     number = key_number_of(request)
     return None if number == OPERATOR else number
 
@@ -64,7 +64,7 @@ def _keys_of(request: Request) -> int | None:
 async def _pin(
     request: Request, service: Service, prompt: str | list[int], salt: str | None, record: RequestRecord
 ) -> PinnedPrefix:
-    """Queue the request that computes a prefix and wait for its end. Nothing stays pinned if nobody waits for that."""
+    """Queue the request that computes a prefix and wait for its end. At a disconnect nothing stays pinned."""
     arrival_s, client, options = time.monotonic(), service.client, service.options
     key_number, client_id = key_number_of(request), client_id_of(request.scope)
 

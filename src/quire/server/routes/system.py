@@ -1,4 +1,4 @@
-"""Routes about the server itself: is it well, does it take requests, what is it, what has it done."""
+"""Routes of the server itself: health, readiness, version, metrics."""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -12,14 +12,14 @@ router = APIRouter(tags=["system"])
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Answer 200 while the engine rests or gets on with its work, 503 when it is dead or stands still."""
+    """Answer 200 while the engine is idle or makes progress, 503 when it is dead or stalled."""
     request.app.state.service.check_engine()
     return JSONResponse({})
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """Answer 200 while new requests are taken."""
+    """Answer 200 while new requests are admitted."""
     service: Service = request.app.state.service
     service.check_engine()
     if service.is_draining:
@@ -29,13 +29,13 @@ async def ready(request: Request) -> Response:
 
 @router.get("/version")
 async def version() -> Response:
-    """Tell which version of Quire this is."""
+    """Return the version of Quire."""
     return JSONResponse({"version": __version__})
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Show counters, gauges and histograms in Prometheus' format."""
+    """Return counters, gauges and histograms in Prometheus' format."""
     service: Service = request.app.state.service
     page, content_type = service.metrics.exposition(service.client.num_queued)
     return Response(page, headers={"Content-Type": content_type})

@@ -1,8 +1,8 @@
-"""Reasons why the prefix cache had no more of the prompts of a call.
+"""Reasons for the prefix cache misses of a call's prompts.
 
-One pass over the tokens that the owner's calls have computed answers for all prompts at once: prefixes are compared by
-a hash that grows block by block, so the cost is linear in the history, however many prompts ask and however alike they
-are. The pass is in slices, because a history may take a tenth of a second. Other owners' requests are never looked at.
+One pass over the tokens that the owner's calls have computed serves all prompts: prefixes are compared by a hash that
+is extended block by block, so the cost is linear in the history, whatever the number and likeness of the prompts. The
+pass runs in slices, since it may take a tenth of a second. Requests of other owners are never read.
 """
 
 import math
@@ -18,7 +18,7 @@ _Key = tuple[int, bytes]  # hash of the full blocks of a prefix, and its tokens 
 
 @dataclass(slots=True)
 class _Sighting:
-    """When requests first began to answer that had computed a prefix: with the salt of the call, and with others."""
+    """First time at which a request had computed a prefix: with the salt of the call, and with other salts."""
 
     same_salt_s: float = _NEVER_S
     other_salt_s: float = _NEVER_S
@@ -30,7 +30,7 @@ def explain_misses(history: History, requests: Sequence[PastRequest], block_size
 
 
 class MissSearch:
-    """Finds out why the cache missed. `run` it to its end before reading `miss`."""
+    """Search for the reasons of misses. `run` it to its end before reading `miss`."""
 
     def __init__(
         self, requests: Sequence[PastRequest], calls: Sequence[Sequence[PastRequest]], block_size: int
@@ -39,12 +39,12 @@ class MissSearch:
         self._block_bytes = 4 * block_size
         self._keys: dict[int, _Key] = {}                     # by the number of the request
         self._sightings: dict[_Key, _Sighting] = {}
-        self._remainders: dict[int, set[int]] = {}           # bytes behind so many full blocks, of wanted prefixes
+        self._remainders: dict[int, set[int]] = {}           # by full blocks: bytes of wanted prefixes behind them
 
     def run(self) -> Iterator[None]:
         """Search, and yield after each slice of work."""
         num_units = 0
-        for work in (self._index(), self._look()):
+        for work in (self._index(), self._search()):
             for units in work:
                 num_units += units
                 if num_units >= MAX_SLICE_UNITS:
@@ -52,12 +52,12 @@ class MissSearch:
                     yield
 
     def miss(self, number: int) -> Miss | None:
-        """Return where the cache had no more of a prompt; None if it had all, or was not looked in."""
+        """Return the first miss of a prompt; None if the cache had all of it, or was not searched."""
         key = self._keys.get(number)
         if key is None:
             return None
         metrics, seen = self._requests[number].metrics, self._sightings[key]
-        assert metrics.first_scheduled_s is not None, "looked for before it ran"
+        assert metrics.first_scheduled_s is not None, "searched before it ran"
         reason: MissReason = "never_seen"
         if seen.same_salt_s < metrics.first_scheduled_s:
             reason = "evicted"
@@ -66,7 +66,7 @@ class MissSearch:
         return Miss(metrics.num_cached_tokens, metrics.num_cached_tokens // self._block_size, reason)
 
     def _index(self) -> Iterator[int]:
-        """Note the prefixes that were missed, each up to its first token that was not found; yield units of work."""
+        """Index the missed prefixes, each up to the first token that was not found; yield units of work."""
         for number, request in enumerate(self._requests):
             num_found = request.metrics.num_cached_tokens
             has_run = request.metrics.first_scheduled_s is not None
@@ -83,8 +83,8 @@ class MissSearch:
             self._sightings.setdefault(key, _Sighting())
             self._remainders.setdefault(num_blocks, set()).add(len(rest))
 
-    def _look(self) -> Iterator[int]:
-        """Look for the prefixes in all that was computed; yield units of work."""
+    def _search(self) -> Iterator[int]:
+        """Search the computed tokens for the prefixes; yield units of work."""
         if not self._keys:
             return
         salt = self._requests[0].prompt.cache_salt
@@ -92,34 +92,35 @@ class MissSearch:
             for past in requests:
                 yield 1
                 if past.metrics.first_token_s is not None:
-                    yield from self._look_in(past, past.metrics.first_token_s, past.prompt.cache_salt == salt)
+                    yield from self._search_request(past, past.metrics.first_token_s, past.prompt.cache_salt == salt)
 
-    def _look_in(self, past: PastRequest, began_s: float, has_same_salt: bool) -> Iterator[int]:
-        """Look through a prompt, and from its last full block on through each answer but for its last token."""
+    def _search_request(self, past: PastRequest, started_s: float, has_same_salt: bool) -> Iterator[int]:
+        """Search a prompt, and from its last full block on each branch except its last token."""
         num_prompt_blocks = len(past.prompt_tokens) // self._block_bytes
         begin = num_prompt_blocks * self._block_bytes
         hashed = 0
         for block in range(num_prompt_blocks):
-            hashed = self._look_at(past.prompt_tokens, block, block, hashed, began_s, has_same_salt)
+            hashed = self._compare_block(past.prompt_tokens, block, block, hashed, started_s, has_same_salt)
             yield 1
         for answer in list(past.branches.values()):
             tail = past.prompt_tokens[begin:] + memoryview(answer)[:-1].tobytes()
             branch_hash = hashed
             for block in range(len(tail) // self._block_bytes):
-                branch_hash = self._look_at(tail, block, num_prompt_blocks + block, branch_hash, began_s, has_same_salt)
+                num_before = num_prompt_blocks + block
+                branch_hash = self._compare_block(tail, block, num_before, branch_hash, started_s, has_same_salt)
                 yield 1
 
-    def _look_at(
-        self, tokens: bytes, block: int, num_before: int, hashed: int, began_s: float, has_same_salt: bool
+    def _compare_block(
+        self, tokens: bytes, block: int, num_before: int, hashed: int, started_s: float, has_same_salt: bool
     ) -> int:
         """Compare a full block, with `num_before` of the same hash chain before it; return the hash with it."""
         content = self._block(tokens, block)
         for num_bytes in self._remainders.get(num_before, ()):
             seen = self._sightings.get((hashed, content[:num_bytes]))
             if seen is not None and has_same_salt:
-                seen.same_salt_s = min(seen.same_salt_s, began_s)
+                seen.same_salt_s = min(seen.same_salt_s, started_s)
             elif seen is not None:
-                seen.other_salt_s = min(seen.other_salt_s, began_s)
+                seen.other_salt_s = min(seen.other_salt_s, started_s)
         return hash((hashed, content))
 
     def _block(self, tokens: bytes, block: int) -> bytes:

@@ -1,7 +1,7 @@
-"""Routes for those who want to see the cache, with --enable-debug only: the block map as JSON, and pages that draw it.
+"""Debug routes (--enable-debug): the block map as JSON, and pages that draw it.
 
-The pages hold no data: they ask the routes here, with the credentials that opened them. Nothing but their own scripts
-and styles may run or load in them.
+The pages contain no data: they call the routes here, with the credentials that opened them. Only their own scripts and
+styles may run or load in them.
 """
 
 from pathlib import Path
@@ -20,10 +20,10 @@ from quire.server.watch.replay import Operation, replay
 
 DEFAULT_COUNT = 1024
 TIERS = "kv, or swap where there is a swap space"
-MAP_LIMIT_S = 10.0  # a step of a long prefill may take seconds
+MAP_LIMIT_S = 10.0  # one step of a long prefill may take seconds
 
 PAGES = Path(__file__).parent / "pages"
-MAX_REPLAY_BYTES = 64 << 10         # the most operations take a third of it
+MAX_REPLAY_BYTES = 64 << 10         # MAX_OPERATIONS take a third of it
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 _FILES = {path.name: path for path in PAGES.iterdir() if path.suffix in _TYPES}
 _PAGE_HEADERS = {
@@ -40,7 +40,7 @@ router = APIRouter(tags=["debug"])
 
 
 class ReplayBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What the playground sends: everything that was done since its beginning."""
+    """Body of the playground: all operations since its start."""
 
     operations: list[Operation]
 
@@ -55,7 +55,7 @@ async def kv(
     count: Annotated[str, Query(description=f"number of blocks, at most {MAX_BLOCKS_SHOWN}")] = str(DEFAULT_COUNT),
     tier: Annotated[str, Query(description=TIERS)] = "kv",
 ) -> Response:
-    """Show blocks of the KV cache or of its swap space: what each is, and who holds it."""
+    """Return blocks of the KV cache or its swap space, with their states and owners."""
     service: Service = request.app.state.service
     shown, num_blocks = _tier(tier, service.client.ready)
     start = _integer("first", first, 0, num_blocks - 1)
@@ -63,13 +63,13 @@ async def kv(
     try:
         block_map = await service.client.block_map(start, number, MAP_LIMIT_S, shown)
     except TimeoutError:
-        raise engine_unhealthy(f"the engine has not come to the end of a step within {MAP_LIMIT_S:g} s") from None
+        raise engine_unhealthy(f"the engine has not finished a step within {MAP_LIMIT_S:g} s") from None
     return json_response(block_map)
 
 
 @router.post("/debug/blocks/replay")
 async def replay_operations(request: Request) -> Response:
-    """Run the playground's operations on a cache of their own; no more is kept of them than the answer."""
+    """Run the playground's operations on a cache of their own; nothing is kept."""
     raw = await request.body()
     if len(raw) > MAX_REPLAY_BYTES:
         invalid(f"operations: the body may have at most {MAX_REPLAY_BYTES} bytes, got {len(raw)}", param="operations")
@@ -84,13 +84,13 @@ async def replay_operations(request: Request) -> Response:
 
 @router.get("/debug/blocks", include_in_schema=False)
 async def live_page() -> Response:
-    """Show the block map of the engine, as it lives."""
+    """Return the page that draws the engine's block map."""
     return _file("live.html")
 
 
 @router.get("/debug/blocks/playground", include_in_schema=False)
 async def playground_page() -> Response:
-    """Show a cache to play with."""
+    """Return the playground page."""
     return _file("playground.html")
 
 
@@ -108,7 +108,7 @@ def _file(name: str) -> Response:
 
 
 def _tier(name: str, ready: Ready) -> tuple[Tier, int]:
-    """Return a tier and how many blocks it has."""
+    """Return a tier and its number of blocks."""
     if name == "swap" and ready.num_swap_blocks > 0:
         return "swap", ready.num_swap_blocks
     if name != "kv":
@@ -125,7 +125,7 @@ def _integer(name: str, text: str, low: int, high: int) -> int:
 
 
 def _refuse_field(error: msgspec.ValidationError) -> NoReturn:
-    """Refuse a body for what msgspec found, which ends with where: "... - at `$.operations[0].count`"."""
+    """Refuse a body for msgspec's error, which ends with the field: "... - at `$.operations[0].count`"."""
     text, _, place = str(error).rpartition(" - at `$.")
     param = place.rstrip("`") or "operations"
     invalid(f"{param}: {text or error}", param=param)

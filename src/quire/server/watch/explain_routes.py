@@ -1,4 +1,4 @@
-"""Why a request took its time: what it waited for, what the cache had of it, who made it give way at what cost."""
+"""Route that explains the latency of a request: queueing, prefix cache misses, preemptions and their cost."""
 
 import time
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ router = APIRouter(tags=["requests"])
 
 @router.get("/v1/requests/{request_id}/explain")
 async def explain(request: Request, request_id: str) -> Response:
-    """Explain a request, past or under way, to whoever has the key that it came with."""
+    """Explain a running or finished request to clients with the same key."""
     service: Service = request.app.state.service
     history: History = request.app.state.history
     past = history.find(request_id, key_number_of(request))
@@ -49,7 +49,7 @@ def _has_cache(service: Service) -> bool:
 
 
 def _ranges(num_prompts: int) -> Iterator[range]:
-    """Yield numbers of prompts that are explained in one go."""
+    """Yield ranges of prompts that are explained in one slice."""
     for start in range(0, num_prompts, _PROMPTS_AT_ONCE):
         yield range(start, min(start + _PROMPTS_AT_ONCE, num_prompts))
 

@@ -1,7 +1,7 @@
-"""The cache as a toy: a list of operations on a small cache of its own, replayed from the beginning.
+"""Playground of the KV cache: a list of operations replayed on a small cache of its own.
 
-Whoever plays keeps the list; nothing is kept here. What happens to blocks is what happens in the engine, in the same
-code. As in the engine, an operation that finds too few blocks changes nothing.
+The page keeps the list; nothing is kept here. Blocks are managed by the engine's own code. As in the engine, an
+operation that finds too few free blocks changes nothing.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=MAX_OPERATIONS)]  # of a sequence
 
 
 class _Operation(msgspec.Struct, tag_field="op", tag=str.lower, frozen=True, forbid_unknown_fields=True):
-    """What its subclasses have in common: `op` is their name."""
+    """Base of the operations: `op` is the class name in lower case."""
 
 
 class New(_Operation, frozen=True):
-    """Begin an empty sequence. Sequences are numbered from 0 as they begin; no number is used twice."""
+    """Create an empty sequence. Sequences are numbered from 0; no number is used twice."""
 
 
 class Append(_Operation, frozen=True):
@@ -39,19 +39,19 @@ class Append(_Operation, frozen=True):
 
 
 class Fork(_Operation, frozen=True):
-    """Begin a sequence that shares all blocks of another."""
+    """Fork a sequence: the child shares all of its blocks."""
 
     sequence: Number
 
 
 class Write(_Operation, frozen=True):
-    """Write one token behind a sequence's last: into its last block, where that has room."""
+    """Append one token to a sequence: into its last block, if that has room."""
 
     sequence: Number
 
 
 class Free(_Operation, frozen=True):
-    """End a sequence."""
+    """Free a sequence."""
 
     sequence: Number
 
@@ -60,7 +60,7 @@ Operation = New | Append | Fork | Write | Free
 
 
 class ReplayedSequence(NamedTuple):
-    """A sequence that has not been freed: its block table, and how many tokens it holds."""
+    """A sequence that has not been freed: its number of tokens and its block table."""
 
     sequence: int
     num_tokens: int
@@ -68,7 +68,7 @@ class ReplayedSequence(NamedTuple):
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """How it stands after the last operation, and what each came to, in words."""
+    """State after the last operation, and the outcome of each in words."""
 
     stats: KVStats
     blocks: list[BlockEntry]
@@ -77,7 +77,7 @@ class Replay(msgspec.Struct, frozen=True):
 
 
 def replay(operations: Sequence[Operation]) -> Replay:
-    """Run operations on an empty cache of 64 blocks of 16. InvalidRequestError for one that cannot be meant."""
+    """Run operations on an empty cache of 64 blocks of 16. InvalidRequestError for an invalid one."""
     if len(operations) > MAX_OPERATIONS:
         raise InvalidRequestError(
             f"operations must be at most {MAX_OPERATIONS}, got {len(operations)}", param="operations"
@@ -96,11 +96,11 @@ class _ReplayCache:
 
     def __init__(self) -> None:
         self.cache = KVCacheManager(CacheConfig(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=False))
-        self.alive: dict[int, None] = {}        # in order of their beginnings
-        self._num_begun = 0
+        self.alive: dict[int, None] = {}        # in order of creation
+        self._num_created = 0
 
     def run(self, operation: Operation, param: str) -> str:
-        """Run one operation and say what happened."""
+        """Run one operation and return its outcome in words."""
         if not isinstance(operation, New) and operation.sequence not in self.alive:
             message = f"{param}: there is no sequence {operation.sequence}, only {list(self.alive)}"
             raise InvalidRequestError(message, param=param)
@@ -120,8 +120,8 @@ class _ReplayCache:
                 return self._free(sequence)
 
     def _create_sequence(self) -> int:
-        seq_id = self._num_begun
-        self._num_begun += 1
+        seq_id = self._num_created
+        self._num_created += 1
         self.alive[seq_id] = None
         return seq_id
 
@@ -131,7 +131,7 @@ class _ReplayCache:
         except OutOfBlocksError as error:
             return f"refused: {error}; nothing has changed"
         if update is None:
-            return "written in place: the last block had room, and nobody else holds it"
+            return "written in place: the last block had room and has one owner"
         if update.copy is None:
             return f"took {_blocks(update.blocks)}"
         source, copy = update.copy
