@@ -19,8 +19,8 @@ from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import CudaSwapper, Swapper
 from quire.execution.worker import Worker
 from quire.kernels.cache_layout import dtype_name
-from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.language_model import LanguageModel
 from quire.model.resolve import resolve_model
 from quire.scheduling.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ class AssembledEngine:
     engine: Engine
     inputs: InputProcessor
     tokenizer: Tokenizer | None
-    model: Decoder
+    model: LanguageModel
     ready: Ready
 
 
@@ -44,7 +44,11 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
     """
     folder = resolve_model(options.model)
     tokenizer = Tokenizer.from_folder_if_any(folder) if loads_tokenizer else None
-    loaded = load(options, folder)
+    return build_engine(options, load(options, folder), tokenizer)
+
+
+def build_engine(options: EngineOptions, loaded: LoadedModel, tokenizer: Tokenizer | None = None) -> AssembledEngine:
+    """Return an engine for any loaded model."""
     cache, scheduling = configs_for(options, loaded.limits, loaded.model, loaded.meter)
     engine = _build(options, loaded.model, cache, scheduling)
     if tokenizer is not None:
@@ -53,9 +57,9 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
     return AssembledEngine(engine, InputProcessor(tokenizer, ready, options), tokenizer, loaded.model, ready)
 
 
-def _build(options: EngineOptions, model: Decoder, cache: CacheConfig, scheduling: SchedulerConfig) -> Engine:
+def _build(options: EngineOptions, model: LanguageModel, cache: CacheConfig, scheduling: SchedulerConfig) -> Engine:
     """Allocate the KV cache, the batch and the swap space; return the engine over them."""
-    vocab_size, allocator = model.spec.vocab_size, device_allocator(model.device)
+    vocab_size, allocator = model.vocab_size, device_allocator(model.device)
     batch = PersistentBatch(scheduling.max_num_seqs, scheduling.max_model_len, cache.block_size, vocab_size)
     kv = KVCache.allocate(model.kv_geometry, cache.num_blocks, cache.block_size, model.back_end, allocator)
     swapper = None if cache.num_swap_blocks == 0 else _swapper(options, cache, model, kv)
@@ -69,7 +73,7 @@ def _ready(loaded: LoadedModel, engine: Engine, cache: CacheConfig, scheduling: 
     return Ready(
         limits=engine.scheduler.limits,
         max_num_batched_tokens=scheduling.max_num_batched_tokens,
-        vocab_size=model.spec.vocab_size,
+        vocab_size=model.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         dtype=dtype_name(model.dtype),
         device=str(model.device),
@@ -90,14 +94,14 @@ def _scheduler(config: SchedulerConfig, cache_config: CacheConfig) -> Scheduler:
     return make_scheduler(config, make_manager(cache_config))
 
 
-def _executor(model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None) -> Executor:
+def _executor(model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None) -> Executor:
     """Return the executor for the model's device: on a GPU one that takes the next step while one runs."""
     if model.device.type == "cuda":
         return AsyncCudaExecutor(CudaWorker(model, cache, batch, swapper))
     return LocalExecutor(Worker(model, cache, batch, swapper))
 
 
-def _swapper(options: EngineOptions, config: CacheConfig, model: Decoder, cache: KVCache) -> Swapper:
+def _swapper(options: EngineOptions, config: CacheConfig, model: LanguageModel, cache: KVCache) -> Swapper:
     sizes = config.num_swap_blocks, config.block_size
     space = allocate_swap_space(
         model.kv_geometry, *sizes, model.back_end, options.swap_dir, model.device

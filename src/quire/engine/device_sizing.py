@@ -13,8 +13,8 @@ from quire.engine.sizing import (
 )
 from quire.execution.device_memory import pinned_bytes
 from quire.execution.memory_profiling import CudaMemoryMeter, available_kv_bytes
-from quire.model.decoder import Decoder
 from quire.model.kv_geometry import KVGeometry
+from quire.model.language_model import LanguageModel
 
 
 def positions_for(options: EngineOptions, limits: ModelLimits, meter: CudaMemoryMeter | None) -> int:
@@ -25,7 +25,7 @@ def positions_for(options: EngineOptions, limits: ModelLimits, meter: CudaMemory
 
 
 def configs_for(
-    options: EngineOptions, limits: ModelLimits, model: Decoder, meter: CudaMemoryMeter | None
+    options: EngineOptions, limits: ModelLimits, model: LanguageModel, meter: CudaMemoryMeter | None
 ) -> tuple[CacheConfig, SchedulerConfig]:
     """Return the cache and scheduler configuration by the memory of the model's device."""
     if meter is None:

@@ -15,8 +15,8 @@ from quire.kernels.back_end import choose_back_end
 from quire.kernels.cache_layout import dtype_name as torch_dtype_name
 from quire.model.config import dtype_name, eos_token_ids, read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
-from quire.model.decoder import Decoder
 from quire.model.kv_geometry import KVGeometry
+from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
 from quire.model.spec import DecoderSpec
 
@@ -25,7 +25,7 @@ from quire.model.spec import DecoderSpec
 class LoadedModel:
     """A model on its device. `meter` measures the GPU's memory; None on a CPU."""
 
-    model: Decoder
+    model: LanguageModel
     limits: ModelLimits
     eos_token_ids: frozenset[int]
     meter: CudaMemoryMeter | None

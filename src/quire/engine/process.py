@@ -33,7 +33,6 @@ from quire.engine.engine import Engine
 from quire.engine.heartbeat import Heartbeat
 from quire.engine.messages import EngineState, Report
 from quire.engine.stall_detector import LayerCost, StallDetector
-from quire.model.footprint import num_layer_weights
 from quire.model.resolve import resolve_model
 
 if TYPE_CHECKING:
@@ -257,11 +256,10 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
 
 def _make_heartbeat(assembled: "AssembledEngine", beat: Callable[[], None]) -> Heartbeat:
     """Return the heartbeat of a model. A GPU's layers are counted at launch, so their rate tells nothing."""
-    progress, spec = assembled.model.progress, assembled.model.spec
+    progress = assembled.model.progress
     if assembled.model.device.type != "cpu":
         return Heartbeat(lambda: int(progress[0]), beat)
-    per_token, per_pair = 2.0 * num_layer_weights(spec) / spec.num_layers, 4.0 * spec.num_heads * spec.head_dim
-    detector = StallDetector(LayerCost(per_token, per_pair), os.cpu_count() or 1, time.monotonic)
+    detector = StallDetector(LayerCost(*assembled.model.layer_flops), os.cpu_count() or 1, time.monotonic)
     assembled.engine.on_submit = detector.begin_step
     return Heartbeat(lambda: int(progress[0]), beat, detector.is_on_time)
 

@@ -22,8 +22,8 @@ from quire.execution.cuda_graphs import CudaGraphCapture, CudaGraphRunner
 from quire.execution.device_memory import upload_step
 from quire.execution.swapper import Swapper
 from quire.execution.worker import Worker
-from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,9 @@ class StepInFlight(NamedTuple):
 class CudaWorker(Worker):
     """A worker whose steps are launched in order, and completed in the same order."""
 
-    def __init__(self, model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None) -> None:
+    def __init__(
+        self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None
+    ) -> None:
         super().__init__(model, cache, batch, swapper)
         self._last_tokens = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=model.device)  # by row
         self._completed_s = 0.0

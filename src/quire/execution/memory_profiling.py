@@ -11,8 +11,8 @@ from quire.core.errors import ConfigError
 from quire.execution.cuda_graphs import SIZES, dummy_batch
 from quire.execution.device_memory import device_allocator
 from quire.kernels.sampling import SamplingInputs
-from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.language_model import LanguageModel
 
 # Beside what torch's allocator counts: the capturing stream's cuBLAS workspace (32 MiB) and the driver's copies of the
 # graphs, some MiB for each of up to 20 sizes. An estimate, not measured yet; a small card keeps back a smaller part.
@@ -45,7 +45,7 @@ class CudaMemoryMeter:
 
 @torch.inference_mode()
 def available_kv_bytes(
-    model: Decoder,
+    model: LanguageModel,
     num_seqs: int,
     num_tokens: int,
     max_model_len: int,

@@ -18,8 +18,8 @@ from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.rates import Rate
 from quire.execution.swapper import Swapper
 from quire.model.batch import ForwardBatch
-from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,9 @@ PROMPT_LOGITS_ROWS = 256  # rows of logits held at once for prompt logprobs: 256
 class Worker:
     """Turns a plan into tensors, runs the forward pass, samples."""
 
-    def __init__(self, model: Decoder, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None) -> None:
+    def __init__(
+        self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None
+    ) -> None:
         self._model = model
         self._cache = cache           # of every model that shares the block tables; the first layers are the model's
         num_layers = model.kv_geometry.num_layers

@@ -9,6 +9,7 @@ from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import GatherHook, LayerInputs
 from quire.kernels.support import require, require_ops
 from quire.model.batch import ForwardBatch
+from quire.model.footprint import num_layer_weights
 from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry
@@ -42,6 +43,16 @@ class Decoder:
         self._project_out = None if shapes.project_out is None else weights.linear(shapes.project_out)
         self._head = weights.head(shapes.head, self._embedding.tokens, is_tied=spec.is_head_tied)
         self.num_parameters, self.weight_bytes = weights.tally.num_parameters, weights.tally.weight_bytes
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the model."""
+        return self.spec.vocab_size
+
+    @property
+    def layer_flops(self) -> tuple[float, float]:
+        """Operations of a layer: per token, and per pair of a token and one that it attends to."""
+        return 2.0 * num_layer_weights(self.spec) / self.spec.num_layers, 4.0 * self.spec.num_heads * self.spec.head_dim
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Run one step: write the tokens' keys and values, return their hidden states [num_tokens, hidden_size].
