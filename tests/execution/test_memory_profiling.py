@@ -1,4 +1,4 @@
-"""What is left for the KV cache: what the largest steps were seen to leave."""
+"""Memory profiling: bytes available to the KV cache after the largest steps."""
 
 from pathlib import Path
 

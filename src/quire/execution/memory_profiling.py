@@ -1,7 +1,7 @@
-"""How much of a GPU is left for the KV cache: what the largest step needs is tried out before anything is promised.
+"""Memory profiling: the bytes of a GPU that are available to the KV cache, measured by running the largest step.
 
-What counts is the memory that this engine has taken at its peak, never what the whole card shows: another engine, in
-this process or in another, may come and go meanwhile.
+Measured is this engine's own peak, never the whole card's use: another engine, in this process or another one, may
+start or stop meanwhile.
 """
 
 import numpy as np
@@ -20,26 +20,26 @@ GRAPHS_BYTES, GRAPHS_SHARE = 256 << 20, 0.02
 
 
 class CudaMemoryMeter:
-    """Counts the bytes of a GPU that torch's allocator has taken since the meter was made: before the weights are."""
+    """Meter of the bytes that torch's allocator has reserved since construction, before the weights are loaded."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._held_before = device, 0
         self._held_before = self.reset_peak()
 
     def reset_peak(self) -> int:
-        """Give back what is held in reserve, let the peak begin anew, and return where it begins."""
+        """Free the allocator's reserve, reset the peak, and return its new value."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         return self.peak_bytes()
 
     def peak_bytes(self) -> int:
-        """Return the most that has been held since then."""
+        """Return the most bytes reserved since the last reset."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_reserved(self._device) - self._held_before
 
     def free_and_total_bytes(self) -> tuple[int, int]:
-        """Return what no process holds of the card, and what it has."""
+        """Return the bytes of the card that no process holds, and its size."""
         return torch.cuda.mem_get_info(self._device)
 
 
@@ -53,10 +53,10 @@ def available_kv_bytes(
     utilization: float,
     meter: CudaMemoryMeter,
 ) -> int:
-    """Return what `utilization` of the device leaves beside weights and the largest step. ConfigError if nothing.
+    """Return the bytes that `utilization` of the device leaves after weights and the largest step. ConfigError if none.
 
-    That is one of `num_tokens` tokens of `num_seqs` sequences whose contexts may have `max_model_len`. The graphs of
-    decodes keep what the largest of them needs. Every kernel is compiled then that a request could wait for.
+    The largest step has `num_tokens` tokens of `num_seqs` sequences with contexts of up to `max_model_len` tokens. CUDA
+    graphs of decodes keep the memory of the largest one. Every kernel that a request could wait for is compiled here.
     """
     cache = KVCache.allocate(model.kv_geometry, 2, block_size, model.back_end, device_allocator(model.device))
     max_blocks, num_seqs = -(-max_model_len // block_size), min(num_seqs, num_tokens)

@@ -1,7 +1,7 @@
 """Linear layers: weights packed once, at load; a row's result does not depend on the other rows.
 
-Matrix libraries choose the order of a row's sum by the shape of the whole product: a row computed with 7 others may
-differ in its last bits from the same row computed with 63. So the product is only ever called with a few row counts,
+Matrix libraries choose the order of a row's sum by the shape of the whole product: a row of a batch of 8 may
+differ in its last bits from the same row in a batch of 64. So the product is only ever called with a few row counts,
 zero-padded: 64, and those smaller ones that a probe has found to give the same bits as 64 for this very shape
 (`equal_row_counts`). docs/decisions/0002 has the measurements.
 """

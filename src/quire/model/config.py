@@ -1,5 +1,6 @@
-"""config.json of a model folder: read, checked, and turned into a `DecoderSpec` by the family that it names. Of
-generation_config.json, the one thing that changes what a model's answer is: end-of-sequence tokens.
+"""Model config: config.json of a folder, checked and turned into a `DecoderSpec` by the family that it names.
+
+Of generation_config.json only the end-of-sequence tokens are read: nothing else there changes a model's answer.
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ def read_config(folder: Path) -> dict[str, object]:
 def spec_from_config(config: Mapping[str, object], source: str = CONFIG_FILE) -> DecoderSpec:
     """Return the spec of the architecture that `config` names. `source` is what errors call the config.
 
-    Raises ModelError for an unknown architecture, with the known ones, and for any value that cannot be.
+    Raises ModelError for an unknown architecture, with the known ones, and for any impossible value.
     """
     reader = ConfigReader(config, source)
     reader.reject("quantization_config", why="weights are read as floating-point numbers only")
@@ -40,7 +41,7 @@ def spec_from_config(config: Mapping[str, object], source: str = CONFIG_FILE) ->
 
 
 def dtype_name(asked: str, config: Mapping[str, object], source: str = CONFIG_FILE) -> str:
-    """Return the dtype asked for, or the checkpoint's own, whose key older files spell torch_dtype; else float32."""
+    """Return the dtype asked for, or the checkpoint's own (key dtype, in older files torch_dtype), or float32."""
     names = {name: name for name in DTYPE_BYTES}
     if asked != "auto":
         if asked not in names:
@@ -64,7 +65,7 @@ def eos_token_ids(folder: Path, config: Mapping[str, object], vocab_size: int) -
 
 
 def _architecture(config: ConfigReader) -> str:
-    """The name under which the config's family is known; the model type counts where no architecture is named."""
+    """Return the architecture that the config names, or that of its model type if it names none."""
     named = config.raw("architectures")
     found = named[0] if isinstance(named, list) and named else MODEL_TYPES.get(str(config.raw("model_type")))
     if not isinstance(found, str) or found not in FAMILIES:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ConfigReader:
-    """Typed look at a config: a missing key and null both mean the default; no default means required.
+    """Typed access to a config: a missing key and null both mean the default; no default means required.
 
     Every method raises ModelError that names the source, the key, the value and what was expected.
     """
@@ -26,7 +26,7 @@ class ConfigReader:
         self._source = source
 
     def error(self, message: str) -> ModelError:
-        """Return an error that names where this config came from; the caller raises it."""
+        """Return an error that names this config's file; the caller raises it."""
         return ModelError(f"{self._source}: {message}")
 
     def nested(self, name: str, values: Mapping[str, object]) -> "ConfigReader":
@@ -34,7 +34,7 @@ class ConfigReader:
         return ConfigReader(values, f"{self._source}: {name}")
 
     def has(self, key: str) -> bool:
-        """The key is there and not null."""
+        """Return whether the key is present and not null."""
         return self._values.get(key) is not None
 
     def raw(self, key: str) -> object:
@@ -99,7 +99,7 @@ class ConfigReader:
         return value
 
     def reject(self, key: str, *harmless: object, why: str) -> None:
-        """Refuse any value of `key` but null and the harmless ones: `why` says what this engine would do wrong."""
+        """Refuse any value of `key` but null and the harmless ones; `why` is the reason in the error."""
         value = self._values.get(key)
         if value is not None and value not in harmless:
             raise self.error(f"{key} = {_short(value)} is not supported yet: {why}")

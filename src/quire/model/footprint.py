@@ -28,7 +28,7 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of all weights as one of `num_ranks` ranks keeps them, linear ones in `weight_format`.
 
-    Tables and linear layers are split over the ranks of tensor parallelism, norms stand on each.
+    Tables and linear layers are split over the ranks of tensor parallelism, norms are kept on each.
     """
     around = DecoderShapes.of(spec)
     is_head_kept = packing.copies_tied_head or not spec.is_head_tied
@@ -43,7 +43,7 @@ def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1) -> 
 
 
 def kv_heads_per_rank(spec: DecoderSpec, num_ranks: int) -> int:
-    """Return the KV heads that a rank holds: its part, or one, or where neither number divides the other, all of them.
+    """Return the KV heads that a rank holds: its part, one, or all of them if neither number divides the other.
 
     Raises ConfigError if the query heads do not divide.
     """

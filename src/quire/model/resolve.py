@@ -10,14 +10,14 @@ log = logging.getLogger(__name__)
 
 DEMO_MODEL = Path(__file__).parent / "demo"
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt")
-HUB_FILES_LEFT_OUT = ["original/*", "consolidated*"]  # the same weights a second time, in their makers' own format
+HUB_FILES_LEFT_OUT = ["original/*", "consolidated*"]  # a second copy of the weights, in the publisher's own format
 
 
 def resolve_model(model: str | None, files: tuple[str, ...] = HUB_FILES) -> Path:
     """Return the folder of `model`; None is the bundled demo model.
 
-    The `files` of a hub id are downloaded into the hub's cache, or found there without network. Raises ModelError that
-    says what was tried.
+    The `files` of a hub id are downloaded into the hub's cache, or found there without network. Raises ModelError with
+    the sources that were tried.
     """
     if model is None:
         return _demo_model()
@@ -45,11 +45,11 @@ def _is_hub_id(model: str) -> bool:
 def _from_hub(model: str, files: tuple[str, ...]) -> Path:
     try:
         return Path(_snapshot(model, files, local_files_only=False))
-    except Exception as error:  # the hub client lets its HTTP library's own errors through
+    except Exception as error:  # the hub client raises its HTTP library's errors as well
         log.debug("download of %s failed", model, exc_info=True)
         reason = error
     try:
-        return Path(_snapshot(model, files, local_files_only=True))  # some proxies keep it from its cache
+        return Path(_snapshot(model, files, local_files_only=True))  # some proxies hide the cache from it
     except Exception:
         raise ModelError(
             f"{model}: no such local folder; the hub gave {type(reason).__name__} ({_first_line(reason)}); "

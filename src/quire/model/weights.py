@@ -31,7 +31,7 @@ class ReadTally:
 
 
 class WeightReader:
-    """Reads modules by the names that the family's map gives them. Every failure is a ModelError naming the tensor."""
+    """Reader of modules by the names of the family's map. Every failure is a ModelError that names the tensor."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class WeightReader:
             )
 
     def _find_prefix(self) -> str:
-        """The prefix under which the checkpoint has its embeddings; the usual one if it has none at all."""
+        """Return the prefix under which the checkpoint has its embeddings, or the usual one if it has none."""
         found = (p for p in self.names.prefixes if f"{p}{self.names.embedding}.weight" in self._checkpoint.names)
         return next(found, self.names.prefixes[0])
 

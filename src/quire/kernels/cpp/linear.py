@@ -103,9 +103,9 @@ def all_finite(weight: Tensor) -> bool:
 
 
 def _pack(parts: Sequence[Tensor], num_layers: int, memory: PackedMemory) -> Tensor:
-    """Return the packed form of a weight in parts; of two layers, such as gates and ups, strips take turns.
+    """Return the packed form of a weight in parts; strips of two layers, such as gates and ups, alternate.
 
-    Each part goes straight to its strips, unless one would begin in the middle of a strip.
+    Each part is packed directly into its strips, unless one begins in the middle of a strip.
     """
     layer_rows, width = sum(map(len, parts)) // num_layers, parts[0].shape[1]
     places = _places(parts, layer_rows)

@@ -93,7 +93,7 @@ def _shards(folder: Path) -> dict[str, Path]:
 
 
 def _names_in(path: Path) -> set[str]:
-    """Names of the tensors in a file, whose header and length are checked on the way."""
+    """Return the names of the tensors in a file; its header and length are checked."""
     try:
         with safe_open(path, framework="pt") as file:
             return set(file.keys())
