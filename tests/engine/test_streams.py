@@ -35,7 +35,7 @@ class Table:
 
     @property
     def is_empty(self) -> bool:
-        return len(self.streams) == self.streams.num_outputs == self.streams.num_queued == 0
+        return len(self.streams) == len(self.streams._outputs) == self.streams.num_queued == 0
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def is_at_rest(client: EngineClient) -> bool:
 
 def holds_nothing(client: EngineClient) -> bool:
     """Whether the client has forgotten all requests."""
-    return len(client._streams) == client.num_queued == client.num_queued_tokens == client._streams.num_outputs == 0
+    return len(client._streams) == client.num_queued == client.num_queued_tokens == len(client._streams._outputs) == 0
 
 
 def is_running(pid: int) -> bool:

@@ -78,11 +78,6 @@ def _eos_token_ids(tokenizer: Tokenizer | None, ready: Ready) -> frozenset[int]:
     return ready.eos_token_ids | {token_id}
 
 
-def check_priority(priority: object) -> int:
-    """Return a priority. InvalidRequestError for anything else."""
-    return check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
-
-
 class InputProcessor:
     """Checks prompts and parameters against the model and the engine's limits, which change with what is pinned."""
 
@@ -218,7 +213,7 @@ class InputProcessor:
 
     def check_priority(self, priority: object) -> int:
         """Return a priority. InvalidRequestError for anything else, and where the policy is `fcfs` for any but 0."""
-        level = check_priority(priority)
+        level = check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if level != 0 and self._policy == "fcfs":
             message = f"priority must be 0, the only one with scheduling_policy fcfs, got {level}"
             raise InvalidRequestError(message, param="priority")

@@ -88,11 +88,6 @@ class RequestStreams:
         return iter(self._streams.values())
 
     @property
-    def num_outputs(self) -> int:
-        """Requests whose outputs are held."""
-        return len(self._outputs)
-
-    @property
     def num_queued(self) -> int:
         """Requests that were sent and not yet admitted."""
         return len(self._queued)
