@@ -13,7 +13,7 @@ from quire.core.beam_search_params import BeamSearchParams
 from quire.core.config import MemoryPolicy
 from quire.core.plan import StepResult
 from quire.engine.engine import Engine
-from quire.scheduling import scheduler
+from quire.scheduling import result_recorder
 from support.fake_executor import FakeExecutor
 from support.scheduling import Harness
 
@@ -65,7 +65,7 @@ def test_failed_steps_change_no_tokens_and_lose_no_blocks(seed: int, caching: bo
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize(("owner", "name"), [(scheduler, "check_stop"), (KVCacheManager, "free")])
+@pytest.mark.parametrize(("owner", "name"), [(result_recorder, "check_stop"), (KVCacheManager, "free")])
 @pytest.mark.parametrize("seed", range(4))
 def test_step_that_fails_while_it_is_recorded_loses_no_token(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str, kind: type[BaseException], seed: int

@@ -34,7 +34,7 @@ from quire.kernels.sampling_ops import SamplingOps
 from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
-from quire.scheduling import scheduler
+from quire.scheduling import result_recorder
 from support.answers import Answer, answers_of
 from support.faults import raising
 from support.random_model import write_random_model
@@ -209,7 +209,7 @@ def always(*_: object) -> bool:
 POINTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "allocate": (BlockPool, "allocate", always),
     "end of a step": (KVCacheManager, "end_step", always),
-    "record": (scheduler, "check_stop", always),
+    "record": (result_recorder, "check_stop", always),
     "free": (KVCacheManager, "free", always),
     "forward": (Decoder, "forward", always),
     "swap out": (Swapper, "_move", moves("out")),

@@ -12,15 +12,15 @@ Pure Python: no torch, no clock, no I/O.
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import count, repeat
+from itertools import count
 
 from quire.cache.manager import KVCacheManager
 from quire.cache.slices import run_to_the_end
 from quire.core.config import SchedulerConfig, SchedulingPolicy
 from quire.core.outputs import SequenceDelta, WaitReason
-from quire.core.plan import PromptLogprobsChunk, RowResult, StepPlan, StepResult
+from quire.core.plan import StepPlan, StepResult
 from quire.core.seeds import branch_seed
-from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
+from quire.core.sequence import NO_ROW, Request, Sequence
 from quire.core.token_ids import TokenIds, pack_tokens
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.async_scheduling import schedule_next
@@ -33,9 +33,8 @@ from quire.scheduling.planner import Planner
 from quire.scheduling.policies import ByPriority, FirstComeFirstServed
 from quire.scheduling.preemption import PreemptionPolicy, PreemptionStats
 from quire.scheduling.queues import RequestQueues
-from quire.scheduling.row_results import row_results, truncations
+from quire.scheduling.result_recorder import ResultRecorder
 from quire.scheduling.step_rollback import affected_by, release_affected
-from quire.scheduling.stopping import append_tokens, check_stop
 
 
 class Scheduler:
@@ -62,14 +61,16 @@ class Scheduler:
         self._ahead: PlanBuilder | None = None      # the step after the one under way, if it has been planned already
         self._beams = BeamSearches(cache, self.queues)
         self._seq_ids = count()
-        self._deltas: list[SequenceDelta] = []      # recorded, and not told: an update that fails has told nothing
+        self._recorder = ResultRecorder(
+            cache, self.queues, self.order, self._beams, self._finish, self._complete
+        )
 
     # --- requests come and go -----------------------------------------------------------------------------------
 
     @property
     def has_requests(self) -> bool:
         """Whether anything waits, runs or is swapped out, or is still to be told."""
-        return bool(self.queues.requests or self._deltas)
+        return bool(self.queues.requests or self._recorder.deltas)
 
     @property
     def requests(self) -> Mapping[int, Request]:
@@ -244,118 +245,22 @@ class Scheduler:
         step = self._step
         assert plan is step.plan, "a result for another plan"
         if result.failures:
-            self._fail(result.failures)
-        self._advance(step, result)
+            self._recorder.fail(result.failures)
+        self._recorder.advance(step, result)
         self.cache.end_step()
         self.preemption.record_step(result)
         for chunk in result.prompt_logprobs:
-            self._store_prompt_logprobs(chunk)
-        self._record(step, result)
+            self._recorder.store_prompt_logprobs(chunk)
+        self._recorder.record(step, result, self._ahead)
         return self.take_deltas()
 
     def take_deltas(self) -> list[SequenceDelta]:
         """Return, once, what has been recorded."""
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    def _advance(self, step: PlanBuilder, result: StepResult) -> None:
-        """Count what the step computed; take back what it planned and did not compute."""
-        self.queues.advance(step.planned, step.plan.counts)
-        for sequence in step.forked:
-            self.queues.set_computed(sequence, sequence.num_prompt_tokens)
-        for sequence, num_tokens in truncations(step, result) if result.rows else ():
-            self.queues.set_computed(sequence, sequence.num_computed_tokens - num_tokens)
-            self.cache.truncate(sequence.seq_id, sequence.num_computed_tokens)
-
-    def _record(self, step: PlanBuilder, result: StepResult) -> None:
-        """Append tokens to sequences and candidates to beam searches.
-
-        If that raises, `step.at` is the request that was being recorded: it answers for the failure alone.
-        """
-        if result.rows or step.plan.drafts:
-            for request, sequence, row in row_results(step, result, self.running):
-                step.at = request
-                self._record_row(request, sequence, row)
-        else:
-            self.order.charge_outputs(step.sampled)
-            self._record_tokens(step, result)
-        for request in self._beams.take_answered():
-            step.at = request
-            if answers := self._beams.advance(request):
-                self._finish_all(request)
-                self._deltas += answers
-        step.at = None
-
-    def _record_tokens(self, step: PlanBuilder, result: StepResult) -> None:
-        """Append one token to each sampled sequence: `_record_row` for most steps, without a record per row."""
-        logprobs, is_running = result.logprobs or repeat(None, len(result.token_ids)), SequenceStatus.RUNNING
-        request: Request | None = None
-        deltas = self._deltas
-        try:
-            for (request, sequence), token, candidates in zip(step.sampled, result.token_ids, logprobs, strict=True):
-                if sequence.status is not is_running:
-                    continue                                            # failed, aborted during the step, or padding
-                if request.beam is not None:
-                    self._beams.answer(request, sequence, candidates)
-                    continue
-                delta = check_stop(request, sequence, token, candidates)
-                if delta.finish_reason is not None:
-                    if request.is_pin:
-                        self.cache.pin(request.request_id, sequence.seq_id)  # its token is not pinned
-                    self._complete(request, sequence)
-                sequence.token_ids.output.append(token)
-                deltas.append(delta)
-        except BaseException:
-            step.at = request
-            raise
-
-    def _record_row(self, request: Request, sequence: Sequence, row: RowResult) -> None:
-        """Append any number of tokens to a sequence; finish it at the first that ends it; store its drafts."""
-        if sequence.status is not SequenceStatus.RUNNING:
-            return
-        if request.beam is not None:
-            if row.logprobs:
-                self._beams.answer(request, sequence, row.logprobs[0])
-            return
-        num_known, is_ahead = sequence.num_tokens, self._ahead is not None and sequence in self._ahead.planned
-        assert not row.token_ids or sequence.num_computed_tokens >= num_known, "a token behind uncomputed ones"
-        delta = append_tokens(request, sequence, row)
-        self.order.charge_outputs([(request, sequence)] * len(delta.token_ids))
-        if delta.finish_reason is not None:
-            if request.is_pin:
-                self.cache.pin(request.request_id, sequence.seq_id)
-            self.queues.set_computed(sequence, min(sequence.num_computed_tokens, sequence.num_tokens))
-            self._complete(request, sequence)
-        else:
-            assert not is_ahead or sequence.num_tokens == num_known + 1, "the step in flight needs rows of one token"
-            assert sequence.num_computed_tokens < sequence.num_tokens, "a row without a token to compute"
-            if row.drafts and not is_ahead:
-                drafts = tuple(row.drafts[: request.max_tokens - sequence.num_output_tokens - 1])
-                self.queues.set_drafts(sequence, drafts)
-        if delta.token_ids or delta.finish_reason is not None or delta.pooled is not None:
-            self._deltas.append(delta)
+        return self._recorder.take_deltas()
 
     def _complete(self, request: Request, sequence: Sequence) -> None:
         """Let go of a sequence that has reached its end by itself."""
         self._finish(request, sequence)
-
-    def _fail(self, failures: Mapping[int, str]) -> None:
-        """End the requests that own these rows, for the reasons given. Nobody shall find what they have computed."""
-        for request in [r for r in self.running if any(sequence.row in failures for sequence in r.live)]:
-            index, why = next((s.index, failures[s.row]) for s in request.live if s.row in failures)
-            for sequence in list(request.live):
-                self.cache.invalidate(sequence.seq_id)
-                self.queues.set_computed(sequence, 0)
-                self._finish(request, sequence)
-            self._deltas.append(SequenceDelta(request.request_id, index, [], error=why))
-
-    def _store_prompt_logprobs(self, chunk: PromptLogprobsChunk) -> None:
-        """Keep the logprobs of prompt positions that were not known yet: a recomputed prompt brings them again."""
-        request = next((r for r in self.running if any(s.row == chunk.row for s in r.live)), None)
-        if request is None:
-            return                                                      # aborted while the step ran
-        known = 1 + len(request.prompt_logprobs)
-        request.prompt_logprobs.extend(chunk.tokens[max(0, known - chunk.start) :])
 
     def roll_back(self) -> list[int]:
         """Take back a step that has failed: whom it affected is queued again, in order, and will be computed anew.

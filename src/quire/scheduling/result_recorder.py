@@ -1,0 +1,136 @@
+"""Recording of results: tokens, failures and logprobs of a step, applied to its sequences."""
+
+from collections.abc import Callable, Mapping
+from itertools import repeat
+
+from quire.cache.manager import KVCacheManager
+from quire.core.outputs import SequenceDelta
+from quire.core.plan import PromptLogprobsChunk, RowResult, StepResult
+from quire.core.sequence import Request, Sequence, SequenceStatus
+from quire.scheduling.beam_search import BeamSearches
+from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.policies import ByPriority
+from quire.scheduling.queues import RequestQueues
+from quire.scheduling.row_results import row_results, truncations
+from quire.scheduling.stopping import append_tokens, check_stop
+
+Finish = Callable[[Request, Sequence], None]
+
+
+class ResultRecorder:
+    """Applies results to sequences and collects their deltas.
+
+    `finish` ends a sequence; `complete` ends one that has its last token, which a static batch keeps as padding.
+    `deltas`: recorded and not taken; a record that fails leaves those before it.
+    """
+
+    def __init__(
+        self, cache: KVCacheManager, queues: RequestQueues, order: ByPriority, beams: BeamSearches, finish: Finish,
+        complete: Finish,
+    ) -> None:  # fmt: skip
+        self._cache, self._queues, self._order, self._beams = cache, queues, order, beams
+        self._finish, self._complete = finish, complete
+        self.deltas: list[SequenceDelta] = []
+
+    def take_deltas(self) -> list[SequenceDelta]:
+        """Return, once, the deltas that were recorded."""
+        deltas, self.deltas = self.deltas, []
+        return deltas
+
+    def advance(self, step: PlanBuilder, result: StepResult) -> None:
+        """Count what the step computed; take back what it planned and did not compute."""
+        self._queues.advance(step.planned, step.plan.counts)
+        for sequence in step.forked:
+            self._queues.set_computed(sequence, sequence.num_prompt_tokens)
+        for sequence, num_tokens in truncations(step, result) if result.rows else ():
+            self._queues.set_computed(sequence, sequence.num_computed_tokens - num_tokens)
+            self._cache.truncate(sequence.seq_id, sequence.num_computed_tokens)
+
+    def record(self, step: PlanBuilder, result: StepResult, ahead: PlanBuilder | None) -> None:
+        """Append tokens to sequences and candidates to beam searches. `ahead`: the next step, if it was submitted.
+
+        If that raises, `step.at` is the request that was being recorded: it answers for the failure alone.
+        """
+        if result.rows or step.plan.drafts:
+            for request, sequence, row in row_results(step, result, self._queues.running):
+                step.at = request
+                self._record_row(request, sequence, row, ahead)
+        else:
+            self._order.charge_outputs(step.sampled)
+            self._record_tokens(step, result)
+        for request in self._beams.take_answered():
+            step.at = request
+            if answers := self._beams.advance(request):
+                for sequence in list(request.live):
+                    self._finish(request, sequence)
+                self.deltas += answers
+        step.at = None
+
+    def _record_tokens(self, step: PlanBuilder, result: StepResult) -> None:
+        """Append one token to each sampled sequence: `_record_row` for most steps, without a record per row."""
+        logprobs, is_running = result.logprobs or repeat(None, len(result.token_ids)), SequenceStatus.RUNNING
+        request: Request | None = None
+        deltas = self.deltas
+        try:
+            for (request, sequence), token, candidates in zip(step.sampled, result.token_ids, logprobs, strict=True):
+                if sequence.status is not is_running:
+                    continue                                            # failed, aborted during the step, or padding
+                if request.beam is not None:
+                    self._beams.answer(request, sequence, candidates)
+                    continue
+                delta = check_stop(request, sequence, token, candidates)
+                if delta.finish_reason is not None:
+                    if request.is_pin:
+                        self._cache.pin(request.request_id, sequence.seq_id)  # its token is not pinned
+                    self._complete(request, sequence)
+                sequence.token_ids.output.append(token)
+                deltas.append(delta)
+        except BaseException:
+            step.at = request
+            raise
+
+    def _record_row(
+        self, request: Request, sequence: Sequence, row: RowResult, ahead: PlanBuilder | None
+    ) -> None:
+        """Append any number of tokens to a sequence; finish it at the first that ends it; store its drafts."""
+        if sequence.status is not SequenceStatus.RUNNING:
+            return
+        if request.beam is not None:
+            if row.logprobs:
+                self._beams.answer(request, sequence, row.logprobs[0])
+            return
+        num_known, is_ahead = sequence.num_tokens, ahead is not None and sequence in ahead.planned
+        assert not row.token_ids or sequence.num_computed_tokens >= num_known, "a token behind uncomputed ones"
+        delta = append_tokens(request, sequence, row)
+        self._order.charge_outputs([(request, sequence)] * len(delta.token_ids))
+        if delta.finish_reason is not None:
+            if request.is_pin:
+                self._cache.pin(request.request_id, sequence.seq_id)
+            self._queues.set_computed(sequence, min(sequence.num_computed_tokens, sequence.num_tokens))
+            self._complete(request, sequence)
+        else:
+            assert not is_ahead or sequence.num_tokens == num_known + 1, "the step in flight needs rows of one token"
+            assert sequence.num_computed_tokens < sequence.num_tokens, "a row without a token to compute"
+            if row.drafts and not is_ahead:
+                drafts = tuple(row.drafts[: request.max_tokens - sequence.num_output_tokens - 1])
+                self._queues.set_drafts(sequence, drafts)
+        if delta.token_ids or delta.finish_reason is not None or delta.pooled is not None:
+            self.deltas.append(delta)
+
+    def fail(self, failures: Mapping[int, str]) -> None:
+        """Finish the requests that own these rows, for the reasons given; their blocks leave the prefix cache."""
+        for request in [r for r in self._queues.running if any(sequence.row in failures for sequence in r.live)]:
+            index, why = next((s.index, failures[s.row]) for s in request.live if s.row in failures)
+            for sequence in list(request.live):
+                self._cache.invalidate(sequence.seq_id)
+                self._queues.set_computed(sequence, 0)
+                self._finish(request, sequence)
+            self.deltas.append(SequenceDelta(request.request_id, index, [], error=why))
+
+    def store_prompt_logprobs(self, chunk: PromptLogprobsChunk) -> None:
+        """Store the logprobs of prompt positions that are not known yet: a recomputed prompt returns them again."""
+        request = next((r for r in self._queues.running if any(s.row == chunk.row for s in r.live)), None)
+        if request is None:
+            return                                                      # aborted while the step ran
+        known = 1 + len(request.prompt_logprobs)
+        request.prompt_logprobs.extend(chunk.tokens[max(0, known - chunk.start) :])
