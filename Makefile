@@ -5,7 +5,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.set-up
+RUN    := $(VENV)/.set-up-to-run
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CLIENTS := .venv-clients
 
 MODEL   ?=
 ARGS    ?=
@@ -20,21 +22,36 @@ generate: export QUIRE_PROMPT := $(value PROMPT)
 generate: export QUIRE_TEMPERATURE ?= 0.7
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test test-quick fuzz matrix soak hostile-soak lint serve generate \
+.PHONY: help set-up test test-quick clients fuzz matrix soak hostile-soak lint serve generate \
         bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-set-up: $(STAMP) ## make .venv and install the project and its pinned dependencies
+set-up: $(STAMP) ## make .venv and install the project, its pinned dependencies and what tests and lint need
 
-$(STAMP): pyproject.toml constraints.txt
+$(RUN): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=")'
 	@echo "Setting up $(VENV) (a few minutes, once) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt scikit-build-core nanobind cmake ninja
+	@$(PIP) install -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+$(STAMP): $(RUN)
+	@echo "Installing what tests and lint need ..."
 	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
-	@$(PIP) install -c constraints.txt --no-deps litellm  # it asks for an older huggingface-hub, and does not use it here
+	@touch $@
+
+# Client libraries whose pins conflict with the project's, or that need much that nothing else does, over .venv.
+$(CLIENTS)/.set-up: $(STAMP)
+	@echo "Setting up $(CLIENTS) ..."
+	@$(BIN)/python -m venv $(CLIENTS)
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/quire-environment.pth
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt \
+	  langchain-openai fastuuid h2 python-dotenv importlib-metadata pydantic-settings
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt --no-deps litellm
 	@touch $@
 
 test: $(STAMP) ## run the tests in JOBS=2 processes (under 15 minutes on 2 cores)
@@ -42,6 +59,9 @@ test: $(STAMP) ## run the tests in JOBS=2 processes (under 15 minutes on 2 cores
 
 test-quick: $(STAMP) ## run the tests that tests/quick.txt names, some of each package (under 90 s on 2 cores)
 	$(BIN)/python -m pytest @tests/quick.txt -m "not fuzz and not matrix" -n $(JOBS) --dist loadfile $(ARGS)
+
+clients: $(CLIENTS)/.set-up ## run the tests of client libraries that have an environment of their own: langchain, litellm
+	$(CLIENTS)/bin/python -m pytest tests/e2e/test_clients_langchain.py tests/e2e/test_clients_litellm.py $(ARGS)
 
 fuzz: $(STAMP) ## run the long random tests from a fresh seed, which is printed (QUIRE_FUZZ_SEED repeats it)
 	$(BIN)/python -m pytest -m fuzz --timeout 0 $(ARGS)
@@ -61,23 +81,23 @@ lint: $(STAMP) ## check style, types and layers; print line budgets and counts o
 	$(BIN)/lint-imports
 	$(BIN)/python tools/structure.py
 
-serve: $(STAMP) ## serve the demo model at http://127.0.0.1:8000, or MODEL=...; ARGS="--port 8001"
+serve: $(RUN) ## serve the demo model at http://127.0.0.1:8000, or MODEL=...; ARGS="--port 8001"
 	@$(BIN)/quire serve $(MODEL) $(ARGS)
 
-generate: $(STAMP) ## complete PROMPT='...' with the demo model, or with MODEL=...; ARGS="--max-tokens 64"
+generate: $(RUN) ## complete PROMPT='...' with the demo model, or with MODEL=...; ARGS="--max-tokens 64"
 	@$(BIN)/quire generate $(MODEL) $(ARGS)
 
-bench-throughput: $(STAMP) ## tokens per second, everything asked at once; MODEL=..., ARGS="--workload ..."
+bench-throughput: $(RUN) ## tokens per second, everything asked at once; MODEL=..., ARGS="--workload ..."
 	$(BIN)/quire bench throughput $(MODEL) $(ARGS)
 
-bench-latency: $(STAMP) ## time to first token and between tokens; MODEL=..., ARGS="--concurrency 4"
+bench-latency: $(RUN) ## time to first token and between tokens; MODEL=..., ARGS="--concurrency 4"
 	$(BIN)/quire bench latency $(MODEL) $(ARGS)
 
-bench-control-plane: $(STAMP) ## microseconds of Python per sequence and step
+bench-control-plane: $(RUN) ## microseconds of Python per sequence and step
 	$(BIN)/quire bench control-plane $(ARGS)
 
 bench-peers: $(STAMP) ## Quire beside other engines on MODEL=..., in turn; ARGS="--vllm PYTHON --quick"
 	$(BIN)/python bench/peers.py $(MODEL) $(ARGS)
 
 clean: ## remove what the set-up, the tests and the tools left
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -9,13 +9,16 @@ os.environ["LANGSMITH_TRACING"] = "false"
 
 import openai
 import pytest
-from langchain_core.exceptions import ContextOverflowError
-from langchain_core.messages import AIMessage, HumanMessage
-from langchain_openai import ChatOpenAI, OpenAI
 
 from support.clients import KEY, LIMIT_S, MODEL
 from support.reciting_model import ROUNDS, TEXT, Reciter
 from support.server import ServerProcess
+
+pytest.importorskip("langchain_openai", reason="langchain-openai is not installed: make clients runs these tests")
+
+from langchain_core.exceptions import ContextOverflowError
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_openai import ChatOpenAI, OpenAI
 
 
 def settings(server: ServerProcess, fields: dict[str, Any]) -> dict[str, Any]:
