@@ -238,6 +238,21 @@ class TestPending:
         assert manager.still_awaits(awaited, PROMPT) is None
         assert finds_nothing(manager, PROMPT)
 
+    def test_wait_is_over_when_the_sequence_and_its_fork_have_ended(self) -> None:
+        """Also when a sequence with other tokens computes the same block after them."""
+        manager = make(num_blocks=2)
+        manager.create(0, PROMPT[:8])
+        manager.append(0, 8)
+        awaited = match(manager, PROMPT).awaited
+        assert awaited is not None
+        manager.fork(0, 1, PROMPT[:8])
+        manager.free(0)
+        manager.free(1)
+        manager.create(2, PROMPT[8:])
+        manager.append(2, 8)
+        assert finds_nothing(manager, PROMPT)
+        assert manager.still_awaits(awaited, PROMPT) is None
+
     def test_wait_goes_on_without_work_for_what_was_computed_before(self) -> None:
         tokens = list(range(4096))
         manager = make(num_blocks=1030)

@@ -220,8 +220,8 @@ class PrefixCache:
                     return
                 tree.remove(block)
             path.num_blocks -= 1
-            if self._computing.pop(block, None) is not None:
-                path.pending = None
+            if (computing := self._computing.pop(block, None)) is not None:
+                computing.pending = None  # maybe a fork's, which shared the block when it ended
 
     def retract(self, table: BlockTable, num_tokens: int) -> bool:
         """Take back the append of a step that does not run, and with it all that the path has gained by it.
