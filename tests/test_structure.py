@@ -16,6 +16,12 @@ def test_room_keeps_within_its_budget(room: str) -> None:
     assert 0 < structure.count_lines(structure.package_files(room)) <= structure.ROOM_BUDGET
 
 
+def test_files_of_the_reading_guide_exist() -> None:
+    files = structure.named_files(structure.READING_GUIDE.read_text())
+    assert len(files) > 50
+    assert [path for path in files if not path.exists()] == []
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """Return a package of two modules that break every rule; `other` imports inside a function."""

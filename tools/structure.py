@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src/quire"
+READING_GUIDE = ROOT / "docs/reading-guide.md"
 
 ENGINE_PACKAGES = ("core", "cache", "scheduling", "execution", "decoding", "model", "engine", "text")
 BUDGETS = {"one request's way": 3_000, "core to engine": 12_000, "kernels and csrc": 10_000}
@@ -57,18 +58,21 @@ def package_files(name: str) -> list[Path]:
 
 def way_of_a_request() -> list[Path]:
     """Return the files that the reading guide's steps from `engine.py` to `update` name, each once, in order."""
-    guide = (ROOT / "docs/reading-guide.md").read_text()
-    section = guide.split("## From `LLM.generate` to the kernel")[1].split("\n## ")[0]
+    section = READING_GUIDE.read_text().split("## From `LLM.generate` to the kernel")[1].split("\n## ")[0]
     steps = re.split(r"\n(?=\d+\. )", section)
-    text = "\n".join(step for step in steps if re.match(r"(?:[4-9]|1[0-2])\. ", step))
-    files: list[Path] = []
+    return named_files("\n".join(step for step in steps if re.match(r"(?:[4-9]|1[0-2])\. ", step)))
+
+
+def named_files(text: str) -> list[Path]:
+    """Return the Python files that a text names, each once, in order; a bare name is in the last one's folder."""
+    files: dict[Path, None] = {}
     folder = SOURCES
     for name in re.findall(r"`([\w/]+(?:\.py|/))`", text):
-        path = SOURCES / name if "/" in name else folder / name
+        path = SOURCES / name if "/" in name or (SOURCES / name).exists() else folder / name
         folder = path if name.endswith("/") else path.parent
-        if path.suffix == ".py" and path not in files:
-            files.append(path)
-    return files
+        if path.suffix == ".py":
+            files[path] = None
+    return list(files)
 
 
 def line_counts() -> dict[str, tuple[int, int]]:
