@@ -1,4 +1,4 @@
-"""The KV cache as paged memory: which block belongs to whom. No torch, no clock, no I/O.
+"""The KV cache as paged memory: the owners of each block. No torch, no clock, no I/O.
 
 `KVCacheManager` is the only door through which the scheduler touches memory. Behind it stand one `BlockPool`, which
 counts the owners of every physical block, and one `BlockTable` per sequence, which maps positions to blocks

@@ -1,9 +1,9 @@
 """Fixed pool of the KV-cache blocks of one tier: hand out, share, take back.
 
 Counts owners of blocks; never touches a tensor. Kwon et al. 2023, sections 4.2 to 4.4. Freed blocks are handed out
-again before blocks that were never used, the one freed last first: few blocks stay warm, and memory that nobody has
+again before blocks that were never used, the one freed last first: few blocks stay warm, and memory that was not
 needed yet is never touched. Blocks that the prefix tree can find are kept when their last owner goes; they are handed
-out after all others.
+out last.
 Reference counts are an array of numbers with a NumPy view over it: one block at a time is counted through the array,
 all blocks of a table through the view, in a few microseconds per thousand blocks.
 Invariant after every call: a block is in use (it has owners), cached (it has none, and is in the tree) or free.

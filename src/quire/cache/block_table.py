@@ -4,8 +4,8 @@ Blocks are filled from the left, and a table never holds a block that it does no
 ceil(num_tokens / block_size) columns. A full block is never written again, so any number of tables may share it; a
 shared block that is partly filled is copied before the first write to it. Kwon et al. 2023, sections 4.3 and 4.4.
 
-A table may begin with full blocks that others have computed. If those hold all that is known of a sequence, its last
-token is computed once more, because its logits are wanted, and not written again.
+A table may start with full blocks that other sequences have computed. If those hold all known tokens of a sequence,
+the last token is computed once more for its logits, and not written again.
 
 The columns are an array of numbers, so that a fork of 8,192 blocks is one copy of memory and one bulk change of
 reference counts.
@@ -21,7 +21,7 @@ from quire.cache.block_pool import BlockArray, BlockPool
 from quire.cache.prefix_tree import Path
 from quire.core.plan import BlockCopy
 
-NULL_BLOCK = -1  # stands in a column whose block was dropped: no query looks there any more
+NULL_BLOCK = -1  # stands in a column of a dropped block: no query reads it any more
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -67,11 +67,11 @@ class BlockTable:
         self._block_size = block_size
         self.columns = array("q")  # the block of each; only the table itself changes it
         self.num_tokens = 0
-        self.path: Path | None = None  # by which others find the blocks, if they can
+        self.path: Path | None = None  # of its blocks in the prefix tree, if it has one
         self.is_cut = False     # truncated inside of a block that other tables or the prefix tree still hold whole
         self.num_dropped = 0   # leading columns that hold NULL_BLOCK
         self._num_stored = 0    # tokens that the blocks it began with hold, up to one more than num_tokens
-        self._first_replaced: int | None = None  # column from which on no update has told of the blocks
+        self._first_replaced: int | None = None  # first column that no update has reported yet
         self._copied: tuple[int, int, bool] | None = None  # num_tokens at the last copy, its source, and is_cut
         # Tokens up to here need no new column and no copy. It stays at num_tokens while the last block may have other
         # owners. Only our own fork adds one, so it can be too low (an owner has left since) but never too high.
@@ -104,7 +104,7 @@ class BlockTable:
 
     @staticmethod
     def append_where_room(tables: Iterable["BlockTable"]) -> list[int]:
-        """Give a slot to one more token of each table where no column changes; return the places of the others.
+        """Give a slot to one more token of each table where no column changes; return the places of the rest.
 
         What `append(1)` does for almost all sequences in almost all steps, without a call for each.
         """
@@ -131,7 +131,7 @@ class BlockTable:
     def replace(self, column: int, block: int) -> None:
         """Put another block with the same content in a column: equal content is stored once.
 
-        The next append tells of it. Nothing may be computed on the table before that.
+        The next append reports it. Nothing may be computed on the table before that.
         """
         self._pool.share(block)
         self._pool.release(self.columns[column])
@@ -250,7 +250,7 @@ class BlockTable:
         return num_released
 
     def check(self) -> None:
-        """Assert what must hold for this table whoever else shares its blocks."""
+        """Assert what must hold for this table, however its blocks are shared."""
         columns, dropped = self.as_array(), self.num_dropped
         assert len(columns) == blocks_for(self.num_filled, self._block_size), f"{self.num_filled} tokens in {columns}"
         assert self._num_stored - self.num_tokens <= 1, f"{self._num_stored} stored of {self.num_tokens} tokens"
@@ -308,7 +308,7 @@ class BlockTable:
         return self._update(len(self.columns), is_stored=True)
 
     def _update(self, first_column: int, copy: BlockCopy | None = None, *, is_stored: bool = False) -> TableUpdate:
-        """Return what nobody has been told of yet: columns from `first_column` on, and from the first replaced one."""
+        """Return what was not reported yet: columns from `first_column` on, and from the first replaced one."""
         if self._first_replaced is not None:
             first_column = max(min(first_column, self._first_replaced), self.num_dropped)
             self._first_replaced = None

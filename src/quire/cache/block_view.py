@@ -1,4 +1,4 @@
-"""The blocks of a pool as people, and checks, see them: state, references, and the tables that hold them."""
+"""Views of the blocks of a pool, for people and checks: state, references, and the tables that hold them."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -61,7 +61,7 @@ def checking_blocks(
 ) -> Iterator[None]:
     """Assert, in slices, that pool and tables are sound, and that each block has as many owners as it has holders.
 
-    A block that several tables hold must hold equally many tokens of each: none may write while others share.
+    A block that several tables hold must hold equally many tokens of each: no table may write to a shared block.
     """
     yield from pool.checking()
     filled_by_block = np.full(pool.num_blocks, -1, dtype=np.int32)
@@ -82,7 +82,7 @@ def checking_blocks(
 
 
 def check_holders(pool: BlockPool, tables: Iterable[BlockTable], held_besides: Iterable[int]) -> None:
-    """Assert that each block has as many owners as tables and others hold it."""
+    """Assert that each block has as many owners as there are tables and other holders."""
     holders = count_holders(tables, pool.num_blocks)
     np.add.at(holders, list(held_besides), 1)
     owners = pool.ref_counts()

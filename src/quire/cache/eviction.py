@@ -29,7 +29,7 @@ class EvictionQueue:
         self._num_children = array("i", bytes(4 * num_blocks if tree is not None else 0))  # cached ones of each node
 
     def __contains__(self, block: int) -> bool:
-        """Whether a block is cached."""
+        """Return whether a block is cached."""
         return block in self._order or block in self._set_aside
 
     def __iter__(self) -> Iterator[int]:
@@ -41,7 +41,7 @@ class EvictionQueue:
         return len(self._order) + len(self._set_aside)
 
     def try_add(self, block: int) -> bool:
-        """Cache a block whose last owner has released it, the last to be evicted; False if it is not in the tree."""
+        """Cache a block that its last owner has released, the last to be evicted; False if it is not in the tree."""
         tree = self._tree
         if tree is None or block not in tree:
             return False

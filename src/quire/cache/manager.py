@@ -1,4 +1,4 @@
-"""KVCacheManager: the only door through which the scheduler touches memory.
+"""KVCacheManager: the scheduler's only interface to memory.
 
 Knows sequences by id, and by the tokens under which their blocks can be found again. fork, append and free are all that
 decoding algorithms need (Kwon et al. 2023, section 5.2); whole requests may be swapped out and in. No call waits, and a
@@ -62,7 +62,7 @@ class KVCacheManager:
 
     @property
     def has_window(self) -> bool:
-        """Whether blocks are given up as they leave a sliding window."""
+        """Return whether blocks are released as they leave a sliding window."""
         return self._window is not None
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -72,7 +72,7 @@ class KVCacheManager:
     # --- sequences ------------------------------------------------------------------------------------------------
 
     def __contains__(self, seq_id: int) -> bool:
-        """Whether a sequence has a block table, in the cache or in the swap space."""
+        """Return whether a sequence has a block table, in the cache or in the swap space."""
         return seq_id in self._tables or (self._swap is not None and seq_id in self._swap)
 
     def match(
@@ -88,8 +88,8 @@ class KVCacheManager:
     def still_awaits(self, awaited: Awaited, token_ids: Sequence[int]) -> Awaited | None:
         """Return what a pending match of these tokens in an earlier step waits for now, None if it is to be repeated.
 
-        None unless the same sequence computes, in this step, the next block that both have: else `match` tells what
-        there is. Costs a comparison of the tokens of one step, not a walk from the root.
+        None unless the same sequence computes, in this step, the next block that both have: else `match` returns what
+        is cached. Costs a comparison of the tokens of one step, not a walk from the root.
         """
         return self._prefixes.still_awaits(awaited, token_ids)
 
@@ -107,7 +107,7 @@ class KVCacheManager:
 
         Returns the copy, if any, that has to be made before the forward pass of this step; for want of blocks, the
         match's tokens that need one are left out. `token_ids` is the list of all its known tokens, which its owner
-        extends; without it, the sequence's blocks cannot be found by others. `keeps_all`: it will be pinned, so it
+        extends; without it, its blocks cannot be found by other sequences. `keeps_all`: it will be pinned, so it
         holds its blocks also when they have left the sliding window. `num_reserved`: tokens that it will have at most.
         """
         self._refuse_taken(seq_id)
@@ -121,7 +121,7 @@ class KVCacheManager:
     def append(self, seq_id: int, count: int, *, can_be_awaited: bool = True) -> TableUpdate | None:
         """Give slots to `count` more tokens; return what changed in the sequence's table, None if nothing did.
 
-        `can_be_awaited`: whoever begins with the blocks that this fills may be told to wait for the end of the step.
+        `can_be_awaited`: a request that starts with the blocks that this fills may wait for the end of the step.
         False for a step that is planned before another is over: that one's end is not this one's.
 
         Blocks that have left the sliding window are given up first; columns that become NULL_BLOCK that way are no
@@ -141,7 +141,7 @@ class KVCacheManager:
         return update
 
     def append_where_room(self, seq_ids: Iterable[int]) -> list[int]:
-        """Append one token to each of these whose table does not change; return the places of the others in `seq_ids`.
+        """Append one token to each sequence if its table does not change; return the places of the rest in `seq_ids`.
 
         Those still have to be given to `append`.
         """
@@ -162,7 +162,7 @@ class KVCacheManager:
         self._prefixes.fork(parent, child, token_ids)
 
     def refork(self, parent_id: int, child_id: int, token_ids: Sequence[int] | None = None) -> None:
-        """End a sequence and begin it again as a fork of another: `free`, then `fork`, but findable by nobody.
+        """End a sequence and begin it again as a fork of another: `free`, then `fork`, but not findable.
 
         Costs what the two tables differ in: a beam that is replaced by another of the same prompt, a few columns.
         """
@@ -186,7 +186,7 @@ class KVCacheManager:
             self._free_in_cache(seq_id, num_computed)
 
     def invalidate(self, seq_id: int) -> None:
-        """Let nobody find what a sequence holds and others do not: its keys and values may be no numbers."""
+        """Remove the sequence's unshared blocks from the prefix cache: their values may be NaN."""
         if seq_id in self._tables:
             self._prefixes.withdraw(self._tables[seq_id], only_pending=False)
 
@@ -205,7 +205,7 @@ class KVCacheManager:
         self._prefixes.pin(pin_id, self._tables[seq_id])
 
     def unpin(self, pin_id: int) -> bool:
-        """Let a pin go, between two steps; False if it is not here. Full blocks stay cached; who uses them goes on."""
+        """Remove a pin, between two steps; False if there is none. Its full blocks stay cached."""
         if pin_id not in self._prefixes.pins:
             return False
         self._prefixes.pins.remove(pin_id)
@@ -222,7 +222,7 @@ class KVCacheManager:
         return self._prefixes.pins.num_blocks
 
     def end_step(self) -> None:
-        """Take down that the step under way is over: what it has computed can be found from now on.
+        """End the step under way: what it has computed can be found from now on.
 
         A step that has failed is over, too, when all sequences that appended in it have been freed.
         """
@@ -231,9 +231,9 @@ class KVCacheManager:
             self._swap.end_step()
 
     def publish(self) -> None:
-        """Let all that has been computed be found, and give up what is there twice.
+        """Publish all computed blocks to the prefix cache, and release duplicates.
 
-        For the beginning of a step, before any sequence appends, when somebody wants to look or blocks are short.
+        For the beginning of a step, before any sequence appends, when a prefix lookup follows or blocks are short.
         """
         for table in self._tables.values():
             if table.path is not None and table.path.num_blocks < table.num_tokens // self.block_size:
@@ -299,7 +299,7 @@ class KVCacheManager:
             self._prefixes.truncate(table, num_tokens)
 
     def swap_out(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
-        """Move a sequence group to the swap space; return the copies to make, before all others of the step.
+        """Move a sequence group to the swap space; return the copies to make, before all other copies of the step.
 
         The group appends nothing in this step. Raises OutOfBlocksError, and changes nothing, for want of swap blocks.
         What could be found in the cache still can.
@@ -377,7 +377,7 @@ class KVCacheManager:
         return stats if self._swap is None else self._swap.add_stats(stats)
 
     def view_blocks(self, first: int, count: int, tier: Tier = "kv") -> list[BlockEntry]:
-        """Return what blocks [first, first + count) are, and who holds them: a sequence by its id, a pin by -1 - id.
+        """Return what blocks [first, first + count) are, and their holders: a sequence by its id, a pin by -1 - id.
 
         There are none in a swap space that is not there.
         """

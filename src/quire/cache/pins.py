@@ -1,7 +1,7 @@
-"""Pins: prefixes that are kept until somebody lets go of them (the shared prefix of Kwon et al. 2023, section 4.4).
+"""Pins: prefixes that are kept until they are unpinned (the shared prefix of Kwon et al. 2023, section 4.4).
 
-A pin is a fork of the table of the sequence that has computed the prefix; nobody appends to it. Its full blocks are in
-the prefix tree like all others, and are not given up, for they have an owner. The tree knows full blocks only: what
+A pin is a fork of the table of the sequence that has computed the prefix; no token is appended to it. Its full blocks
+are in the prefix tree, and are not evicted, for they have an owner. The tree knows full blocks only: what
 stands in a last block that is not full, its tail, is found here, by what comes before it.
 """
 
@@ -25,7 +25,7 @@ class Pin(NamedTuple):
 
 
 class Pins(dict[int, Pin]):
-    """All pins, by ids that their owner gives. They are few, so whoever looks for a tail looks at all of them."""
+    """All pins, by ids that their owner gives. They are few, so a lookup of a tail visits all of them."""
 
     def __init__(self, block_size: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Pins(dict[int, Pin]):
         self.num_blocks = 0     # that pins hold, each counted once
 
     def add(self, pin_id: int, table: BlockTable, token_ids: Sequence[int], scope: Scope) -> None:
-        """Keep what a table holds, whose full blocks are in the tree. A tail that another pin has is stored once."""
+        """Pin the blocks of a table; its full blocks are in the tree. A tail that another pin has is stored once."""
         assert pin_id not in self, f"pin {pin_id} is here already"
         num_full = len(token_ids) // self._size
         before = table.columns[num_full - 1] if num_full else NONE

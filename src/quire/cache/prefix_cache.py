@@ -1,7 +1,7 @@
-"""PrefixCache: what sequences have computed, found again by those that begin with the same tokens.
+"""PrefixCache: computed blocks, found again by sequences that start with the same tokens.
 
 Follows each sequence with a path: how many of its blocks are in the tree. Nothing else changes a path. What a prefill
-fills is in the tree at once, pending while its step runs. What decoding fills is published before anybody looks, or
+fills is in the tree at once, pending while its step runs. What decoding fills is published before a lookup, or
 when the sequence ends, so that decoding by itself costs nothing here. Where the tree holds a block already, the
 sequence adopts it and frees its own: equal content is stored once. A match goes on inside of the block in which it
 ends: that block is copied, and only what differs is computed. What is pinned is found like all else, to its last token.
@@ -80,7 +80,7 @@ class PrefixCache:
     def match(
         self, token_ids: Sequence[int], stop: int, scope: Scope, like: BlockTable | None = None
     ) -> PrefixMatch:
-        """Find what is there of token_ids[:stop]. Changes nothing. `like`: a table in whose blocks to look first."""
+        """Find what is there of token_ids[:stop]. Changes nothing. `like`: a table to compare with first."""
         tree, pool = self._tree, self._pool
         blocks = [] if like is None else self._common_blocks(like, token_ids, stop, scope)
         num_known = num_in_use = len(blocks)                # the table owns them
@@ -171,8 +171,8 @@ class PrefixCache:
     def publish(self, table: BlockTable, num_tokens: int, *, is_pending: bool = False) -> None:
         """Put the full blocks of the first `num_tokens` tokens into the tree, or adopt those that it has.
 
-        Ends where somebody else computes the same block in this step: that one will be adopted later. `is_pending`: so
-        does this sequence, so they become pending nodes, as far as nobody has the same ones.
+        Ends where another sequence computes the same block in this step: that one will be adopted later. `is_pending`:
+        this sequence computes them in this step, so they become pending nodes unless the tree has the same ones.
         """
         path, stop = table.path, num_tokens // self._size
         if path is None or path.swap_in_pending or path.num_blocks >= stop:
@@ -197,14 +197,14 @@ class PrefixCache:
             node, path.num_blocks = found, column + 1
 
     def _await(self, path: Path, column: int, block: int) -> None:
-        """Make a node pending, by which a match can tell on what it waits."""
+        """Make a node pending, so that a match knows what it waits for."""
         self._tree.pending.add(block)
         if path.pending is None:
             path.pending = column, block
             self._computing[block] = path
 
     def withdraw(self, table: BlockTable, *, only_pending: bool = True, first_column: int = 0) -> None:
-        """Take nodes out of the tree that nobody else computes or holds: their sequence ends before the step does.
+        """Remove nodes that no other sequence computes or holds: their sequence ends before the step does.
 
         Pending ones; or all of them, if what it has computed earlier is no good either. What has left the tree already,
         with an ancestor that was given up, leaves the path.
@@ -230,7 +230,7 @@ class PrefixCache:
         """
         self.withdraw(table)
         is_copy_retracted = table.retract(num_tokens)
-        if table.path is not None:  # blocks that others hold stay in the tree, but the table has them no more
+        if table.path is not None:  # blocks with other owners stay in the tree, but the table has them no more
             table.path.num_blocks = min(table.path.num_blocks, table.num_filled // self._size)
         return is_copy_retracted
 
@@ -247,7 +247,7 @@ class PrefixCache:
         assert table.num_filled == table.num_tokens, "the last token has not been computed"
         self.publish(table, table.num_tokens)
         path = table.path
-        assert path is not None, "a sequence that nobody can find"
+        assert path is not None, "a sequence without a path"
         assert path.num_blocks == table.num_tokens // self._size, f"{path.num_blocks} blocks of {table.blocks} found"
         self.pins.add(pin_id, table.fork(), path.token_ids[: table.num_tokens], path.scope)
 
@@ -288,7 +288,7 @@ class PrefixCache:
         """Assert, in slices, that the tree is sound, that what is pending has an owner, and what is pinned is found."""
         yield from self._tree.checking()
         ownerless = [block for block in self._tree.pending if self._pool.ref_count(block) == 0]
-        assert not ownerless, f"nobody computes the pending blocks {ownerless}"
+        assert not ownerless, f"no sequence computes the pending blocks {ownerless}"
         self.pins.check()
         yield
         for pin in self.pins.values():

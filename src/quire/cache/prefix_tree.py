@@ -1,8 +1,8 @@
-"""Exact tree of full blocks: which block holds these tokens, behind just those, in this scope.
+"""Exact tree of full blocks: the block of a run of tokens, behind its prefix, in a scope.
 
 A node is one block of tokens below its parent, and it is named by the block that holds their keys and values. A root is
 a scope: whatever else changes keys and values, or must keep them apart. Keys hold the tokens themselves, so there is
-no hash that could collide. A pending node is one whose block is being computed in the step under way.
+no hash that could collide. The block of a pending node is being computed in the step under way.
 
 Siblings are linked in a list, the youngest first. Nodes live in arrays by block: a tree of a million nodes is no work
 for the garbage collector. Invariant after every call: the parent of every node is a node or a root.
@@ -51,7 +51,7 @@ class PrefixTree:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self.pending: set[int] = set()                          # nodes that nobody can use yet
+        self.pending: set[int] = set()                          # nodes that cannot be used yet
         self._blocks: dict[bytes, int] = {}                     # by key
         self._keys: list[bytes | None] = [None] * num_blocks    # by block, as the next three; None: no node
         self._parents = [NONE] * num_blocks
@@ -63,7 +63,7 @@ class PrefixTree:
         self._new_roots = count(num_blocks)
 
     def __contains__(self, block: int) -> bool:
-        """Whether a block is a node, pending or not."""
+        """Return whether a block is a node, pending or not."""
         return self._keys[block] is not None
 
     def __len__(self) -> int:
@@ -131,11 +131,11 @@ class PrefixTree:
         return removed
 
     def has_children(self, parent: int) -> bool:
-        """Whether a node or root has children."""
+        """Return whether a node or root has children."""
         return parent in self._youngest
 
     def parent(self, block: int) -> int:
-        """Return the parent of a node: a node, or a root, whose id is above those of all blocks."""
+        """Return the parent of a node: a node, or a root, with an id above those of all blocks."""
         return self._parents[block]
 
     def children(self, parent: int) -> Iterator[int]:

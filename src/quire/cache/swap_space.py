@@ -1,4 +1,4 @@
-"""SwapSpace: blocks outside of the cache, and the tables of the sequences that stand there.
+"""SwapSpace: blocks outside of the cache, and the tables of swapped sequences.
 
 A second `BlockPool` with the same block size. Tables move as they are, so what they shared they share again, and each
 block moves once however many hold it. The copying itself is the step's, and what goes out goes first: so a block that
@@ -39,7 +39,7 @@ def places_of(blocks: BlockArray, places: BlockArray, num_blocks: int) -> BlockA
 
 
 class Footprint(NamedTuple):
-    """The blocks of a group, each counted once, and how many of them others hold as well."""
+    """The blocks of a group, each counted once, and how many of them have other owners."""
 
     num_blocks: int
     num_held_by_others: int
@@ -57,7 +57,7 @@ class SwapSpace:
         self._num_swapped_out = self._num_swapped_in = 0  # blocks, since start
 
     def __contains__(self, seq_id: int) -> bool:
-        """Whether a sequence is swapped out."""
+        """Return whether a sequence is swapped out."""
         return seq_id in self._tables
 
     @property
@@ -93,7 +93,7 @@ class SwapSpace:
     ) -> tuple[dict[int, BlockTable], list[BlockCopy]]:
         """Return the tables of a group, now in the cache's pool, and what has to be copied (dst in the cache).
 
-        `found`: blocks of ours whose content stands in the cache, and where. Raises OutOfBlocksError, and changes
+        `found`: swap blocks with a copy in the cache, and its block. Raises OutOfBlocksError, and changes
         nothing, for want of blocks.
         """
         if (need := self.num_blocks_to_swap_in(seq_ids, pool, found)) > pool.num_free_blocks:
@@ -123,7 +123,7 @@ class SwapSpace:
         self._tables.pop(seq_id).free()
 
     def end_step(self) -> None:
-        """Take down that the step under way is over, well or not: nobody reads back any more."""
+        """End the step under way, failed or not: release the blocks that it read back."""
         while self._sources:
             self._pool.release_all(self._sources.pop())
 

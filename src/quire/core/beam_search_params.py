@@ -41,7 +41,7 @@ def num_candidates(params: BeamSearchParams, num_eos_tokens: int) -> int:
 
 
 def as_sampling_params(params: BeamSearchParams) -> SamplingParams:
-    """Return what a search is to those who only count its answers."""
+    """Return sampling parameters with the search's number of answers and lengths."""
     return SamplingParams(
         n=params.beam_width, temperature=params.temperature, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos
     )

@@ -1,4 +1,4 @@
-"""The KV cache block by block, as plain data: what each block is, and who holds it. For eyes, not for the step.
+"""The KV cache block by block, as plain data: state and holders of each block. For display, not for the step.
 
 One description serves the wire between our processes and the JSON that people read. A holder of another kind is one
 more word in `HolderKind`.
@@ -16,7 +16,7 @@ BlockState = Literal["free", "cached", "used"]
 HolderKind = Literal["sequence", "pin"]
 
 MAX_BLOCKS_SHOWN = 4096   # in one map
-MAX_OWNERS_SHOWN = 16     # of one block; ref_count tells how many there are
+MAX_OWNERS_SHOWN = 16     # of one block; ref_count counts them all
 
 
 class BlockOwner(msgspec.Struct, frozen=True, gc=False):
@@ -38,9 +38,9 @@ class BlockEntry(msgspec.Struct, gc=False):
 
 
 class BlockHolder(msgspec.Struct, frozen=True):
-    """Whoever holds blocks. A sequence is branch `branch` of a request, a pin is what a request has left.
+    """A holder of blocks. A sequence is branch `branch` of a request, a pin is what a request has left.
 
-    `owner`: the label of who asked, "": none.
+    `owner`: the owner's label, "": none.
     """
 
     holder: int
@@ -53,7 +53,7 @@ class BlockHolder(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """Blocks [first, first + len(blocks)) of a tier, and all who hold one of them."""
+    """Blocks [first, first + len(blocks)) of a tier, and all holders of one of them."""
 
     first: int
     stats: KVStats                      # of both tiers, whole

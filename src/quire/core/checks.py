@@ -93,7 +93,7 @@ def _elements(field: str, value: object, expected: str) -> tuple[object, ...]:
 
 
 def _is_unicode(texts: Iterable[str]) -> bool:
-    """Tell whether the texts can be written as UTF-8: JSON can smuggle in half a surrogate pair, which cannot."""
+    """Return whether the texts can be written as UTF-8: JSON can smuggle in half a surrogate pair, which cannot."""
     try:
         "".join(texts).encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""How an engine is cut: one small frozen record per floor, resolved once at start and never changed after."""
+"""Configurations: one small frozen record per floor, resolved at start and never changed after."""
 
 from dataclasses import dataclass
 from typing import Literal

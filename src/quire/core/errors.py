@@ -1,4 +1,4 @@
-"""What can go wrong, as types: each is turned into an exit code or an HTTP status in one place.
+"""Errors, as types: each is turned into an exit code or an HTTP status in one place.
 
 Everything under `EngineError` is an answer to something outside the engine (a bad request, a bad setting, a bad
 model folder, not enough memory). Faults of the engine itself are assertions, not these.

@@ -1,4 +1,4 @@
-"""Files of a model folder that nobody vouches for: never outside of it, never larger than such files are."""
+"""Untrusted files of a model folder: never outside of it, never larger than such files are."""
 
 import json
 from pathlib import Path

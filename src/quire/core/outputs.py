@@ -1,4 +1,4 @@
-"""What comes out: token records inside the engine, `RequestOutput` and its parts for users."""
+"""Outputs: token records inside the engine, `RequestOutput` and its parts for users."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
@@ -9,7 +9,7 @@ from quire.core.logprob_table import Logprobs, LogprobTable
 
 FinishReason = Literal["stop", "length", "abort"]
 # What keeps a request waiting: no seats, no blocks, a step that is full, its own prefix being computed, swapped ones,
-# the blocks that others of its client hold.
+# the blocks that other requests of its client hold.
 WaitReason = Literal["max_num_seqs", "kv_blocks", "token_budget", "pending_prefix", "swapped_first", "kv_share"]
 WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 MAX_PREEMPTIONS_KEPT = 64  # records of one request, the newest; RequestMetrics.num_preemptions counts all
@@ -42,7 +42,7 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     prompt_logprobs: LogprobTable | None = None         # of positions 1..P-1
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    cumulative_logprob: float | None = None             # of a whole answer, where nobody asked for logprobs
+    cumulative_logprob: float | None = None             # of a whole answer, where no logprobs were requested
     error: str | None = None                            # why the whole request has failed: its last delta
     pooled: bytes | None = None                         # float32 vector of the request's hidden states
 
@@ -107,7 +107,7 @@ class RequestMetrics:
     """When things happened to a request, in seconds on one monotonic clock, and what it waited for.
 
     `waited_steps`: how many steps it was kept out of before it first ran, by WaitReason. One that was passed over for
-    its prefix may count for what kept out the others, too.
+    its prefix may count for what held back the requests behind it, too.
     """
 
     arrival_s: float
@@ -160,8 +160,8 @@ class KVStats:
     `pinned_blocks`: in use, as parts of pinned prefixes, whether or not sequences use them too.
     `tail_waste_ratio`: slots of blocks in use that hold no computed token, over all slots of blocks in use.
     `ref_counts`: how many blocks in use have 1, 2, 3-4, 5-8, 9+ owners. `blocks_by_owner`: blocks in use by the label
-    of who asked (`quire.core.owner_labels`), where there is one; a block that two labels hold counts for both. None
-    if nobody has counted: an engine process does so from time to time.
+    of the owner (`quire.core.owner_labels`), where there is one; a block that two labels hold counts for both. None
+    if they were not counted: an engine process does so from time to time.
     """
 
     block_size: int

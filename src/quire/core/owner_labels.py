@@ -1,4 +1,4 @@
-"""Labels of those whom requests belong to, for figures that people see: an API key by its number, a salt by a digest.
+"""Labels of the owners of requests, for figures that people see: an API key by its number, a salt by a digest.
 
 Neither keys nor salts can be read from a label. There is a bounded number of labels, since metrics keep each that
 they have ever seen: a client that sends salt after salt gets no more of them.

@@ -2,7 +2,7 @@
 
 Names and defaults are vLLM's. Every value that gets past the constructor can be served by any model, except that
 token ids still have to lie in the model's vocabulary (`check_vocabulary`). What the values do to the logits, and in
-which order, is told in `quire.decoding.sampler`.
+which order, is described in `quire.decoding.sampler`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ _MAX_ID_DIGITS = len(str(MAX_INT))
 
 
 class FrozenBias(dict[int, float]):
-    """A dict from token id to bias that nobody can change, so that parameters can be shared between requests."""
+    """A dict from token id to bias that cannot be changed, so that parameters can be shared between requests."""
 
     def _refuse_change(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError("logit_bias cannot be changed after construction")

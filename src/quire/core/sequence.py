@@ -54,7 +54,7 @@ class Sequence:
 
     @property
     def is_computed(self) -> bool:
-        """Whether nothing is left to compute: a beam that waits for the others of its request."""
+        """Return whether all known tokens are computed: a beam that waits for the other beams of its request."""
         return self.num_computed_tokens == self.num_tokens
 
 
@@ -74,8 +74,8 @@ class Request:
     is_pin: bool = False              # when the prompt has been computed, it is kept under the request's id
     cache_salt: str | None = None     # requests find only what those with the same salt have computed
     priority: int = 0                 # lower is served first
-    owner: str = ""                   # label of who asked: see quire.core.owner_labels
-    client_id: str = ""               # whose share it takes: "key:3", or the connection where there is no key
+    owner: str = ""                   # label of the owner: see quire.core.owner_labels
+    client_id: str = ""               # charged to: "key:3", or the connection if there is no key
     weight: float = 1.0               # of its client, under the policy `fair`
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
     prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)  # of positions 1, 2, ... as far as computed

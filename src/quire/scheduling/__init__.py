@@ -1,1 +1,1 @@
-"""Who runs in this step, with how many tokens: pure Python, no torch, no clock, no I/O."""
+"""Scheduling: the requests of each step and their token counts. Pure Python, no torch, no clock, no I/O."""

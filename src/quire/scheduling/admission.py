@@ -37,7 +37,7 @@ class AdmissionWork:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the step may admit no more."""
+        """Return whether the step may admit no more."""
         return self._done >= MAX_WORK
 
     def count_lookup(self, match: PrefixMatch) -> None:

@@ -1,11 +1,11 @@
-"""Plan a step while the one before it still runs, for devices that work while the host thinks.
+"""Async scheduling: plan step N + 1 while step N runs on the device.
 
 What the running step samples is not known yet, but where it will stand is: the next plan computes it as the row's next
-token, and whoever runs the plan takes it from there. Prompts go on with their next chunks. This is done only where
-nothing else can depend on the tokens: nobody who waits has room, nobody forks, and there are free blocks for all
+token, which the executor takes from there. Prompts go on with their next chunks. This is done only where
+nothing else can depend on the tokens: no waiting request fits, none forks, and there are free blocks for all
 that is computed. In all other cases the next step is planned when the tokens are known. A sequence that ends by a token
-of the running step is computed once more, for nothing. Who needs to see the tokens before the next draw sits out one
-step: beams, penalties, bad words, logprobs.
+of the running step is computed once more, for nothing. A request that needs the tokens before the next draw pauses for
+one step: beams, penalties, bad words, logprobs.
 """
 
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ def schedule_next(
 ) -> PlanBuilder | None:
     """Return the step after `current`, which has not been recorded; None where it has to wait for that.
 
-    `num_running_seqs`: unfinished sequences of `running`. Decodes come first, then prompts: whoever has the least left.
+    `num_running_seqs`: unfinished sequences of `running`. Decodes come first, then prompts by what is left.
     """
     drawn = [each for each in current.sampled if each[1].status is SequenceStatus.RUNNING]
     rested = [each for each in current.resting if each[1].status is SequenceStatus.RUNNING if _num_missing(each[1]) < 2]
@@ -51,7 +51,7 @@ def schedule_next(
             _advance(ahead, cache, request, sequence, sequence.num_tokens)
     for request, sequence in rested:
         if sequence.is_computed:
-            ahead.resting.append((request, sequence))  # a beam that waits for the others
+            ahead.resting.append((request, sequence))  # a beam that waits for the other beams
         else:
             _advance(ahead, cache, request, sequence, sequence.num_computed_tokens)
     for chunk in chunks:
@@ -60,7 +60,7 @@ def schedule_next(
 
 
 def must_see_tokens(request: Request) -> bool:
-    """Whether a draw of the request needs the token before it, or its result more than its token."""
+    """Return whether a draw of the request needs the token before it, or its result more than its token."""
     params = request.params
     return (
         request.beam is not None
@@ -75,7 +75,7 @@ def _chunks(
 ) -> list[Chunk] | None:
     """Share what decodes leave of the budget among the sequences that have not been `seen`: prompts, most of them.
 
-    None where somebody's branches fork next, or wait for the end of a batch. Beams that have just forked rest.
+    None where branches of a request fork next, or wait for the end of a batch. Beams that have just forked rest.
     """
     counts = {each.seq_id: count for each, count in zip(current.planned, current.plan.counts, strict=True)}
     forked = {sequence.seq_id for sequence in current.forked}

@@ -1,8 +1,8 @@
-"""Beam search: which beams go on, which hypotheses are kept, and when it is over (Kwon et al. 2023, section 4.4).
+"""Beam search: surviving beams, kept hypotheses and the end of the search (Kwon et al. 2023, section 4.4).
 
 The rules are those of transformers' `_beam_search` (5.23) with `early_stopping=False`. Of the best continuations of all
 beams, the first `beam_width` may end: by an end-of-sequence token, or all of them at max_tokens. The first `beam_width`
-others survive. Hypotheses that ended are kept apart, the `beam_width` best by score = sum of logprobs / (generated
+of the rest survive. Hypotheses that ended are kept apart, the `beam_width` best by score = sum of logprobs / (generated
 tokens ** length_penalty), the one that ends a sequence among them. With that many kept, the search is over as soon as
 the best survivor, scored at its present length, is not better than the worst of them.
 
@@ -59,7 +59,7 @@ class BeamSearch:
 
     @property
     def has_all_answers(self) -> bool:
-        """Whether every beam has answered."""
+        """Return whether every beam has answered."""
         return self.logprobs.keys() <= self._answers.keys()
 
     def advance(self, branches: Sequence[Branch]) -> list[Continuation]:
@@ -73,7 +73,7 @@ class BeamSearch:
         return survivors
 
     def place(self, survivors: Iterable[Continuation]) -> list[tuple[int, Continuation]]:
-        """Give each survivor a sequence: the first child of a beam its parent's, the others those of losers."""
+        """Give each survivor a sequence: the first child of a beam its parent's, the rest those of losers."""
         parents = {each.beam for each in survivors}
         losers = deque(index for index in range(self._width) if index not in parents)
         placed = []
@@ -121,27 +121,27 @@ class BeamSearch:
 
 
 class BeamSearches:
-    """The searches of all beam requests of a scheduler: answers come in, and sequences and tables are forked."""
+    """The searches of all beam requests of a scheduler: collects answers, forks sequences and tables."""
 
     def __init__(self, cache: KVCacheManager, queues: RequestQueues) -> None:
         self._cache, self._queues = cache, queues
         self._searches: dict[int, BeamSearch] = {}      # by request id
         self._answered: dict[int, Request] = {}         # in the step under way
-        self._row_forks: list[RowFork] = []             # that the worker has not been told of
+        self._row_forks: list[RowFork] = []             # not yet in a plan
 
     def add(self, request: Request) -> None:
-        """Take in a new request, if it is a beam search."""
+        """Add a new request, if it is a beam search."""
         if request.beam is not None:
             search = BeamSearch(request.beam, request.max_tokens, request.eos_token_ids)
             self._searches[request.request_id] = search
 
     def remove(self, request: Request) -> None:
-        """Forget a request, whatever it is."""
+        """Remove a request, beam search or not."""
         self._searches.pop(request.request_id, None)
         self._answered.pop(request.request_id, None)
 
     def take_row_forks(self) -> list[RowFork]:
-        """Return what the next plan has to tell of, once."""
+        """Return, once, the forks for the next plan."""
         forks, self._row_forks = self._row_forks, []
         return forks
 
@@ -152,12 +152,12 @@ class BeamSearches:
         self._answered[request.request_id] = request
 
     def take_answered(self) -> list[Request]:
-        """Return, once, whose sequences have answered in this step."""
+        """Return, once, the requests with answered sequences in this step."""
         answered, self._answered = self._answered, {}
         return list(answered.values())
 
     def advance(self, request: Request) -> list[SequenceDelta]:
-        """Let a search go on if its beams have all answered; return its answers if it is over.
+        """Advance a search if all its beams have answered; return its answers if it is over.
 
         One that was preempted when some had answered waits until all is computed again. One that fails in here is over
         without an answer.

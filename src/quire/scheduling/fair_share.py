@@ -131,7 +131,7 @@ class Backlog:
         return next((request for request in queue if request not in skipped.requests), None)
 
     def _first_client(self) -> str | None:
-        """Return the client with the least counter, whose entry is at the top then."""
+        """Return the client with the least counter, after which its entry is at the top."""
         heap = self._heap
         while heap:
             counter, rank, client = heap[0]
@@ -175,12 +175,12 @@ class FairShare(ByPriority):
             self.counters.lift(client, max(least, self.counters[self._last_admitted]))
 
     def enqueue(self, request: Request) -> None:
-        """Let a request compete by its client's counter, unless it was admitted before."""
+        """Queue a request by its client's counter, unless it was admitted before."""
         if not _was_admitted(request):
             self._backlog.add(request)
 
     def dequeue(self, request: Request) -> None:
-        """Let a request compete no more."""
+        """Remove a request from the competition."""
         if not _was_admitted(request):
             self._backlog.remove(request)
 
@@ -217,7 +217,7 @@ class FairShare(ByPriority):
         return swapped[0] if swapped else self._backlog.first(skipped)
 
     def planning_order(self, running: list[Request]) -> list[Request]:
-        """Return the first by queue key, then the others by their clients' counters."""
+        """Return the first by queue key, then the rest by their clients' counters."""
         counters = self.counters
         return running[:1] + sorted(running[1:], key=lambda request: counters[request.client_id])
 

@@ -1,7 +1,7 @@
 """Isolation of the request that makes steps fail, by group testing (Dorfman 1943), bisected.
 
 After a failed step the requests that it computed for are suspects. They are computed again in halves, one group at a
-time, and a group whose step fails is halved again. A suspect is cleared when all tokens that it had are computed again;
+time, and a group with a failing step is halved again. A suspect is cleared when all of its tokens are computed again;
 cleared and uninvolved requests are held meanwhile, so a failure never has another cause than the group. A group of one
 that fails is the culprit if a probe, a request of one token that no client sent, succeeds after it: then the device and
 the engine work, and the culprit is failed alone. Where the probe fails, or MAX_FRUITLESS isolations of the same
@@ -26,7 +26,7 @@ QUIET_STEPS = 128     # steps without a failure, after which earlier ones are fo
 
 @dataclass(frozen=True, slots=True)
 class _Accusation:
-    """A request whose step failed although it was computed alone, until the probe tells whether it is to blame."""
+    """A request with a failing step although it was computed alone, until the probe shows whether it is the cause."""
 
     request_id: int
     reason: str
@@ -47,7 +47,7 @@ class Isolation:
 
     @property
     def is_active(self) -> bool:
-        """Whether some requests are held until suspects have been tested."""
+        """Return whether some requests are held until suspects have been tested."""
         return self._is_open
 
     def open_step(self) -> None:
@@ -87,7 +87,7 @@ class Isolation:
         accused, self._accusation = self._accusation, None
         self._has_culprit = True
         if not self._scheduler.abort(accused.request_id):
-            return []                                                   # its client has left meanwhile
+            return []                                                   # its client has disconnected
         return [SequenceDelta(accused.request_id, 0, [], error=accused.reason)]
 
     def _may_go_on(self, alive: list[int]) -> bool:

@@ -21,7 +21,7 @@ class _Holding:
 
 
 class KVShares:
-    """Counts the blocks of each client's running requests, once in a step where it is asked. Changes nothing."""
+    """Counts the blocks of each client's running requests, at most once per step. Changes nothing."""
 
     def __init__(
         self, max_blocks: int | None, running: list[Request], known_blocks: Callable[[Request], int],
@@ -37,7 +37,7 @@ class KVShares:
         self._holdings = None
 
     def exceeds(self, request: Request) -> bool:
-        """Return whether a request that waits has to wait for others of its client to end."""
+        """Return whether a waiting request would take its client past its share."""
         if self._max_blocks is None:
             return False
         holding = self._counted().get(request.client_id)

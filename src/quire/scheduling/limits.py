@@ -1,8 +1,7 @@
-"""What can ever run: the limits that a request is held against before it is queued, as plain data.
+"""Admission limits: what can ever run, checked before a request is queued. Plain data.
 
-A request must fit into the pool without what is pinned, and nothing is pinned that would break what was promised.
-
-The scheduler refuses by them, and whoever makes requests, in this process or in another, asks them first.
+A request must fit into the pool without the pinned blocks, and no pin is accepted that would break a promise. The
+scheduler refuses by these limits; the server and `LLM` check them before they queue a request.
 """
 
 from collections.abc import Collection
@@ -57,9 +56,9 @@ class AdmissionLimits:
             )
 
     def check_pinnable(self, num_tokens: int, num_pins: int, most_needed: int) -> None:
-        """Raise InvalidRequestError if a prefix cannot be kept beside `num_pins` others.
+        """Raise InvalidRequestError if a prefix cannot be pinned beside `num_pins` prefixes.
 
-        What was promised stays true: a sequence of max_model_len fits, and so does each request that was let in;
+        A sequence of max_model_len still fits, and so does each accepted request;
         `most_needed` is the worst case of the largest, in blocks.
         """
         if num_pins >= MAX_PINNED_PREFIXES:
@@ -79,7 +78,7 @@ class AdmissionLimits:
         return self.num_blocks - self.num_pinned_blocks
 
     def _check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Refuse in OpenAI's words: by them litellm and langchain tell that a context is too long."""
+        """Refuse in OpenAI's words: litellm and langchain recognize a context that is too long by them."""
         length = num_prompt_tokens + max_tokens
         if length <= self.max_model_len:
             return
@@ -93,7 +92,7 @@ class AdmissionLimits:
 def check_pinnable(
     num_tokens: int, requests: Collection[Request], cache: KVCacheManager, limits: AdmissionLimits
 ) -> None:
-    """Raise InvalidRequestError if a prefix of so many tokens cannot be kept beside all that was let in."""
+    """Raise InvalidRequestError if a prefix of so many tokens cannot be pinned beside all accepted requests."""
     if not cache.prefix_caching_enabled:
         raise InvalidRequestError("nothing can be pinned: prefix caching is off (enable_prefix_caching)")
     num_pins = len(cache.pins) + sum(request.is_pin for request in requests)
@@ -107,7 +106,7 @@ def num_pinned_blocks(requests: Collection[Request], cache: KVCacheManager) -> i
 
 
 def check_pinned(requests: Collection[Request], cache: KVCacheManager, limits: AdmissionLimits) -> None:
-    """Assert that the limits know what is pinned, and that each request that was let in can still run."""
+    """Assert that the limits know what is pinned, and that each accepted request can still run."""
     num_pinned = num_pinned_blocks(requests, cache)
     assert limits.num_pinned_blocks == num_pinned, f"{num_pinned} blocks are pinned, but the limits are {limits}"
     most = _most_needed_blocks(requests, cache.block_size)

@@ -1,4 +1,4 @@
-"""Collects one step's plan, and which sequence each of its entries stands for."""
+"""Collects one step's plan, and the sequence of each of its entries."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ class PlanBuilder:
     def begin_row(
         self, request: Request, sequence: Sequence, block_ids: BlockIds, copy: BlockCopy | None = None
     ) -> None:
-        """Tell the worker about a sequence that has just been given a row, and of the copy that it begins with."""
+        """Add a sequence that has just been given a row, and the copy that it starts with."""
         if copy is not None:
             self.plan.copies.append(copy)
         self.plan.new_rows.append(
@@ -72,7 +72,7 @@ class PlanBuilder:
         self.sampled.append((request, sequence))
 
     def verify_drafts(self, request: Request, sequence: Sequence, num_drafts: int, update: TableUpdate | None) -> None:
-        """Compute the first drafts of a sequence, too, whose entry was planned last; sample behind each of them."""
+        """Compute the first drafts, too, of the sequence with the last entry; sample behind each of them."""
         self.plan.drafts.append(RowDrafts(sequence.row, sequence.num_tokens, list(sequence.drafts[:num_drafts])))
         self.plan.counts[-1] += num_drafts
         if update is not None:

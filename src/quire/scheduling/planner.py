@@ -1,9 +1,9 @@
-"""Who computes how much in a step. Every running request is planned before any waiting one is let in.
+"""Planner: the sequences of a step and their token counts. Running requests are planned before waiting ones.
 
-When blocks run out, the last in order gives way as a whole, to be computed again later or swapped out and in (Kwon et
-al. 2023, section 4.5). The first in order never does. Whoever waits comes in while rows, blocks and budget last; who
-begins with a block that is being computed in this step is skipped, and its seats are kept: in the next step it
-finds that block.
+When blocks run out, the last request in planning order is preempted as a whole, to be recomputed or swapped (Kwon et
+al. 2023, section 4.5); the first is never preempted. Waiting requests are admitted while rows, blocks and budget last.
+A request that starts with a block computed in this step is skipped, its rows reserved: in the next step it finds that
+block in the prefix cache.
 """
 
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ _DECODES_AT_ONCE = 256  # requests that each run of decodes looks at, at most: d
 
 
 class SelfPreemptedError(Exception):
-    """The request that was being planned is the last in order itself, and has been preempted."""
+    """The request being planned was itself the victim."""
 
 
 class Planner:
-    """Writes the plan of one step after the other. Changes where requests stand, and what they hold."""
+    """Writes plans: moves requests between queues, allocates and frees their blocks."""
 
     def __init__(
         self, budget: int, queues: RequestQueues, admission: AdmissionControl, preemption: PreemptionPolicy,
@@ -52,11 +52,11 @@ class Planner:
             self._cache.publish()
 
     def _needs_prefixes(self) -> bool:
-        """Whether somebody may be let in and will look for prefixes, or blocks are short: none may be there twice."""
+        """Return whether duplicate blocks must be merged: a prefix lookup follows, or blocks are short."""
         return self._admission.may_admit() or self._cache.num_free_blocks < self._queues.num_running_seqs
 
     def _budget_candidates(self) -> Iterator[Request]:
-        """Yield who could use some of this step's budget: who runs, and who may be let in next."""
+        """Yield the requests that could use some of this step's budget: running or admissible ones."""
         yield from self._queues.running
         if self._admission.may_admit():
             yield from self._queues.swapped or self._queues.waiting
@@ -71,7 +71,7 @@ class Planner:
             self._preemption.count("recompute")
             self._queues.release_for_recompute(request)
 
-    # --- who runs -------------------------------------------------------------------------------------------------
+    # --- running requests -----------------------------------------------------------------------------------------
 
     def plan_running(self, step: PlanBuilder, budget: int) -> int:
         """Plan running requests in order. Return the budget left."""
@@ -92,12 +92,12 @@ class Planner:
         return budget
 
     def _plan_decodes(self, step: PlanBuilder, index: int, sequences: list[Sequence]) -> int:
-        """Plan one token of each of these, all at once. Return of how many: the last ones may have to give way."""
+        """Plan one token of each of these, all at once. Return how many: the last ones may be preempted."""
         running, updates = step.order, dict[int, TableUpdate | None]()
         try:
             for place in self._cache.append_where_room([sequence.seq_id for sequence in sequences]):
                 if index + place >= len(running):
-                    break                                               # has given way meanwhile
+                    break                                               # preempted meanwhile
                 step.at = running[index + place]
                 updates[place] = self._append(step, step.at, sequences[place], 1)
         except SelfPreemptedError:
@@ -125,11 +125,11 @@ class Planner:
     def _advance_group(self, step: PlanBuilder, request: Request, budget: int) -> int:
         """Plan the branches of a request, up to `budget` tokens in all. Return how many.
 
-        First one branch computes the prompt for all, and the others fork from it at its end (section 4.4). A fork
+        First one branch computes the prompt for all, then the other branches fork from it (section 4.4). A fork
         shares the blocks that this step fills; the first write to a shared one comes in a later step, so its copy finds
         them filled. Then each goes its own way.
         """
-        first, *others = request.live
+        first, *rest = request.live
         if request.live[-1].row == NO_ROW:
             if first.row == NO_ROW:
                 self._start(step, request, first, NO_MATCH)             # the group's first has ended before the fork
@@ -137,13 +137,13 @@ class Planner:
             used = min(num_missing, budget)
             self._advance(step, request, first, used, used)
             if used == num_missing:
-                for other in others:
+                for other in rest:
                     self._fork(step, request, first, other)
             return used
         left = budget
         for sequence in request.live:
             num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, left)
-            if num_tokens > 0:                                          # else a beam that waits for the others
+            if num_tokens > 0:                                          # else a beam that waits for the other beams
                 left -= self._advance(step, request, sequence, num_tokens, left)
         return budget - left
 
@@ -193,9 +193,9 @@ class Planner:
                     raise SelfPreemptedError from None
 
     def preempt(self, step: PlanBuilder, request: Request) -> None:
-        """Take everything from a running request, to come back in one way or the other.
+        """Preempt a running request by swap or recompute.
 
-        Some of its branches may have been planned in this very step: that is taken back first.
+        Branches that were planned in this step are retracted first.
         """
         held = [sequence for sequence in request.live if sequence.row != NO_ROW]
         for sequence in held:
@@ -208,10 +208,10 @@ class Planner:
         else:
             self._queues.release_for_recompute(request)
 
-    # --- who comes in ---------------------------------------------------------------------------------------------
+    # --- admission ---------------------------------------------------------------------------------------------
 
     def admit(self, step: PlanBuilder, budget: int) -> WaitReason | None:
-        """Let swapped and waiting requests run, in order, while rows, blocks and budget last. Return what does not."""
+        """Admit swapped and waiting requests in order while rows, blocks and budget last; return what is short."""
         queues, admission, skipped = self._queues, self._admission, SkippedRequests()
         while (request := queues.next_to_admit(skipped)) is not None:
             step.at = request
@@ -241,7 +241,7 @@ class Planner:
             share = self._prefill_budget.share(num_missing_tokens(request) - match.num_tokens, budget)
             if share == 0:
                 if request.num_preemptions or not self._prefill_budget.may_be_passed():
-                    return "token_budget"                               # nobody takes the blocks of who gave way
+                    return "token_budget"                               # later requests must not take a victim's blocks
                 skipped.add(request)
                 queues.wait_reasons.count_skipped(request, "token_budget")
                 continue
@@ -260,13 +260,13 @@ class Planner:
         return used
 
     def _admit_waiting(self, step: PlanBuilder, request: Request, match: PrefixMatch, budget: int) -> int:
-        """Let a waiting request begin with what has been found, and plan its first tokens. Return how many.
+        """Admit a waiting request with its cached prefix, and plan its first tokens. Return how many.
 
         The branches of a preempted sequence group go their own ways at once if their prompt has been found.
         """
         self._queues.admit(request)
         self._record_admitted(step, request)
-        first, *others = request.live
+        first, *rest = request.live
         self._start(step, request, first, match)
         if request.num_preemptions == 0:
             request.num_cached_tokens = first.num_computed_tokens
@@ -274,9 +274,9 @@ class Planner:
                 self._cache.note_query(first.num_prompt_tokens, first.num_computed_tokens)
             self._order.charge_prompt(request)
         if first.num_output_tokens > 0 and self._admission.has_prompt(request, match):
-            for other in others:
+            for other in rest:
                 self._start(step, request, other, self._admission.match_sequence(request, other).of_whole_blocks())
-        for other in others:                                            # that will fork have lost all but the prompt
+        for other in rest:                                              # that will fork have lost all but the prompt
             request.num_recomputed_tokens += self._preemption.record_resumed(other, other.num_prompt_tokens)
         used = self._advance_group(step, request, budget)
         self._admission.reserve(request)
@@ -308,7 +308,7 @@ class Planner:
         self._admission.record_started(sequence, len(block_ids))
 
     def _fork(self, step: PlanBuilder, request: Request, first: Sequence, other: Sequence) -> None:
-        """Let `other` share all blocks of `first`, and draw its first token from the same logits if it has none."""
+        """Fork `other` from `first`: share all blocks; sample its first token from the same logits if it has none."""
         self._queues.assign_row(other)
         self._cache.fork(first.seq_id, other.seq_id, other.token_ids)
         self._start_row(step, request, other)

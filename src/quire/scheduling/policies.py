@@ -21,12 +21,12 @@ class SkippedRequests:
         self.last: Request | None = None    # in order
 
     def add(self, request: Request) -> None:
-        """Pass over one request."""
+        """Skip one request."""
         self.requests.add(request)
         self.last = request
 
     def add_client(self, client_id: str) -> None:
-        """Pass over all waiting requests of a client."""
+        """Skip all waiting requests of a client."""
         self.clients.add(client_id)
 
     def __contains__(self, request: Request) -> bool:
@@ -50,7 +50,7 @@ class ByPriority:
         self._num_steps += 1
 
     def queue_key(self, request: Request, number: int) -> QueueKey:
-        """Return the queue key of a new arrival; `number` tells it from all others, and is higher than theirs."""
+        """Return the queue key of a new arrival; `number` is higher than those of all earlier arrivals."""
         return self._num_steps + AGEING_STEPS * request.priority, number
 
     def add(self, request: Request) -> None:
@@ -93,7 +93,7 @@ class ByPriority:
                 continue
             if skipped is None or request.client_id not in skipped.clients:
                 return request
-            skipped.last = request                                       # it is looked at once in a step
+            skipped.last = request                                       # it is looked at once per step
         return swapped[0] if swapped else None
 
     def planning_order(self, running: list[Request]) -> list[Request]:

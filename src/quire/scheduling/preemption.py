@@ -1,10 +1,10 @@
-"""How a preempted request comes back: swapped out and in, or computed again; and what that has cost.
+"""Preemption by swap or recompute: the choice, and the cost of both.
 
-`auto` takes for each victim what is cheaper at the rates that the worker has measured: moving its blocks out and back
-in, or a prefill of its computed tokens (Kwon et al. 2023, section 4.5, leaves the choice to the operator). A block that
-other requests hold as well is likely to be found in the cache on return: it goes out, but need not come in, nor be
-computed. While a rate is not known, the victim is swapped: only so does the rate of swapping become known, and that of
-prefills is known from the first prompt of more than one token on. docs/decisions/0008 says why.
+`auto` takes for each victim the cheaper kind at the rates that the worker has measured: moving its blocks out and back,
+or a prefill of its computed tokens (Kwon et al. 2023, section 4.5, leaves the choice to the operator). A block that
+other requests hold as well is likely to be found in the cache on return: it is swapped out, but neither swapped in nor
+recomputed. While a rate is not known, the victim is swapped: that measures the rate of swapping, and the rate of
+prefills is known from the first prompt of more than one token on. See docs/decisions/0008.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class PreemptionStats:
 
 
 class PreemptionPolicy:
-    """Chooses the way back, and keeps account of both. Seconds come from the worker, or from its rates."""
+    """Chooses the kind of each preemption, and counts both kinds and their cost. Seconds come from the worker."""
 
     def __init__(self, mode: PreemptionMode, block_size: int) -> None:
         self._mode = mode
@@ -47,11 +47,11 @@ class PreemptionPolicy:
         return recovery
 
     def count(self, recovery: PreemptionKind) -> None:
-        """Count a preemption by its way back."""
+        """Count a preemption by its kind."""
         self.stats.num_preemptions[recovery] += 1
 
     def record_step(self, result: StepResult) -> None:
-        """Take over what the worker has measured."""
+        """Record the worker's measurements."""
         self._rates = result.rates
         self.stats.swap_s += result.swap_s
 
@@ -77,5 +77,5 @@ class PreemptionPolicy:
 
 def _num_computed_tokens(request: Request) -> int:
     """Return how many tokens a sequence group has computed, the prompt once for all branches."""
-    first, *others = request.live
-    return first.num_computed_tokens + sum(max(0, o.num_computed_tokens - o.num_prompt_tokens) for o in others)
+    first, *rest = request.live
+    return first.num_computed_tokens + sum(max(0, o.num_computed_tokens - o.num_prompt_tokens) for o in rest)

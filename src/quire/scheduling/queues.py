@@ -1,9 +1,8 @@
-"""Where each request stands, and what it holds there: rows of the worker, and blocks.
+"""Request queues: waiting, running, swapped and held requests in queue order, and the worker's rows.
 
-Whoever waits holds nothing. Whoever runs has a seat for each sequence, and rows and blocks for those that have begun.
-Whoever is swapped out has blocks in the swap space. The three lists are in the order of queue keys, so a preempted
-request returns to its place; in most cases that is the front, for only those that wait for another to compute
-their common prefix are skipped.
+A waiting request holds nothing. A running request reserves a row for each sequence and holds rows and blocks for those
+that have started; a swapped one holds blocks of the swap space. A preempted request returns to its place in queue
+order, in most cases the front: only requests that wait for a pending prefix are skipped.
 """
 
 from bisect import bisect_left, insort
@@ -17,7 +16,7 @@ from quire.scheduling.wait_reasons import WaitReasonCounters
 
 
 class RequestQueues:
-    """All requests of a scheduler, by id and in line."""
+    """All requests of a scheduler, by id and in queue order. The only writer of rows, statuses and computed tokens."""
 
     def __init__(self, cache: KVCacheManager, max_num_seqs: int, policy: ByPriority) -> None:
         self._cache, self._policy = cache, policy
@@ -37,7 +36,7 @@ class RequestQueues:
         queue = self._preempted if self.swapped else self.waiting  # no new one is admitted before a swapped one
         return self._policy.next_to_admit(queue, self.swapped, skipped)
 
-    # --- from one place to the next -------------------------------------------------------------------------------
+    # --- transitions -------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a new request as waiting."""
@@ -47,7 +46,7 @@ class RequestQueues:
         self._enqueue(request, self.waiting)
 
     def admit(self, request: Request) -> None:
-        """Move a request from its queue to those that run: it has its seats, and no rows yet."""
+        """Move a request from its queue to the running ones. It has no rows yet."""
         self._remove(request)
         request.queue_key = self._policy.admit(request)
         self.wait_reasons.stop(request)
@@ -55,7 +54,7 @@ class RequestQueues:
         self.num_running_seqs += len(request.live)
 
     def assign_row(self, sequence: Sequence) -> None:
-        """Let a sequence of a running request begin."""
+        """Give a sequence of a running request a row."""
         sequence.row = self.free_rows.pop()
         sequence.status = SequenceStatus.RUNNING
 
@@ -78,7 +77,7 @@ class RequestQueues:
         sequence.status = SequenceStatus.PADDING
 
     def swap_out(self, request: Request) -> list[BlockCopy]:
-        """Move a running request to the swapped ones; what is computed stays so. Return what is to be copied."""
+        """Move a running request to the swapped ones; its computed tokens stay computed. Return the copies to make."""
         held = [sequence for sequence in request.live if sequence.row != NO_ROW]
         moves = self._cache.swap_out([sequence.seq_id for sequence in held])
         for sequence in held:
@@ -91,7 +90,7 @@ class RequestQueues:
         return moves
 
     def swap_in(self, request: Request) -> list[BlockCopy]:
-        """Let a swapped request run again, with rows for what it has begun. Return what is to be copied."""
+        """Move a swapped request to the running ones, with rows for started sequences. Return the copies to make."""
         self.admit(request)
         swapped = [sequence for sequence in request.live if sequence.status is SequenceStatus.SWAPPED]
         moves = self._cache.swap_in([sequence.seq_id for sequence in swapped])
@@ -101,7 +100,7 @@ class RequestQueues:
         return moves
 
     def release_for_recompute(self, request: Request) -> None:
-        """Free all that a request holds and let it wait again; what is not found then will be computed anew."""
+        """Free the rows and blocks of a request and queue it again; tokens not found in the cache are recomputed."""
         for sequence in request.live:
             self._release(sequence)
             sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_computed_tokens)
@@ -118,13 +117,13 @@ class RequestQueues:
         insort(self.held, request, key=queue_key_of)
 
     def release(self, request: Request) -> None:
-        """Let a request that is held be admitted again, in its queue key."""
+        """Return a held request to its queue."""
         self._remove(request)
         is_swapped = any(sequence.status is SequenceStatus.SWAPPED for sequence in request.live)
         self._insert(request, self.swapped if is_swapped else self.waiting)
 
     def finish(self, request: Request, sequence: Sequence) -> None:
-        """End a branch for good, wherever it is; with the last one the request is gone."""
+        """Finish a branch in any state; with the last one the request is removed."""
         self._release(sequence)
         sequence.status = SequenceStatus.FINISHED
         request.live.remove(sequence)
@@ -161,7 +160,7 @@ class RequestQueues:
                 del self._preempted[bisect_left(self._preempted, request.queue_key, key=queue_key_of)]
 
     def _release(self, sequence: Sequence) -> None:
-        """Free the row and the blocks of a sequence; where a step has failed, it may have the one without the other."""
+        """Free the row and the blocks of a sequence; after a failed step it may have only one of them."""
         if sequence.seq_id in self._cache:
             self._cache.free(sequence.seq_id, sequence.num_computed_tokens)
         if sequence.row != NO_ROW:
@@ -175,7 +174,7 @@ class RequestQueues:
     # --- invariants -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert that each request stands in one place, in order, and that no seat and no row is lost or doubled."""
+        """Assert that each request is in one queue, in order, and that no row is lost or doubled."""
         for queue in (self.waiting, self.running, self.swapped, self.held):
             keys = [request.queue_key for request in queue]
             assert keys == sorted(keys), f"requests are out of order: {keys}"
@@ -183,7 +182,7 @@ class RequestQueues:
         num_queued = len(self.waiting) + len(self.swapped) + len(self.held)
         assert len(self.running) + num_queued == len(self.requests)
         sequences = [sequence for request in self.running for sequence in request.live]
-        assert self.num_running_seqs == len(sequences), f"{self.num_running_seqs} seats of {len(sequences)} sequences"
+        assert self.num_running_seqs == len(sequences), f"{self.num_running_seqs} of {len(sequences)} running sequences"
         assert self.num_drafted == sum(sequence.row != NO_ROW and bool(sequence.drafts) for sequence in sequences)
         rows = sorted([sequence.row for sequence in sequences if sequence.row != NO_ROW] + self.free_rows)
         assert rows == list(range(len(rows))), f"rows lost or doubled: {rows}"

@@ -38,7 +38,7 @@ from quire.scheduling.step_rollback import affected_by, release_affected
 
 
 class Scheduler:
-    """Decides who runs in each step. The only writer of a sequence's tokens, computed tokens, row and status."""
+    """Chooses the requests of each step, and records the results. The only writer of a sequence's tokens."""
 
     def __init__(
         self, config: SchedulerConfig, cache: KVCacheManager, admission: type[AdmissionControl] = AdmissionControl
@@ -65,11 +65,11 @@ class Scheduler:
             cache, self.queues, self.order, self._beams, self._finish, self._complete
         )
 
-    # --- requests come and go -----------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------
 
     @property
     def has_requests(self) -> bool:
-        """Whether anything waits, runs or is swapped out, or is still to be told."""
+        """Return whether a request is unfinished, or a delta was not returned yet."""
         return bool(self.queues.requests or self._recorder.deltas)
 
     @property
@@ -123,7 +123,7 @@ class Scheduler:
 
     @property
     def admitted(self) -> list[Request]:
-        """Requests that the last plan has let in."""
+        """Requests that the last plan admitted."""
         return self._step.admitted
 
     @property
@@ -197,9 +197,9 @@ class Scheduler:
     # --- the plan -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Choose who runs in the next step. The plan is empty only if nothing waits or runs.
+        """Plan the next step. The plan is empty only if no request waits or runs.
 
-        If it has been planned ahead, it is that plan, which has let nobody in.
+        Returns the plan of `schedule_next`, which admits no request, if there is one.
         """
         if self._ahead is not None:
             self._step, self._ahead = self._ahead, None
@@ -232,7 +232,7 @@ class Scheduler:
         return step.plan
 
     def _admit(self, step: PlanBuilder, budget: int) -> None:
-        """Let those in that have room; take down what keeps out the others."""
+        """Admit waiting requests that fit; count why the rest wait."""
         self.queues.wait_reasons.count(self.planner.admit(step, budget))
 
     # --- the result -----------------------------------------------------------------------------------------------
@@ -263,12 +263,11 @@ class Scheduler:
         self._finish(request, sequence)
 
     def roll_back(self) -> list[int]:
-        """Take back a step that has failed: whom it affected is queued again, in order, and will be computed anew.
+        """Roll back a failed step: the affected requests are queued again, in order, and recomputed.
 
-        Nobody knows how far the step came, so nothing that it wrote is trusted, in the swap space either. What was
-        swapped out before, and did not come back in this step, is as it was; who had no part in the step runs on.
-        Returns the ids of those who answer for it: all whom it affected, or, where it failed while the plan was made
-        or tokens were recorded, the one whose turn it was.
+        What the step may have written is not trusted, in the swap space either. A request that was swapped out before,
+        and did not return in this step, stays as it is; requests without a part in the step run on. Returns the ids of
+        the suspects: all affected requests, or the one being planned or recorded, if the failure arose there.
         """
         steps = [self._step] if self._ahead is None else [self._step, self._ahead]
         at, self._ahead = self._step.at, None
@@ -285,7 +284,7 @@ class Scheduler:
         release_affected(self.running.copy(), [], self.queues, self.preemption)
 
     def hold_all_but(self, request_ids: Container[int]) -> None:
-        """Admit none but these requests until `release_all`; the others must not run. Again after each arrival."""
+        """Admit these requests only until `release_all`, while no other request runs. Call again after each arrival."""
         for request in [*self.waiting, *self.swapped]:
             if request.request_id not in request_ids:
                 self.queues.hold(request)
@@ -321,7 +320,7 @@ def _make_order(config: SchedulerConfig) -> ByPriority:
 
 
 def _check_running(running: Iterable[Request], ahead: PlanBuilder | None, cache: KVCacheManager) -> None:
-    """Assert that who runs has slots for what is computed, and for what is planned ahead, and has more to compute."""
+    """Assert that running sequences have slots for computed and planned tokens, and have more to compute."""
     planned = {} if ahead is None else dict(zip(ahead.plan.rows, ahead.plan.counts, strict=True))
     for request in running:
         for sequence in request.live:

@@ -1,4 +1,4 @@
-"""Whom a step that has failed affected, what becomes of them, and what must hold of all who run after any step."""
+"""Rollback of a failed step: the affected requests are queued again, without what the step may have written."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +10,7 @@ from quire.scheduling.queues import RequestQueues
 
 
 def affected_by(steps: Sequence[PlanBuilder], running: Iterable[Request], cache: KVCacheManager) -> list[Request]:
-    """Return who was let in by one of these steps, or has a row that one names, or a block that one copies into."""
+    """Return the running requests that a step admitted, computes or starts, or that hold a block it copies into."""
     at = [request for step in steps for request in (step.at, *step.admitted)]
     plans = [step.plan for step in steps]
     rows = {row for plan in plans for row in (*plan.rows, *(new.row for new in plan.new_rows))}
@@ -29,7 +29,7 @@ def affected_by(steps: Sequence[PlanBuilder], running: Iterable[Request], cache:
 def release_affected(
     affected: Sequence[Request], swapped_out: Iterable[Request], queues: RequestQueues, recovery: PreemptionPolicy
 ) -> None:
-    """Let those who run, and those that the step was to swap out, wait again with nothing that it may have written."""
+    """Queue affected requests again, those that the step was to swap out included, without their blocks."""
     for request in reversed(affected):
         recovery.count("recompute")
         queues.release_for_recompute(request)

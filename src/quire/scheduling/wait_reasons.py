@@ -1,8 +1,8 @@
-"""Why requests wait: for each step that left some of them waiting, the one thing that kept the next of them out.
+"""Counters, per step, of why the head of the waiting queue was not admitted.
 
-Requests are let in in order, so what keeps out the next keeps out all behind it. A count of steps for each reason is
-all that is kept: a request takes note of the counts when it is queued, and of the difference when it is let in. Nothing
-is done for those that wait, but for the ones that are skipped so that others run before them.
+Requests are admitted in order, so the reason that holds back the head holds back all requests behind it, and one
+counter per reason is enough: a request records the counters when it is queued, and the differences when it is admitted.
+Only requests that are skipped, so that later ones run before them, are counted one by one.
 """
 
 from quire.core.outputs import WAIT_REASONS, WaitReason
@@ -10,7 +10,7 @@ from quire.core.sequence import Request
 
 
 class WaitReasonCounters:
-    """Steps that left somebody waiting, by reason, since start. `now`: what the last plan did so for, if it did."""
+    """Steps that left a request waiting, by reason, since start. `current`: the reason in the last plan, if any."""
 
     def __init__(self) -> None:
         self._num_steps = [0] * len(WAIT_REASONS)
@@ -21,18 +21,18 @@ class WaitReasonCounters:
         self.current = None
 
     def count(self, reason: WaitReason | None) -> None:
-        """Take down what kept out the next request, and all behind it; None: nothing did."""
+        """Count the reason that held back the head of the queue; None: nothing did."""
         if reason is not None:
             self.current = reason
             self._num_steps[WAIT_REASONS.index(reason)] += 1
 
     def count_skipped(self, request: Request, reason: WaitReason) -> None:
-        """Take down that a request, and it alone, was skipped."""
+        """Count that one request was skipped."""
         self.current = reason
         request.waited[WAIT_REASONS.index(reason)] += 1
 
     def start(self, request: Request) -> None:
-        """Begin to count for a request that is queued."""
+        """Start counting for a request that is queued."""
         request.waited = [-count for count in self._num_steps]
 
     def stop(self, request: Request) -> None:

@@ -71,7 +71,7 @@ class Reservation(BlockTable):
 
 
 class ContiguousManager(KVCacheManager):
-    """A manager whose sequences each have all of their blocks from the start, in a row."""
+    """A manager that gives each sequence all of its blocks from the start, in a row."""
 
     __slots__ = ("_runs", "policy")
 

@@ -1,8 +1,8 @@
-"""Who may run where memory is reserved ahead, and how much each reserves: Orca's policies (Kwon et al. 2023, 6.1).
+"""Admission with reserved memory: Orca's policies (Kwon et al. 2023, section 6.1).
 
-`contiguous-max` reserves the longest sequence that there may be, `contiguous-pow2` the prompt and the next power of two
-of the true output length, `contiguous-oracle` the true lengths. The true output length is the request's max_tokens: an
-oracle knows it where the end of sequence is ignored. Who is let in never needs more, so nobody is ever preempted.
+`contiguous-max` reserves the longest possible sequence, `contiguous-pow2` the prompt and the next power of two of the
+true output length, `contiguous-oracle` the true lengths. The true output length is the request's max_tokens: an oracle
+knows it where the end of sequence is ignored. An admitted request never needs more, so none is ever preempted.
 """
 
 from quire.cache.baselines.contiguous import ContiguousManager
@@ -25,16 +25,16 @@ def num_reserved_tokens(policy: MemoryPolicy, num_prompt_tokens: int, max_tokens
 
 
 class ReservingAdmission(AdmissionControl):
-    """Lets a request in when there is a chunk for each of its sequences.
+    """Admits a request when there is a chunk for each of its sequences.
 
-    Those that wait for the first one's prompt take theirs when they fork. Nobody is let in before that.
+    Those that wait for the first one's prompt take theirs when they fork. No request is admitted before that.
     """
 
     def __init__(self, queues: RequestQueues, cache: KVCacheManager, config: SchedulerConfig) -> None:
         assert isinstance(cache, ContiguousManager), "nothing is reserved in paged memory"
         super().__init__(queues, cache, config)
         self._chunks, self._policy = cache, cache.policy
-        self._is_fork_pending = False  # of a running request, whose other sequences have no chunks yet
+        self._is_fork_pending = False  # of a running request, with sequences that have no chunks yet
 
     def check_admissible(self, request: Request) -> None:
         """Raise ContextLengthError if there could never be a chunk for each sequence."""
@@ -61,7 +61,7 @@ class ReservingAdmission(AdmissionControl):
         self._is_fork_pending |= any(sequence.row == NO_ROW for sequence in request.live)
 
     def shortage(self, request: Request) -> WaitReason | None:
-        """Return what there is too little of: rows for a request's sequences, or chunks, where somebody's are due."""
+        """Return what is short: rows for a request's sequences, or chunks, where a fork is pending."""
         if self._queues.num_running_seqs + len(request.live) > self._config.max_num_seqs:
             return "max_num_seqs"
         return "kv_blocks" if self._is_fork_pending else None

@@ -1,7 +1,7 @@
 """Static batching: whole batches, one after the other, as FasterTransformer's users and the first servers had them.
 
 When nothing runs, the earliest arrivals are let in, as many as fit, and the batch runs until the last of its sequences
-has ended. Whoever ends earlier keeps its row and its memory and is computed on for nothing, as padding, and its answer
+has ended. A sequence that ends earlier keeps its row and memory and is computed on as padding, and its answer
 is handed over when the batch is over (the baseline of Kwon et al. 2023, section 6.1). Prompts are not padded:
 FasterTransformer leaves that out, too. Only where each sequence has the longest length reserved: padding must fit.
 """
@@ -19,7 +19,7 @@ from quire.scheduling.scheduler import Scheduler
 
 
 class StaticScheduler(Scheduler):
-    """A scheduler that lets nobody in while anybody runs."""
+    """A scheduler that admits no request while another runs."""
 
     def __init__(
         self, config: SchedulerConfig, cache: KVCacheManager, admission: type[AdmissionControl] = AdmissionControl
@@ -56,7 +56,7 @@ class StaticScheduler(Scheduler):
         return [each for each in deltas if each.finish_reason is None] + [held[key] for key in held if key not in here]
 
     def roll_back(self) -> list[int]:
-        """Take back a plan whose step failed: padding is not computed again, and handed over with the next step."""
+        """Roll back a failed step: padding is not computed again, and handed over with the next step."""
         self._end_padding()
         return super().roll_back()
 
