@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.fair_semaphore import FairSemaphore, Lanes, run_at_once, run_sliced
+from quire.server.fair_semaphore import FairSemaphore, Lanes
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -80,22 +80,3 @@ def test_short_jobs_do_not_wait_for_long_ones() -> None:
             assert lanes.long.is_full
 
     run(check())
-
-
-def test_slices_have_turns_of_the_loop_between_them() -> None:
-    def slices() -> Any:  # noqa: ANN401 (a generator)
-        for number in range(3):
-            done.append(number)
-            yield
-        return "result"
-
-    async def check() -> None:
-        task = asyncio.create_task(run_sliced(slices()))
-        for number in range(3):
-            await asyncio.sleep(0)
-            assert done == list(range(number + 1))
-        assert await task == "result"
-
-    done: list[int] = []
-    run(check())
-    assert run_at_once(slices()) == "result"

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
-from quire.server.time_slices import TimeSlices
+from quire.server.time_slices import TimeSlices, run_at_once, run_sliced
 
 
 def test_one_slice_in_each_turn_and_others_run_in_between() -> None:
@@ -37,3 +38,22 @@ def test_one_slice_in_each_turn_and_others_run_in_between() -> None:
     assert sorted(made) == [(name, number) for name in "ab" for number in range(5)]
     assert made[:4] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)], "first come, first served"
     assert len(set(turns_seen)) == len(turns_seen), "no two in one turn"
+
+
+def test_slices_have_iterations_of_the_loop_between_them() -> None:
+    def slices() -> Any:  # noqa: ANN401 (a generator)
+        for number in range(3):
+            done.append(number)
+            yield
+        return "result"
+
+    async def check() -> None:
+        task = asyncio.create_task(run_sliced(slices()))
+        for number in range(3):
+            await asyncio.sleep(0)
+            assert done == list(range(number + 1))
+        assert await task == "result"
+
+    done: list[int] = []
+    asyncio.run(check())
+    assert run_at_once(slices()) == "result"

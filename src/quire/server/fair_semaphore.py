@@ -6,11 +6,8 @@ so that short jobs never wait for them. Lives on the event loop.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
 class FairSemaphore:
@@ -84,24 +81,3 @@ class Lanes:
     def slot(self, client_id: str, *, is_long: bool) -> AbstractAsyncContextManager[None]:
         """Return a context that holds a slot of the job's lane."""
         return (self.long if is_long else self.short).slot(client_id)
-
-
-async def run_sliced(slices: Generator[None, None, T]) -> T:
-    """Return what a generator returns, with an iteration of the event loop after each slice of its work."""
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        await asyncio.sleep(0)
-
-
-def run_at_once(slices: Generator[None, None, T]) -> T:
-    """Return what a generator returns."""
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            result: T = end.value
-            return result

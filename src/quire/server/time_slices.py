@@ -1,7 +1,7 @@
 """Time slices on the event loop for work that takes longer than one iteration may."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -35,3 +35,24 @@ class TimeSlices:
                 except StopIteration:
                     return
             yield made
+
+
+async def run_sliced(slices: Generator[None, None, T]) -> T:
+    """Return what a generator returns, with an iteration of the event loop after each slice."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        await asyncio.sleep(0)
+
+
+def run_at_once(slices: Generator[None, None, T]) -> T:
+    """Return what a generator returns."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            result: T = end.value
+            return result

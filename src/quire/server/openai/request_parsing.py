@@ -24,11 +24,11 @@ from quire.server.api.json_decoding import (
     loads,
 )
 from quire.server.errors import invalid, unsupported
-from quire.server.fair_semaphore import run_at_once, run_sliced
 from quire.server.http.api_keys import client_id_of
 from quire.server.openai.request_models import Body, StreamOptions
 from quire.server.options import DEFAULT_LIMITS, MAX_ELEMENTS, Limits
 from quire.server.service import Service
+from quire.server.time_slices import run_at_once, run_sliced
 
 log = logging.getLogger(__name__)
 
