@@ -16,7 +16,7 @@ _ID_MASK = 0xFFFFFFFF
 
 
 def order_keys(logits: Tensor) -> Tensor:
-    """Return int64 keys [..., vocab] in whose descending order the tokens of float32 `logits` [..., vocab] rank.
+    """Return int64 keys [..., vocab] for float32 `logits` [..., vocab]: tokens rank by descending key.
 
     The bits of a float32 read as an integer rise with it if it is positive, fall if negative: flipping the latter's
     lower bits makes them rise everywhere. Adding 0 turns -0.0 into 0.0, which it equals.

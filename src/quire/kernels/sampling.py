@@ -71,7 +71,7 @@ def _probabilities(logits: Tensor, temperature: float, log_min_p: float) -> Tens
 def _cut(logits: Tensor, weights: Tensor, top_k: int, top_p: float) -> Tensor:
     """Return the tokens [num] that top_k and then top_p keep, in the order of `ranking`.
 
-    top_p keeps the fewest tokens whose share of what top_k left reaches it, at least one. Only what may be kept is
+    top_p keeps the fewest tokens that reach this share of what top_k left, at least one. Only what may be kept is
     ranked: tokens that weigh less than half of (1 - top_p) / vocab each weigh less than 1 - top_p together.
     """
     is_top_k = top_k < len(logits)

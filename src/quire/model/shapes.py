@@ -109,7 +109,7 @@ class DecoderShapes(NamedTuple):
 
 
 def _summed(module: str, num_rows: int, width: int, has_bias: bool) -> LinearShape:
-    """Return a layer whose inputs are spread over tensor parallel ranks."""
+    """Return a layer with its inputs divided among tensor parallel ranks."""
     return LinearShape((module,), (num_rows,), width, has_bias, is_split_by_row=False)
 
 

@@ -125,7 +125,7 @@ class Buffers:
 
 
 class FusedOps:
-    """A stretch of ops in one call. Keeps the ops, whose memory the extension reads."""
+    """A stretch of ops in one call. Keeps the ops: the extension reads their memory."""
 
     def __init__(self, stretch: Sequence[Op], alive: frozenset[str], dtype: torch.dtype) -> None:
         self.name = f"{stretch[0].name} to {stretch[-1].name}"
@@ -137,7 +137,7 @@ class FusedOps:
         self._externals = buffers.externals(self._outputs.values())
         self._caches = {op.layer: op.heads for op in stretch if isinstance(op, ops.Attention | ops.RotaryWrite)}
         self._program = _PROGRAM[dtype](translated, buffers.records(self._externals))
-        self._keys: Sequence[Tensor] | None = None  # the caches whose addresses the extension has
+        self._keys: Sequence[Tensor] | None = None  # the caches that the extension has addresses of
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Run the stretch; activations that it reads may be overwritten."""

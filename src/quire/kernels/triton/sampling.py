@@ -5,8 +5,8 @@ halves the range of possible logits, read as integers that rise with them, until
 that count tokens, or weigh them, and most rows need none. Of equal logits at the cut, those of the lowest ids stay. The
 draw is a last pass in the order of ids.
 
-Weights are float32, their sums float64 over tiles of float32 sums. So a draw whose number falls between two tokens to
-1e-6 or so may go to the other one than on the CPU; the kernel itself always gives the same.
+Weights are float32, their sums float64 over tiles of float32 sums. So a draw with a number within about 1e-6 of the
+border between two tokens may differ from the CPU's; the kernel's own result is always the same.
 """
 
 import numpy as np

@@ -62,7 +62,7 @@ def llama(config: ConfigReader) -> DecoderSpec:
 
 
 def mistral(config: ConfigReader) -> DecoderSpec:
-    """Return the spec of a Mistral 7B, whose layers all have a window (Jiang et al. 2023)."""
+    """Return the spec of a Mistral 7B: every layer has a window (Jiang et al. 2023)."""
     spec = _with_biases(llama(config), has_qkv_bias=False)
     return spec.with_windows((config.nullable_size("sliding_window", DEFAULT_WINDOW),) * spec.num_layers)
 
