@@ -144,7 +144,8 @@ void few_rows(const Linear<bf16>& op, const RowTiles& x, long strip, long end) {
     for (; strip + strips <= end && strips > 1; strip += strips) {
         FewTiles<row_tiles, strips>::multiply(op.packed + strip * strip_elements, strip_elements, x, sums[0]);
         for (long row = 0; row < op.num_rows; row++) {
-            const TileSums* of_row = sums[0] + row / x.rows * strips;
+            TileSums* of_row = sums[0] + row / x.rows * strips;
+            for (int i = 0; op.addend && i < strips; i++) add_addend(op, row, strip + i, of_row[i].sums + row % x.rows * STRIP);
             for (int i = 0; i < strips; i += 2)
                 finish_pair(op, row, strip + i, of_row[i].row(row % x.rows), of_row[i + 1].row(row % x.rows));
         }
@@ -154,6 +155,8 @@ void few_rows(const Linear<bf16>& op, const RowTiles& x, long strip, long end) {
         for (int i = 0; i <= is_pair; i++)
             FewTiles<row_tiles, 1>::multiply(op.packed + (strip + i) * strip_elements, strip_elements, x, sums[i]);
         for (long row = 0; row < op.num_rows; row++) {
+            for (int i = 0; op.addend && i <= is_pair; i++)
+                add_addend(op, row, strip + i, sums[i][row / x.rows].sums + row % x.rows * STRIP);
             const Floats left = sums[0][row / x.rows].row(row % x.rows), right = sums[1][row / x.rows].row(row % x.rows);
             if (is_pair)
                 finish_pair(op, row, strip, left, right);
@@ -245,11 +248,14 @@ private:
         if (tile + count < x.num_tiles) return;
         for (long i = 0; i < 2 && row + i < end_row_tile; i++) {
             const long first = (row + i) * TILE_ROWS, rows = std::min(TILE_ROWS, op.num_rows - first);
-            for (long r = 0; r < rows; r++)
+            for (long r = 0; r < rows; r++) {
+                for (long j = 0; op.addend && left + j < end_strip && j < 2; j++)
+                    add_addend(op, first + r, left + j, four.tiles[i][j].sums + r * STRIP);
                 if (left + 1 < end_strip)
                     finish_pair(op, first + r, left, four.tiles[i][0].row(r), four.tiles[i][1].row(r));
                 else
                     finish(op, first + r, left, four.tiles[i][0].row(r));
+            }
         }
     }
 };

@@ -37,6 +37,9 @@ struct VectorBlock {
                 in_groups<MAX_ROWS>(num_rows, [&](auto rows, long top) {
                     add<rows>(top, first, std::min(first + width, num_strips), word, std::min(at_once, words - word));
                 });
+        if (op.addend)
+            for (long r = 0; r < num_rows; r++)
+                for (long s = 0; s < num_strips; s++) add_addend(op, row + r, strip + s, sums + r * SUMS_STRIDE + s * STRIP);
         for (long r = 0; r < num_rows; r++)
             for (long s = 0; s < num_strips; s += 2) finish_strips(r, s);
     }
