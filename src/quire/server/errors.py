@@ -66,13 +66,13 @@ def overloaded(num_queued: int, limit: int, retry_after_s: int) -> ApiError:
 
 
 def too_many_queued_tokens(num_queued: int, limit: int, retry_after_s: int) -> ApiError:
-    """Return the refusal of a call whose prompts exceed the queue's bound on tokens."""
+    """Return the refusal of a call with more prompt tokens than the queue has room for."""
     message = f"{num_queued} prompt tokens x n wait already, and at most {limit} may (max_queued_tokens)"
     return _retryable(429, message, "server_overloaded", retry_after_s)
 
 
 def logprob_memory_full(num_bytes: int, limit: int) -> ApiError:
-    """Return the refusal of a call whose logprobs may exceed the memory for those of all calls."""
+    """Return the refusal of a call that may exceed the memory for the logprobs of all calls."""
     message = f"{num_bytes} bytes are reserved for logprobs of other calls, of {limit} (max_logprob_bytes)"
     return _retryable(429, message, "server_overloaded", RETRY_AFTER_S)
 

@@ -72,7 +72,7 @@ class _Member(NamedTuple):
 def decoded(raw: bytes, wanted: Collection[str], max_depth: int, max_values: int) -> Slices[Any]:
     """Decode a text, yielding between slices of the work. Of equal names the last counts.
 
-    Members whose name is not `wanted` have the value None. For anything but an object only the type is right.
+    Members with a name that is not `wanted` have the value None. For anything but an object only the type is right.
     Raises JsonError, TooDeepError, or TooManyValuesError if the text has more than `max_values` values.
     """
     scan = _Scan(raw, max_depth, max_values)
@@ -239,7 +239,7 @@ class _Scan:
 
 
 def _without_escapes(text: bytes, *, is_last: bool) -> bytes:
-    """Return a slice whose quotes all delimit strings; shorter by one if its last byte begins an escape."""
+    """Return a slice in which all quotes delimit strings; shorter by one if its last byte begins an escape."""
     if b"\\" not in text:
         return text
     plain = text.replace(b"\\\\", b"..").replace(b'\\"', b"..")

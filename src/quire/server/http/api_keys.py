@@ -42,7 +42,7 @@ def key_number_of(request: Request) -> int:
 
 
 def client_id_of(scope: Scope) -> str:
-    """Return the client whose share of the server a request uses: its API key, or its connection without one."""
+    """Return the client that a request counts for: its API key, or its connection without one."""
     if number := scope[KEY_NUMBER]:
         return "operator" if number == OPERATOR else f"key:{number}"
     host, port = scope.get("client") or ("", 0)     # none where the connection is a local socket

@@ -14,8 +14,8 @@ ROLE = "assistant"
 class ChatResponseBuilder(OpenAIResponseBuilder):
     """Builder for n messages. The role is sent with the first text: clients would count a chunk of its own as a token.
 
-    Messages start in order, since openai's helper for streams relies on it: a message whose first character is
-    incomplete starts without text when a later one has some.
+    Messages start in order, since openai's helper for streams relies on it: a message with an incomplete first
+    character starts without text when a later one has some.
     """
 
     OBJECT = "chat.completion"

@@ -78,7 +78,7 @@ Salt = Annotated[str | None, _as(_TEXT, _NULL)]
 
 
 class Strict(BaseModel):
-    """An object whose fields are not converted between types."""
+    """An object without conversions between types."""
 
     model_config = ConfigDict(strict=True)
 

@@ -56,7 +56,7 @@ async def unpin_prefix(request: Request, prefix_id: str) -> Response:
 
 
 def _keys_of(request: Request) -> int | None:
-    """Return the number of the key of a request, whose pins it may see; None for those of all keys."""
+    """Return the number of a request's key, which selects the visible pins; None for all keys."""
     number = key_number_of(request)
     return None if number == OPERATOR else number
 
