@@ -16,6 +16,7 @@ from quire.core.beam_search_params import as_sampling_params
 from quire.core.outputs import TokenLogprobs
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
+from quire.core.task import BeamSearch
 from quire.engine.assembly import assemble
 from quire.engine.engine import Engine
 from quire.engine.options import EngineOptions
@@ -34,7 +35,8 @@ class Lengths(NamedTuple):
 def beam_request(request_id: int, prompt: list[int], output_len: int, width: int) -> Request:
     """Return a search of exactly that length: end-of-sequence is not looked for."""
     beam = BeamSearchParams(width, output_len, ignore_eos=True)
-    return replace(request_of(request_id, prompt, output_len, width), params=as_sampling_params(beam), beam=beam)
+    request = request_of(request_id, prompt, output_len, width)
+    return replace(request, params=as_sampling_params(beam), task=BeamSearch(beam))
 
 
 def random_scores(width: int, spread: float, seed: int) -> Callable[[StepPlan], StepResult]:

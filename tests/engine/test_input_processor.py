@@ -11,6 +11,7 @@ from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import arrival_seed
+from quire.core.task import BeamSearch, Scope
 from quire.engine.input_processor import InputProcessor, TokenizedPrompt
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
@@ -89,8 +90,8 @@ def test_prompt_in_a_dict_may_have_a_salt(inputs: InputProcessor, tokenizer: Tok
     text = inputs.tokenize({"prompt": TEXT, "cache_salt": "a"})
     assert text == TokenizedPrompt(TEXT, tokenizer.encode(TEXT), "a")
     assert inputs.tokenize({"prompt_token_ids": [5], "cache_salt": "b"}) == TokenizedPrompt(None, [5], "b")
-    assert inputs.prepare(0, text, SamplingParams()).request.cache_salt == "a"
-    assert inputs.prepare(0, inputs.tokenize(TEXT), SamplingParams()).request.cache_salt is None
+    assert inputs.prepare(0, text, SamplingParams()).request.scope == Scope("a")
+    assert inputs.prepare(0, inputs.tokenize(TEXT), SamplingParams()).request.scope == Scope()
 
 
 @pytest.mark.parametrize("salt", ["", "x" * 1025, 5, "\ud800"], ids=["empty", "too long", "no text", "no Unicode"])
@@ -195,7 +196,7 @@ def test_beam_search_has_its_parameters_and_as_many_sequences_as_beams(inputs: I
     beam = BeamSearchParams(3, None)
     prompt, params = TokenizedPrompt(None, [1, 2]), as_sampling_params(beam)
     request = inputs.prepare(0, prompt, params, beam).request
-    assert request.beam is beam
+    assert request.task == BeamSearch(beam)
     assert request.params.n == 3
     assert request.eos_token_ids == {EOS_ID}
     assert request.max_tokens == inputs.prepare(1, prompt, params).request.max_tokens

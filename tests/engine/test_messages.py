@@ -20,6 +20,7 @@ from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import WAIT_REASONS, Admission, KVStats, SequenceDelta, TokenLogprobs
 from quire.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from quire.core.sequence import Request
+from quire.core.task import GENERATE, BeamSearch, Pin, Scope
 from quire.core.token_bytes import TokenBytes
 from quire.engine.messages import (
     FAULT,
@@ -103,9 +104,9 @@ requests = st.builds(
     eos_token_ids=st.frozensets(st.integers(0, MAX_INT), max_size=3),
     stop_token_ids=st.frozensets(st.integers(0, MAX_INT), max_size=3),
     bad_words_token_ids=st.lists(token_ids.map(tuple), max_size=3).map(tuple),
-    is_pin=st.booleans(),
+    task=st.just(GENERATE) | st.just(Pin()) | st.builds(BeamSearch, beams),
+    scope=st.builds(Scope, st.none() | texts, st.none() | texts),
     owner=texts,
-    beam=st.none() | beams,
 )
 shows = st.builds(GetBlocks, counts, counts, counts)
 vocabularies = st.builds(TokenBytes.pack, st.lists(st.binary(max_size=5)), st.frozensets(counts, max_size=3))

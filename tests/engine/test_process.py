@@ -20,6 +20,7 @@ from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, ModelError, RequestFailedError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import KVStats
+from quire.core.task import Pin
 from quire.core.token_bytes import TokenBytes
 from quire.engine import client as client_module
 from quire.engine import process
@@ -462,7 +463,7 @@ def test_engine_keeps_the_vocabulary_that_it_is_sent() -> None:
 
 def pin(request_id: int, prompt_len: int = 10) -> Add:
     made = make_request(request_id, [5] * prompt_len, SamplingParams(max_tokens=1, temperature=0.0))
-    made.is_pin = True
+    made.task = Pin()
     return Add(made)
 
 

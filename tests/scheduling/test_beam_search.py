@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from quire.cache.block_table import worst_case_blocks
+from quire.core import task
 from quire.core.beam_search_params import BeamSearchParams, num_candidates
 from quire.core.outputs import TokenLogprobs
 from quire.core.sequence import Sequence
@@ -288,5 +289,5 @@ def test_random_searches_with_hardly_any_room() -> None:
         harness.run()
         for request in harness.requests.values():
             harness.assert_right(request)
-            num_preemptions += 0 if request.beam is None else request.num_preemptions
+            num_preemptions += request.num_preemptions if isinstance(request.task, task.BeamSearch) else 0
     assert num_preemptions >= 10

@@ -3,6 +3,7 @@
 from dataclasses import astuple, dataclass, field
 
 from quire import RequestOutput
+from quire.core.task import BeamSearch
 from support.margin import Asked, asked_for, beam_score, beyond_margin
 
 
@@ -22,7 +23,7 @@ class Answer:
             return NotImplemented
         if self.asked is None or other.asked is None:
             return astuple(self)[:4] == astuple(other)[:4]
-        if self.asked.request.beam is not None:
+        if isinstance(self.asked.request.task, BeamSearch):
             return self.has_right_score() and other.has_right_score()
         if self.token_ids == other.token_ids:
             return self.finish_reason == other.finish_reason and _has_near_logprobs(self, other, self.asked.margin)

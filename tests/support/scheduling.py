@@ -16,6 +16,7 @@ from quire.core.plan import UNMEASURED, MeasuredRates, StepPlan
 from quire.core.plan_codec import decode_plan, decode_result, encode
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import NO_ROW, Request
+from quire.core.task import GENERATE, BeamSearch, Pin, Scope
 from quire.scheduling.baselines.static_batching import make_scheduler
 from support.beam_reference import Found, reference_search
 from support.fake_executor import VOCAB_SIZE, FakeExecutor, expected_tokens
@@ -37,7 +38,7 @@ def make_request(
         max_tokens=params.max_tokens or 1,
         eos_token_ids=frozenset() if params.ignore_eos else eos,
         stop_token_ids=frozenset(params.stop_token_ids or ()),
-        beam=beam,
+        task=GENERATE if beam is None else BeamSearch(beam),
     )
 
 
@@ -136,7 +137,9 @@ class Harness:
         if isinstance(prompt, int):
             prompt = [(request_id * 7 + i) % VOCAB_SIZE for i in range(prompt)]
         request = make_request(request_id, prompt, params, frozenset(eos), beam)
-        request.cache_salt, request.is_pin, request.priority = salt, is_pin, priority
+        request.scope, request.priority = Scope(salt), priority
+        if is_pin:
+            request.task = Pin()
         request.client_id, request.weight = who
         self.scheduler.add(request)
         self.requests[request_id] = request
@@ -222,7 +225,7 @@ class Harness:
             for sequence in request.live:
                 for block in self.cache.block_ids(sequence.seq_id) if sequence.row != NO_ROW else ():
                     if block != NULL_BLOCK:
-                        assert salts.setdefault(block, request.cache_salt) == request.cache_salt
+                        assert salts.setdefault(block, request.scope) == request.scope
 
     def run(self, max_steps: int = 100_000) -> None:
         """Step until nothing is left; everything but what is pinned must have been given back then."""
@@ -244,7 +247,7 @@ class Harness:
 
     def assert_right(self, request: Request, *, whole: bool = True) -> None:
         """Every branch gave just the tokens that it gives alone; the first of them, if it was ended early."""
-        if request.beam is not None:
+        if isinstance(request.task, BeamSearch):
             self._assert_beams_right(request, whole=whole)
             return
         for index, tokens in enumerate(self.expected(request)):
@@ -254,10 +257,10 @@ class Harness:
 
     def searched(self, request: Request) -> list[Found]:
         """What a beam search must come to."""
-        assert request.beam is not None
+        assert isinstance(request.task, BeamSearch)
         return reference_search(
             lambda output: self.executor.next_logprobs(request.prompt_token_ids + output),
-            request.beam,
+            request.task.params,
             request.max_tokens,
             request.eos_token_ids,
         )

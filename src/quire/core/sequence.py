@@ -7,9 +7,9 @@ from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
 
-from quire.core.beam_search_params import BeamSearchParams
 from quire.core.logprob_table import LogprobTable
 from quire.core.sampling_params import SamplingParams
+from quire.core.task import GENERATE, NO_SCOPE, Scope, Task
 from quire.core.token_ids import TokenIds
 
 NO_ROW = -1
@@ -70,9 +70,8 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()            # of the model; empty with ignore_eos
     stop_token_ids: frozenset[int] = frozenset()           # params.stop_token_ids
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
-    beam: BeamSearchParams | None = None                   # a beam search: its sequences are beams
-    is_pin: bool = False              # when the prompt has been computed, it is kept under the request's id
-    cache_salt: str | None = None     # requests find only what those with the same salt have computed
+    task: Task = GENERATE
+    scope: Scope = NO_SCOPE           # requests find only what those of the same scope have computed
     priority: int = 0                 # lower is served first
     owner: str = ""                   # label of the owner: see quire.core.owner_labels
     client_id: str = ""               # charged to: "key:3", or the connection if there is no key

@@ -15,6 +15,7 @@ from quire.core.owner_labels import OwnerLabels
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import NUM_SEEDS, arrival_seed
 from quire.core.sequence import Request
+from quire.core.task import GENERATE, BeamSearch, Pin, Scope
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
 from quire.text.chat_template import Message
@@ -202,8 +203,8 @@ class InputProcessor:
             eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             bad_words_token_ids=bad_words,
-            beam=beam,
-            cache_salt=prompt.cache_salt,
+            task=GENERATE if beam is None else BeamSearch(beam),
+            scope=Scope(salt=prompt.cache_salt),
             priority=self.check_priority(priority),
             owner=self.owners.label(prompt.key_number, prompt.cache_salt),
             client_id=client_id,
@@ -224,7 +225,7 @@ class InputProcessor:
     ) -> PreparedRequest:
         """Return a request that computes a prefix and pins it; its output is ignored. As `prepare`."""
         prepared = self.prepare(request_id, prompt, _ANY_TOKEN, client_id=client_id, weight=weight)
-        prepared.request.is_pin = True
+        prepared.request.task = Pin()
         return prepared
 
     def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:

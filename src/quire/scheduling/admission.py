@@ -87,7 +87,7 @@ class PrefixLookups:
 
     def match(self, request: Request, sequence: Sequence, stop: int) -> PrefixMatch:
         """Look up the first `stop` tokens of any branch."""
-        match = self._cache.match(sequence.token_ids, stop, request.cache_salt, self._last_started)
+        match = self._cache.match(sequence.token_ids, stop, request.scope, self._last_started)
         self._work.count_lookup(match)
         return match
 

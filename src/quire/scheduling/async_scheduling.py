@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from quire.cache.manager import KVCacheManager
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
+from quire.core.task import BeamSearch
 from quire.scheduling.plan_builder import PlanBuilder
 
 
@@ -63,7 +64,7 @@ def must_see_tokens(request: Request) -> bool:
     """Return whether a draw of the request needs the token before it, or its result more than its token."""
     params = request.params
     return (
-        request.beam is not None
+        isinstance(request.task, BeamSearch)
         or params.logprobs is not None
         or bool(request.bad_words_token_ids)
         or (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
@@ -86,7 +87,7 @@ def _chunks(
         for sequence in request.live[:1] if waits_to_fork else request.live:
             if sequence.status is not SequenceStatus.RUNNING:
                 return None
-            if sequence.seq_id in forked and request.beam is not None:
+            if sequence.seq_id in forked and isinstance(request.task, BeamSearch):
                 ahead.resting.append((request, sequence))
             elif sequence.seq_id not in seen:
                 start = sequence.num_computed_tokens + counts.get(sequence.seq_id, 0)

@@ -23,6 +23,7 @@ from quire.core.outputs import FinishReason, SequenceDelta, TokenLogprobs
 from quire.core.plan import RowFork
 from quire.core.sequence import Request
 from quire.core.sequence import Sequence as Branch
+from quire.core.task import beam_params
 from quire.scheduling.queues import RequestQueues
 
 
@@ -131,14 +132,19 @@ class BeamSearches:
 
     def add(self, request: Request) -> None:
         """Add a new request, if it is a beam search."""
-        if request.beam is not None:
-            search = BeamSearch(request.beam, request.max_tokens, request.eos_token_ids)
+        if (params := beam_params(request.task)) is not None:
+            search = BeamSearch(params, request.max_tokens, request.eos_token_ids)
             self._searches[request.request_id] = search
 
     def remove(self, request: Request) -> None:
         """Remove a request, beam search or not."""
         self._searches.pop(request.request_id, None)
         self._answered.pop(request.request_id, None)
+
+    @property
+    def has_searches(self) -> bool:
+        """Return whether there is a search."""
+        return bool(self._searches)
 
     def take_row_forks(self) -> list[RowFork]:
         """Return, once, the forks for the next plan."""
@@ -194,11 +200,10 @@ class BeamSearches:
 
     def check(self, requests: Iterable[Request]) -> None:
         """Assert that exactly the beam requests among `requests` have a search, each with all of its sequences."""
-        beams = {request.request_id: request for request in requests if request.beam is not None}
+        beams = {request.request_id: request for request in requests if beam_params(request.task)}
         assert beams.keys() == self._searches.keys(), f"requests {beams.keys()}, searches {self._searches.keys()}"
         for request_id, request in beams.items():
-            assert request.beam is not None
-            assert [branch.index for branch in request.live] == list(range(request.beam.beam_width))
+            assert [branch.index for branch in request.live] == list(range(request.params.n))
             lengths = {request.live[index].num_tokens for index in self._searches[request_id].logprobs}
             assert len(lengths) == 1, f"beams of {lengths} tokens"
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from quire.core.outputs import SequenceDelta
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
+from quire.core.task import Scope
 from quire.scheduling.scheduler import Scheduler
 
 PROBE_ID = -(1 << 62)  # requests of clients count up from 0, pins down from -1
@@ -110,7 +111,7 @@ class Isolation:
         self._accusation = accusation
         self._scheduler.requeue_running()
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        self._scheduler.add(Request(PROBE_ID, [0], params, seed=0, max_tokens=1, cache_salt="probe"))
+        self._scheduler.add(Request(PROBE_ID, [0], params, seed=0, max_tokens=1, scope=Scope("probe")))
 
     def _advance(self) -> None:
         """Drop suspects that are cleared or gone; go on to the next group when none is left of this one."""

@@ -11,6 +11,7 @@ from quire.cache.block_table import blocks_for, worst_case_blocks
 from quire.cache.manager import KVCacheManager
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.sequence import Request
+from quire.core.task import Pin
 
 MAX_PINNED_PREFIXES = 64  # those that are still being computed count too
 
@@ -95,13 +96,13 @@ def check_pinnable(
     """Raise InvalidRequestError if a prefix of so many tokens cannot be pinned beside all accepted requests."""
     if not cache.prefix_caching_enabled:
         raise InvalidRequestError("nothing can be pinned: prefix caching is off (enable_prefix_caching)")
-    num_pins = len(cache.pins) + sum(request.is_pin for request in requests)
+    num_pins = len(cache.pins) + sum(isinstance(request.task, Pin) for request in requests)
     limits.check_pinnable(num_tokens, num_pins, _most_needed_blocks(requests, cache.block_size))
 
 
 def num_pinned_blocks(requests: Collection[Request], cache: KVCacheManager) -> int:
     """Return how many blocks are pinned; a pin that is under way counts with all that it may come to hold."""
-    under_way = (len(request.prompt_token_ids) for request in requests if request.is_pin)
+    under_way = (len(request.prompt_token_ids) for request in requests if isinstance(request.task, Pin))
     return cache.num_pinned_blocks + sum(map(cache.blocks_for, under_way))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from quire.cache.block_table import TableUpdate
 from quire.core.plan import BlockCopy, BlockIds, NewRow, RowDrafts, StepPlan
 from quire.core.sequence import Request, Sequence
+from quire.core.task import beam_params
 
 
 class PlanBuilder:
@@ -45,7 +46,7 @@ class PlanBuilder:
                 seed=sequence.seed,
                 eos_token_ids=request.eos_token_ids,
                 bad_words_token_ids=request.bad_words_token_ids,
-                beam=request.beam,
+                beam=beam_params(request.task),
             )
         )
 

@@ -15,6 +15,7 @@ from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
 from quire.core.outputs import WaitReason
 from quire.core.plan import BlockCopy
 from quire.core.sequence import NO_ROW, Request, Sequence
+from quire.core.task import BeamSearch, Pin
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.chunked_prefill import ChunkedPrefillBudget
 from quire.scheduling.kv_shares import KVShares
@@ -293,8 +294,8 @@ class Planner:
         """Give a sequence a row, and the tokens of a match."""
         self._queues.assign_row(sequence)
         copy = self._cache.create(
-            sequence.seq_id, sequence.token_ids, request.cache_salt, match,
-            keeps_all=request.is_pin, num_reserved=self._admission.num_reserved(request),
+            sequence.seq_id, sequence.token_ids, request.scope, match,
+            keeps_all=isinstance(request.task, Pin), num_reserved=self._admission.num_reserved(request),
         )  # fmt: skip
         self._queues.set_computed(sequence, self._cache.num_tokens(sequence.seq_id))
         request.num_recomputed_tokens += self._preemption.record_resumed(sequence, sequence.num_computed_tokens)
@@ -313,7 +314,7 @@ class Planner:
         self._cache.fork(first.seq_id, other.seq_id, other.token_ids)
         self._start_row(step, request, other)
         step.forked.append(other)
-        if other.num_output_tokens == 0 and request.beam is None:
+        if other.num_output_tokens == 0 and not isinstance(request.task, BeamSearch):
             step.sample(request, other)
 
 

@@ -7,6 +7,7 @@ from quire.cache.manager import KVCacheManager
 from quire.core.outputs import SequenceDelta
 from quire.core.plan import PromptLogprobsChunk, RowResult, StepResult
 from quire.core.sequence import Request, Sequence, SequenceStatus
+from quire.core.task import BeamSearch, Pin
 from quire.scheduling.beam_search import BeamSearches
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import ByPriority
@@ -70,17 +71,17 @@ class ResultRecorder:
         """Append one token to each sampled sequence: `_record_row` for most steps, without a record per row."""
         logprobs, is_running = result.logprobs or repeat(None, len(result.token_ids)), SequenceStatus.RUNNING
         request: Request | None = None
-        deltas = self.deltas
+        deltas, has_beams = self.deltas, self._beams.has_searches
         try:
             for (request, sequence), token, candidates in zip(step.sampled, result.token_ids, logprobs, strict=True):
                 if sequence.status is not is_running:
                     continue                                            # failed, aborted during the step, or padding
-                if request.beam is not None:
+                if has_beams and isinstance(request.task, BeamSearch):
                     self._beams.answer(request, sequence, candidates)
                     continue
                 delta = check_stop(request, sequence, token, candidates)
                 if delta.finish_reason is not None:
-                    if request.is_pin:
+                    if isinstance(request.task, Pin):
                         self._cache.pin(request.request_id, sequence.seq_id)  # its token is not pinned
                     self._complete(request, sequence)
                 sequence.token_ids.output.append(token)
@@ -95,7 +96,7 @@ class ResultRecorder:
         """Append any number of tokens to a sequence; finish it at the first that ends it; store its drafts."""
         if sequence.status is not SequenceStatus.RUNNING:
             return
-        if request.beam is not None:
+        if isinstance(request.task, BeamSearch):
             if row.logprobs:
                 self._beams.answer(request, sequence, row.logprobs[0])
             return
@@ -104,7 +105,7 @@ class ResultRecorder:
         delta = append_tokens(request, sequence, row)
         self._order.charge_outputs([(request, sequence)] * len(delta.token_ids))
         if delta.finish_reason is not None:
-            if request.is_pin:
+            if isinstance(request.task, Pin):
                 self._cache.pin(request.request_id, sequence.seq_id)
             self._queues.set_computed(sequence, min(sequence.num_computed_tokens, sequence.num_tokens))
             self._complete(request, sequence)

@@ -21,6 +21,7 @@ from quire.core.outputs import SequenceDelta, WaitReason
 from quire.core.plan import StepPlan, StepResult
 from quire.core.seeds import branch_seed
 from quire.core.sequence import NO_ROW, Request, Sequence
+from quire.core.task import BeamSearch, Pin
 from quire.core.token_ids import TokenIds, pack_tokens
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.async_scheduling import schedule_next
@@ -136,7 +137,7 @@ class Scheduler:
         assert request.request_id not in self.queues.requests, f"request {request.request_id} added twice"
         num_prompt_tokens = len(request.prompt_token_ids)
         self.limits.check_admissible(num_prompt_tokens, request.max_tokens, request.params.n)
-        if request.is_pin:
+        if isinstance(request.task, Pin):
             check_pinnable(num_prompt_tokens, self.queues.requests.values(), self.cache, self.limits)
         prompt = pack_tokens(request.prompt_token_ids)
         request.live = [
@@ -152,7 +153,7 @@ class Scheduler:
         self.admission.check_admissible(request)
         self.queues.add(request)
         self._beams.add(request)
-        if request.is_pin:
+        if isinstance(request.task, Pin):
             self._update_pin_limits()
 
     def abort(self, request_id: int) -> bool:
@@ -173,7 +174,7 @@ class Scheduler:
         """End one branch, because its text is complete. False if it is not here (any more), or is a beam."""
         request = self.queues.requests.get(request_id)
         sequence = next((s for s in request.live if s.index == index), None) if request else None
-        if request is None or sequence is None or request.beam is not None:
+        if request is None or sequence is None or isinstance(request.task, BeamSearch):
             return False
         self._finish(request, sequence)
         return True
@@ -183,7 +184,7 @@ class Scheduler:
         self.queues.finish(request, sequence)
         if not request.live:
             self._beams.remove(request)
-            if request.is_pin:
+            if isinstance(request.task, Pin):
                 self._update_pin_limits()
 
     def _finish_all(self, request: Request) -> None:
@@ -328,4 +329,4 @@ def _check_running(running: Iterable[Request], ahead: PlanBuilder | None, cache:
                 num_tokens = cache.num_tokens(sequence.seq_id) - planned.get(sequence.row, 0)
                 assert num_tokens == sequence.num_computed_tokens <= sequence.num_tokens
         waits = [sequence.is_computed for sequence in request.live]
-        assert not any(waits) or (request.beam is not None and not all(waits)), "nothing left to compute"
+        assert not any(waits) or (isinstance(request.task, BeamSearch) and not all(waits)), "nothing left to compute"

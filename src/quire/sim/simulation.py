@@ -17,6 +17,7 @@ from quire.core.errors import InvalidRequestError
 from quire.core.plan import StepPlan
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
+from quire.core.task import GENERATE, BeamSearch
 from quire.engine.engine import Engine
 from quire.execution.executor import Executor
 from quire.execution.simulated import SimulatedExecutor
@@ -229,7 +230,7 @@ def as_request(number: int, item: WorkItem, n: int = 1, beam_width: int | None =
         params if beam is None else as_sampling_params(beam),
         seed=number,
         max_tokens=item.output_len,
-        beam=beam,
+        task=GENERATE if beam is None else BeamSearch(beam),
         client_id=item.client_id,
     )
 

@@ -1,0 +1,51 @@
+"""Tasks and scopes of requests: what is computed for a request, and what it may share.
+
+A task is one record of a closed union. Code that depends on the kind matches all of them and ends in `assert_never`, so
+that the type checker names every place that a new kind has to visit (embeddings come next).
+"""
+
+from typing import NamedTuple, assert_never
+
+import msgspec
+
+from quire.core.beam_search_params import BeamSearchParams
+
+
+class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
+    """Sample n answers."""
+
+
+class BeamSearch(msgspec.Struct, tag="beam_search", array_like=True, frozen=True):
+    """Search the best answers; the sequences of the request are beams."""
+
+    params: BeamSearchParams
+
+
+class Pin(msgspec.Struct, tag="pin", array_like=True, frozen=True):
+    """Compute the prompt and keep its blocks under the request's id; the output is ignored."""
+
+
+Task = Generate | BeamSearch | Pin
+
+GENERATE = Generate()
+
+
+def beam_params(task: Task) -> BeamSearchParams | None:
+    """Return the parameters of a beam search, None for other tasks."""
+    match task:
+        case BeamSearch(params):
+            return params
+        case Generate() | Pin():
+            return None
+        case _:
+            assert_never(task)
+
+
+class Scope(NamedTuple):
+    """Limit of prefix sharing: requests of different scopes never share keys and values."""
+
+    salt: str | None = None     # of the client
+    adapter: str | None = None  # that changes keys and values; None: the model alone
+
+
+NO_SCOPE = Scope()

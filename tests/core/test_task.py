@@ -1,0 +1,29 @@
+"""Tasks and scopes: a closed union, and limits of prefix sharing."""
+
+from itertools import product
+
+import pytest
+
+from quire.cache.manager import KVCacheManager
+from quire.core.beam_search_params import BeamSearchParams
+from quire.core.config import CacheConfig
+from quire.core.task import BeamSearch, Generate, Pin, Scope, Task, beam_params
+
+SCOPES = [Scope(salt, adapter) for salt, adapter in product((None, "a", "b"), repeat=2)]
+
+
+@pytest.mark.parametrize("task", [Generate(), Pin()])
+def test_only_a_beam_search_has_its_parameters(task: Task) -> None:
+    assert beam_params(task) is None
+    assert beam_params(BeamSearch(BeamSearchParams(2, 3))) == BeamSearchParams(2, 3)
+
+
+@pytest.mark.parametrize("own", SCOPES)
+def test_equal_tokens_of_different_salts_or_adapters_never_share(own: Scope) -> None:
+    cache, tokens = KVCacheManager(CacheConfig(16, 4)), list(range(8))
+    cache.create(0, tokens, own)
+    cache.append(0, 8)
+    cache.end_step()
+    found = {scope: cache.match(tokens, 8, scope).blocks for scope in SCOPES}
+    assert found.pop(own) == cache.block_ids(0)
+    assert not any(found.values())
