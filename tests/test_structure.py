@@ -11,6 +11,14 @@ def test_no_modules_import_each_other() -> None:
     assert structure.import_circles() == []
 
 
+def test_module_docstrings_open_with_a_noun_phrase() -> None:
+    assert structure.question_openings() == []
+
+
+def test_no_class_has_too_many_attributes() -> None:
+    assert structure.crowded_classes() == {}
+
+
 @pytest.mark.parametrize("room", structure.rooms())
 def test_room_keeps_within_its_budget(room: str) -> None:
     assert 0 < structure.count_lines(structure.package_files(room)) <= structure.ROOM_BUDGET

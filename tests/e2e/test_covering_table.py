@@ -24,7 +24,7 @@ from support.answers import Answer, answers_of
 from support.pairwise import pairwise
 from support.random_model import write_random_model
 
-NUM_TOKENS = 12
+NUM_TOKENS = 8
 PREFIX_LENS = {"random": 270, "demo_model": 150, "stories260k": 150}  # 270: past the border of a kernel's partition
 MAX_ROWS = 120
 
@@ -81,7 +81,7 @@ class Row(NamedTuple):
         return "-".join(str(value) for name, value in self._asdict().items() if len(AXES[name]) > 1)
 
 
-TABLES = [pairwise([AXES[name] for name in Row._fields], seed) for seed in range(2)]  # every pair in two companies
+TABLES = [pairwise([AXES[name] for name in Row._fields], seed) for seed in (0, 2)]  # every pair in two companies
 ROWS = list(dict.fromkeys(Row(*values) for table in TABLES for values in table))
 PLAIN = Row(*(AXES[name][0] for name in Row._fields))
 
@@ -235,8 +235,8 @@ def test_any_two_settings_together_change_nothing(folders: Callable[[str], Path]
 
 def test_swapped_beams_keep_their_bits(folders: Callable[[str], Path]) -> None:
     """A row whose name is the same on every machine, for `test_imitated_gpu.py`."""
-    row = PLAIN._replace(model="stories260k", dtype="bfloat16", block_size=16, budget=2048, hit="one block")
-    check_row(row._replace(preemption="swap", branches="beams"), folders("stories260k"))
+    row = PLAIN._replace(model="stories260k", dtype="bfloat16", block_size=16, budget=33, hit="one block")
+    check_row(row._replace(preemption="swap", branches="beams", company="three"), folders("stories260k"))
 
 
 @pytest.mark.matrix
