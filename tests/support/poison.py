@@ -1,4 +1,4 @@
-"""Poison: before each step, all that nobody owns is filled with what shows wherever it is read.
+"""Poison: before each step, everything without an owner is filled with values that show wherever they are read.
 
 NaN in blocks that are free, in the cache and in the swap space; in rows without an owner, parameters that ask for the
 impossible, tokens that are in no prompt, and block tables full of a block that is free.
@@ -12,23 +12,26 @@ from torch import Tensor
 from quire import LLM
 from quire.cache.block_pool import BlockPool
 from quire.core.plan import StepPlan, StepResult
+from quire.execution.executor import LocalExecutor
 from quire.execution.worker import Worker
 
 POISON_TOKEN = 3
 
 
 class Poison:
-    """Poisons the engine of an LLM before each of its steps, from now on."""
+    """A step worker that poisons the engine of an LLM behind each step; it takes the place of the engine's worker."""
 
     def __init__(self, llm: LLM) -> None:
         engine = llm._engine.engine
-        self._scheduler, self._executor = engine.scheduler, engine._executor
-        self._worker: Worker = self._executor._execute.__self__  # type: ignore[attr-defined]
-        self._executor._execute = self._execute  # type: ignore[attr-defined]
+        executor = engine._executor
+        assert isinstance(executor, LocalExecutor)
+        assert isinstance(executor.worker, Worker)
+        self._scheduler, self._worker = engine.scheduler, executor.worker
+        executor.worker = self
         self.num_poisoned_blocks = self.num_poisoned_rows = 0
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        """Run a step. What it takes has been poisoned in the steps before, and is not free any more."""
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a step. The blocks and rows that it allocates were poisoned behind the steps before."""
         result = self._worker.execute(plan)
         self.spread()
         return result
