@@ -278,7 +278,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """Return a list of conversations. A list whose items are lists is one; messages are checked by the template."""
+    """Return a list of conversations. A list of lists is one; messages are checked by the template."""
     if not isinstance(messages, (list, tuple)):
         raise InvalidRequestError(
             f"messages must be a list of messages or a list of such lists, got {type(messages).__name__}",

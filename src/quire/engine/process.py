@@ -210,7 +210,7 @@ class EngineLoop:
 
 
 def main() -> None:
-    """Serve the socket whose number is the only argument."""
+    """Serve the socket with the number given as the only argument."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if sys.stderr is not None:  # closed, if the server's is
         faulthandler.register(signal.SIGUSR1)  # the server's stall watch requests the stacks of all threads

@@ -36,7 +36,7 @@ class KVGeometry:
 
     @classmethod
     def of(cls, spec: DecoderSpec, dtype: str) -> "KVGeometry":
-        """Return the geometry of a decoder whose cache has elements of `dtype`."""
+        """Return the geometry of a decoder with cache elements of `dtype`."""
         layers = (LayerKV(each.num_kv_heads, each.head_dim, dtype, window=each.window) for each in spec.layers)
         return cls(tuple(layers))
 

@@ -66,7 +66,7 @@ decode_reply: Callable[[bytes], TemplateReply] = msgspec.msgpack.Decoder(Templat
 
 
 def main() -> None:
-    """Serve the socket whose number is the only argument."""
+    """Serve the socket with the number given as the only argument."""
     _set_limits()
     connection = socket.socket(fileno=int(sys.argv[1]))
     stream = connection.makefile("rb")
