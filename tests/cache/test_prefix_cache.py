@@ -521,7 +521,7 @@ def test_check_finds_a_pending_block_without_an_owner() -> None:
     compute(manager, 0, PROMPT)
     manager.free(0, num_computed=16)
     manager._prefixes._tree.pending.add(3)
-    with pytest.raises(AssertionError, match=r"nobody computes the pending blocks \[3\]"):
+    with pytest.raises(AssertionError, match=r"no sequence computes the pending blocks \[3\]"):
         manager.check()
 
 

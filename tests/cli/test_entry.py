@@ -29,6 +29,7 @@ def test_interrupt_while_the_command_line_loads_prints_no_traceback(module: str)
 def test_command_line_runs_and_takes_interrupts_itself() -> None:
     code = (
         "import signal, quire.cli.main as m; from quire.cli.entry import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job of a shell ignores it
         "m.main = lambda: print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)\n"
         "main()"
     )

@@ -38,11 +38,11 @@ def back_end(request: pytest.FixtureRequest, spec: DecoderSpec) -> BackEnd:
     return choose_back_end(torch.device("cpu"), request.param, head_dim=spec.head_dim)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def geometry_of(spec: DecoderSpec, back_end: BackEnd, dtype: torch.dtype) -> KVGeometry:
     return KVGeometry.of(spec, dtype_name(back_end.cache_layout.stored_dtype(dtype)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_space_is_laid_out_as_the_cache_is(
     spec: DecoderSpec, back_end: BackEnd, dtype: torch.dtype, tmp_path: Path
 ) -> None:

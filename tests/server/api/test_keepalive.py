@@ -38,7 +38,7 @@ def test_no_comment_stands_within_an_event() -> None:
 
         async def event() -> None:
             keepalive._last_s = -math.inf  # long due
-            keepalive._look()
+            keepalive._send_if_idle()
             assert keepalive._sending is None
 
         async with Keepalive(3600.0, send) as keepalive:
@@ -58,7 +58,7 @@ def test_events_put_comments_off() -> None:
             first = keepalive._timer
             assert first is not None
             await keepalive.write(asyncio.sleep(0))
-            keepalive._look()
+            keepalive._send_if_idle()
             assert keepalive._sending is None
             assert keepalive._timer is not None
             assert keepalive._timer.when() >= first.when()
