@@ -63,6 +63,8 @@ class View(NamedTuple):
 
     def of(self, memory: Tensor) -> Tensor:
         """Return the activation."""
+        if self.head_dim is None and self.width == memory.shape[1]:
+            return memory
         columns = memory[:, self.offset : self.offset + self.width]
         return columns if self.head_dim is None else columns.view(len(memory), -1, self.head_dim)
 
