@@ -557,3 +557,19 @@ class TestPathWithoutItsBeginning:
         manager.free(1)
         manager.check()
         assert manager.num_free_blocks == 7
+
+
+def test_retracted_blocks_are_not_found_where_a_fork_shares_them_again() -> None:
+    """A fork copies the last block, its parent fills the block itself; both appends are taken back, the copy first."""
+    manager = make()
+    compute(manager, 0, PROMPT[:6])
+    manager.fork(0, 1, PROMPT[:6])
+    manager.append(1, 1)
+    manager._tables[0].path.token_ids.extend(PROMPT[6:10])
+    manager.append(0, 4)
+    manager.retract(1, 6)
+    manager.retract(0, 6)
+    manager.end_step()
+    manager.check()
+    found = match(manager, PROMPT[:10])
+    assert (len(found.blocks), found.num_inside) == (1, 0), "tokens 6 and 7 were never computed"

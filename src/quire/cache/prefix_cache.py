@@ -203,19 +203,24 @@ class PrefixCache:
             path.pending = column, block
             self._computing[block] = path
 
-    def withdraw(self, table: BlockTable, *, only_pending: bool = True, first_column: int = 0) -> None:
+    def withdraw(
+        self, table: BlockTable, *, only_pending: bool = True, first_column: int = 0, is_retracted: bool = False
+    ) -> None:
         """Remove nodes that no other sequence computes or holds: their sequence ends before the step does.
 
         Pending ones; or all of them, if what it has computed earlier is no good either. What has left the tree already,
-        with an ancestor that was given up, leaves the path.
+        with an ancestor that was given up, leaves the path. `is_retracted`: another owner of a block that this sequence
+        was to fill does not compute it, but had copied it in this step and shares it again.
         """
         tree, path = self._tree, table.path
+        first_own = path.pending[0] if is_retracted and path is not None and path.pending is not None else None
         while path is not None and not path.swap_in_pending and path.num_blocks > first_column:
             block = table.columns[path.num_blocks - 1]
             if block == NULL_BLOCK:
                 return
             if block in tree:
-                is_kept = tree.has_children(block) or self._pool.ref_count(block) > 1
+                is_own = first_own is not None and path.num_blocks > first_own
+                is_kept = tree.has_children(block) or (self._pool.ref_count(block) > 1 and not is_own)
                 if is_kept or (only_pending and block not in tree.pending):
                     return
                 tree.remove(block)
@@ -228,7 +233,7 @@ class PrefixCache:
 
         Returns what `BlockTable.retract` does.
         """
-        self.withdraw(table)
+        self.withdraw(table, is_retracted=True)
         is_copy_retracted = table.retract(num_tokens)
         if table.path is not None:  # blocks with other owners stay in the tree, but the table has them no more
             table.path.num_blocks = min(table.path.num_blocks, table.num_filled // self._size)
