@@ -203,12 +203,13 @@ class Harness:
     def schedule(self) -> StepPlan:
         """Make a plan, and check who was let in: nobody past a victim, nobody new while anything is swapped out."""
         scheduler, before = self.scheduler, list(self.scheduler.running)
+        swapped = list(scheduler.swapped)  # they return before anything new, whatever their client's share
         plan = scheduler.schedule()
         assert not before or before[0] in scheduler.running, "the first in order gave way"
         for victim in (request for request in before if request not in scheduler.running):
             assert all(
                 request.queue_key < victim.queue_key
-                or (self.max_kv_share < 1 and request.client_id != victim.client_id)
+                or (self.max_kv_share < 1 and (request.client_id != victim.client_id or request in swapped))
                 for request in scheduler.admitted
             ), "let in past a victim"
         if scheduler.swapped:

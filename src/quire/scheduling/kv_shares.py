@@ -3,6 +3,7 @@
 A request counts with the blocks of all its known tokens, as if it shared none with other requests, and with the head
 room that admission keeps. When the running requests of a client grow past its share, its latest ones are preempted, to
 be computed again. The last request of a client always may run, whatever it takes: all admitted requests finish.
+Swapped requests return whatever their client holds: nothing new is admitted before them, so they wait for no share.
 """
 
 from collections.abc import Callable, Iterable
