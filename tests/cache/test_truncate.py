@@ -124,6 +124,25 @@ def test_copy_of_a_cut_block_can_be_retracted() -> None:
     assert update.copy is not None, "it is still cut"
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_cut_outlasts_a_write_that_is_retracted(order: tuple[int, int]) -> None:
+    """The fork copies the block, so the cut table writes in place; when both are taken back they share it again."""
+    cache = make_cache(num_swap_blocks=8)
+    owned = compute(cache, 0, TOKENS[:3])
+    cache.fork(0, 1, owned.copy())
+    cache.truncate(0, 1)
+    for seq_id in (1, 0):
+        cache.append(seq_id, 1)
+    num_tokens = {0: 1, 1: 3}
+    for seq_id in order:
+        cache.retract(seq_id, num_tokens[seq_id])
+    cache.end_step()
+    cache.check()
+    assert cache.block_ids(0) == cache.block_ids(1)
+    cache.append(0, 1)
+    assert cache.block_ids(0) != cache.block_ids(1), "wrote into the block of the fork"
+
+
 def test_last_append_can_be_taken_back_in_a_window_and_no_block_that_is_gone() -> None:
     cache = make_cache(window=5)
     owned = compute(cache, 0, TOKENS[:12])

@@ -56,8 +56,8 @@ class BlockTable:
     """The blocks of one sequence, in order of position. `num_tokens` counts the tokens that have slots."""
 
     __slots__ = (
-        "_block_size", "_copied", "_first_replaced", "_num_stored", "_pool", "_writable_end", "columns", "is_cut",
-        "num_dropped", "num_tokens", "path",
+        "_block_size", "_copied", "_first_replaced", "_num_stored", "_pool", "_uncut_at", "_writable_end", "columns",
+        "is_cut", "num_dropped", "num_tokens", "path",
     )  # fmt: skip
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -69,6 +69,7 @@ class BlockTable:
         self.num_tokens = 0
         self.path: Path | None = None  # of its blocks in the prefix tree, if it has one
         self.is_cut = False     # truncated inside of a block that other tables or the prefix tree still hold whole
+        self._uncut_at = -1     # num_tokens when an append in place last ended a cut
         self.num_dropped = 0   # leading columns that hold NULL_BLOCK
         self._num_stored = 0    # tokens that the blocks it began with hold, up to one more than num_tokens
         self._first_replaced: int | None = None  # first column that no update has reported yet
@@ -188,6 +189,7 @@ class BlockTable:
         self.num_tokens = self._writable_end = num_tokens
         while len(self.columns) > blocks_for(self.num_filled, self._block_size):
             self._pool.release(self.columns.pop())
+        self.is_cut |= num_tokens == self._uncut_at    # other tables that have copied the block may share it again
         copied, self._copied = self._copied, None
         if copied is None or copied[0] != num_tokens:
             return False
@@ -294,6 +296,8 @@ class BlockTable:
             copy = BlockCopy(self.columns.pop(), fresh[0])
             self._copied = self.num_tokens, copy.src, self.is_cut
             self._pool.release(copy.src)
+        elif self.is_cut:
+            self._uncut_at = self.num_tokens
         self.columns.extend(fresh)
         self.num_tokens, self.is_cut = end, False
         self._writable_end = len(self.columns) * self._block_size
