@@ -12,6 +12,7 @@ from quire.cache.manager import KVCacheManager
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.config import MemoryPolicy
 from quire.core.plan import StepResult
+from quire.core.task import BeamSearch
 from quire.engine.engine import Engine
 from quire.scheduling import result_recorder
 from support.fake_executor import FakeExecutor
@@ -143,7 +144,7 @@ def assert_one_fails_alone(
             if delta.error is None:
                 harness.take(delta)
     assert len(failed) == 1
-    assert within == "schedule" or harness.requests[failed[0]].beam is not None
+    assert within == "schedule" or isinstance(harness.requests[failed[0]].task, BeamSearch)
     assert harness.cache.num_free_blocks == harness.num_blocks
     for request in harness.requests.values():
         harness.assert_right(request, whole=request.request_id not in failed)

@@ -111,6 +111,18 @@ def read_all(connection: socket.socket) -> bytes:
     return received
 
 
+def read_one(connection: socket.socket) -> bytes:
+    """Read one response with a Content-Length, whole, however many segments it comes in."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += connection.recv(65536)
+    head, _, body = received.partition(b"\r\n\r\n")
+    length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+    while len(body) < length:
+        body += connection.recv(65536)
+    return head + b"\r\n\r\n" + body
+
+
 class RawResponse(NamedTuple):
     """One response as it came over a socket."""
 

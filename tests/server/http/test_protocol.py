@@ -12,7 +12,17 @@ from fastapi.responses import StreamingResponse
 
 from quire.server.http import lingering_close, protocol
 from quire.server.options import DEFAULT_LIMITS
-from support.http_app import SOCKET_LIMIT_S, RawResponse, connect, exchange, make_app, parse, read_all, serving
+from support.http_app import (
+    SOCKET_LIMIT_S,
+    RawResponse,
+    connect,
+    exchange,
+    make_app,
+    parse,
+    read_all,
+    read_one,
+    serving,
+)
 from support.server import wait_until
 
 MAX_BODY_BYTES = 1000
@@ -248,7 +258,7 @@ def test_requests_that_wait_on_one_connection_are_few(port: int) -> None:
 def test_connections_that_are_too_many_are_turned_away() -> None:
     with serving(slow_app(), max_connections=1) as port, connect(port) as first:
         first.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert first.recv(65536).startswith(b"HTTP/1.1 200 ")
+        assert read_one(first).startswith(b"HTTP/1.1 200 ")
         response = parse(exchange(port))
         assert (response.status, response.error["code"]) == (429, "server_overloaded")
         assert int(response.headers["retry-after"]) >= 1
@@ -258,7 +268,7 @@ def test_connections_that_are_too_many_are_turned_away() -> None:
 
 def status_of(connection: socket.socket) -> int:
     connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
-    return int(connection.recv(65536).split()[1])
+    return int(read_one(connection).split()[1])
 
 
 def test_connections_that_were_refused_take_no_place() -> None:
@@ -362,7 +372,7 @@ def test_idle_connection_is_kept(port: int) -> None:
     with connect(port) as connection:
         for _ in range(3):
             connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+            assert read_one(connection).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.usefixtures("late")
@@ -451,7 +461,7 @@ def test_whole_answer_of_http_1_0_has_its_length(port: int) -> None:
 def test_upgrade_that_nobody_offers_is_passed_over(port: int) -> None:
     with connect(port) as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        assert read_one(connection).startswith(b"HTTP/1.1 200 ")
 
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
