@@ -10,7 +10,8 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.kernels import linear
-from quire.kernels.linear import MAX_ROWS, Activation, LinearWeight, PackedLinear, equal_row_counts, reference
+from quire.kernels.linear import MAX_ROWS, Activation, PackedLinear, equal_row_counts, reference
+from quire.kernels.linear_weight import LinearWeight
 
 dense = LinearWeight.dense
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kernels.linear import LinearWeight
+from quire.kernels.linear_weight import LinearWeight
 from support.triton_compiler import compiled_launches, specialized_launches
 
 pytest.importorskip("triton", reason="Triton is not installed")

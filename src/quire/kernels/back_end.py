@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 class BackEnd:
     """One implementation of every op; each field has the signature of the function of its name in the op's module.
 
-    `linear` makes a layer from a `LinearWeight`, as `linear.PackedLinear` does; `norm` makes one from its parameters,
+    `linear` makes a layer from a `LinearWeight`, as `linear.make_linear` does; `norm` makes one from its parameters,
     as `norm.TorchNorm` does. `fuse` replaces those stretches of a layer program that the back end runs in one call.
     """
 
@@ -55,7 +55,7 @@ class BackEnd:
 
 TORCH = BackEnd(
     name="torch",
-    linear=linear.PackedLinear,
+    linear=linear.make_linear,
     fuse=lambda program: program,
     cache_layout=cache_layout.PLAIN,
     paged_attention=paged_attention.paged_attention,

@@ -7,8 +7,8 @@ zero-padded: 64, and those smaller ones that a probe has found to give the same 
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Literal, Protocol
 
@@ -16,15 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.core.errors import ConfigError
 from quire.kernels import activation as activations
+from quire.kernels.linear_weight import DENSE, QUANTIZED_FORMATS, LinearWeight
+from quire.kernels.quantized import a8_sums, exact_product, expand, in_group_order
 
 MAX_ROWS = 64
 FEWER_ROWS = (1, 4, 8, 16, 32)
 PROBED_OUTPUTS = 1 << 16  # per row count, where that is more than two products
 DISTINCT_OUTPUTS = 256    # rows of the probe's weight before they repeat: a vocabulary of random rows takes seconds
-
-DENSE = "dense"  # the format of unquantized weights
 
 Activation = Literal["none", "silu_and_mul", "gelu_tanh", "gelu", "relu"]
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -34,38 +33,6 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": activations.gelu,
     "relu": activations.relu,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class LinearWeight:
-    """Weight [out_features, in_features] of a linear layer, in a weight format.
-
-    `data` are its elements in parts, the rows of one after those of the other, laid out as the format says: "dense" is
-    floats [rows, in_features]. The other fields are those of quantized formats, None or 0 where a format has none; a
-    value is scale * (element - zero point).
-    """
-
-    format: str                              # by which a back end chooses its kernel
-    data: tuple[Tensor, ...]
-    out_features: int
-    in_features: int
-    scales: Tensor | None = None             # float32 [out_features, in_features / group_size]
-    zero_points: Tensor | int | None = None  # uint8, shaped as the scales; or one for all
-    group_size: int = 0                      # inputs of an output that share a scale
-    group_index: Tensor | None = None        # int32 [in_features], GPTQ's g_idx; None: groups are consecutive inputs
-    activation_group_size: int = 0           # inputs of a row that share a scale of int8 activations; 0: not quantized
-
-    @classmethod
-    def dense(cls, weight: Tensor | Sequence[Tensor]) -> "LinearWeight":
-        """Return a weight of floats [out_features, in_features], whole or in parts."""
-        parts = (weight,) if isinstance(weight, Tensor) else tuple(weight)
-        return cls(DENSE, parts, sum(map(len, parts)), parts[0].shape[1])
-
-    def dense_parts(self) -> tuple[Tensor, ...]:
-        """Return the parts of a dense weight; ConfigError for any other format, which the caller does not serve."""
-        if self.format != DENSE:
-            raise ConfigError(f"weight format {self.format} is not supported yet on this back end; it serves {DENSE}")
-        return self.data
 
 
 class Linear(Protocol):
@@ -94,12 +61,60 @@ def reference(
     """Return activation(x W^T + addend + bias) in x's dtype: the meaning of a linear layer.
 
     x [num_rows, in_features]; bias [out_features], addend float32 [num_rows, out_features], both added to the float32
-    sums, which are rounded to x's dtype before the activation. silu_and_mul halves the outputs.
+    sums, which are rounded to x's dtype before the activation. silu_and_mul halves the outputs. The sums of a quantized
+    weight are those of `a8_sums`, or without int8 activations those of the dense weight that it expands to.
     """
-    sums = x.float() @ torch.cat([part.float() for part in weight.dense_parts()]).T
+    sums = a8_sums(x, weight) if weight.activation_group_size else x.float() @ _dense_values(weight).float().T
     sums = sums if addend is None else sums + addend
     sums = sums if bias is None else sums + bias.float()
     return _ACTIVATIONS[activation](sums.to(x.dtype))
+
+
+def make_linear(
+    weight: LinearWeight,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    activation: Activation = "none",
+) -> Linear:
+    """Return a layer in PyTorch for a weight of any format; arguments as of `PackedLinear`.
+
+    A weight whose activations are not quantized is expanded here, once, and kept as a dense one. Raises ConfigError for
+    an unknown format.
+    """
+    if weight.format not in QUANTIZED_FORMATS:
+        return PackedLinear(weight, bias, dtype=dtype, activation=activation)
+    if weight.activation_group_size:
+        return QuantizedLinear(weight, bias, dtype=dtype, activation=activation)
+    expanded = LinearWeight.dense(expand(weight))
+    return PackedLinear(expanded, bias, dtype=dtype or weight.value_dtype, activation=activation)
+
+
+class QuantizedLinear:
+    """A layer of 8-bit or 4-bit integers with int8 activations; as `PackedLinear`, but slow: a byte for each element.
+
+    Integer sums are exact, so that rows need no portions.
+    """
+
+    def __init__(
+        self,
+        weight: LinearWeight,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        activation: Activation = "none",
+    ) -> None:
+        whole = replace(weight, data=(torch.cat(weight.data),))
+        self._weight, self._order = in_group_order(whole)
+        self._bias = None if bias is None else bias.float()
+        self._out_dtype, self._activate = dtype or weight.value_dtype, _ACTIVATIONS[activation]
+        self.num_bytes = self._weight.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply all rows."""
+        sums = a8_sums(x if self._order is None else x[:, self._order], self._weight, exact_product)
+        sums = sums if self._bias is None else sums + self._bias
+        return self._activate(sums.to(self._out_dtype))
 
 
 class PackedLinear:
@@ -152,6 +167,10 @@ def equal_row_counts(
     product = _product(weight, weight.new_zeros(out_features) if has_bias else None)
     expected = product(rows)
     return (*(count for count in FEWER_ROWS if _is_equal_in_parts(product, rows, expected, count)), MAX_ROWS)
+
+
+def _dense_values(weight: LinearWeight) -> Tensor:
+    return torch.cat(weight.data) if weight.format == DENSE else expand(weight)
 
 
 def _revealing_factors(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

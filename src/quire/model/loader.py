@@ -11,6 +11,7 @@ from quire.model.config import dtype_name, read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.decoder import Decoder
 from quire.model.spec import DecoderSpec
+from quire.model.weight_formats.format import WeightFormat
 from quire.model.weights import WeightReader
 
 
@@ -52,12 +53,15 @@ def build_decoder(
     back_end: BackEnd,
     max_positions: int | None = None,
     table_positions: int | None = None,
+    weight_format: WeightFormat | None = None,
 ) -> Decoder:
     """Return the decoder of a spec with the weights of a checkpoint; positions as of `load_model`.
 
+    `weight_format`: that of the linear layers; None: dense.
+
     Raises ModelError for a tensor that is missing, of another shape, of integers, or not finite in `dtype`.
     """
-    weights = WeightReader(checkpoint, spec.weights, back_end, dtype, device)
+    weights = WeightReader(checkpoint, spec.weights, back_end, dtype, device, weight_format)
     longest = min(max_positions or spec.default_positions, spec.max_position_embeddings)
     decoder = Decoder(spec, weights, longest, min(table_positions or longest, longest))
     weights.warn_of_unread()

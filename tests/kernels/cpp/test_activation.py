@@ -8,7 +8,8 @@ from torch import Tensor
 
 from quire.kernels import activation
 from quire.kernels.cpp.linear import CppLinear
-from quire.kernels.linear import Activation, LinearWeight
+from quire.kernels.linear import Activation
+from quire.kernels.linear_weight import LinearWeight
 
 dense = LinearWeight.dense
 

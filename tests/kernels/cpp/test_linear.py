@@ -10,7 +10,8 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.cpp.linear import CppLinear
-from quire.kernels.linear import Activation, LinearWeight, reference
+from quire.kernels.linear import Activation, reference
+from quire.kernels.linear_weight import LinearWeight
 
 dense = LinearWeight.dense
 
@@ -194,7 +195,6 @@ def test_tag_of_an_unknown_format_is_refused_by_the_kernel(dtype: torch.dtype) -
 
 
 def test_weight_of_an_unknown_format_is_refused_by_name() -> None:
-    nibbles = torch.zeros(32, 32, dtype=torch.uint8)
-    weight = LinearWeight("int4", (nibbles,), 32, 64, scales=torch.ones(32, 2), zero_points=8, group_size=32)
-    with pytest.raises(ConfigError, match="do not support weight format int4 yet; they serve dense"):
+    weight = LinearWeight("q4_K", (torch.zeros(32, 144, dtype=torch.uint8),), 32, 256)
+    with pytest.raises(ConfigError, match="do not support weight format q4_K yet; they serve dense"):
         CppLinear(weight)

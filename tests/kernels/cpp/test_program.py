@@ -16,7 +16,8 @@ from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.cpp.norm import CppNorm
 from quire.kernels.cpp.program import TRANSLATIONS, FusedOps, fuse
 from quire.kernels.kv_cache_write import rotary_table
-from quire.kernels.linear import Activation, LinearWeight
+from quire.kernels.linear import Activation
+from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import INPUT, Activations, LayerInputs, Op, Program, live_after
 

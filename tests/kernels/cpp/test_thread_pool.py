@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.kernels.cpp import _kernels
-from quire.kernels.linear import LinearWeight
+from quire.kernels.linear_weight import LinearWeight
 
 dense = LinearWeight.dense
 

@@ -6,7 +6,7 @@ import torch
 from quire.kernels import activation as activations
 from quire.kernels import block_copy, kv_cache_write, norm
 from quire.kernels.back_end import cuda_back_end
-from quire.kernels.linear import LinearWeight
+from quire.kernels.linear_weight import LinearWeight
 
 dense = LinearWeight.dense
 

@@ -10,10 +10,25 @@ from quire.kernels import linear
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.huge_pages import PackedMemory
-from quire.kernels.linear import Activation, LinearWeight
+from quire.kernels.linear import Activation
+from quire.kernels.linear_weight import QUANTIZED_FORMATS, LinearWeight
 
 STRIP_ROWS = 16  # csrc/packing.hpp
 _MULTIPLY, _PACK, _PACKED_SIZE, _ALL_FINITE = map(pair, ("linear", "pack", "packed_size", "all_finite"))
+
+
+def make_linear(
+    weight: LinearWeight,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    activation: Activation = "none",
+    memory: PackedMemory | None = None,
+) -> linear.Linear:
+    """Return a layer; arguments as of `CppLinear`. PyTorch serves the quantized weights that no kernel here does."""
+    if weight.format not in _kernels.WEIGHT_FORMATS and weight.format in QUANTIZED_FORMATS:
+        return linear.make_linear(weight, bias, dtype=dtype, activation=activation)
+    return CppLinear(weight, bias, dtype=dtype, activation=activation, memory=memory)
 
 
 class CppLinear:

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.linear import Activation, LinearWeight
+from quire.kernels.linear import Activation
+from quire.kernels.linear_weight import LinearWeight
 
 BLOCK = 1024
 SQRT_HALF = tl.constexpr(0.5**0.5)

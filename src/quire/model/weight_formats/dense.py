@@ -2,18 +2,32 @@
 
 from collections.abc import Sequence
 
-from quire.kernels.linear import DENSE, LinearWeight
-from quire.model.weight_formats.format import ReadTensors
+from torch import Tensor
+
+from quire.kernels.linear_weight import LinearWeight
+from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.weight_formats.format import ModuleRows
 
 
 class DenseFormat:
     """A `WeightFormat` of unquantized checkpoints."""
 
-    name = DENSE
-
     def read(
-        self, tensors: ReadTensors, modules: Sequence[str], num_rows: Sequence[int], width: int, *, is_transposed: bool
+        self, tensors: TensorReader, modules: Sequence[ModuleRows], width: int, *, is_transposed: bool
     ) -> LinearWeight:
         """Return the modules' weights as the parts of one; with a single part it may be the file's own memory."""
-        names, shapes = [f"{module}.weight" for module in modules], [(count, width) for count in num_rows]
-        return LinearWeight.dense(tensors(names, [*shapes], is_transposed=is_transposed))
+        return LinearWeight.dense([read_floats(tensors, each, width, is_transposed=is_transposed) for each in modules])
+
+    def read_head(
+        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Tensor | None
+    ) -> LinearWeight:
+        """Return the head. One that is in the checkpoint of a tied model is used, as by transformers 5."""
+        if embedding is not None and f"{module.module}.weight" not in tensors.names:
+            return LinearWeight.dense(embedding)
+        return LinearWeight.dense(read_floats(tensors, module, width))
+
+
+def read_floats(tensors: TensorReader, module: ModuleRows, width: int, *, is_transposed: bool = False) -> Tensor:
+    """Return a module's weight [stop - start, width] in the model's dtype."""
+    shape = module.num_rows, width
+    return tensors.floats(f"{module.module}.weight", shape, module.rows, is_transposed=is_transposed)

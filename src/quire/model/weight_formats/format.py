@@ -1,28 +1,48 @@
 """Weight format protocol: reading the weight of one linear layer from a checkpoint."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from quire.kernels.linear import LinearWeight
+from quire.kernels.linear_weight import LinearWeight
+from quire.model.checkpoints.tensor_reader import TensorReader
 
 
-class ReadTensors(Protocol):
-    """Reader of a model's tensors, checked and in the model's dtype, on its device."""
+class ModuleRows(NamedTuple):
+    """Outputs [start, stop) of a module that has `num_rows`; ranges that are not whole are cut at multiples of 16."""
 
-    def __call__(
-        self, names: list[str], shapes: list[tuple[int, ...]], *, is_transposed: bool = False
-    ) -> list[Tensor]:
-        """Return tensors of the given shapes; a transposed one has its shape reversed in the file."""
+    module: str
+    num_rows: int
+    start: int
+    stop: int
+
+    @classmethod
+    def whole(cls, module: str, num_rows: int) -> "ModuleRows":
+        """Return all outputs of a module."""
+        return cls(module, num_rows, 0, num_rows)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """First output, and the one past the last."""
+        return self.start, self.stop
 
 
 class WeightFormat(Protocol):
-    """Format of the linear weights of a checkpoint. `name` is the tag of its `LinearWeight` and its key in `sizes`."""
-
-    name: str
+    """Format of the linear weights of a checkpoint."""
 
     def read(
-        self, tensors: ReadTensors, modules: Sequence[str], num_rows: Sequence[int], width: int, *, is_transposed: bool
+        self, tensors: TensorReader, modules: Sequence[ModuleRows], width: int, *, is_transposed: bool
     ) -> LinearWeight:
-        """Return the weight of modules fused row by row: module i has `num_rows[i]` outputs of `width` inputs."""
+        """Return the weight of modules fused row by row, each with `width` inputs.
+
+        `is_transposed`: float weights are stored as [in_features, out_features].
+        """
+
+    def read_head(
+        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Tensor | None
+    ) -> LinearWeight:
+        """Return the weight of the output head: the checkpoint's, or if it has none the embedding table.
+
+        embedding: [stop - start, width], in the model's dtype, of a tied head; None: the head is not tied.
+        """

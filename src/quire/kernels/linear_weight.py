@@ -1,0 +1,116 @@
+"""Linear weights in transit: what a weight format reads of a checkpoint and a back end packs.
+
+A quantized element is one byte, and its value is, in float32,
+
+    int8, int4   scale * (q - zero point), or (scale * q) - minimum; q from 0 to 255 or 15
+    fp8          scale * value of the float8_e4m3fn with these bits
+    codebook4    scale * codebook[q], q from 0 to 15
+
+`quire.kernels.quantized` has the two arithmetics of layers with such weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.core.errors import ConfigError
+
+DENSE = "dense"  # the format of unquantized weights
+INT8, INT4, FP8, CODEBOOK4 = "int8", "int4", "fp8", "codebook4"
+INTEGER_FORMATS = (INT8, INT4)
+QUANTIZED_FORMATS = (INT8, INT4, FP8, CODEBOOK4)
+MAX_ACTIVATION_GROUP = 66_000  # inputs: sums of products of 8-bit integers stay below 2^31
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """Weight [out_features, in_features] of a linear layer, in a weight format.
+
+    `data` are its elements in parts, the rows of one after those of the other: floats [rows, in_features] of a dense
+    weight, uint8 [rows, in_features] of a quantized one. The other fields are those of quantized weights, of all rows
+    together, None or 0 where a weight has none. An output has `num_groups` scales, of `group_size` inputs each: the
+    last group may have fewer, and a longer group than the row is the row.
+    """
+
+    format: str                              # by which a back end chooses its kernel
+    data: tuple[Tensor, ...]
+    out_features: int
+    in_features: int
+    scales: Tensor | None = None             # float32 [out_features, num_groups]
+    zero_points: Tensor | int | None = None  # of integers: uint8, shaped as the scales; or one for all
+    group_size: int = 0
+    group_index: Tensor | None = None        # int32 [in_features], each input's group; None: groups are consecutive
+    activation_group_size: int = 0           # inputs of a row that share a scale of int8 activations; 0: not quantized
+    minimums: Tensor | None = None           # of integers, in place of zero points: float32, shaped as the scales
+    codebook: Tensor | None = None           # of codebook4: float32 [16]
+    dtype: torch.dtype | None = None         # of a quantized layer's inputs, results and expanded values: the model's
+
+    def __post_init__(self) -> None:
+        if self.format in QUANTIZED_FORMATS:
+            self._check()
+
+    @classmethod
+    def dense(cls, weight: Tensor | Sequence[Tensor]) -> "LinearWeight":
+        """Return a weight of floats [out_features, in_features], whole or in parts."""
+        parts = (weight,) if isinstance(weight, Tensor) else tuple(weight)
+        return cls(DENSE, parts, sum(map(len, parts)), parts[0].shape[1])
+
+    @property
+    def num_groups(self) -> int:
+        """Scales of an output."""
+        return -(-self.in_features // self.group_size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its tensors."""
+        corrections = (self.scales, self.zero_points, self.group_index, self.minimums, self.codebook)
+        return sum(each.nbytes for each in (*self.data, *corrections) if isinstance(each, Tensor))
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """Dtype of the layer's inputs and results: the model's."""
+        return self.data[0].dtype if self.dtype is None else self.dtype
+
+    def dense_parts(self) -> tuple[Tensor, ...]:
+        """Return the parts of a dense weight; ConfigError for any other format, which the caller does not serve."""
+        if self.format != DENSE:
+            raise ConfigError(f"weight format {self.format} is not supported yet on this back end; it serves {DENSE}")
+        return self.data
+
+    def _check(self) -> None:
+        """Assert that the fields fit one another: a reader refuses what a file says wrongly before it comes here."""
+        assert self.group_size > 0, "a quantized weight without a group size"
+        grouped = self.out_features, self.num_groups
+        for part in self.data:
+            assert part.dtype == torch.uint8, f"elements of {part.dtype}"
+            assert part.shape[1:] == (self.in_features,), f"a part {list(part.shape)} of {self.in_features} inputs"
+        assert sum(map(len, self.data)) == self.out_features, f"parts of other than {self.out_features} outputs"
+        assert self.scales is not None, "a quantized weight without scales"
+        assert self.dtype is not None, "a quantized weight without the model's dtype"
+        for tensor in (self.scales, self.minimums):
+            assert tensor is None or (tensor.dtype, tensor.shape) == (torch.float32, grouped), f"no float32 {grouped}"
+        if self.group_index is not None:
+            assert (self.group_index.dtype, self.group_index.shape) == (torch.int32, (self.in_features,)), "group index"
+        self._check_correction(grouped)
+        self._check_activations()
+
+    def _check_correction(self, grouped: tuple[int, int]) -> None:
+        zeros, has_zeros = self.zero_points, self.zero_points is not None
+        assert has_zeros + (self.minimums is not None) == (self.format in INTEGER_FORMATS), "zero points or minimums"
+        if isinstance(zeros, Tensor):
+            assert (zeros.dtype, zeros.shape) == (torch.uint8, grouped), f"zero points {zeros.dtype} {zeros.shape}"
+        elif zeros is not None:
+            assert 0 <= zeros <= 255, f"zero point {zeros}"
+        codebook = self.codebook
+        assert (codebook is not None) == (self.format == CODEBOOK4), "a codebook"
+        assert codebook is None or (codebook.dtype, codebook.shape) == (torch.float32, (16,)), "no codebook of 16"
+
+    def _check_activations(self) -> None:
+        size, num_inputs = self.activation_group_size, min(self.group_size, self.in_features)
+        if size == 0:
+            return
+        assert self.format in INTEGER_FORMATS, f"int8 activations with {self.format} weights"
+        assert num_inputs == self.in_features or num_inputs % size == 0, f"groups of {size} in groups of {num_inputs}"
+        assert min(size, self.in_features) <= MAX_ACTIVATION_GROUP, f"activation groups of {size} inputs"

@@ -1,0 +1,158 @@
+"""Arithmetic of quantized linear weights, in PyTorch: the meaning that every kernel must match to the bit.
+
+With int8 activations (A8), a row's inputs are rounded in groups that share a scale, sums over a group are of integers,
+hence exact, and groups are added in ascending order. Every operation in float32 rounds by itself: none is fused.
+Without (A16), the weight is expanded, each value rounded to the model's dtype, and multiplied as a dense one.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.linear_weight import CODEBOOK4, FP8, INT4, INT8, LinearWeight
+
+ACTIVATION_LIMIT = 127  # of int8 activations, whose least value is its negative
+SMALLEST_ABSMAX = 1e-30  # below it a group of activations counts as zeros: its scale's reciprocal would overflow
+ZERO_POINTS = {INT8: 128, INT4: 8}  # of weights that are quantized here
+ELEMENTS_AT_ONCE = 1 << 20  # of a weight that is being quantized, in float32
+
+
+def expand(weight: LinearWeight) -> Tensor:
+    """Return the values [out_features, in_features] of a quantized weight, in bfloat16 if it is the model's dtype.
+
+    They are in float32 for any other dtype, not rounded to it.
+    """
+    scales = _per_input(weight.scales, weight)
+    elements = torch.cat(weight.data)
+    if weight.format == FP8:
+        values = scales * elements.view(torch.float8_e4m3fn).float()
+    elif weight.format == CODEBOOK4:
+        assert weight.codebook is not None
+        values = scales * weight.codebook[elements.long()]
+    elif weight.minimums is not None:
+        values = scales * elements.float() - _per_input(weight.minimums, weight)
+    else:
+        values = scales * (elements.float() - _per_input(_grouped_zeros(weight), weight))
+    return values.bfloat16() if weight.value_dtype == torch.bfloat16 else values
+
+
+def quantize_activations(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Return x [num_rows, in_features] as int8, and the scales of its groups, float32 [num_rows, num_groups].
+
+    A group's scale is its greatest magnitude / 127, and 0 where that is below SMALLEST_ABSMAX. A group with a value
+    that is not finite has the scale NaN and elements 0.
+    """
+    groups = _in_groups(x.float(), group_size)
+    absmax = groups.abs().amax(dim=-1)  # [num_rows, num_groups]; NaN if any is
+    is_finite, is_zero = absmax.isfinite(), absmax < SMALLEST_ABSMAX
+    limit = torch.full_like(absmax, ACTIVATION_LIMIT)  # a number divided by a tensor would round twice
+    factor = torch.where(is_finite & ~is_zero, limit / absmax, 0.0)
+    elements = (torch.where(is_finite[..., None], groups, 0.0) * factor[..., None]).round().to(torch.int8)
+    scales = torch.where(is_zero, 0.0, absmax / limit).masked_fill(~is_finite, float("nan"))
+    return elements.flatten(1)[:, : x.shape[1]], scales
+
+
+def int64_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x [num_rows, in_features] times weight [out_features, in_features], of integers, as int64."""
+    return x.long() @ weight.long().T
+
+
+def exact_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return what `int64_product` returns as float64, which holds every sum below 2^53: many times faster."""
+    return x.double() @ weight.double().T
+
+
+def a8_sums(x: Tensor, weight: LinearWeight, product: Callable[[Tensor, Tensor], Tensor] = int64_product) -> Tensor:
+    """Return x W^T, float32 [num_rows, out_features], of x [num_rows, in_features] quantized in groups to int8."""
+    weight, order = in_group_order(weight)
+    x = x if order is None else x[:, order]
+    assert weight.scales is not None
+    elements, scales = quantize_activations(x, weight.activation_group_size)
+    data, minimums = torch.cat(weight.data), weight.minimums
+    zeros = _grouped_zeros(weight)
+    sums = torch.zeros(len(x), weight.out_features, device=x.device)
+    for number, (inputs, group) in enumerate(_activation_groups(weight)):
+        dot = product(elements[:, inputs], data[:, inputs])  # [num_rows, out_features]
+        total = elements[:, inputs].sum(dim=1, keepdim=True, dtype=dot.dtype)
+        scale = scales[:, number, None]
+        sums = sums + (dot - zeros[:, group].to(dot.dtype) * total).float() * (scale * weight.scales[:, group])
+        if minimums is not None:
+            sums = sums - total.float() * (scale * minimums[:, group])
+    return sums
+
+
+def in_group_order(weight: LinearWeight) -> tuple[LinearWeight, Tensor | None]:
+    """Return a weight with groups of consecutive inputs, and the order int64 [in_features] in which it has the inputs.
+
+    The order is None where groups are consecutive already. Groups keep their sizes, which must be those of consecutive
+    ones.
+    """
+    if weight.group_index is None:
+        return weight, None
+    order = weight.group_index.sort(stable=True).indices
+    consecutive = torch.arange(weight.in_features, device=order.device) // weight.group_size
+    assert torch.equal(weight.group_index[order].long(), consecutive), "groups of other sizes than consecutive ones"
+    return replace(weight, data=tuple(part[:, order] for part in weight.data), group_index=None), order
+
+
+def round_to_nearest(
+    weight: Tensor, weight_format: str, group_size: int, *, activation_group_size: int = 0
+) -> LinearWeight:
+    """Return weight [out_features, in_features], of finite floats, in int8 or int4, each value rounded to the nearest.
+
+    `group_size` inputs share a scale, and one zero point serves all. Needs a byte for each element, and little more.
+    """
+    (out_features, in_features), zero = weight.shape, ZERO_POINTS[weight_format]
+    size = min(group_size, in_features)
+    data = torch.empty(out_features, in_features, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(out_features, -(-in_features // size), device=weight.device)
+    for start in range(0, out_features, max(1, ELEMENTS_AT_ONCE // in_features)):
+        rows = slice(start, start + max(1, ELEMENTS_AT_ONCE // in_features))
+        data[rows], scales[rows] = _round_rows(weight[rows].float(), size, zero)
+    return LinearWeight(
+        weight_format, (data,), out_features, in_features, scales, zero, group_size,
+        activation_group_size=activation_group_size, dtype=weight.dtype,
+    )  # fmt: skip
+
+
+def _round_rows(rows: Tensor, group_size: int, zero: int) -> tuple[Tensor, Tensor]:
+    """Return the elements uint8 [num_rows, in_features] and scales [num_rows, num_groups] of rows of float32."""
+    groups = _in_groups(rows, group_size)
+    absmax = groups.abs().amax(dim=-1)
+    is_zero, limit = absmax < SMALLEST_ABSMAX, torch.full_like(absmax, zero - 1)
+    factor = torch.where(is_zero, 0.0, limit / absmax)
+    elements = (groups * factor[..., None]).round_().add_(zero)
+    return elements.flatten(1)[:, : rows.shape[1]].to(torch.uint8), torch.where(is_zero, 0.0, absmax / limit)
+
+
+def _in_groups(x: Tensor, group_size: int) -> Tensor:
+    """Return x [num_rows, in_features] as [num_rows, num_groups, group_size]; zeros fill the last group."""
+    size = min(group_size, x.shape[1])
+    missing = -x.shape[1] % size
+    return (F.pad(x, (0, missing)) if missing else x).reshape(len(x), -(-x.shape[1] // size), size)
+
+
+def _activation_groups(weight: LinearWeight) -> Iterator[tuple[slice, int]]:
+    """Yield the inputs of each group of activations, and the group of the weight that has them."""
+    size = min(weight.activation_group_size, weight.in_features)
+    for start in range(0, weight.in_features, size):
+        yield slice(start, min(start + size, weight.in_features)), start // weight.group_size
+
+
+def _grouped_zeros(weight: LinearWeight) -> Tensor:
+    """Return the zero points, whole numbers in float32 [out_features, num_groups]; zeros where there are minimums."""
+    assert weight.scales is not None
+    zeros = weight.zero_points
+    return zeros.float() if isinstance(zeros, Tensor) else torch.full_like(weight.scales, zeros or 0)
+
+
+def _per_input(grouped: Tensor | None, weight: LinearWeight) -> Tensor:
+    """Return [out_features, in_features] of values [out_features, num_groups]."""
+    assert grouped is not None
+    if weight.group_index is not None:
+        return grouped[:, weight.group_index.long()]
+    size = min(weight.group_size, weight.in_features)
+    return grouped.repeat_interleave(size, dim=1)[:, : weight.in_features]

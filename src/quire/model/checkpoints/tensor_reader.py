@@ -1,0 +1,77 @@
+"""Tensor reader: tensors of a checkpoint on the model's device, each checked before and after it is read."""
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+
+from quire.core.errors import ModelError
+from quire.model.checkpoints.checkpoint import Checkpoint, read_rows
+
+
+class TensorReader:
+    """Reader of tensors by name. Every failure is a ModelError that names the tensor and its place."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        all_finite: Callable[[Tensor], bool],
+    ) -> None:
+        self.dtype = dtype                # the model's
+        self.device = device
+        self.names_read: set[str] = set()
+        self._checkpoint = checkpoint
+        self._all_finite = all_finite
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all tensors."""
+        return self._checkpoint.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, which must be here."""
+        return self._checkpoint.shape(name)
+
+    def stored_dtype(self, name: str) -> str:
+        """Return the dtype of a tensor as stored, by safetensors' names: BF16, I32, F8_E4M3."""
+        return self._checkpoint.dtype(name)
+
+    def error(self, name: str, message: str) -> ModelError:
+        """Return an error that says of a tensor what is wrong with it; the caller raises it."""
+        place = self._checkpoint.location(name if name in self.names else None)
+        return ModelError(f"{place}: tensor {name} {message}")
+
+    def floats(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: tuple[int, int] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        is_transposed: bool = False,
+    ) -> Tensor:
+        """Return rows [start, stop) of a tensor of floats, or all, in the model's dtype or in `dtype`.
+
+        One that has the dtype, and is on a CPU, may be the file's own memory. A transposed tensor has its shape
+        reversed in the file. Raises ModelError if a value is not finite in that dtype.
+        """
+        if is_transposed:
+            whole = read_rows(self._checkpoint, name, shape[::-1])
+            part = whole.T if rows is None else whole.T[slice(*rows)]
+        else:
+            part = read_rows(self._checkpoint, name, shape, rows)
+        part = part.to(self.device, dtype or self.dtype)
+        if part.numel() and not self._all_finite(part.T if is_transposed else part):
+            raise self.error(name, f"has values that are NaN or infinite in {part.dtype}")
+        self.names_read.add(name)
+        return part
+
+    def raw(
+        self, name: str, shape: tuple[int, ...], dtypes: Collection[str], rows: tuple[int, int] | None = None
+    ) -> Tensor:
+        """Return rows [start, stop) of a tensor, or all, as stored: one of `dtypes`, by safetensors' names."""
+        part = read_rows(self._checkpoint, name, shape, rows, dtypes).to(self.device)
+        self.names_read.add(name)
+        return part

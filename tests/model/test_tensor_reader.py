@@ -1,0 +1,56 @@
+"""Tensors of a checkpoint as a weight format reads them: floats in the model's dtype, and anything else as stored."""
+
+import pytest
+import torch
+
+from quire.core.errors import ModelError
+from quire.kernels.linear import all_finite
+from quire.model.checkpoints.tensor_reader import TensorReader
+from support.memory_checkpoint import MemoryCheckpoint
+
+TENSORS = {
+    "matrix": torch.arange(70, dtype=torch.float32).view(10, 7),
+    "integers": torch.arange(12, dtype=torch.int32).view(4, 3),
+    "large": torch.tensor([1.0, 1e5]),
+}
+
+
+@pytest.fixture
+def reader() -> TensorReader:
+    return TensorReader(MemoryCheckpoint(TENSORS), torch.bfloat16, torch.device("cpu"), all_finite)
+
+
+def test_floats_come_in_the_models_dtype_or_another(reader: TensorReader) -> None:
+    assert torch.equal(reader.floats("matrix", (10, 7)), TENSORS["matrix"].bfloat16())
+    assert torch.equal(reader.floats("matrix", (10, 7), (2, 5), dtype=torch.float32), TENSORS["matrix"][2:5])
+    assert reader.names_read == {"matrix"}
+
+
+@pytest.mark.parametrize("rows", [None, (2, 5)])
+def test_rows_of_a_transposed_tensor_are_columns_of_the_files(
+    reader: TensorReader, rows: tuple[int, int] | None
+) -> None:
+    found = reader.floats("matrix", (7, 10), rows, is_transposed=True)
+    assert torch.equal(found, TENSORS["matrix"].T[slice(*(rows or (0, 7)))].bfloat16())
+
+
+def test_integers_come_as_stored(reader: TensorReader) -> None:
+    assert reader.shape("integers") == (4, 3)
+    assert reader.stored_dtype("integers") == "I32"
+    found = reader.raw("integers", (4, 3), ("I32",), (1, 3))
+    assert found.dtype == torch.int32
+    assert torch.equal(found, TENSORS["integers"][1:3])
+    assert reader.names_read == {"integers"}
+
+
+def test_what_is_not_as_expected_is_refused_by_name(reader: TensorReader) -> None:
+    with pytest.raises(ModelError, match="tensor integers has dtype I32, expected one of U8, I8"):
+        reader.raw("integers", (4, 3), ("U8", "I8"))
+    with pytest.raises(ModelError, match=r"tensor integers has shape \[4, 3\], expected \[3, 4\]"):
+        reader.raw("integers", (3, 4), ("I32",))
+    reader = TensorReader(MemoryCheckpoint(TENSORS), torch.float16, torch.device("cpu"), all_finite)
+    with pytest.raises(ModelError, match=r"memory of large: tensor large has values that are NaN or infinite in .*16"):
+        reader.floats("large", (2,))
+    assert not reader.names_read
+    assert str(reader.error("large", "is odd")) == "memory of large: tensor large is odd"
+    assert str(reader.error("nothing", "is missing")) == "memory: tensor nothing is missing"
