@@ -1,6 +1,6 @@
 """Options are checked by their declarations."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import pytest
@@ -62,14 +62,20 @@ def test_value_that_an_option_does_not_allow_is_refused_with_its_bounds(name: st
 
 
 def test_bounds_themselves_none_where_it_has_a_type_and_integers_of_any_size_are_allowed() -> None:
-    Kitchen(
-        cooks=9, tables=10**400, number=-(10**400), heat=1, pause=0, patience=10**6, pot="1KiB", name="", seats=None,
-        guests=("a",), free=-1,
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "cooks": 9, "tables": 10**400, "number": -(10**400), "heat": 1, "pause": 0, "patience": 10**6, "pot": "1KiB",
+        "is_open": False, "style": "rich", "name": "", "seats": None, "guests": ("a",), "free": -1,
+    }  # fmt: skip
+    assert asdict(Kitchen(**settings)) == settings
 
 
 def test_secret_is_not_shown() -> None:
+    @dataclass(frozen=True)
+    class Bar:
+        name: str | None = same_option(Kitchen, "name")
+
     assert "crème" not in repr(Kitchen(name="crème"))
+    assert "crème" not in repr(Bar(name="crème"))
 
 
 def test_option_of_another_class_keeps_its_default_and_its_bounds() -> None:

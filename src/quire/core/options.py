@@ -48,16 +48,20 @@ class Declared(NamedTuple):
 
 def option(default: object, help_text: str, **settings: Any) -> Any:  # noqa: ANN401 (stands for the field's value)
     """Return a dataclass field with an Option. A list is the default of a flag that may be given several times."""
-    metadata = {"option": Option(help=help_text, **settings)}
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, repr=not settings.get("is_secret"), metadata=metadata)
+    return _field(default, Option(help=help_text, **settings))
 
 
 def same_option(owner: type[Any], name: str, **changes: Any) -> Any:  # noqa: ANN401 (as `option`)
     """Return a field with the default and the option of `owner`'s field `name`, but for `changes`."""
     declared = next(each for each in declared_options(owner) if each.name == name)
-    return field(default=declared.default, metadata={"option": replace(declared.option, **changes)})
+    return _field(declared.default, replace(declared.option, **changes))
+
+
+def _field(default: object, made: Option) -> object:
+    metadata = {"option": made}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, repr=not made.is_secret, metadata=metadata)
+    return field(default=default, repr=not made.is_secret, metadata=metadata)
 
 
 def declared_options(owner: type[Any]) -> list[Declared]:
@@ -70,7 +74,7 @@ def declared_options(owner: type[Any]) -> list[Declared]:
     ]
 
 
-def _default(of: Field[Any]) -> Any:  # noqa: ANN401 (of any field)
+def _default(of: Field[Any]) -> object:
     return of.default if of.default_factory is MISSING else of.default_factory()
 
 
