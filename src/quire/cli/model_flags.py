@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quire.llm import LLM
 
 _DEFAULT = SamplingParams()
+_DEFAULT_BEAM = BeamSearchParams(beam_width=1, max_tokens=None)
 _sampling = partial(flag_field, panel="Sampling")
 _beams = partial(flag_field, panel="Beam search")
 
@@ -56,7 +57,7 @@ class SamplingFlags(AnswerFlags):
     """Flags of the `SamplingParams` of requests."""
 
     max_tokens: int = _sampling(128, "most tokens of an answer")
-    n: int = _sampling(1, "answers per prompt")
+    n: int = _sampling(_DEFAULT.n, "answers per prompt")
     logprobs: int | None = _sampling(None, "likeliest tokens to report at each position, in JSONL")
 
 
@@ -65,12 +66,12 @@ class BeamFlags:
     """A search for the likeliest answers, which takes the place of sampling."""
 
     beam_width: int | None = _beams(None, "search with so many beams: as many answers")
-    length_penalty: float = _beams(1.0, "a beam's score is its logprob / tokens to this power")
+    length_penalty: float = _beams(_DEFAULT_BEAM.length_penalty, "a beam's score is its logprob / tokens to this power")
 
     def search(self, params: SamplingParams) -> BeamSearchParams | None:
         """Return the search, if one is wanted. InvalidRequestError if `params` have what it cannot obey."""
         if self.beam_width is None:
-            if self.length_penalty != 1.0:
+            if self.length_penalty != _DEFAULT_BEAM.length_penalty:
                 raise InvalidRequestError("length_penalty is only allowed with beam_width", param="length_penalty")
             return None
         beam = BeamSearchParams(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from quire.cli.bench import report
 from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_groups
-from quire.core.options import parse_bytes
+from quire.core.options import SIZE, parse_bytes, same_option
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import free_memory_bytes
 from quire.server.ops.startup_banner import format_bytes
@@ -29,15 +29,15 @@ class DeviceFlags:
         "`quire plan` without it plans for this machine's free memory",
     )  # fmt: skip
     device_memory: str | None = _device(
-        None, "bytes of one device; 24GiB", metavar="SIZE", show_default="the hardware's, or what is free",
+        None, "bytes of one device; 24GiB", metavar=SIZE, show_default="the hardware's, or what is free",
         row="bytes of one device; `24GiB`",
     )  # fmt: skip
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = _device(
         "auto", "of the KV cache; auto is the engine's",
         row="`auto` is what the engine keeps for the model's dtype; `float32`, `bfloat16`, `float16`, `fp8`",
     )  # fmt: skip
-    tensor_parallel_size: int = _device(
-        1, "devices that share the model", min=1,
+    tensor_parallel_size: int = same_option(
+        EngineOptions, "tensor_parallel_size", kind="flag", panel="Device", settings=(("min", 1),),
         row="devices; query heads must divide, KV heads are replicated where they do not",
     )  # fmt: skip
 

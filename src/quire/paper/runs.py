@@ -12,7 +12,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
-from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionKind, SchedulerConfig
+from quire.core.config import (
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    Batching,
+    CacheConfig,
+    MemoryPolicy,
+    PreemptionKind,
+    SchedulerConfig,
+)
 from quire.core.plan import StepPlan
 from quire.core.sequence import NO_ROW, Request, Sequence
 from quire.scheduling.scheduler import Scheduler
@@ -26,7 +33,6 @@ Result = TypeVar("Result")
 
 MAX_MODEL_LEN = 2048   # tokens, of OPT
 MAX_NUM_SEQS = 1024    # more than memory admits
-QUIRE_BUDGET = 2048    # tokens per step, the engine's default
 _WATCH_EVERY = 5       # steps
 
 
@@ -64,7 +70,7 @@ class Point:
     n: int = 1
     beam_width: int | None = None
     block_size: int = 16
-    recovery: PreemptionKind | None = None       # None: whichever is cheaper
+    recovery: PreemptionKind | None = None  # None: whichever is cheaper
     seed: int = 0
     data: Path = DATA_FOLDER
 
@@ -138,7 +144,7 @@ def _scheduler(point: Point, num_slots: int) -> Scheduler:
     )
     config = SchedulerConfig(
         MAX_NUM_SEQS,
-        QUIRE_BUDGET if system.is_own else num_slots,
+        DEFAULT_MAX_NUM_BATCHED_TOKENS if system.is_own else num_slots,
         MAX_MODEL_LEN,
         preemption_mode=point.recovery or "auto",
         batching=system.batching,

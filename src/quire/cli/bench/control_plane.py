@@ -7,7 +7,7 @@ lengths staggered over a block, so that in each step about one in `block_size` o
 import time
 
 from quire.cache.manager import KVCacheManager
-from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, CacheConfig, SchedulerConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.engine.engine import Engine
@@ -39,9 +39,8 @@ def decoding_engine(
     max_tokens = prefill_steps + _WARM_UP_STEPS + steps + 1
     longest = prompt_len + block_size + max_tokens
     num_blocks = num_seqs * -(-longest // block_size)
-    scheduler_config = SchedulerConfig(
-        max_num_seqs=num_seqs, max_num_batched_tokens=max(2048, 2 * num_seqs), max_model_len=longest
-    )
+    budget = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, 2 * num_seqs)
+    scheduler_config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=budget, max_model_len=longest)
     cache_config = CacheConfig(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
     scheduler = Scheduler(scheduler_config, KVCacheManager(cache_config))
     batch = PersistentBatch(num_seqs, longest, block_size, _VOCAB_SIZE)
