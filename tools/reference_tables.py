@@ -1,14 +1,13 @@
 """Tables of options in docs/reference.md, made from their declarations.
 
-    python tools/reference_tables.py            # writes them into the page
-    python tools/reference_tables.py --check    # exits with 1 if the page differs
+    python tools/reference_tables.py    # writes them into the page
 
 A table is between `<!-- options: NAME -->` and `<!-- end of options -->`; TABLES has the names.
 """
 
 import re
-import sys
 from collections.abc import Callable, Iterable
+from inspect import get_annotations
 from pathlib import Path
 
 from quire.cli.paper.command import PaperFlags
@@ -94,7 +93,7 @@ def limits() -> str:
 
 def flags(group: type) -> str:
     """Return the table of a group's own flags."""
-    own = vars(group)["__annotations__"]
+    own = get_annotations(group)
     declared = (each for each in declared_options(group) if each.name in own and each.option.kind == "flag")
     return rows(("flag", "default", "meaning"), *map(_flag_cells, declared))
 
@@ -121,12 +120,8 @@ def filled(page: str) -> str:
 
 
 def main() -> None:
-    """Write the tables, or compare them."""
-    page = PAGE.read_text(encoding="utf-8")
-    made = filled(page)
-    if "--check" in sys.argv:
-        sys.exit(made != page)
-    PAGE.write_text(made, encoding="utf-8")
+    """Write the tables."""
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

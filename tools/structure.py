@@ -30,8 +30,7 @@ QUESTIONS = re.compile(r"(?:Who|Whom|Whose|What|Whether|How|Why|Where|When|From|
 
 def rooms() -> Mapping[str, str]:
     """Return the optional packages and the module of each that other packages may import, by `[tool.quire.rooms]`."""
-    tables = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    return tables.get("quire", {}).get("rooms", {})
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["quire"]["rooms"]
 
 
 def modules(sources: Path = SOURCES) -> dict[str, Path]:
