@@ -72,7 +72,7 @@ class Worker:
             outputs += self._llm.beam_search([request["prompt"]], beam, use_tqdm=False)
         return [_plain(output) for output in outputs]
 
-    def _params(self, logit_bias: dict[str, float] | None = None, **params: Any) -> Any:  # noqa: ANN401
+    def _params(self, logit_bias: dict[str, float] | None = None, **params: object) -> object:
         bias = logit_bias and {int(token): value for token, value in logit_bias.items()}
         return self._quire.SamplingParams(logit_bias=bias, **params)
 
@@ -113,7 +113,7 @@ def _since(begun: tuple[float, float]) -> list[float]:
 def _plain(output: Any) -> Json:  # noqa: ANN401 (a RequestOutput)
     """Return everything of an answer that must not differ, and how often its request was preempted."""
 
-    def tables(positions: Any) -> Any:  # noqa: ANN401 (a list of dicts, or None)
+    def tables(positions: list[Any] | None) -> list[Any] | None:
         return positions and [
             row and [[token, one.logprob.hex(), one.rank] for token, one in row.items()] for row in positions
         ]
@@ -171,8 +171,6 @@ def running(folder: Path) -> Iterator[Tree]:
     command = [str(folder.resolve() / ".venv/bin/python"), str(Path(__file__).resolve()), "--work"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Tree(folder, process)
-        assert process.stdin is not None
-        process.stdin.close()
 
 
 def random_requests(count: int, vocab_size: int, seed: int) -> list[Json]:

@@ -35,7 +35,7 @@ def flag(help_text: str, *names: str, panel: str | None = None, **settings: Any)
 
 def flag_field(
     default: object, help_text: str, *, panel: str | None = None, row: str = "", metavar: str | None = None,
-    show_default: str | None = None, **settings: Any,  # noqa: ANN401 (typer's types)
+    show_default: str | None = None, **settings: object,
 ) -> Any:  # noqa: ANN401 (as `option`)  # fmt: skip
     """Return a field of a group of flags that only the command line has; `settings` are typer's."""
     return option(
@@ -87,7 +87,7 @@ def with_config_file(command: Callable[..., None]) -> Callable[..., None]:
     """Return `command` with `--config FILE`, the values of which become the defaults of its flags."""
 
     @functools.wraps(command)
-    def configured(config: Path | None = None, **values: Any) -> None:  # noqa: ANN401 (the options of any command)
+    def configured(config: Path | None = None, **values: object) -> None:
         command(**values)
 
     parameter = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_CONFIG)
@@ -97,7 +97,7 @@ def with_config_file(command: Callable[..., None]) -> Callable[..., None]:
     return configured
 
 
-def _build(group: type[Any], values: dict[str, Any]) -> Any:  # noqa: ANN401 (an instance of the group)
+def _build(group: type[Any], values: dict[str, Any]) -> object:
     """Return a group made from its flags' values, which are removed from `values`."""
     without_flag = {each.name for each in declared_options(group) if each.option.kind == "none"}
     given = {each.name: values.pop(each.name) for each in fields(group) if each.name not in without_flag}
@@ -118,7 +118,8 @@ def _flatten(parameter: inspect.Parameter, hints: dict[str, Any]) -> Iterator[in
         return
     assert isinstance(hint, type)
     declared = {each.name: each for each in declared_options(hint)}
-    own_panels = {each.option.panel for name, each in declared.items() if name in vars(hint)["__annotations__"]}
+    own = inspect.get_annotations(hint)  # without those of its bases
+    own_panels = {each.option.panel for name, each in declared.items() if name in own}
     field_hints = get_type_hints(hint, include_extras=True)
     for each in sorted(fields(hint), key=lambda each: _panel(declared.get(each.name)) not in own_panels):
         if each.name not in declared:
@@ -154,7 +155,7 @@ def _parameter_of(declared: Declared) -> inspect.Parameter:
     )
 
 
-def _parameter(name: str, default: object, annotation: Any) -> inspect.Parameter:  # noqa: ANN401 (any type)
+def _parameter(name: str, default: object, annotation: object) -> inspect.Parameter:
     default = inspect.Parameter.empty if default is MISSING else default
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
