@@ -86,9 +86,9 @@ def tables(_settings: Settings) -> Result:
     """One request, two requests, samples and beams: the owners of each block, and its filled slots."""
     scenes = {f"{name}\n{caption}": grid for name, steps in WALKS.items() for caption, grid in _walk(steps)}
     rows: list[Row] = [
-        {"scene": title.replace("\n", ", "), "block": block, "filled": filled, "references": references, "by": who}
+        {"scene": title.replace("\n", ", "), "block": block, "filled": filled, "references": references, "by": owner}
         for title, grid in scenes.items()
-        for block, (filled, references, who) in grid.items()
+        for block, (filled, references, owner) in grid.items()
     ]
 
     first, beams = next(iter(scenes.values())), list(scenes.values())[-3:]
