@@ -7,16 +7,16 @@ import pytest
 
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
+from quire.core.kv_dtypes import ELEMENT_BYTES
 from quire.model.footprint import kv_bytes_per_token, kv_heads_per_rank
 from quire.model.spec import DecoderSpec
 from quire.sim.datasets import DATASETS
 from quire.sim.models import read_model
-from quire.sim.planning import KV_DTYPE_BYTES
 from quire.sim.workloads import read_columns, read_lengths
 from support.zero_model import spec_of
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-FP16, FP8 = KV_DTYPE_BYTES["float16"], KV_DTYPE_BYTES["fp8"]
+FP16, FP8 = ELEMENT_BYTES["float16"], ELEMENT_BYTES["float8_e4m3fn"]
 SHARED = Path(__file__).parents[2] / "../shared/data"
 
 

@@ -9,7 +9,6 @@ import torch
 from quire.core.errors import ConfigError
 from quire.execution.swap_storage import UnlinkedFile, allocate_swap_space
 from quire.kernels.back_end import REFERENCE, BackEnd, choose_back_end
-from quire.kernels.cache_layout import dtype_name
 from quire.model.kv_cache import ALIGNMENT, KVCache
 from quire.model.kv_geometry import KVGeometry
 from quire.model.loader import load_model
@@ -39,7 +38,7 @@ def back_end(request: pytest.FixtureRequest, spec: DecoderSpec) -> BackEnd:
 
 
 def geometry_of(spec: DecoderSpec, back_end: BackEnd, dtype: torch.dtype) -> KVGeometry:
-    return KVGeometry.of(spec, dtype_name(back_end.cache_layout.stored_dtype(dtype)))
+    return KVGeometry.of(spec, *back_end.cache_layout.stored_dtype(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

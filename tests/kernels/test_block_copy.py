@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.block_copy import copy_blocks
+from quire.kernels.kv_quantization import as_bytes
 
 
 def layers(count: int = 3, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -12,12 +13,14 @@ def layers(count: int = 3, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(10, 16, 2, 8, generator=generator).to(dtype) for _ in range(2 * count)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn], ids=str
+)
 def test_blocks_are_copied_in_every_layer_and_nothing_else_changes(dtype: torch.dtype) -> None:
     caches = layers(dtype=dtype)
     before = [cache.clone() for cache in caches]
     copy_blocks(caches, caches, torch.tensor([1, 1, 7]), torch.tensor([0, 9, 3]))
-    for cache, old in zip(caches, before, strict=True):
+    for cache, old in zip(map(as_bytes, caches), map(as_bytes, before), strict=True):
         assert torch.equal(cache[[0, 9, 3]], old[[1, 1, 7]])
         assert torch.equal(cache[[1, 2, 4, 5, 6, 7, 8]], old[[1, 2, 4, 5, 6, 7, 8]])
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.kv_cache_write import write_kv
+from quire.kernels.kv_quantization import encode
 
 
 def write_one_by_one(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -56,6 +58,21 @@ def test_slot_of_minus_one_writes_nothing(slots: list[int]) -> None:
     written = [slot for slot in slots if slot >= 0]
     assert int((key_cache != 7.0).flatten(2).any(-1).sum()) == len(written)
     assert torch.equal(value_cache.view(96, 3, 8)[written], value[[slots.index(slot) for slot in written]])
+
+
+@pytest.mark.parametrize("kv", QUANTIZED)
+def test_quantized_tokens_land_in_their_slots_and_nowhere_else(kv: str) -> None:
+    stored, slots = QUANTIZED[kv], [95, 0, -1, 16, 40]
+    key, value, slot_mapping = step(slots, torch.bfloat16)
+    dtype, width = getattr(torch, stored.element), 8 + stored.scale_bytes
+    key_cache, value_cache = (torch.full((6, 16, 3, width), 7, dtype=torch.int8).view(dtype) for _ in range(2))
+    write_alone(key, value, key_cache, value_cache, slot_mapping)
+    written = [95, 0, 16, 40]
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        flat = cache.view(torch.int8).view(96, 3, width)
+        assert torch.equal(flat[written], encode(new[[0, 1, 3, 4]], dtype, width))
+        flat[written] = 7
+        assert (flat == 7).all()
 
 
 def test_back_end_matches_reference_on_random_steps() -> None:

@@ -2,9 +2,10 @@
 
 import pytest
 
+from quire.core.kv_dtypes import ELEMENT_BYTES, QUANTIZED
 from quire.model.config import spec_from_config
-from quire.model.footprint import kv_bytes_per_token
-from quire.model.kv_geometry import ELEMENT_BYTES, KVGeometry, LayerKV
+from quire.model.footprint import kv_bytes_per_token, stored_kv_bytes_per_token
+from quire.model.kv_geometry import KVGeometry, LayerKV
 
 SPEC = spec_from_config(
     {
@@ -26,6 +27,14 @@ def test_geometry_of_a_decoder_counts_what_its_cache_takes(dtype: str) -> None:
 def test_scale_per_token_and_head_is_counted() -> None:
     """The figure of an 8-bit cache of Qwen2.5-0.5B: 24 layers of 2 heads of 64, a float32 scale each."""
     assert KVGeometry((LayerKV(2, 64, "int8", "float32"),) * 24).bytes_per_token == 6528
+    assert KVGeometry((LayerKV(2, 64, "bfloat16"),) * 24).bytes_per_token == pytest.approx(1.88 * 6528, rel=0.002)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_planned_bytes_of_a_quantized_cache_are_the_geometry_s(name: str) -> None:
+    geometry = KVGeometry.of(SPEC, *QUANTIZED[name])
+    assert geometry.bytes_per_token == stored_kv_bytes_per_token(SPEC, name)
+    assert geometry.bytes_per_token == 2 * 3 * 2 * (8 + (0 if name == "fp8" else 4))
 
 
 def test_joined_geometry_has_the_layers_of_every_model() -> None:

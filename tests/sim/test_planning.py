@@ -60,8 +60,12 @@ def test_devices_share_kv_heads_down_to_one(num_devices: int, kv_heads: int) -> 
 
 def test_smaller_kv_dtype_holds_more() -> None:
     model, hardware = read_model("Llama-3.1-8B"), HARDWARE["A100-40GB"]
-    half, quarter = (plan_memory(model, hardware, EngineOptions(), kv_dtype=name) for name in ("auto", "fp8"))
-    assert quarter.cache.num_blocks == pytest.approx(2 * half.cache.num_blocks, abs=1)
+    of_16_bits = plan_memory(model, hardware, EngineOptions()).cache.num_blocks
+    shares = {"fp8": 2.0, "int8_per_token_head": 256 / 132, "fp8_per_token_head": 256 / 132}
+    for name, share in shares.items():
+        plan = plan_memory(model, hardware, EngineOptions(kv_cache_dtype=name))  # type: ignore[arg-type]
+        assert plan.cache.num_blocks == pytest.approx(share * of_16_bits, abs=1)
+        assert plan.kv_cache_dtype == name
 
 
 def test_seats_bind_where_memory_does_not() -> None:
@@ -98,6 +102,7 @@ def test_file_that_is_no_safetensors_is_named(tmp_path: Path, content: bytes) ->
         ("auto", 1, []),
         ("float16", 1, []),
         ("fp8", 1, ["a KV cache of fp8"]),
+        ("int8_per_token_head", 1, ["a KV cache of int8_per_token_head"]),
         ("bfloat16", 1, ["a KV cache of bfloat16"]),
         ("auto", 2, ["tensor_parallel_size 2"]),
         ("fp8", 4, ["tensor_parallel_size 4", "a KV cache of fp8"]),
@@ -105,6 +110,12 @@ def test_file_that_is_no_safetensors_is_named(tmp_path: Path, content: bytes) ->
 )
 def test_plan_that_the_engine_would_refuse_is_marked(kv_dtype: str, num_devices: int, named: list[str]) -> None:
     model, hardware = read_model("OPT-13B"), HARDWARE["A100-80GB"]
-    reasons = not_servable_yet(model, hardware, EngineOptions(), kv_dtype, num_devices)
+    options = EngineOptions(kv_cache_dtype=kv_dtype)  # type: ignore[arg-type]
+    reasons = not_servable_yet(model, hardware, options, num_devices)
     assert [reason.partition(" is not supported yet")[0] for reason in reasons] == named
-    assert plan_memory(model, hardware, EngineOptions(), kv_dtype, num_devices).cache.num_blocks > 0
+    assert plan_memory(model, hardware, options, num_devices).cache.num_blocks > 0
+
+
+def test_cpu_serves_a_quantized_cache() -> None:
+    options = EngineOptions(kv_cache_dtype="int8_per_token_head")
+    assert not_servable_yet(read_model("OPT-13B"), this_machine(10**12), options) == []

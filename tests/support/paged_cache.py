@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.back_end import TORCH, BackEnd
+from quire.kernels.kv_quantization import as_bytes, encode, is_quantized
 from quire.kernels.paged_attention import build_metadata
 
 GARBAGE_BLOCK = 10**6
@@ -55,13 +57,17 @@ def attend(
     window: int | None = None,
     back_end: BackEnd = TORCH,
     device: torch.device | str = "cpu",
+    kv: str = "auto",
 ) -> list[Tensor]:
-    """Compute the parts in one step over a cache of NaN with shuffled blocks; garbage wherever nothing should look."""
+    """Compute the parts in one step over a cache of NaN with shuffled blocks; garbage wherever nothing should look.
+
+    `kv`: how the cache is stored, a value of --kv-cache-dtype.
+    """
     paging = paging or Paging()
     generator = torch.Generator().manual_seed(paging.seed)
     max_blocks = max(-(-part.stop // paging.block_size) for part in parts) + 2
     shape = (len(parts) * max_blocks, paging.block_size, *parts[0].tokens.key.shape[1:])
-    key_cache, value_cache = (torch.full(shape, torch.nan, dtype=parts[0].tokens.key.dtype) for _ in range(2))
+    key_cache, value_cache = (_empty_cache(shape, parts[0].tokens.key.dtype, kv) for _ in range(2))
     tables = torch.randperm(shape[0], generator=generator).view(len(parts), max_blocks).int()
     for table, part in zip(tables, parts, strict=True):
         _fill(table, part, window, key_cache, value_cache)
@@ -80,14 +86,29 @@ def attend(
     return list(out.cpu().split(counts[1:].tolist()))
 
 
+def _empty_cache(shape: tuple[int, ...], dtype: torch.dtype, kv: str) -> Tensor:
+    """Return a cache of NaN; in 8 bits of what is NaN in e4m3 and in scales."""
+    stored = QUANTIZED.get(kv)
+    if stored is None:
+        return torch.full(shape, torch.nan, dtype=dtype)
+    rows = (*shape[:-1], shape[-1] + stored.scale_bytes)
+    return torch.full(rows, -1, dtype=torch.int8).view(getattr(torch, stored.element))
+
+
+def _write(cache: Tensor, where: tuple[Tensor, Tensor], rows: Tensor) -> None:
+    rows = encode(rows, cache.dtype, cache.shape[3]) if is_quantized(cache) else rows
+    as_bytes(cache)[where] = rows
+
+
 def _fill(table: Tensor, part: Part, window: int | None, key_cache: Tensor, value_cache: Tensor) -> None:
     """Write what the part may see into its blocks; spoil the table's other entries with -1 and ids past the cache."""
     block_size = key_cache.shape[1]
     first = 0 if window is None else max(0, part.start - window + 1)
     positions = torch.arange(first, part.stop)
     blocks = table[positions // block_size].long()
-    key_cache[blocks, positions % block_size] = part.tokens.key[first : part.stop]
-    value_cache[blocks, positions % block_size] = part.tokens.value[first : part.stop]
+    where = blocks, positions % block_size
+    _write(key_cache, where, part.tokens.key[first : part.stop])
+    _write(value_cache, where, part.tokens.value[first : part.stop])
     is_unseen = torch.ones(len(table), dtype=torch.bool)
     is_unseen[positions // block_size] = False
     spoiled = torch.where(torch.arange(len(table)) % 2 == 0, -1, GARBAGE_BLOCK).int()

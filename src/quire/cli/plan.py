@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from quire.cli.bench import report
 from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_groups
@@ -32,10 +32,6 @@ class DeviceFlags:
         None, "bytes of one device; 24GiB", metavar=SIZE, show_default="the hardware's, or what is free",
         row="bytes of one device; `24GiB`",
     )  # fmt: skip
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = _device(
-        "auto", "of the KV cache; auto is the engine's",
-        row="`auto` is what the engine keeps for the model's dtype; `float32`, `bfloat16`, `float16`, `fp8`",
-    )  # fmt: skip
     tensor_parallel_size: int = same_option(
         EngineOptions, "tensor_parallel_size", kind="flag", panel="Device", settings=(("min", 1),),
         row="devices; query heads must divide, KV heads are replicated where they do not",
@@ -51,11 +47,11 @@ class DeviceFlags:
 
     def plan(self, model: Model, engine: EngineOptions) -> MemoryPlan:
         """Return the plan. Raises ConfigError for a model that does not fit."""
-        return plan_memory(model, self.machine, engine, self.kv_cache_dtype, self.tensor_parallel_size)
+        return plan_memory(model, self.machine, engine, self.tensor_parallel_size)
 
     def not_servable_yet(self, model: Model, engine: EngineOptions) -> list[str]:
         """Return the reasons for which the engine would refuse to serve this."""
-        return not_servable_yet(model, self.machine, engine, self.kv_cache_dtype, self.tensor_parallel_size)
+        return not_servable_yet(model, self.machine, engine, self.tensor_parallel_size)
 
 
 @with_config_file

@@ -17,7 +17,7 @@ from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR, 
 from quire.sim.datasets import DATA_FOLDER, due_times, workload
 from quire.sim.hardware import Hardware
 from quire.sim.models import read_model
-from quire.sim.planning import KV_DTYPE_BYTES, MemoryPlan
+from quire.sim.planning import MemoryPlan
 from quire.sim.simulation import SimulatedRun, Simulation, paged_scheduler
 from quire.sim.statistics import Timeline, distribution, latencies
 
@@ -75,7 +75,7 @@ def simulate(
         found.num_devices,
         found.dtype,
         CONTIGUOUS_ATTENTION_FACTOR if is_measured else PAGED_ATTENTION_FACTOR,
-        KV_DTYPE_BYTES[found.kv_cache_dtype],
+        found.kv_cache_dtype,
     )
     begun_s = time.process_time()
     run = Simulation(paged_scheduler(found.cache, found.scheduler), cost).run(items, due_s)

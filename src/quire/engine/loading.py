@@ -12,7 +12,7 @@ from quire.engine.sizing import ModelLimits
 from quire.execution.device_memory import use_exact_products
 from quire.execution.memory_profiling import CudaMemoryMeter
 from quire.kernels.back_end import choose_back_end
-from quire.kernels.cache_layout import dtype_name as torch_dtype_name
+from quire.kernels.support import require_kv_dtype
 from quire.model.config import dtype_name, eos_token_ids, read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.kv_geometry import KVGeometry
@@ -39,11 +39,13 @@ def load(options: EngineOptions, folder: Path) -> LoadedModel:
     back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=spec.head_dim)
     meter = _cuda_memory_meter(device) if device.type == "cuda" else None
     dtype = getattr(torch, dtype_name(options.dtype, config, source))
-    limits = _limits(spec, KVGeometry.of(spec, torch_dtype_name(back_end.cache_layout.stored_dtype(dtype))))
+    require_kv_dtype(back_end.name, options.kv_cache_dtype)
+    stored = back_end.cache_layout.stored_dtype(dtype, options.kv_cache_dtype)
+    limits = _limits(spec, KVGeometry.of(spec, *stored))
     num_positions = positions_for(options, limits, meter)
     model = load_model(
         folder, dtype=options.dtype, device=device, back_end=back_end, max_positions=options.max_model_len,
-        table_positions=num_positions,
+        table_positions=num_positions, kv_cache_dtype=options.kv_cache_dtype,
     )  # fmt: skip
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
     return LoadedModel(model, limits, eos_token_ids(folder, config, spec.vocab_size), meter)

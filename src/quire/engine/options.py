@@ -15,6 +15,7 @@ from quire.core.config import (
     SchedulingPolicy,
 )
 from quire.core.errors import ConfigError
+from quire.core.kv_dtypes import KVCacheDtype
 from quire.core.options import SIZE, check_options, option, parse_bytes
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -37,6 +38,13 @@ class EngineOptions:
     dtype: Dtype = _engine(
         "auto", "of weights, activations and KV cache",
         row="of weights, activations and KV cache: `auto` (the model's), `float32`, `bfloat16`, `float16`",
+    )  # fmt: skip
+    kv_cache_dtype: KVCacheDtype = _engine(
+        "auto", "of the KV cache; auto is that of the kernels",
+        row="of the KV cache: `auto` (that in which the kernels compute); `int8_per_token_head` or "
+        "`fp8_per_token_head`, 8 bits with a scale for each token and KV head; `fp8`, 8 bits without stored scales; "
+        "`float32`, `bfloat16` or `float16` is refused unless it is what `auto` means "
+        "([quantization.md](quantization.md#kv-cache-in-8-bits))",
     )  # fmt: skip
     device: Device = _engine(
         "auto", "where the model runs",

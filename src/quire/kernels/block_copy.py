@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from quire.kernels.kv_quantization import as_bytes
+
 
 def copy_blocks(src_caches: list[Tensor], dst_caches: list[Tensor], src: Tensor, dst: Tensor) -> None:
     """Copy block src[i] of each source cache over block dst[i] of the destination at its place in the list, as if all
@@ -15,7 +17,7 @@ def copy_blocks(src_caches: list[Tensor], dst_caches: list[Tensor], src: Tensor,
     destination twice.
     """
     for source, destination in zip(src_caches, dst_caches, strict=True):
-        destination.index_copy_(0, dst, source.index_select(0, src))
+        as_bytes(destination).index_copy_(0, dst, as_bytes(source).index_select(0, src))
 
 
 def by_block_bytes(

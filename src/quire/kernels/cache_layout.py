@@ -1,51 +1,69 @@
 """Layout of the KV cache's blocks in a back end: shapes and dtype of a layer's two tensors.
 
-Whatever the layout, a block is one run of bytes in each tensor, and the first dimension counts blocks.
+Whatever the layout, a block is one run of bytes in each tensor, its scales among them, and the first dimension counts
+blocks.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from quire.core.errors import ConfigError
+from quire.core.kv_dtypes import QUANTIZED, KVDtype
 
 Shape = tuple[int, ...]
+
+
+class CacheShapes(Protocol):
+    """Shapes of a layer's keys and values."""
+
+    def __call__(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+        scale_bytes: int = 0,
+    ) -> tuple[Shape, Shape]:
+        """Return the shapes for elements of `dtype`, with `scale_bytes` of a scale per token and head."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     """Layout of one back end.
 
-    `shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype)` returns the shapes of keys and values stored in
-    `dtype`. `own_dtype` maps a model's dtype to the one that its keys and values are stored in; `dtypes` are all that
+    `own_dtype` maps a model's dtype to the one that its keys and values are stored in by default; `dtypes` are all that
     the kernels read and write.
     """
 
-    shapes: Callable[[int, int, int, int, torch.dtype], tuple[Shape, Shape]]
+    shapes: CacheShapes
     own_dtype: Callable[[torch.dtype], torch.dtype]
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[KVDtype, ...]
 
-    def stored_dtype(self, model_dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
-        """Return the dtype of the cache of a model of `model_dtype`; ConfigError if `asked` is not served beside it."""
-        own = self.own_dtype(model_dtype)
-        if asked not in ("auto", dtype_name(own)):
-            raise ConfigError(
-                f"a KV cache of {asked} is not supported yet: keys and values of a {dtype_name(model_dtype)} model are "
-                f"stored in {dtype_name(own)} here"
-            )
-        return own
+    def stored_dtype(self, model_dtype: torch.dtype, asked: str = "auto") -> KVDtype:
+        """Return the storage of the cache of a model of `model_dtype`; ConfigError if `asked` is not served beside it.
 
-    def check(self, dtype: str, scale_dtype: str | None) -> torch.dtype:
-        """Return the stored dtype of that name; ConfigError if this back end's kernels do not read it."""
-        found = next((each for each in self.dtypes if dtype_name(each) == dtype), None)
-        if found is None or scale_dtype is not None:
-            scales = "" if scale_dtype is None else f" with scales of {scale_dtype}"
+        `asked`: a value of --kv-cache-dtype.
+        """
+        own = dtype_name(self.own_dtype(model_dtype))
+        if QUANTIZED.get(asked) in self.dtypes:
+            return QUANTIZED[asked]
+        if asked not in ("auto", own):
             raise ConfigError(
-                f"a KV cache of {dtype}{scales} is not supported yet; this back end stores "
-                f"{' or '.join(map(dtype_name, self.dtypes))}, without scales"
+                f"kv_cache_dtype {asked!r} is not supported: keys and values of a {dtype_name(model_dtype)} model are "
+                f"stored in {own} here"
+                + "".join(f" or {name}" for name, stored in QUANTIZED.items() if stored in self.dtypes)
             )
-        return found
+        return KVDtype(own)
+
+    def check(self, stored: KVDtype) -> torch.dtype:
+        """Return the dtype of the elements; ConfigError if this back end's kernels do not read this storage."""
+        if stored not in self.dtypes:
+            raise ConfigError(
+                f"a KV cache of {_described(stored)} is not supported; this back end stores "
+                f"{', '.join(map(_described, self.dtypes))}"
+            )
+        dtype = getattr(torch, stored.element)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -53,13 +71,22 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _described(stored: KVDtype) -> str:
+    return stored.element if stored.scale is None else f"{stored.element} with scales of {stored.scale}"
+
+
 def _plain_shapes(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, scale_bytes: int = 0
 ) -> tuple[Shape, Shape]:
-    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    """Return one shape for both. A head's scale stands behind its elements, which have one byte each."""
+    assert scale_bytes == 0 or dtype.itemsize == 1, f"scales beside elements of {dtype}"
+    shape = (num_blocks, block_size, num_kv_heads, head_dim + scale_bytes)
     return shape, shape
 
 
 PLAIN = CacheLayout(
-    shapes=_plain_shapes, own_dtype=lambda dtype: dtype, dtypes=(torch.float32, torch.bfloat16, torch.float16)
+    shapes=_plain_shapes,
+    own_dtype=lambda dtype: dtype,
+    dtypes=(KVDtype("float32"), KVDtype("bfloat16"), KVDtype("float16"), *QUANTIZED.values()),
 )
+UNQUANTIZED = replace(PLAIN, dtypes=PLAIN.dtypes[:3])

@@ -6,6 +6,8 @@ Rotary position embedding is on half-split pairs (Su et al. 2021, in the layout 
 import torch
 from torch import Tensor
 
+from quire.kernels.kv_quantization import as_bytes, encode, is_quantized
+
 POSITIONS_AT_ONCE = 1 << 14  # of a rotary table under construction: 4 MiB with heads of 128
 
 
@@ -23,16 +25,18 @@ def write_kv(
 
     Token t's key and value go to slot `slot_mapping[t]`; -1 writes nothing. key and value [num_tokens, num_kv_heads,
     head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim], contiguous; slot_mapping [num_tokens] int64, no
-    slot twice. One op, so that a back end may do it in one pass; it may rotate the query in place. Kwon et al.
-    2023, section 5.1.
+    slot twice. A cache of 8-bit elements is [num_blocks, block_size, num_kv_heads, width], as `kv_quantization.encode`
+    fills it. One op, so that a back end may do it in one pass; it may rotate the query in place. Kwon et al. 2023,
+    section 5.1.
     """
     if cos_sin is not None:
         query, key = apply_rotary(query, key, positions, cos_sin)
     written = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping.index_select(0, written)
     for new, cache in ((key, key_cache), (value, value_cache)):
-        rows = new.index_select(0, written).flatten(1).to(cache.dtype)
-        cache.view(-1, rows.shape[1]).index_copy_(0, slots, rows)
+        rows = new.index_select(0, written)
+        rows = encode(rows, cache.dtype, cache.shape[3]) if is_quantized(cache) else rows.to(cache.dtype)
+        as_bytes(cache).view(-1, *rows.shape[1:]).index_copy_(0, slots, rows)
     return query
 
 

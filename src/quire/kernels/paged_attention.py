@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
+from quire.kernels.kv_quantization import LARGEST, as_bytes, decode
 
 SLOTS_PER_KEY_TILE = 64
 ROWS_PER_PRODUCT = 16  # divides SLOTS_PER_KEY_TILE; fewer rows than these may take another path through the library
@@ -60,8 +61,10 @@ def reference(
     """Attend: the meaning that every back end must match.
 
     query [num_tokens, num_heads, head_dim], sequences end to end; caches [num_blocks, block_size, num_kv_heads,
-    head_dim]. A sequence's queries are the last tokens of its context. With a window, a token sees itself and the
-    `window` - 1 tokens before it. Sums in float32; returns query's shape and dtype.
+    head_dim], those of 8-bit elements [.., width] as `kv_quantization.encode` fills them. A sequence's queries are the
+    last tokens of its context. With a window, a token sees itself and the `window` - 1 tokens before it. Sums in
+    float32. A key's scale is multiplied onto its scores, a value's onto its softmax weights, which are summed without
+    it. Returns query's shape and dtype.
     """
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // num_kv_heads  # query heads per key-value head
@@ -71,15 +74,28 @@ def reference(
         first = 0 if window is None else max(0, context_len - (stop - start) - window + 1)
         pos = torch.arange(first, context_len, device=query.device)
         where = metadata.block_tables[i, pos // block_size].long(), pos % block_size
-        k = key_cache[where].float().repeat_interleave(group, dim=1)  # [context_len, num_heads, head_dim]
-        v = value_cache[where].float().repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,lhd->hql", query[start:stop].float(), k) * scale
+        (k, key_scales), (v, value_scales) = (
+            _elements(as_bytes(cache)[where].repeat_interleave(group, dim=1), cache.dtype, query.shape[2])
+            for cache in (key_cache, value_cache)
+        )  # [context_len, num_heads, head_dim], [context_len, num_heads]
+        scores = _times(torch.einsum("qhd,lhd->hql", query[start:stop].float(), k), key_scales) * scale
         query_pos = torch.arange(context_len - (stop - start), context_len, device=query.device)[:, None]
         scores.masked_fill_(pos > query_pos, float("-inf"))  # a token sees itself and what came before
         if window is not None:
             scores.masked_fill_(pos <= query_pos - window, float("-inf"))
-        out[start:stop] = torch.einsum("hql,lhd->qhd", scores.softmax(dim=-1), v).to(out.dtype)
+        weights = _times(scores.softmax(dim=-1), value_scales)
+        out[start:stop] = torch.einsum("hql,lhd->qhd", weights, v).to(out.dtype)
     return out
+
+
+def _elements(stored: Tensor, dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor | None]:
+    """Return elements [.., head_dim] in float32, and their scales [..] if they are stored."""
+    return decode(stored, dtype, head_dim) if dtype in LARGEST else (stored.float(), None)
+
+
+def _times(scores: Tensor, scales: Tensor | None) -> Tensor:
+    """Return scores or weights [num_heads, num_queries, num_keys] times scales [num_keys, num_heads]."""
+    return scores if scales is None else scores * scales.T[:, None]
 
 
 class _Span(NamedTuple):
@@ -139,7 +155,9 @@ def _attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, span: _Span, 
     tile_start = span.start // SLOTS_PER_KEY_TILE * SLOTS_PER_KEY_TILE
     first = 0 if window is None else max(0, tile_start - window + 1) // SLOTS_PER_KEY_TILE * SLOTS_PER_KEY_TILE
     slots = torch.arange(first, tile_start + SLOTS_PER_KEY_TILE)        # positions in the sequence
-    keys, values = (_gather(cache, span, slots, window) for cache in (key_cache, value_cache))
+    (keys, key_scales), (values, value_scales) = (
+        _gather(cache, span, slots, window, head_dim) for cache in (key_cache, value_cache)
+    )
     positions = torch.arange(begin, begin + num_products * height)[:, None]
     hidden = slots > positions
     if window is not None:
@@ -147,26 +165,33 @@ def _attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, span: _Span, 
     hidden = hidden.view(num_products, height, -1, SLOTS_PER_KEY_TILE).transpose(1, 2)  # [.., num_tiles, height, slots]
 
     scores = _products(rows.repeat(1, len(keys) // num_kv_heads, 1, 1), keys.transpose(1, 2))
+    if key_scales is not None:
+        scores *= key_scales
     scores = scores.view(*hidden.shape[:2], num_kv_heads, height, rows_per_token, SLOTS_PER_KEY_TILE)
     scores.masked_fill_(hidden[:, :, None, :, None, :], float("-inf"))
     weights = scores.sub_(scores.amax((1, 5), keepdim=True)).exp_()
-    weighted = _products(weights.view(num_products, len(keys), -1, SLOTS_PER_KEY_TILE), values)
     total = _sum_tiles(weights.sum(-1, keepdim=True))                   # [num_products, num_kv_heads, height, .., 1]
+    weights = weights.view(num_products, len(keys), -1, SLOTS_PER_KEY_TILE)
+    weighted = _products(weights if value_scales is None else weights.mul_(value_scales), values)
     result = _sum_tiles(weighted.view(*scores.shape[:-1], head_dim)) / total
     return result.transpose(1, 2).flatten(0, 1)[taken, :, :group].flatten(1, 2)
 
 
-def _gather(cache: Tensor, span: _Span, slots: Tensor, window: int | None) -> Tensor:
+def _gather(
+    cache: Tensor, span: _Span, slots: Tensor, window: int | None, head_dim: int
+) -> tuple[Tensor, Tensor | None]:
     """Return key tiles of keys or values in float32, [num_tiles * num_kv_heads, SLOTS_PER_KEY_TILE, head_dim].
 
-    A slot that no query sees is replaced by one that is seen: it may hold anything, and 0 times NaN is NaN.
+    And their scales, [num_tiles * num_kv_heads, 1, SLOTS_PER_KEY_TILE], if they are stored. A slot that no query sees
+    is replaced by one that is seen: it may hold anything, and 0 times NaN is NaN.
     """
-    _, block_size, num_kv_heads, head_dim = cache.shape
+    _, block_size, num_kv_heads, width = cache.shape
     seen = slots.clamp(0 if window is None else max(0, span.start - window + 1), span.stop - 1)
     places = span.table[seen // block_size].long() * block_size + seen % block_size
-    taken = cache.view(-1, num_kv_heads * head_dim).index_select(0, places)
-    taken = taken.float().view(-1, SLOTS_PER_KEY_TILE, num_kv_heads, head_dim)
-    return taken.transpose(1, 2).flatten(0, 1)
+    taken = as_bytes(cache).view(-1, num_kv_heads * width).index_select(0, places)
+    taken = taken.view(-1, SLOTS_PER_KEY_TILE, num_kv_heads, width).transpose(1, 2).flatten(0, 1)
+    elements, scales = _elements(taken, cache.dtype, head_dim)
+    return elements, None if scales is None else scales[:, None]
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:

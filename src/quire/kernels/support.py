@@ -6,6 +6,7 @@ An op class that is not listed runs by its own `run` on the CPU, and is refused 
 from collections.abc import Iterable
 
 from quire.core.errors import ConfigError
+from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.program import Op
 
 CPU = frozenset({"cpp", "torch", "reference"})
@@ -21,7 +22,7 @@ SUPPORT: dict[str, frozenset[str]] = {
     "CountLayer": EVERYWHERE,
     "Gather": CPU,
     "side table": CPU,  # `ForwardBatch.side` is not transferred to a device
-}
+} | {f"kv_cache_dtype {name}": CPU for name in QUANTIZED}
 
 
 def require(back_end: str, features: Iterable[str]) -> None:
@@ -34,3 +35,9 @@ def require(back_end: str, features: Iterable[str]) -> None:
 def require_ops(back_end: str, ops: Iterable[Op]) -> None:
     """Raise ConfigError if a back end lacks one of these ops."""
     require(back_end, (type(op).__name__ for op in ops))
+
+
+def require_kv_dtype(back_end: str, name: str) -> None:
+    """Raise ConfigError if a back end does not serve this --kv-cache-dtype, quantized ones being features."""
+    if name in QUANTIZED:
+        require(back_end, [f"kv_cache_dtype {name}"])

@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.cache_layout import dtype_name
 from quire.kernels.kv_cache_write import rotary_table
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import GatherHook, LayerInputs
-from quire.kernels.support import require, require_ops
+from quire.kernels.support import require, require_kv_dtype, require_ops
 from quire.model.batch import ForwardBatch
 from quire.model.footprint import num_layer_weights
 from quire.model.frequencies import inverse_frequencies
@@ -29,9 +28,11 @@ class Decoder:
         max_positions: int,
         table_positions: int,
         gather: GatherHook | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.spec, self.dtype, self.device, self.back_end = spec, weights.dtype, weights.device, weights.back_end
-        self.kv_geometry = KVGeometry.of(spec, dtype_name(self.back_end.cache_layout.stored_dtype(self.dtype)))
+        require_kv_dtype(self.back_end.name, kv_cache_dtype)
+        self.kv_geometry = KVGeometry.of(spec, *self.back_end.cache_layout.stored_dtype(self.dtype, kv_cache_dtype))
         shapes = DecoderShapes.of(spec)
         self._embedding = Embedding(shapes, spec.position_offset, weights)
         cos_sin = _rotary_table(spec, max_positions, table_positions, weights.device)

@@ -4,6 +4,7 @@ Counts what `WeightReader` tallies. A weight format counts the bytes of its line
 """
 
 from quire.core.errors import ConfigError
+from quire.core.kv_dtypes import ELEMENT_BYTES, kv_dtype
 from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, NormShape, Shape, TableShape, layer_shapes
 from quire.model.spec import DecoderSpec, LayerSpec
 from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, Packing, packed_bytes
@@ -37,9 +38,18 @@ def weight_bytes(
     return sum(_kept_bytes(shape, dtype, packing, num_ranks, weight_format) for shape in (*kept, *layers))
 
 
-def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1) -> int:
-    """Return the bytes that one token's keys and values take on a rank, over all layers."""
-    return 2 * spec.num_layers * kv_heads_per_rank(spec, num_ranks) * spec.head_dim * itemsize
+def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1, scale_bytes: int = 0) -> int:
+    """Return the bytes that one token's keys and values take on a rank, over all layers.
+
+    `scale_bytes`: of the scale that is stored for each token and head; 0: none is.
+    """
+    return 2 * spec.num_layers * kv_heads_per_rank(spec, num_ranks) * (spec.head_dim * itemsize + scale_bytes)
+
+
+def stored_kv_bytes_per_token(spec: DecoderSpec, kv_cache_dtype: str, num_ranks: int = 1) -> int:
+    """Return the same by the name of the storage, a value of --kv-cache-dtype other than auto."""
+    stored = kv_dtype(kv_cache_dtype)
+    return kv_bytes_per_token(spec, ELEMENT_BYTES[stored.element], num_ranks, stored.scale_bytes)
 
 
 def kv_heads_per_rank(spec: DecoderSpec, num_ranks: int) -> int:

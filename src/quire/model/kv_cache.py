@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.core.kv_dtypes import KVDtype
 from quire.kernels.back_end import BackEnd
 from quire.model.kv_geometry import KVGeometry
 
@@ -42,10 +43,11 @@ class KVCache:
         ConfigError for a dtype that the back end does not serve.
         """
         layout, allocator = back_end.cache_layout, allocator or _zeros
-        dtypes = [layout.check(layer.dtype, layer.scale_dtype) for layer in geometry.layers]
+        stored = [KVDtype(layer.dtype, layer.scale_dtype) for layer in geometry.layers]
+        dtypes = [layout.check(each) for each in stored]
         shapes = [
-            layout.shapes(num_blocks, block_size, layer.num_heads, layer.head_dim, dtype)
-            for layer, dtype in zip(geometry.layers, dtypes, strict=True)
+            layout.shapes(num_blocks, block_size, layer.num_heads, layer.head_dim, dtype, each.scale_bytes)
+            for layer, dtype, each in zip(geometry.layers, dtypes, stored, strict=True)
         ]
         keys, values = (
             [

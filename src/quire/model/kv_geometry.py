@@ -6,9 +6,8 @@ and its draft model, are joined into one geometry: its layers are those of all, 
 
 from dataclasses import dataclass
 
+from quire.core.kv_dtypes import ELEMENT_BYTES
 from quire.model.spec import DecoderSpec
-
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +34,9 @@ class KVGeometry:
     layers: tuple[LayerKV, ...]
 
     @classmethod
-    def of(cls, spec: DecoderSpec, dtype: str) -> "KVGeometry":
-        """Return the geometry of a decoder with cache elements of `dtype`."""
-        layers = (LayerKV(each.num_kv_heads, each.head_dim, dtype, window=each.window) for each in spec.layers)
+    def of(cls, spec: DecoderSpec, dtype: str, scale_dtype: str | None = None) -> "KVGeometry":
+        """Return the geometry of a decoder with cache elements of `dtype`, and scales if `scale_dtype` is not None."""
+        layers = (LayerKV(each.num_kv_heads, each.head_dim, dtype, scale_dtype, each.window) for each in spec.layers)
         return cls(tuple(layers))
 
     def joined(self, *others: "KVGeometry") -> "KVGeometry":

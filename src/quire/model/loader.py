@@ -23,13 +23,14 @@ def load_model(
     back_end: BackEnd,
     max_positions: int | None = None,
     table_positions: int | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Decoder:
     """Load the model in `folder` onto `device`.
 
     dtype: auto (as the config says), float32, bfloat16 or float16. `max_positions`: the longest sequence to be served,
     at most the model's own; dynamic scaling depends on it, which is off by default. `table_positions`: the length of
-    rotary tables, where fewer positions than that can be used. Raises ModelError for a folder that cannot be loaded,
-    ConfigError for an unknown dtype.
+    rotary tables, where fewer positions than that can be used. `kv_cache_dtype`: a value of --kv-cache-dtype. Raises
+    ModelError for a folder that cannot be loaded, ConfigError for an unknown dtype.
     """
     source = str(folder / CONFIG_FILE)
     config = read_config(folder)
@@ -41,6 +42,7 @@ def load_model(
         back_end=back_end,
         max_positions=max_positions,
         table_positions=table_positions,
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 
@@ -54,6 +56,7 @@ def build_decoder(
     max_positions: int | None = None,
     table_positions: int | None = None,
     weight_format: WeightFormat | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Decoder:
     """Return the decoder of a spec with the weights of a checkpoint; positions as of `load_model`.
 
@@ -63,6 +66,7 @@ def build_decoder(
     """
     weights = WeightReader(checkpoint, spec.weights, back_end, dtype, device, weight_format)
     longest = min(max_positions or spec.default_positions, spec.max_position_embeddings)
-    decoder = Decoder(spec, weights, longest, min(table_positions or longest, longest))
+    num_positions = min(table_positions or longest, longest)
+    decoder = Decoder(spec, weights, longest, num_positions, kv_cache_dtype=kv_cache_dtype)
     weights.warn_of_unread()
     return decoder

@@ -10,9 +10,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
-from quire.model.footprint import kv_bytes_per_token, num_layer_weights
+from quire.model.footprint import num_layer_weights, stored_kv_bytes_per_token
 from quire.model.spec import DecoderSpec
-from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES
+from quire.model.weight_formats.sizes import CPU_PACKING
 from quire.sim.hardware import CurvePoint, Hardware
 
 DECODES = (1, 2, 4, 8, 16, 32, 64)          # sequences of a step, one token each
@@ -52,12 +52,18 @@ def step_sizes(longest: int) -> list[StepSize]:
 
 
 def fit_hardware(
-    name: str, spec: DecoderSpec, dtype: str, step_s: Mapping[StepSize, float], memory_bytes: int
+    name: str,
+    spec: DecoderSpec,
+    dtype: str,
+    step_s: Mapping[StepSize, float],
+    memory_bytes: int,
+    kv_cache_dtype: str = "auto",
 ) -> Hardware:
     """Return the machine on which the `step_sizes` take these times, with this model in `dtype`."""
     num_layers, num_head = num_layer_weights(spec), spec.vocab_size * spec.embedding_size
     num_weights = num_layers + num_head
-    kv_bytes = kv_bytes_per_token(spec, DTYPE_BYTES[CPU_PACKING.kernel_dtype(dtype)])
+    kv_dtype = CPU_PACKING.kernel_dtype(dtype) if kv_cache_dtype == "auto" else kv_cache_dtype
+    kv_bytes = stored_kv_bytes_per_token(spec, kv_dtype)
     least_s = LEAST * max(step_s.values())  # a decode is the difference of two times: noise may leave less than none
     step_s = {size: max(seconds, least_s) for size, seconds in step_s.items()}
     *_, long_decode, in_parts = step_s

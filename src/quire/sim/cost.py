@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from quire.core.plan import MeasuredRates, StepPlan
-from quire.model.footprint import kv_bytes_per_token, num_layer_weights
+from quire.model.footprint import num_layer_weights, stored_kv_bytes_per_token
 from quire.model.spec import DecoderSpec
 from quire.model.weight_formats.sizes import DTYPE_BYTES
 from quire.sim.hardware import CurvePoint, Hardware
@@ -21,7 +21,10 @@ CONTIGUOUS_ATTENTION_FACTOR = 1.0
 
 
 class CostModel:
-    """The time of every step of one model on `num_devices` alike devices, with tensor parallelism."""
+    """The time of every step of one model on `num_devices` alike devices, with tensor parallelism.
+
+    `kv_dtype`: a value of --kv-cache-dtype other than auto; None: the model's.
+    """
 
     def __init__(
         self,
@@ -31,10 +34,10 @@ class CostModel:
         num_devices: int = 1,
         dtype: str = "float16",
         attention_factor: float = PAGED_ATTENTION_FACTOR,
-        kv_itemsize: int | None = None,
+        kv_dtype: str | None = None,
     ) -> None:
         itemsize = DTYPE_BYTES[dtype]
-        kv_bytes = kv_bytes_per_token(spec, kv_itemsize or itemsize, num_devices)
+        kv_bytes = stored_kv_bytes_per_token(spec, kv_dtype or dtype, num_devices)
         self.spec, self.hardware = spec, hardware
         self._num_devices, self._itemsize, self._window = num_devices, itemsize, spec.sliding_window
         self._curve_scale = itemsize / DTYPE_BYTES[hardware.dtype]

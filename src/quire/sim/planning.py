@@ -11,15 +11,15 @@ from pathlib import Path
 
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
+from quire.core.kv_dtypes import QUANTIZED
 from quire.core.model_files import file_inside
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
-from quire.model.footprint import kv_bytes_per_token, num_parameters, weight_bytes
+from quire.model.footprint import num_parameters, stored_kv_bytes_per_token, weight_bytes
 from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, PLAIN_PACKING, Packing
 from quire.sim.hardware import Hardware
 from quire.sim.models import Model
 
-KV_DTYPE_BYTES = DTYPE_BYTES | {"fp8": 1}
 MAX_HEADER_BYTES = 100 * 2**20  # as in safetensors itself
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -50,15 +50,13 @@ class MemoryPlan:
         return self.cache.num_blocks * self.cache.block_size * self.kv_bytes_per_token
 
 
-def plan_memory(
-    model: Model, hardware: Hardware, options: EngineOptions, kv_dtype: str = "auto", num_devices: int = 1
-) -> MemoryPlan:
+def plan_memory(model: Model, hardware: Hardware, options: EngineOptions, num_devices: int = 1) -> MemoryPlan:
     """Return the plan. Raises ConfigError, with the numbers, for a model that does not fit or sizes that cannot be."""
     spec, packing = model.spec, _packing(hardware)
-    kv_dtype = packing.kernel_dtype(model.dtype) if kv_dtype == "auto" else kv_dtype
+    kv_dtype = packing.kernel_dtype(model.dtype) if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     num_seqs = options.resolved_max_num_seqs
     num_tokens = options.resolved_max_num_batched_tokens
-    token_bytes = kv_bytes_per_token(spec, KV_DTYPE_BYTES[kv_dtype], num_devices)
+    token_bytes = stored_kv_bytes_per_token(spec, kv_dtype, num_devices)
     weights = weight_bytes(spec, model.dtype, packing, num_devices)
     inner = max(layer.feed_forward.size for layer in spec.layers)
     widest = 2 * spec.hidden_size + max(2 * inner, 3 * spec.num_heads * spec.head_dim) // num_devices
@@ -97,17 +95,18 @@ def plan_memory(
     )
 
 
-def not_servable_yet(
-    model: Model, hardware: Hardware, options: EngineOptions, kv_dtype: str = "auto", num_devices: int = 1
-) -> list[str]:
+def not_servable_yet(model: Model, hardware: Hardware, options: EngineOptions, num_devices: int = 1) -> list[str]:
     """Return the reasons for which the engine would refuse to serve what `plan_memory` plans; usually none."""
     reasons = []
     try:
         replace(options, tensor_parallel_size=num_devices)
     except ConfigError as error:
         reasons.append(str(error))
-    own_dtype = _packing(hardware).kernel_dtype(model.dtype)
-    if kv_dtype not in ("auto", own_dtype):
+    own_dtype, kv_dtype = _packing(hardware).kernel_dtype(model.dtype), options.kv_cache_dtype
+    if kv_dtype in QUANTIZED:
+        if hardware.device != "cpu":
+            reasons.append(f"a KV cache of {kv_dtype} is not supported yet on device {hardware.device}")
+    elif kv_dtype not in ("auto", own_dtype):
         reasons.append(
             f"a KV cache of {kv_dtype} is not supported yet: keys and values of a {model.dtype} model are stored in "
             f"{own_dtype}"

@@ -118,7 +118,9 @@ def calibrate(engine: EngineOptions, run: RunFlags) -> None:
         time_steps(llm, sizes, 1, engine.seed)  # warms up
         times = time_steps(llm, sizes, run.repeats, engine.seed)
     medians = {size: float(np.median(seconds)) for size, seconds in times.items()}
-    hardware = fit_hardware(str(machine_facts()["cpu"]), model.spec, model.dtype, medians, memory_bytes)
+    hardware = fit_hardware(
+        str(machine_facts()["cpu"]), model.spec, model.dtype, medians, memory_bytes, engine.kv_cache_dtype
+    )
     record = report.spread_record({size.name: seconds for size, seconds in times.items()})
     fitted = {
         "kv_bytes_per_s": hardware.bytes_per_s,

@@ -46,7 +46,7 @@ def _measure(context: int, rounds: int, seed: int) -> dict[str, float]:
     back_end, generator = choose_back_end(torch.device("cpu"), head_dim=HEAD_DIM), torch.Generator().manual_seed(seed)
     num_blocks, scale = BATCH * context // BLOCK_SIZE, HEAD_DIM**-0.5
     layout = back_end.cache_layout
-    dtype = layout.stored_dtype(DTYPE)
+    dtype = layout.own_dtype(DTYPE)
     shapes = layout.shapes(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, dtype)
     query = torch.randn(BATCH, NUM_HEADS, HEAD_DIM, generator=generator).to(DTYPE)
     calls: dict[str, Callable[[], object]] = {}

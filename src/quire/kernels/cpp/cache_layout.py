@@ -21,10 +21,11 @@ DTYPES = (torch.bfloat16, torch.float32)  # that a cache may have
 
 
 def cache_shapes(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, scale_bytes: int = 0
 ) -> tuple[Shape, Shape]:
     """Return the shapes of a layer's keys and values stored in `dtype`, one of `DTYPES`."""
     assert dtype in DTYPES, f"caches of {dtype}"
+    assert scale_bytes == 0, "scales"
     assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
     assert serves_head_dim(head_dim), f"head size {head_dim}"
     keys, values = _head_shapes(block_size, head_dim, dtype)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.kernels import philox
+from quire.kernels import cache_layout, philox
 from quire.kernels.sampling_ops import SamplingOps
 from quire.kernels.triton import attention, block_copy, kv_cache_write, linear, logprobs, norm, sampling
 
@@ -11,6 +11,7 @@ def triton_ops() -> dict[str, Any]:
     """Return the ops of a back end by field."""
     return {
         "linear": linear.CudaLinear,
+        "cache_layout": cache_layout.UNQUANTIZED,
         "paged_attention": attention.paged_attention,
         "write_kv": kv_cache_write.write_kv,
         "copy_blocks": block_copy.copy_blocks,

@@ -1,0 +1,56 @@
+"""Keys and values in 8 bits: the arithmetic of quantized KV caches, which every back end must match.
+
+A token's key, and its value, is quantized under each KV head by itself: nothing depends on other tokens, so that a
+block holds the same bytes wherever, whenever and beside whatever it is written. Elements are int8 or e4m3, and stand
+for element * scale. Stored scales are float32, the largest magnitude of the head over the largest element. Scales are
+applied outside of the products: a key's to the score, a value's to the softmax weight.
+"""
+
+import torch
+from torch import Tensor
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # element of each dtype
+SMALLEST_MAGNITUDE = 1e-30  # a head with smaller numbers is stored as zeros with a scale of 0
+NAN_BITS = 0x7F             # of e4m3
+
+
+def is_quantized(cache: Tensor) -> bool:
+    """Return whether a cache stores keys or values in 8 bits."""
+    return cache.dtype in LARGEST
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Return a tensor of 8-bit elements as int8, which all of torch's copies serve; others as they are."""
+    return x.view(torch.int8) if x.itemsize == 1 else x
+
+
+def encode(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+    """Return heads x [..., head_dim] as a cache stores them, int8 [..., width].
+
+    `dtype` is the elements'. A width of head_dim + 4: each head's scale follows its elements; head_dim: the scale is 1.
+    Rounds to nearest, ties to even. A head with a number that is not finite gets a scale of NaN and zeros, and without
+    stored scales such a number becomes NaN: the request fails as it does in 16 bits. Finite numbers beyond the largest
+    element saturate.
+    """
+    x = x.float()
+    if width == x.shape[-1]:
+        finite = x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).view(torch.int8)
+        return torch.where(x.isfinite(), finite, NAN_BITS)
+    magnitude = x.abs().amax(-1, keepdim=True)
+    largest = torch.tensor(LARGEST[dtype])  # a tensor: a number over a tensor would be a product with a reciprocal
+    is_plain = magnitude.isfinite() & (magnitude >= SMALLEST_MAGNITUDE)
+    scaled = torch.where(is_plain, x * (largest / magnitude), 0.0)
+    scales = torch.where(is_plain, magnitude / largest, torch.where(magnitude.isfinite(), 0.0, torch.nan))
+    elements = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+    return torch.cat([elements.view(torch.int8), scales.view(torch.int8)], dim=-1)
+
+
+def decode(stored: Tensor, dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor | None]:
+    """Return elements [..., head_dim] in float32, and their scales [...] float32, of what `encode` returned.
+
+    None: the scales are 1.
+    """
+    elements = stored[..., :head_dim].view(dtype).float()
+    if stored.shape[-1] == head_dim:
+        return elements, None
+    return elements, stored[..., head_dim:].clone(memory_format=torch.contiguous_format).view(torch.float32).squeeze(-1)
