@@ -1,6 +1,5 @@
 """docs/reference.md and the code name the same public things."""
 
-import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typer.main import get_command
 import quire
 from quire.cli.main import app
 from quire.core import errors
+from support.tools import load_tool
 
 REFERENCE = (Path(__file__).parents[1] / "docs/reference.md").read_text(encoding="utf-8")
 CODE = re.findall(r"`[^`\n]+`|^    .*$", REFERENCE, flags=re.MULTILINE)  # spans, and lines of blocks
@@ -53,12 +53,7 @@ def test_flags_explained_are_the_flags_that_there_are() -> None:
 
 
 def test_tables_of_options_are_those_of_the_declarations() -> None:
-    tool = Path(__file__).parents[1] / "tools/reference_tables.py"
-    spec = importlib.util.spec_from_file_location("reference_tables", tool)
-    assert spec is not None
-    assert spec.loader is not None
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+    tables = load_tool("reference_tables")
     written = set(re.findall(r"<!-- options: (\w+) -->", REFERENCE))
     assert written == tables.TABLES.keys()
     assert tables.filled(REFERENCE) == REFERENCE, "run python tools/reference_tables.py"

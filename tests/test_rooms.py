@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from support.server import running_server
-from support.structure import structure
+from support.tools import load_tool
 
+structure = load_tool("structure")
 ROOMS = structure.rooms()
 ABOVE = ("quire.cli", "quire.sim", "quire.paper")  # nothing rests on these
 ASSEMBLIES = ("quire.engine.assembly", "quire.server.app")  # these and ABOVE put together what is there

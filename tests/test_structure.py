@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from support.structure import structure
+from support.tools import load_tool
+
+structure = load_tool("structure")
 
 
 def test_no_modules_import_each_other() -> None:
