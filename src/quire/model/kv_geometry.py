@@ -7,7 +7,7 @@ and its draft model, are joined into one geometry: its layers are those of all, 
 from dataclasses import dataclass
 
 from quire.core.kv_dtypes import ELEMENT_BYTES
-from quire.model.spec import DecoderSpec
+from quire.model.spec import DecoderSpec, widest_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,8 @@ class KVGeometry:
 
     @property
     def sliding_window(self) -> int | None:
-        """The widest window if every layer has one, else None: blocks before it can be freed."""
-        windows = [layer.window for layer in self.layers if layer.window is not None]
-        return max(windows) if len(windows) == self.num_layers else None
+        """The widest window, as of `widest_window`."""
+        return widest_window([layer.window for layer in self.layers])
 
     def tensor_bytes(self, num_tokens: int) -> list[int]:
         """Return the bytes of each tensor of a cache of `num_tokens` tokens: keys of all layers, then their values."""

@@ -16,7 +16,7 @@ Activation = Literal["silu_and_mul", "gelu", "gelu_tanh", "relu"]  # silu_and_mu
 
 
 class SpecError(ModelError):
-    """Sizes that do not fit together. Says nothing of the file that they came from: whoever read it adds that."""
+    """Sizes that do not fit together. Does not name the file that they are from: its reader adds that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +182,11 @@ class DecoderSpec:
 
     @property
     def sliding_window(self) -> int | None:
-        """The widest window if every layer has one, else None: what lies before it can be forgotten."""
-        windows = [window for window in self.windows if window is not None]
-        return max(windows) if len(windows) == self.num_layers else None
+        """The widest window, as of `widest_window`."""
+        return widest_window(self.windows)
+
+
+def widest_window(windows: Sequence[int | None]) -> int | None:
+    """Return the widest of the layers' windows if every layer has one, else None: blocks before it can be freed."""
+    widths = [window for window in windows if window is not None]
+    return max(widths) if len(widths) == len(windows) else None
