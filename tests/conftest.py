@@ -1,4 +1,4 @@
-"""The device that tests run on, and models that tests of several floors share."""
+"""The device that tests run on, and models that tests of several layers share."""
 
 import os
 import random

@@ -29,19 +29,19 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-TORCHLESS_FLOORS = [
+TORCHLESS_LAYERS = [
     *("quire", "quire.core", "quire.text", "quire.cache", "quire.scheduling"),
     *("quire.server", "quire.sim", "quire.paper", "quire.cli"),
 ]
 SERVER_SIDE = ["quire.engine.client", "quire.engine.launcher", "quire.engine.process"]  # the last until it has to load
 
 
-@pytest.mark.parametrize("name", TORCHLESS_FLOORS)
-def test_whole_floor_loads_no_torch(name: str) -> None:
+@pytest.mark.parametrize("name", TORCHLESS_LAYERS)
+def test_whole_layer_loads_no_torch(name: str) -> None:
     walk = (
         "import importlib, pkgutil\n"
-        f"floor = importlib.import_module({name!r})\n"
-        "for module in pkgutil.walk_packages(floor.__path__, floor.__name__ + '.'):\n"
+        f"layer = importlib.import_module({name!r})\n"
+        "for module in pkgutil.walk_packages(layer.__path__, layer.__name__ + '.'):\n"
         "    importlib.import_module(module.name)"
     )
     statement = "import quire" if name == "quire" else "import quire.cli.main" if name == "quire.cli" else walk

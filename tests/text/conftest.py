@@ -1,4 +1,4 @@
-"""A folder and a tokenizer for each name, made once for all tests of this floor."""
+"""A folder and a tokenizer for each name, made once for all tests of this layer."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Plain data that floors share: requests, sequences, plans, results, parameters, errors.
+"""Plain data that layers share: requests, sequences, plans, results, parameters, errors.
 
-Nothing here computes, waits or allocates; every other floor may import it, and it imports none of them.
+Nothing here computes, waits or allocates; every other layer may import it, and it imports none of them.
 """

@@ -1,4 +1,4 @@
-"""Configurations: one small frozen record per floor, resolved at start and never changed after."""
+"""Configurations: one small frozen record per layer, resolved at start and never changed after."""
 
 from dataclasses import dataclass
 from typing import Literal
