@@ -66,7 +66,7 @@ clients: $(CLIENTS)/.set-up ## run the tests of client libraries that have an en
 fuzz: $(STAMP) ## run the long random tests from a fresh seed, which is printed (QUIRE_FUZZ_SEED repeats it)
 	$(BIN)/python -m pytest -m fuzz --timeout 0 $(ARGS)
 
-matrix: $(STAMP) ## run the whole cross product of settings
+matrix: $(STAMP) ## run products of settings, and kernels with faults that tests must catch
 	$(BIN)/python -m pytest -m matrix --timeout 0 $(ARGS)
 
 soak: $(STAMP) ## load a server for MINUTES=10 with all that goes wrong; fails if anything grows (120 nightly)
