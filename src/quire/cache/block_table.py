@@ -56,8 +56,8 @@ class BlockTable:
     """The blocks of one sequence, in order of position. `num_tokens` counts the tokens that have slots."""
 
     __slots__ = (
-        "_block_size", "_copied", "_first_replaced", "_num_stored", "_pool", "_uncut_at", "_writable_end", "columns",
-        "is_cut", "num_dropped", "num_tokens", "path",
+        "_before_write", "_block_size", "_first_replaced", "_num_stored", "_pool", "_writable_end", "columns", "is_cut",
+        "num_dropped", "num_tokens", "path",
     )  # fmt: skip
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -69,11 +69,11 @@ class BlockTable:
         self.num_tokens = 0
         self.path: Path | None = None  # of its blocks in the prefix tree, if it has one
         self.is_cut = False     # truncated inside of a block that other tables or the prefix tree still hold whole
-        self._uncut_at = -1     # num_tokens when an append in place last ended a cut
         self.num_dropped = 0   # leading columns that hold NULL_BLOCK
         self._num_stored = 0    # tokens that the blocks it began with hold, up to one more than num_tokens
         self._first_replaced: int | None = None  # first column that no update has reported yet
-        self._copied: tuple[int, int, bool] | None = None  # num_tokens at the last copy, its source, and is_cut
+        # num_tokens, the last block and is_cut before the last append that copied that block or ended its cut
+        self._before_write: tuple[int, int, bool] | None = None
         # Tokens up to here need no new column and no copy. It stays at num_tokens while the last block may have other
         # owners. Only our own fork adds one, so it can be too low (an owner has left since) but never too high.
         self._writable_end = 0
@@ -166,7 +166,7 @@ class BlockTable:
         self._pool.share_all(gained[gained != NULL_BLOCK])
         self._pool.release_all(lost[lost != NULL_BLOCK][::-1])
         self.columns = parent.columns[:]
-        self._first_replaced = self._copied = None
+        self._first_replaced = self._before_write = None
         self._take_counts(parent)
 
     def relocate(self, pool: BlockPool, places: BlockArray) -> "BlockTable":
@@ -189,14 +189,15 @@ class BlockTable:
         self.num_tokens = self._writable_end = num_tokens
         while len(self.columns) > blocks_for(self.num_filled, self._block_size):
             self._pool.release(self.columns.pop())
-        self.is_cut |= num_tokens == self._uncut_at    # other tables that have copied the block may share it again
-        copied, self._copied = self._copied, None
-        if copied is None or copied[0] != num_tokens:
+        before, self._before_write = self._before_write, None
+        if before is None or before[0] != num_tokens:
             return False
-        _, src, self.is_cut = copied
-        self._pool.share(src)
+        _, last, self.is_cut = before       # cut again also without a copy: a table that copied the block may share it
+        if self.columns[-1] == last:
+            return False
+        self._pool.share(last)
         self._pool.release(self.columns[-1])
-        self.columns[-1] = src
+        self.columns[-1] = last
         return True
 
     def truncate(self, num_tokens: int) -> None:
@@ -211,7 +212,7 @@ class BlockTable:
         self._pool.release_all(self.as_array()[num_columns:][::-1])
         del self.columns[num_columns:]
         self.num_tokens = self._num_stored = self._writable_end = num_tokens
-        self._copied = None
+        self._before_write = None
         if self._first_replaced is not None and self._first_replaced >= num_columns:
             self._first_replaced = None
         self.is_cut = is_inside and (was_cut or self._pool.is_readable_elsewhere(self.columns[-1]))
@@ -224,7 +225,7 @@ class BlockTable:
         """
         self._pool.release_all(self.as_array()[self.num_dropped :][::-1])
         self.columns = array("q")
-        self._first_replaced = self._copied = None
+        self._first_replaced = self._before_write = None
         self.is_cut = False
         self.num_tokens = self.num_dropped = self._num_stored = self._writable_end = 0
 
@@ -291,13 +292,13 @@ class BlockTable:
         if count == 0:
             return None
         first_column, copy, end = len(self.columns), None, self.num_tokens + count
-        if len(fresh) > blocks_for(end, self._block_size) - first_column:   # one of them is for the last block
+        is_copied = len(fresh) > blocks_for(end, self._block_size) - first_column   # one of them is for the last block
+        if is_copied or self.is_cut:
+            self._before_write = self.num_tokens, self.columns[-1], self.is_cut
+        if is_copied:
             first_column -= 1
             copy = BlockCopy(self.columns.pop(), fresh[0])
-            self._copied = self.num_tokens, copy.src, self.is_cut
             self._pool.release(copy.src)
-        elif self.is_cut:
-            self._uncut_at = self.num_tokens
         self.columns.extend(fresh)
         self.num_tokens, self.is_cut = end, False
         self._writable_end = len(self.columns) * self._block_size
