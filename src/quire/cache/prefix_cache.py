@@ -204,23 +204,21 @@ class PrefixCache:
             self._computing[block] = path
 
     def withdraw(
-        self, table: BlockTable, *, only_pending: bool = True, first_column: int = 0, is_retracted: bool = False
+        self, table: BlockTable, *, only_pending: bool = True, first_column: int = 0, keeps_shared: bool = True
     ) -> None:
-        """Remove nodes that no other sequence computes or holds: their sequence ends before the step does.
+        """Remove the last nodes of a path, those of columns before `first_column` excepted.
 
-        Pending ones; or all of them, if what it has computed earlier is no good either. What has left the tree already,
-        with an ancestor that was given up, leaves the path. `is_retracted`: another owner of a block that this sequence
-        was to fill does not compute it, but had copied it in this step and shares it again.
+        Pending ones, for their sequence ends before the step does; or all of them, if what it has computed earlier is
+        no good either. Stops at a node with children, and with `keeps_shared` at a block with other owners, which may
+        compute it. What has left the tree already, with an ancestor that was given up, leaves the path.
         """
         tree, path = self._tree, table.path
-        first_own = path.pending[0] if is_retracted and path is not None and path.pending is not None else None
         while path is not None and not path.swap_in_pending and path.num_blocks > first_column:
             block = table.columns[path.num_blocks - 1]
             if block == NULL_BLOCK:
                 return
             if block in tree:
-                is_own = first_own is not None and path.num_blocks > first_own
-                is_kept = tree.has_children(block) or (self._pool.ref_count(block) > 1 and not is_own)
+                is_kept = tree.has_children(block) or (keeps_shared and self._pool.ref_count(block) > 1)
                 if is_kept or (only_pending and block not in tree.pending):
                     return
                 tree.remove(block)
@@ -233,10 +231,13 @@ class PrefixCache:
 
         Returns what `BlockTable.retract` does.
         """
-        self.withdraw(table, is_retracted=True)
+        path = table.path
+        if path is not None and path.pending is not None:   # a fork that had copied such a block may share it again
+            self.withdraw(table, first_column=path.pending[0], keeps_shared=False)
+        self.withdraw(table)
         is_copy_retracted = table.retract(num_tokens)
-        if table.path is not None:  # blocks with other owners stay in the tree, but the table has them no more
-            table.path.num_blocks = min(table.path.num_blocks, table.num_filled // self._size)
+        if path is not None:  # blocks with other owners stay in the tree, but the table has them no more
+            path.num_blocks = min(path.num_blocks, table.num_filled // self._size)
         return is_copy_retracted
 
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
