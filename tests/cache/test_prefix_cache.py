@@ -172,8 +172,8 @@ class TestMatch:
 
     def test_queries_and_hits_are_counted_in_tokens(self) -> None:
         manager = make()
-        manager.note_query(16, 0)
-        manager.note_query(16, 15)
+        manager.count_query(16, 0)
+        manager.count_query(16, 15)
         stats = manager.stats()
         assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (32, 15)
 

@@ -237,10 +237,10 @@ class TestPreemption:
         requests = [harness.add(8, max_tokens=40, ignore_eos=True) for _ in range(12)]
         finish(harness, *requests)
         needed = sum(8 + 40 - 1 - request.num_cached_tokens for request in requests)
-        recovery = harness.scheduler.preemption_stats
-        assert recovery.num_preemptions["recompute"] > 0
-        found_whole = harness.executor.num_computed - needed - recovery.num_recomputed_tokens
-        assert 0 <= found_whole <= recovery.num_preemptions["recompute"]
+        preemption = harness.scheduler.preemption_stats
+        assert preemption.num_preemptions["recompute"] > 0
+        found_whole = harness.executor.num_computed - needed - preemption.num_recomputed_tokens
+        assert 0 <= found_whole <= preemption.num_preemptions["recompute"]
 
     def test_branches_of_a_preempted_group_find_their_own_ways(self) -> None:
         harness = harness_of(num_blocks=40, budget=64)

@@ -239,7 +239,7 @@ class KVCacheManager:
             if table.path is not None and table.path.num_blocks < table.num_tokens // self.block_size:
                 self._prefixes.publish(table, table.num_tokens)
 
-    def note_query(self, num_queried: int, num_found: int) -> None:
+    def count_query(self, num_queried: int, num_found: int) -> None:
         """Count the tokens of a prompt that were looked up, and those that need not be computed."""
         if self.prefix_caching_enabled:
             self._num_queried += num_queried
@@ -333,7 +333,7 @@ class KVCacheManager:
         self._tables |= tables
         for seq_id, table in tables.items():
             if table.path is not None:
-                self._prefixes.arrive(table.path, num_found[seq_id])
+                self._prefixes.swap_in(table.path, num_found[seq_id])
         return copies
 
     def _found(self, seq_ids: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:

@@ -163,7 +163,7 @@ class PrefixCache:
         if child.path.swap_in_pending:
             self._swapping_in.append(child.path)
 
-    def arrive(self, path: Path, num_found: int) -> None:
+    def swap_in(self, path: Path, num_found: int) -> None:
         """Begin a path anew for a sequence that the step under way swaps in, with the columns that it found."""
         path.num_blocks, path.swap_in_pending = num_found, True
         self._swapping_in.append(path)

@@ -51,7 +51,7 @@ class Engine:
         """
         self.num_computed_tokens = 0
         if self._isolation.is_active:
-            self._isolation.open_step()
+            self._isolation.start_step()
         try:
             plan = self.scheduler.schedule()
             if plan.is_empty:
@@ -70,7 +70,7 @@ class Engine:
             self._discard()                             # of requests that have just ended
             self.scheduler.roll_back()
         self.num_computed_tokens = sum(plan.counts)
-        return [delta for delta in deltas if delta.request_id != PROBE_ID] + self._isolation.note_success()
+        return [delta for delta in deltas if delta.request_id != PROBE_ID] + self._isolation.record_success()
 
     @property
     def _may_schedule_next(self) -> bool:
@@ -99,7 +99,7 @@ class Engine:
         """
         self.scheduler.check()
         reason = f"its step has failed: {error!r}"
-        if not self._isolation.note_failure(self._suspects, reason, is_certain=self._is_certain):
+        if not self._isolation.record_failure(self._suspects, reason, is_certain=self._is_certain):
             raise error
         return [delta for delta in self.scheduler.take_deltas() if delta.request_id != PROBE_ID]
 

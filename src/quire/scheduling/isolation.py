@@ -51,14 +51,14 @@ class Isolation:
         """Return whether some requests are held until suspects have been tested."""
         return self._is_open
 
-    def open_step(self) -> None:
+    def start_step(self) -> None:
         """Hold every request that the next step must not compute for; release all if no suspect is left."""
         self._advance()
         if self.is_active:
             tested = {PROBE_ID} if self._accusation is not None else set(self._testing)
             self._scheduler.hold_all_but(tested)
 
-    def note_failure(self, suspects: Iterable[int], reason: str, *, is_certain: bool) -> bool:
+    def record_failure(self, suspects: Iterable[int], reason: str, *, is_certain: bool) -> bool:
         """Take a step that has failed and was undone. Return False if the engine has to end.
 
         `is_certain`: the failure arose while the only suspect was planned or recorded.
@@ -77,7 +77,7 @@ class Isolation:
             self._suspect(alive)
         return True
 
-    def note_success(self) -> list[SequenceDelta]:
+    def record_success(self) -> list[SequenceDelta]:
         """Take a step that has succeeded. Return the error of a request that is thereby known to make steps fail."""
         self._num_blank = 0
         if not self.is_active:

@@ -272,7 +272,7 @@ class Planner:
         if request.num_preemptions == 0:
             request.num_cached_tokens = first.num_computed_tokens
             if request.params.prompt_logprobs is None:
-                self._cache.note_query(first.num_prompt_tokens, first.num_computed_tokens)
+                self._cache.count_query(first.num_prompt_tokens, first.num_computed_tokens)
             self._order.charge_prompt(request)
         if first.num_output_tokens > 0 and self._admission.has_prompt(request, match):
             for other in rest:

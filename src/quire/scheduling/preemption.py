@@ -40,15 +40,15 @@ class PreemptionPolicy:
 
         It is computed again where the swap space has no room for all of them.
         """
-        recovery: PreemptionKind = "recompute"
+        kind: PreemptionKind = "recompute"
         if self._mode != "recompute" and 0 < footprint.num_blocks <= num_free_swap_blocks:
-            recovery = "swap" if self._mode == "swap" else self._cheaper(footprint, _num_computed_tokens(request))
-        self.count(recovery)
-        return recovery
+            kind = "swap" if self._mode == "swap" else self._cheaper(footprint, _num_computed_tokens(request))
+        self.count(kind)
+        return kind
 
-    def count(self, recovery: PreemptionKind) -> None:
+    def count(self, kind: PreemptionKind) -> None:
         """Count a preemption by its kind."""
-        self.stats.num_preemptions[recovery] += 1
+        self.stats.num_preemptions[kind] += 1
 
     def record_step(self, result: StepResult) -> None:
         """Record the worker's measurements."""

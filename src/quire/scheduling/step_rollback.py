@@ -27,11 +27,11 @@ def affected_by(steps: Sequence[PlanBuilder], running: Iterable[Request], cache:
 
 
 def release_affected(
-    affected: Sequence[Request], swapped_out: Iterable[Request], queues: RequestQueues, recovery: PreemptionPolicy
+    affected: Sequence[Request], swapped_out: Iterable[Request], queues: RequestQueues, preemption: PreemptionPolicy
 ) -> None:
     """Queue affected requests again, those that the step was to swap out included, without their blocks."""
     for request in reversed(affected):
-        recovery.count("recompute")
+        preemption.count("recompute")
         queues.release_for_recompute(request)
     for request in swapped_out:
         if request in queues.swapped:                                   # else it was aborted while the step ran

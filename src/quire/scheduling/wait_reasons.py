@@ -36,5 +36,5 @@ class WaitReasonCounters:
         request.waited = [-count for count in self._num_steps]
 
     def stop(self, request: Request) -> None:
-        """Let `request.waited` be the steps since `begin`."""
+        """Let `request.waited` be the steps since `start`."""
         request.waited = [waited + count for waited, count in zip(request.waited, self._num_steps, strict=True)]

@@ -70,14 +70,15 @@ class BuddyPool(BlockPool):
         self._num_held[first] -= owners == 1
         if self._num_held[first] == 0:
             del self._num_held[first]
-            self._swap_in(first, self._orders.pop(first))
+            self._free_chunk(first, self._orders.pop(first))
 
     def release_all(self, blocks: BlockArray) -> None:
         """Drop one owner of each of several blocks."""
         for block in blocks.tolist():
             self.release(block)
 
-    def _swap_in(self, first: int, order: int) -> None:
+    def _free_chunk(self, first: int, order: int) -> None:
+        """Free a chunk; merge it with its buddy as long as that is free, too."""
         self._num_free += 1 << order
         while (buddy := first ^ 1 << order) in self._free[order]:
             self._free[order].remove(buddy)
