@@ -1,12 +1,13 @@
 """Shares of the KV blocks by client: a request that would take its client past its share waits.
 
 A request counts with the blocks of all its known tokens, as if it shared none with other requests, and with the head
-room that admission keeps. When the running requests of a client grow past its share, its latest ones are preempted, to
-be computed again. The last request of a client always may run, whatever it takes: all admitted requests finish.
-Swapped requests return whatever their client holds: nothing new is admitted before them, so they wait for no share.
+room that admission keeps. When the running requests of a client grow past its share, its latest ones are preempted. The
+last request of a client always may run, whatever it takes: all admitted requests finish.
+A swapped request waits for no share, since no new request is admitted before it. So requests past a share are preempted
+by recompute: swapped ones would return in the next step.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.core.sequence import Request
@@ -14,7 +15,7 @@ from quire.core.sequence import Request
 
 @dataclass(slots=True)
 class _Holding:
-    """What the running requests of a client hold."""
+    """Blocks, sequences and requests of one client that run."""
 
     num_blocks: int = 0
     num_running_seqs: int = 0
@@ -48,9 +49,12 @@ class KVShares:
         return holding.num_blocks + self._known_blocks(request) + head_room > self._max_blocks
 
     def admit(self, request: Request) -> None:
-        """Count a request that has just been admitted."""
+        """Count a request that runs, if the running ones have been counted in this step."""
         if self._holdings is not None:
-            self._count(self._holdings, request)
+            holding = self._holdings.setdefault(request.client_id, _Holding())
+            holding.num_blocks += self._known_blocks(request)
+            holding.num_running_seqs += len(request.live)
+            holding.num_requests += 1
 
     def has_excess(self) -> bool:
         """Return whether a client holds more than its share, as of now."""
@@ -77,17 +81,7 @@ class KVShares:
 
     def _counted(self) -> dict[str, _Holding]:
         if self._holdings is None:
-            self._holdings = self._count_all(self._running)
+            self._holdings = {}
+            for request in self._running:
+                self.admit(request)
         return self._holdings
-
-    def _count_all(self, requests: Iterable[Request]) -> dict[str, _Holding]:
-        holdings: dict[str, _Holding] = {}
-        for request in requests:
-            self._count(holdings, request)
-        return holdings
-
-    def _count(self, holdings: dict[str, _Holding], request: Request) -> None:
-        holding = holdings.setdefault(request.client_id, _Holding())
-        holding.num_blocks += self._known_blocks(request)
-        holding.num_running_seqs += len(request.live)
-        holding.num_requests += 1

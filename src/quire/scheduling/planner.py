@@ -63,10 +63,7 @@ class Planner:
             yield from self._queues.swapped or self._queues.waiting
 
     def preempt_excess(self, step: PlanBuilder) -> None:
-        """Preempt the requests that take their clients past their shares. They come back by recomputation.
-
-        Swapped-out requests return whatever their clients hold, so these would be moved to and fro.
-        """
+        """Preempt by recompute the requests that take their clients past their shares (quire.scheduling.kv_shares)."""
         for request in self._shares.excess():
             step.preempted.append(request.request_id)
             self._preemption.count("recompute")
