@@ -181,7 +181,7 @@ class BlockTable:
     def retract(self, num_tokens: int) -> bool:
         """Take back the append of a step that does not run, after which there are `num_tokens` again.
 
-        True if a copy is not to be made either. Blocks that have left the sliding window do not come back.
+        True if that takes back a copy, too. Blocks that have left the sliding window are not restored.
         """
         if num_tokens == self.num_tokens:
             return False

@@ -32,7 +32,7 @@ class Awaited(NamedTuple):
 
 
 class PrefixMatch(NamedTuple):
-    """What the cache holds of a sequence that has not begun. Good until blocks are next taken or given up.
+    """The cached tokens of a sequence that has not started. Valid until blocks are next allocated or freed.
 
     `num_tokens` need not be computed: those of `blocks`, all full, then the first `num_inside` of `source`, a block
     that is copied. The last token that was asked for is never among them, even if its block is. `num_in_use`: how
@@ -112,7 +112,7 @@ class PrefixCache:
     def _match_inside(
         self, blocks: list[int], token_ids: Sequence[int], stop: int, scope: Scope
     ) -> tuple[int, int]:
-        """Return the block that goes on like the tokens behind `blocks`, and for how many tokens; the last is left."""
+        """Return the block behind `blocks` with the most of the next tokens, and how many; never the last token."""
         start = len(blocks) * self._size
         parent = blocks[-1] if blocks else self._tree.root(scope)
         end = min(stop - 1, start + self._size)
@@ -155,7 +155,7 @@ class PrefixCache:
         table.path = Path(token_ids, scope, num_found, keeps_all)
 
     def fork(self, parent: BlockTable, child: BlockTable, token_ids: Sequence[int] | None) -> None:
-        """Let a fork go on where its parent is; without tokens of its own it has no path, and cannot be found."""
+        """Give a fork a copy of its parent's path; without tokens of its own it has none, and cannot be found."""
         if parent.path is None or token_ids is None:
             child.path = None
             return
@@ -278,7 +278,7 @@ class PrefixCache:
         return self._tree.key(parent, path.token_ids[start : start + self._size])
 
     def _last_node(self, path: Path, table: BlockTable) -> int | None:
-        """Return the node below which the path goes on; the root if it begins, or begins anew.
+        """Return the node that the path's next node is a child of; the root if it starts, or starts anew.
 
         A node that has left the tree leaves a path without end: its parent was given up although it was in use.
         None if the path's first block is no longer the sequence's own. Both need a sliding window.

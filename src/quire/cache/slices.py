@@ -1,7 +1,7 @@
 """Slices of long work: a check of a million blocks takes seconds, so it is a generator that yields every millisecond.
 
-Its caller goes on with it when nothing else is to be done, and drops it as soon as anything changes: what it has seen
-before that is no longer what there is.
+Its caller resumes it while the engine is idle, and drops it as soon as anything changes: what it has checked by then is
+out of date.
 """
 
 from collections.abc import Iterable, Iterator

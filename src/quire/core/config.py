@@ -5,7 +5,7 @@ from typing import Literal
 
 from quire.core.errors import ConfigError
 
-PreemptionKind = Literal["recompute", "swap"]                # how a preempted request comes back
+PreemptionKind = Literal["recompute", "swap"]          # how a preempted request resumes
 PreemptionMode = Literal["auto", "recompute", "swap"]  # auto: the cheaper of the two
 MemoryPolicy = Literal["paged", "contiguous-max", "contiguous-pow2", "contiguous-oracle"]
 SchedulingPolicy = Literal["priority", "fcfs", "fair"]  # order of admission: see quire.scheduling.policies

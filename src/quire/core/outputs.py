@@ -28,7 +28,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class SequenceDelta(msgspec.Struct, array_like=True):
-    """What a step added to one sequence: the engine's message to the output processor, once per sequence and step.
+    """The result of one step for one sequence: the engine's message to the output processor.
 
     `finish_reason` is set in a sequence's last delta. `stop_reason` is the stop token id that ended it, or None for
     an end-of-sequence token. Prompt logprobs ride on branch 0, once, when the whole prompt has been computed. A beam
@@ -48,15 +48,15 @@ class SequenceDelta(msgspec.Struct, array_like=True):
 
 
 class Admission(NamedTuple):
-    """A request that was let into a step, how often it had been preempted before, and what it found in the cache.
+    """The admission of a request to a step: how often it was preempted before, and its cached prompt tokens.
 
-    The rest is about the time since it was queued, or preempted: how many steps it waited for what, how many tokens
-    have to be computed again, how many blocks were moved out and in.
+    The rest counts since it was queued, or preempted: steps that it waited, by reason, tokens to compute again, blocks
+    that were swapped out and in.
     """
 
     request_id: int
     num_preemptions: int
-    num_cached_tokens: int = 0  # of its prompt, when it was first let in
+    num_cached_tokens: int = 0  # of its prompt, at its first admission
     waited: tuple[int, ...] = ()  # by WAIT_REASONS
     num_recomputed_tokens: int = 0
     num_swapped_blocks: int = 0
@@ -87,18 +87,18 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class Preemption:
-    """A time for which a request had to give way, and what it took to come back. Times as in `RequestMetrics`."""
+    """One preemption of a request, from then to its next token, and its cost. Times as in `RequestMetrics`."""
 
     preempted_s: float
     returned_s: float | None = None
-    recovered_s: float | None = None  # when its next token came, or it had to give way once more
+    recovered_s: float | None = None  # at its next token, or its next preemption
     waited_steps: dict[str, int] = field(default_factory=dict)
     num_recomputed_tokens: int = 0
     num_swapped_blocks: int = 0    # out and in
 
     @property
     def cost_s(self) -> float | None:
-        """Seconds that it cost: away, moving blocks or computing tokens again, to the next token. None: still does."""
+        """Seconds from the preemption to the next token, swaps and recomputation included. None: not over yet."""
         return None if self.recovered_s is None else self.recovered_s - self.preempted_s
 
 

@@ -102,7 +102,7 @@ class StepPlan(Struct, frozen=True, array_like=True):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
+        """Return whether there is nothing to compute."""
         return not self.rows
 
 
@@ -131,7 +131,7 @@ class RowResult(Struct, frozen=True, array_like=True, omit_defaults=True):
 
     `token_ids`, any number, become the next tokens of the row, then `forced`. The scheduler checks them one by one for
     the end of the sequence and drops those behind it. All known tokens must have been computed before a token is
-    returned, and a row that goes on must have a token left to compute.
+    returned, and a row that does not end must have a token left to compute.
     """
 
     token_ids: list[int] = []

@@ -1,6 +1,6 @@
 """Codec of plans and results: msgpack, for workers in other processes or on other machines.
 
-A decoded message equals the one that was encoded, but that arrays and `TokenIds` come back as lists.
+A decoded message equals the encoded one, except that arrays and `TokenIds` become lists.
 """
 
 from array import array

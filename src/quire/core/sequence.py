@@ -18,7 +18,7 @@ QueueKey = tuple[int, int]  # sort key of the queues: the lower comes first
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands. A preempted sequence is waiting again, or swapped; either way it gets a new row."""
+    """State of a sequence. A preempted sequence is waiting again, or swapped; either way it gets a new row."""
 
     WAITING = "waiting"    # holds no blocks and no row
     RUNNING = "running"    # holds a row; its blocks cover its computed tokens
@@ -38,7 +38,7 @@ class Sequence:
     num_prompt_tokens: int
     num_computed_tokens: int = 0
     drafts: tuple[int, ...] = ()      # behind the known tokens, for the next step to verify; dropped if it has no room
-    num_lost_tokens: int = 0          # that a preemption took, and that have not been looked for yet
+    num_lost_tokens: int = 0          # computed before a preemption, and not yet looked up in the cache again
     row: int = NO_ROW                 # the worker's row while running
     status: SequenceStatus = SequenceStatus.WAITING
 
@@ -80,7 +80,7 @@ class Request:
     prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)  # of positions 1, 2, ... as far as computed
     queue_key: QueueKey = (0, 0)      # sort key of the queues, set by the scheduler: ids are not in order of arrival
     num_preemptions: int = 0
-    num_cached_tokens: int = 0        # of the prompt, found in the cache when the request was first let in
+    num_cached_tokens: int = 0        # of the prompt, found in the cache at its first admission
     waited: list[int] = field(default_factory=list)        # steps by WAIT_REASONS: see quire.scheduling.wait_reasons
     num_recomputed_tokens: int = 0    # of what the last preemption has taken
     num_swapped_blocks: int = 0       # that the last preemption has moved, out and in

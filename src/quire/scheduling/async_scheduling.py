@@ -1,8 +1,8 @@
 """Async scheduling: plan step N + 1 while step N runs on the device.
 
-What the running step samples is not known yet, but where it will stand is: the next plan computes it as the row's next
-token, which the executor takes from there. Prompts go on with their next chunks. This is done only where
-nothing else can depend on the tokens: no waiting request fits, none forks, and there are free blocks for all
+The tokens that the running step samples are not known yet, but their positions are: the next plan computes each as its
+row's next token, which the executor then has. Prompts continue with their next chunks. A step is planned ahead only if
+nothing else in it can depend on the tokens: no waiting request fits, none forks, and there are free blocks for all
 that is computed. In all other cases the next step is planned when the tokens are known. A sequence that ends by a token
 of the running step is computed once more, for nothing. A request that needs the tokens before the next draw pauses for
 one step: beams, penalties, bad words, logprobs.
@@ -30,7 +30,7 @@ class Chunk(NamedTuple):
 def schedule_next(
     current: PlanBuilder, running: Iterable[Request], num_running_seqs: int, budget: int, cache: KVCacheManager
 ) -> PlanBuilder | None:
-    """Return the step after `current`, which has not been recorded; None where it has to wait for that.
+    """Return the step after `current`, which has not been recorded; None if it cannot be planned before that.
 
     `num_running_seqs`: unfinished sequences of `running`. Decodes come first, then prompts by what is left.
     """
@@ -74,9 +74,9 @@ def must_see_tokens(request: Request) -> bool:
 def _chunks(
     current: PlanBuilder, running: Iterable[Request], ahead: PlanBuilder, seen: set[int], budget: int
 ) -> list[Chunk] | None:
-    """Share what decodes leave of the budget among the sequences that have not been `seen`: prompts, most of them.
+    """Share the budget that decodes leave among the sequences that are not `seen`: prompts, most of them.
 
-    None where branches of a request fork next, or wait for the end of a batch. Beams that have just forked rest.
+    None if branches of a request fork next, or wait for the end of a batch. Beams that have just forked rest.
     """
     counts = {each.seq_id: count for each, count in zip(current.planned, current.plan.counts, strict=True)}
     forked = {sequence.seq_id for sequence in current.forked}

@@ -114,7 +114,7 @@ class Isolation:
         self._scheduler.add(Request(PROBE_ID, [0], params, seed=0, max_tokens=1, scope=Scope("probe")))
 
     def _advance(self) -> None:
-        """Drop suspects that are cleared or gone; go on to the next group when none is left of this one."""
+        """Drop suspects that are cleared or have ended; test the next group when none is left of this one."""
         if self._accusation is not None:
             return
         self._testing = [each for each in self._testing if not self._is_cleared(each)]

@@ -101,7 +101,7 @@ def check_pinnable(
 
 
 def num_pinned_blocks(requests: Collection[Request], cache: KVCacheManager) -> int:
-    """Return how many blocks are pinned; a pin that is under way counts with all that it may come to hold."""
+    """Return how many blocks are pinned; a pin that is under way counts with its worst case."""
     under_way = (len(request.prompt_token_ids) for request in requests if isinstance(request.task, Pin))
     return cache.num_pinned_blocks + sum(map(cache.blocks_for, under_way))
 

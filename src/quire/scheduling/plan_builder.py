@@ -11,10 +11,10 @@ from quire.core.task import beam_params
 class PlanBuilder:
     """A plan under construction. `planned[i]` is the sequence of entry i, `sampled[j]` that of sample j.
 
-    `forked`: sequences that begin with tokens of another's prompt, which is computed when the step is over.
-    `resting`: sequences that sit it out: see async_scheduling.py. `at`: the request that is being planned. `admitted`,
-    `swapped_out`: requests that come and go with this step, the last ones with their blocks. `preempted`: the ids of
-    all that go.
+    `forked`: sequences that share the prompt of another, computed once the step is over. `resting`: sequences that run
+    and that the step leaves out: see async_scheduling.py. `at`: the request that is being planned or recorded; None
+    between requests. `order`: the running requests in planning order, the next victim of a preemption last. `admitted`,
+    `swapped_out`: requests that this step admits, or swaps out. `preempted`: the ids of all that it preempts.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,8 @@ class PlanBuilder:
     ) -> None:
         """Compute the next `count` tokens of a sequence, on the blocks that `update` adds to its table.
 
-        They begin behind what is computed, or at `start`, where a step under way will have come.
+        `start`: position of the first one; None: behind the computed tokens. A step that is planned while another runs
+        starts behind the tokens of that one.
         """
         plan = self.plan
         plan.rows.append(sequence.row)
@@ -104,7 +105,7 @@ class PlanBuilder:
                 self._change_table(first_entry + place, update)
 
     def _change_table(self, entry: int, update: TableUpdate) -> None:
-        """Take over what an entry's tokens have changed in its block table."""
+        """Add the changes of an entry's block table."""
         plan, row = self.plan, self.plan.rows[entry]
         if update.copy is not None:
             plan.copies.append(update.copy)
@@ -116,17 +117,17 @@ class PlanBuilder:
             plan.table_blocks.append(block)
 
     def mark(self) -> list[int]:
-        """Remember how long the plan is now."""
+        """Return the lengths of the plan's lists, for `cut`."""
         return [len(each) for each in self._growing()]
 
     def cut(self, mark: list[int]) -> None:
-        """Forget what a request was to compute since `mark`: it has been preempted within the same step."""
+        """Remove what was planned since `mark`: its request was preempted within the same step."""
         for each, length in zip(self._growing(), mark, strict=True):
             del each[length:]
         self.num_tokens = sum(self.plan.counts)
 
     def _growing(self) -> tuple[list[Any], ...]:
-        """Return the lists that a request adds to."""
+        """Return the lists that grow as a request is planned."""
         plan = self.plan
         return (
             plan.new_rows, plan.table_rows, plan.table_columns, plan.table_blocks, plan.copies, plan.rows, plan.starts,

@@ -86,7 +86,7 @@ class Planner:
                     budget -= self._advance_share(step, running[index], budget)
                     index += 1
         except SelfPreemptedError:
-            pass                                                        # it was the last
+            pass            # planned as far as blocks last: the victim is the last in order, nothing is left behind it
         return budget
 
     def _plan_decodes(self, step: PlanBuilder, index: int, sequences: list[Sequence]) -> int:
@@ -99,14 +99,14 @@ class Planner:
                 step.at = running[index + place]
                 updates[place] = self._append(step, step.at, sequences[place], 1)
         except SelfPreemptedError:
-            pass                                                        # it was the last
+            pass            # as in `plan_running`; the sequences before it are planned below
         finally:
             del sequences[len(running) - index :]
             step.decode(running[index : index + len(sequences)], sequences, updates)
         return len(sequences)
 
     def _advance_share(self, step: PlanBuilder, request: Request, budget: int) -> int:
-        """Plan a prompt, which may be long, or a group. What a prompt does not get in this step is promised to it."""
+        """Plan a prompt, which may be long, or a group. Reserve blocks for the rest of the prompt."""
         mark, num_missing = step.mark(), num_missing_tokens(request)
         waits_to_fork, is_alone = request.live[-1].row == NO_ROW, len(request.live) == 1
         if waits_to_fork or is_alone:
@@ -125,7 +125,7 @@ class Planner:
 
         First one branch computes the prompt for all, then the other branches fork from it (section 4.4). A fork
         shares the blocks that this step fills; the first write to a shared one comes in a later step, so its copy finds
-        them filled. Then each goes its own way.
+        them filled. From then on each branch computes its own tokens.
         """
         first, *rest = request.live
         if request.live[-1].row == NO_ROW:
@@ -260,7 +260,7 @@ class Planner:
     def _admit_waiting(self, step: PlanBuilder, request: Request, match: PrefixMatch, budget: int) -> int:
         """Admit a waiting request with its cached prefix, and plan its first tokens. Return how many.
 
-        The branches of a preempted sequence group go their own ways at once if their prompt has been found.
+        The branches of a preempted sequence group start at once if their prompt has been found.
         """
         self._queues.admit(request)
         self._record_admitted(step, request)
@@ -316,15 +316,17 @@ class Planner:
 
 
 def num_missing_tokens(request: Request) -> int:
-    """Count what is to be computed before the branches of a request go their own ways."""
+    """Return how many tokens are left to compute before the branches of a request diverge."""
     first = request.live[0]
     target = first.num_tokens if len(request.live) == 1 else first.num_prompt_tokens
     return target - first.num_computed_tokens
 
 
 def _decodes(running: list[Request], index: int, budget: int, *, has_drafts: bool) -> list[Sequence]:
-    """Return the sequences of the running requests from `index` on that have one token to compute, up to one that
-    has more, or drafts, or is a group: what most requests of most steps are. `has_drafts`: some sequence has drafts."""
+    """Return the sequences of the running requests from `index` on that compute one token each: most, in most steps.
+
+    Ends before a request that has more to compute, or drafts, or is a group. `has_drafts`: some sequence has drafts.
+    """
     sequences = []
     for request in running[index : index + min(budget, _DECODES_AT_ONCE)]:
         live = request.live

@@ -105,7 +105,7 @@ class Scheduler:
 
     @property
     def wait_reason(self) -> WaitReason | None:
-        """Why the last plan did not admit the head of the waiting queue; None if it left none waiting."""
+        """The reason for which the last plan did not admit the head of the waiting queue; None if none waits."""
         return self.queues.wait_reasons.current
 
     @property
@@ -260,7 +260,7 @@ class Scheduler:
         return self._recorder.take_deltas()
 
     def _complete(self, request: Request, sequence: Sequence) -> None:
-        """Let go of a sequence that has reached its end by itself."""
+        """Finish a sequence that has its last token."""
         self._finish(request, sequence)
 
     def roll_back(self) -> list[int]:

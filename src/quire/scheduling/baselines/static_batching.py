@@ -1,8 +1,8 @@
 """Static batching: whole batches, one after the other, as FasterTransformer's users and the first servers had them.
 
-When nothing runs, the earliest arrivals are let in, as many as fit, and the batch runs until the last of its sequences
-has ended. A sequence that ends earlier keeps its row and memory and is computed on as padding, and its answer
-is handed over when the batch is over (the baseline of Kwon et al. 2023, section 6.1). Prompts are not padded:
+When nothing runs, the earliest arrivals are admitted, as many as fit, and the batch runs until all of its sequences
+have ended. A sequence that ends earlier keeps its row and memory and is computed on as padding, and its answer
+is returned when the batch is over (the baseline of Kwon et al. 2023, section 6.1). Prompts are not padded:
 FasterTransformer leaves that out, too. Only where each sequence has the longest length reserved: padding must fit.
 """
 
@@ -29,7 +29,7 @@ class StaticScheduler(Scheduler):
         self._held: dict[tuple[int, int], SequenceDelta] = {}  # the last ones of padding, by request id and branch
 
     def abort(self, request_id: int) -> bool:
-        """End a request at once; what it was to be handed at the end is forgotten."""
+        """End a request at once; its withheld deltas are dropped."""
         self._held = {key: delta for key, delta in self._held.items() if key[0] != request_id}
         return super().abort(request_id)
 
@@ -56,12 +56,12 @@ class StaticScheduler(Scheduler):
         return [each for each in deltas if each.finish_reason is None] + [held[key] for key in held if key not in here]
 
     def roll_back(self) -> list[int]:
-        """Roll back a failed step: padding is not computed again, and handed over with the next step."""
+        """Roll back a failed step: padding is not computed again, and returned by the next step."""
         self._end_padding()
         return super().roll_back()
 
     def requeue_running(self) -> None:
-        """Preempt all running requests; padding is not computed again, and handed over with the next step."""
+        """Preempt all running requests; padding is not computed again, and returned by the next step."""
         self._end_padding()
         super().requeue_running()
 
@@ -72,7 +72,7 @@ class StaticScheduler(Scheduler):
                     self._finish(request, sequence)
 
     def _admit(self, step: PlanBuilder, budget: int) -> None:
-        """Let the next batch in when nothing runs."""
+        """Admit the next batch when nothing runs."""
         if not self.running:
             super()._admit(step, budget)
 
