@@ -301,4 +301,5 @@ def random_step(twin: Twin, rng: random.Random) -> None:
 @pytest.mark.fuzz
 @pytest.mark.timeout(3600)
 def test_a_million_random_steps_keep_every_promise() -> None:
+    """`Twin.check` asserts every promise after each operation."""
     fuzz(lambda seed: random_life(random.Random(seed), STEPS_PER_RUN), 10**6)

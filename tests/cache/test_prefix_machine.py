@@ -683,4 +683,5 @@ def test_random_lives_see_everything_that_can_happen() -> None:
 @pytest.mark.fuzz
 @pytest.mark.timeout(3600)
 def test_a_million_random_steps_keep_every_promise() -> None:
+    """`World.check` asserts every promise after each operation."""
     fuzz(lambda seed: random_life(random.Random(seed), STEPS_PER_RUN), 10**6)

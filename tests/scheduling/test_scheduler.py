@@ -433,4 +433,5 @@ def test_random_run_whose_plans_and_results_are_sent_as_bytes_is_the_same(seed: 
 @pytest.mark.fuzz
 @pytest.mark.timeout(3600)
 def test_many_random_runs_are_safe_live_and_right() -> None:
+    """`random_run` asserts safety after each step, and at its end an empty cache and the tokens of each request."""
     fuzz(lambda seed: random_run(seed, crowded=seed % 2 == 0, windowed=seed % 4 < 2), 10_000 * STEPS_PER_RUN)
