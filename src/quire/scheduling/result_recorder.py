@@ -53,9 +53,10 @@ class ResultRecorder:
         If that raises, `step.at` is the request that was being recorded: it answers for the failure alone.
         """
         if result.rows or step.plan.drafts:
+            planned_ahead = set() if ahead is None else set(ahead.planned)
             for request, sequence, row in row_results(step, result, self._queues.running):
                 step.at = request
-                self._record_row(request, sequence, row, ahead)
+                self._record_row(request, sequence, row, is_ahead=sequence in planned_ahead)
         else:
             self._order.charge_outputs(step.sampled)
             self._record_tokens(step, result)
@@ -90,17 +91,18 @@ class ResultRecorder:
             step.at = request
             raise
 
-    def _record_row(
-        self, request: Request, sequence: Sequence, row: RowResult, ahead: PlanBuilder | None
-    ) -> None:
-        """Append any number of tokens to a sequence; finish it at the first that ends it; store its drafts."""
+    def _record_row(self, request: Request, sequence: Sequence, row: RowResult, *, is_ahead: bool) -> None:
+        """Append any number of tokens to a sequence; finish it at the first that ends it; store its drafts.
+
+        `is_ahead`: the next step was submitted, and computes the sequence.
+        """
         if sequence.status is not SequenceStatus.RUNNING:
             return
         if isinstance(request.task, BeamSearch):
             if row.logprobs:
                 self._beams.answer(request, sequence, row.logprobs[0])
             return
-        num_known, is_ahead = sequence.num_tokens, ahead is not None and sequence in ahead.planned
+        num_known = sequence.num_tokens
         assert not row.token_ids or sequence.num_computed_tokens >= num_known, "a token behind uncomputed ones"
         delta = append_tokens(request, sequence, row)
         self._order.charge_outputs([(request, sequence)] * len(delta.token_ids))
