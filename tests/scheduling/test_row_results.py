@@ -111,6 +111,15 @@ def test_chunk_of_a_prompt_that_was_computed_in_part_goes_on_from_there() -> Non
     assert (plan.starts, plan.counts) == ([5], [16])
 
 
+def test_chunk_that_the_step_in_flight_continues_is_computed_whole() -> None:
+    harness = Harness(num_blocks=20)
+    harness.add(40, max_tokens=2, ignore_eos=True)
+    plan = harness.schedule()
+    assert harness.scheduler.schedule_next() is not None
+    with pytest.raises(AssertionError, match="the step in flight needs all planned tokens"):
+        harness.scheduler.update(plan, StepResult([], rows={plan.rows[0]: RowResult(num_computed=5)}))
+
+
 def test_drafts_are_computed_behind_the_known_tokens_and_sampled_at_each() -> None:
     harness = Harness(num_blocks=20)
     request = harness.add(5, max_tokens=9, ignore_eos=True)

@@ -38,12 +38,16 @@ class ResultRecorder:
         deltas, self.deltas = self.deltas, []
         return deltas
 
-    def advance(self, step: PlanBuilder, result: StepResult) -> None:
-        """Count what the step computed; take back what it planned and did not compute."""
+    def advance(self, step: PlanBuilder, result: StepResult, ahead: PlanBuilder | None) -> None:
+        """Count what the step computed; take back what it planned and did not compute.
+
+        `ahead`: the next step, if it was submitted; it starts behind all tokens that this one planned.
+        """
         self._queues.advance(step.planned, step.plan.counts)
         for sequence in step.forked:
             self._queues.set_computed(sequence, sequence.num_prompt_tokens)
         for sequence, num_tokens in truncations(step, result) if result.rows else ():
+            assert ahead is None or sequence not in ahead.planned, "the step in flight needs all planned tokens"
             self._queues.set_computed(sequence, sequence.num_computed_tokens - num_tokens)
             self._cache.truncate(sequence.seq_id, sequence.num_computed_tokens)
 

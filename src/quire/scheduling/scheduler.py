@@ -247,7 +247,7 @@ class Scheduler:
         assert plan is step.plan, "a result for another plan"
         if result.failures:
             self._recorder.fail(result.failures)
-        self._recorder.advance(step, result)
+        self._recorder.advance(step, result, self._ahead)
         self.cache.end_step()
         self.preemption.record_step(result)
         for chunk in result.prompt_logprobs:
