@@ -1,7 +1,7 @@
 """Tasks and scopes of requests: what is computed for a request, and what it may share.
 
-A task is one record of a closed union. Code that depends on the kind matches all of them and ends in `assert_never`, so
-that the type checker names every place that a new kind has to visit (embeddings come next).
+A task is one record of a closed union. `beam_params` matches all kinds and ends in `assert_never`, so that the type
+checker reports it when a kind is added; code that treats one kind apart tests for it with `isinstance`.
 """
 
 from typing import NamedTuple, assert_never

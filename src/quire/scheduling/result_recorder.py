@@ -7,7 +7,7 @@ from quire.cache.manager import KVCacheManager
 from quire.core.outputs import SequenceDelta
 from quire.core.plan import PromptLogprobsChunk, RowResult, StepResult
 from quire.core.sequence import Request, Sequence, SequenceStatus
-from quire.core.task import BeamSearch, Pin
+from quire.core.task import BeamSearch
 from quire.scheduling.beam_search import BeamSearches
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import ByPriority
@@ -86,8 +86,6 @@ class ResultRecorder:
                     continue
                 delta = check_stop(request, sequence, token, candidates)
                 if delta.finish_reason is not None:
-                    if isinstance(request.task, Pin):
-                        self._cache.pin(request.request_id, sequence.seq_id)  # its token is not pinned
                     self._complete(request, sequence)
                 sequence.token_ids.output.append(token)
                 deltas.append(delta)
@@ -111,8 +109,6 @@ class ResultRecorder:
         delta = append_tokens(request, sequence, row)
         self._order.charge_outputs([(request, sequence)] * len(delta.token_ids))
         if delta.finish_reason is not None:
-            if isinstance(request.task, Pin):
-                self._cache.pin(request.request_id, sequence.seq_id)
             self._queues.set_computed(sequence, min(sequence.num_computed_tokens, sequence.num_tokens))
             self._complete(request, sequence)
         else:

@@ -260,7 +260,9 @@ class Scheduler:
         return self._recorder.take_deltas()
 
     def _complete(self, request: Request, sequence: Sequence) -> None:
-        """Finish a sequence that has its last token."""
+        """Finish a sequence that has its last token. A pin request keeps its blocks, which do not hold that token."""
+        if isinstance(request.task, Pin):
+            self.cache.pin(request.request_id, sequence.seq_id)
         self._finish(request, sequence)
 
     def roll_back(self) -> list[int]:
