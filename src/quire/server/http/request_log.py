@@ -61,7 +61,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         except (ClientDisconnect, ClientDisconnectedError):
-            pass
+            pass  # no client is left to answer; the log line below has no status
         except Exception as error:
             if status is not None:
                 raise  # too late for an error response: uvicorn logs it and closes the connection

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,6 +14,8 @@ from quire.server.http.lingering_close import LingeringConnections
 from quire.server.http.protocol import Protocol
 from quire.server.http.sockets import BACKLOG, listen
 from quire.server.options import DEFAULT_LIMITS, Limits
+
+log = logging.getLogger(__name__)
 
 CLOSE_LIMIT_S = 1       # for written bytes to reach slow clients
 PAUSE_S = 0.5           # without accepting connections, when the system has no file descriptors left
@@ -48,8 +51,9 @@ class Listener:
                 self._connecting.add(connecting)
                 connecting.add_done_callback(self._connecting.discard)
         except (BlockingIOError, ConnectionAbortedError):
-            pass
-        except OSError:
+            pass  # all are accepted, or a client left the queue: the loop calls again while connections wait
+        except OSError as error:
+            log.warning("cannot accept connections: %s; next try in %g s", error, PAUSE_S)
             self.close()
             self._start_handle = self._loop.call_later(PAUSE_S, self._start_accepting)
 
