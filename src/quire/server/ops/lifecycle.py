@@ -86,19 +86,19 @@ async def _connect(child: EngineProcess, engine: EngineOptions, options: ServerO
 
 async def _serve(service: Service, http: HttpServer, signals: StopSignals, engine: EngineOptions) -> int:
     """Serve until a signal has drained the server or the last engine has died; return the exit status."""
-    keeping = asyncio.create_task(supervise_engine(service, engine, signals), name="engine keeper")
+    supervising = asyncio.create_task(supervise_engine(service, engine, signals), name="engine supervisor")
     watch = asyncio.create_task(watch_for_stalls(service), name="stall watch")
     watch.add_done_callback(_log_end)
-    service.critical_tasks = keeping, watch
-    await signals.wait_or(keeping)
+    service.critical_tasks = supervising, watch
+    await signals.wait_or(supervising)
     if signals.received:
         await _drain(service, http)
     else:
-        log.error("%s; the server stops", keeping.result())
+        log.error("%s; the server stops", supervising.result())
         await signals.wait_or(asyncio.create_task(asyncio.sleep(UNHEALTHY_S)))
     watch.cancel()
-    keeping.cancel()
-    await asyncio.wait((keeping,))  # it may have to stop a loading engine
+    supervising.cancel()
+    await asyncio.wait((supervising,))  # it may have to stop a loading engine
     return 0 if service.client.is_alive else 1
 
 
