@@ -1,11 +1,11 @@
-"""What the history keeps, what it forgets, and that nobody learns anything of anybody else's requests."""
+"""Bounds of the history, and its privacy: a client learns nothing of the requests of other clients."""
 
 
 import tracemalloc
 
 import pytest
 
-from quire.core.outputs import CompletionOutput, Preemption, RequestMetrics, RequestOutput
+from quire.core.outputs import CompletionOutput, Preemption, RequestMetrics
 from quire.engine.input_processor import TokenizedPrompt
 from quire.server.time_slices import MAX_SLICE_UNITS
 from quire.server.watch import history as module
@@ -31,7 +31,7 @@ class Past:
         request = PastRequest(TokenizedPrompt("text", prompt, salt, key), metrics)
         name = name or str(self._now_s)
         self.history.add(name, [request])
-        request.append_output(RequestOutput(name, None, prompt, [CompletionOutput(0, "", list(answer))], finished=True))
+        request.append(CompletionOutput(0, "", list(answer)))
         self.history.finish(name)
         return request
 
@@ -137,8 +137,8 @@ def test_bytes_are_those_of_the_objects() -> None:
         for number in range(128):
             metrics = RequestMetrics(1.5 + number, 2.5, 3.5, 4.5 + call, preemptions=[Preemption(1.0 + number)])
             past = PastRequest(TokenizedPrompt(None, [call, number, 7], "salt", 1), metrics)
-            pieces = [CompletionOutput(index, "", [5] * 20, finish_reason="length") for index in range(2)]
-            past.append_output(RequestOutput("x", None, [], pieces, finished=True))
+            for index in range(2):
+                past.append(CompletionOutput(index, "", [5] * 20, finish_reason="length"))
             requests.append(past)
         history.add(f"call-{call}", requests)
         history.finish(f"call-{call}")

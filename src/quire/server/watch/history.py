@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from quire.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.core.outputs import CompletionOutput, RequestMetrics
 from quire.engine.input_processor import TokenizedPrompt
 from quire.server.api.observer import QueuedRequest
 
@@ -40,11 +40,6 @@ class PastRequest:
         self.num_prompt_tokens = len(self.prompt.token_ids)
         self.prompt_tokens = array("i", self.prompt.token_ids).tobytes()
         self.prompt = self.prompt._replace(text=None, token_ids=[])
-
-    def append_output(self, output: RequestOutput) -> None:
-        """Record the new tokens of all branches."""
-        for piece in output.outputs:
-            self.append(piece)
 
     def append(self, piece: CompletionOutput) -> None:
         """Record the new tokens of one branch."""
