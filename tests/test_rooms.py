@@ -61,9 +61,17 @@ def test_engine_generates_without_any_one_room(demo_model: Path, environment: di
 
 
 def test_server_answers_without_all_rooms(demo_model: Path, environment: dict[str, str]) -> None:
-    with running_server(str(demo_model), env=environment | {"ABSENT_ROOMS": " ".join(ROOMS)}) as server:
-        body = {"model": server.name, "prompt": [5, 6, 7], "max_tokens": 8}
-        assert server.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 8
+    """Completions, streams and chats are served; the routes of the inspection answer 404."""
+    environment["ABSENT_ROOMS"] = " ".join(ROOMS)
+    with running_server(str(demo_model), "--enable-debug", env=environment) as server:
+        body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        completion = server.post("/v1/completions", body).json()
+        assert completion["usage"]["completion_tokens"] == 8
+        assert server.post("/v1/completions", body | {"stream": True}).text.endswith("data: [DONE]\n\n")
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+        assert server.post("/v1/chat/completions", chat).status_code == 200
+        for path in (f"/v1/requests/{completion['id']}/explain", "/debug/kv", "/debug/blocks"):
+            assert server.get(path).status_code == 404, path
 
 
 @pytest.mark.parametrize("room", ROOMS)
