@@ -72,6 +72,8 @@ def test_small_bodies_have_room_beside_any_number_of_large_ones() -> None:
         held(bodies, f"hostile {number}", NUM_LARGE // 3).complete()
     for number in range(16):
         held(bodies, f"honest {number}", 64)
+    assert (bodies.large.num_bytes, bodies.small.num_bytes) == (NUM_LARGE, 16 * 64)
+    bodies.check()
 
 
 def test_bound_holds_whatever_comes() -> None:

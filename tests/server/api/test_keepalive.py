@@ -29,6 +29,7 @@ def test_comments_come_while_nothing_else_does() -> None:
             await has_two.wait()
 
     asyncio.run(asyncio.wait_for(run(), 60))
+    assert num_sent >= 2
 
 
 def test_no_comment_stands_within_an_event() -> None:
@@ -85,8 +86,10 @@ def test_writer_that_waits_for_its_reader_is_ended() -> None:
             is_writing.set()
             await asyncio.Event().wait()
 
-        async with Keepalive(0.001, send):
+        async with Keepalive(0.001, send) as keepalive:
             await is_writing.wait()
+        assert keepalive._sending is not None
+        assert keepalive._sending.cancelled()
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

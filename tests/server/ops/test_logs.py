@@ -4,7 +4,6 @@ import logging
 import os
 
 from quire.server.ops.logs import MAX_WAITING_LINES, StderrHandler
-from support.server import wait_until
 
 
 def record(message: str) -> logging.LogRecord:
@@ -25,6 +24,7 @@ def test_stuck_reader_costs_lines_and_no_time() -> None:
     handler = StderrHandler(writing)
     for _ in range(2 * MAX_WAITING_LINES):
         handler.handle(record("x" * 100))  # would hang
+    assert MAX_WAITING_LINES - 1000 < handler._lines.qsize() <= MAX_WAITING_LINES, "a pipe holds fewer than 1,000"
     os.close(reading)
 
 
@@ -37,4 +37,4 @@ def test_closed_reader_disturbs_nobody() -> None:
     again, os_writing = os.pipe()
     os.dup2(os_writing, writing)
     handler.handle(record("but this"))
-    wait_until(lambda: os.read(again, 100) == b"but this\n")
+    assert os.read(again, 100) == b"but this\n"
