@@ -1,4 +1,4 @@
-"""Who gets a place in the queue."""
+"""Admission to the queue: places, prompt tokens, and the share of each client."""
 
 import asyncio
 

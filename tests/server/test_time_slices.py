@@ -1,4 +1,4 @@
-"""Slices of long work: one in an iteration of the event loop, in order, whoever else has some."""
+"""Time slices of long work: one per iteration of the event loop, in order, for all requests together."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Who is let in, and what may be sent."""
+"""Access middleware: API keys, the drain, room in the queue, and what a body may be."""
 
 import asyncio
 import re

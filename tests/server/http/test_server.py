@@ -1,4 +1,4 @@
-"""The accepting: who comes is let in, and while the system has no descriptors it stays shut."""
+"""Listener: it accepts all waiting connections, and pauses while the system has no file descriptors."""
 
 import asyncio
 import errno
@@ -53,7 +53,7 @@ def test_door_without_descriptors_tries_now_and_then(monkeypatch: pytest.MonkeyP
             accepting.close()
             _, late = await asyncio.open_connection(*listener.getsockname())
             await asyncio.sleep(0.1)
-            assert listener.num_tries == 4, "the one who was let in, and nobody after him"
+            assert listener.num_tries == 4, "one connection is accepted, and none after the close"
             writer.close()
             late.close()
 

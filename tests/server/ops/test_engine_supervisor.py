@@ -1,4 +1,4 @@
-"""An engine that dies is replaced as often as was granted, and whoever was with it is told."""
+"""Restarts of a dead engine: as many as were granted; its requests end with an error."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What happens to the machine under a server takes nobody's service down: files, pipes, clocks, processes."""
+"""Faults of the machine that a server survives: files, pipes, clocks, processes."""
 
 import ast
 import os
@@ -27,7 +27,7 @@ WALL_CLOCKS = {
 
 @pytest.fixture(scope="module")
 def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder for the server's temporary files, and for nobody else's."""
+    """Return the folder for the server's temporary files alone."""
     return tmp_path_factory.mktemp("temporary")
 
 

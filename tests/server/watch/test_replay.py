@@ -1,4 +1,4 @@
-"""Operations replayed on the toy cache: the worked example, copies, refusals, and nothing that cannot be meant."""
+"""Operations replayed on a small cache: the worked example, copies, refusals, and invalid operations."""
 
 from collections.abc import Sequence
 
@@ -70,7 +70,7 @@ def test_numbers_of_sequences_are_not_used_twice() -> None:
         ([New(), Free(0), Write(0)], "operations[2]"),
         ([New()] * (MAX_OPERATIONS + 1), "operations"),
     ],
-    ids=["nobody", "negative", "freed", "too many"],
+    ids=["unknown", "negative", "freed", "too many"],
 )
 def test_what_cannot_be_meant_is_named(operations: Sequence[Operation], param: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
