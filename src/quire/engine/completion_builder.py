@@ -16,12 +16,12 @@ class CompletionBuilder:
 
     `tokenizer` is None where no text is wanted or possible. Text that may begin a stop string is not yet in `text`.
     Read it by `snapshot` or by `drain`, never by both. `matcher` is that of the request's stop strings, shared by its
-    branches. With `packs_logprobs`, outputs have `packed_logprobs` instead of `logprobs`.
+    branches; None if it has none. With `packs_logprobs`, outputs have `packed_logprobs` instead of `logprobs`.
     """
 
     def __init__(
         self, index: int, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams,
-        matcher: StopMatcher | None = None, *, packs_logprobs: bool = False,
+        matcher: StopMatcher | None, *, packs_logprobs: bool,
     ) -> None:  # fmt: skip
         self.index = index
         self.finish_reason: FinishReason | None = None
@@ -32,12 +32,11 @@ class CompletionBuilder:
         if tokenizer is not None:
             self._detokenizer = incremental_detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
         self._stops: StopStringFinder | None = None
-        if params.stop:
-            matcher = matcher or StopMatcher(params.stop)
+        if matcher is not None:
             self._stops = StopStringFinder(matcher, include=params.include_stop_str_in_output)
         self.num_tokens = 0                             # of all, drained or not
         self.last_token_s: float | None = None          # set by the caller of `extend`
-        self.has_new_output = False                           # since the last drain
+        self.has_new_output = False                     # since the last drain
         self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
