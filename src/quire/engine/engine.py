@@ -88,7 +88,7 @@ class Engine:
     def _discard(self) -> None:
         """Collect and drop the steps in flight."""
         while self._in_flight:
-            with suppress(Exception):
+            with suppress(Exception):               # no result is wanted: their requests ended, or are recomputed
                 self._collect()
 
     def recover(self, error: Exception) -> list[SequenceDelta]:

@@ -23,28 +23,28 @@ _COUNTERS = slice(9, 15)
 
 def activity_counters(pid: int) -> tuple[int, ...]:
     """Return counters that grow while a process computes, reads or maps; none where the system has no such counters."""
-    signs: list[int] = []
+    counters: list[int] = []
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-        signs += map(int, stat.rpartition(")")[2].split()[_COUNTERS])
+        counters += map(int, stat.rpartition(")")[2].split()[_COUNTERS])
         io = Path(f"/proc/{pid}/io").read_text(encoding="ascii")
-        signs += (int(line.rpartition(" ")[2]) for line in io.splitlines())
+        counters += (int(line.rpartition(" ")[2]) for line in io.splitlines())
     except (OSError, ValueError):
-        pass
-    return tuple(signs)
+        pass  # the process has ended, or there is no /proc, or no /proc/PID/io: those read so far count
+    return tuple(counters)
 
 
 async def raise_when_inactive(
-    signs: Callable[[], tuple[int, ...]], limit_s: float, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+    counters: Callable[[], tuple[int, ...]], limit_s: float, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
 ) -> None:
     """Poll counters until they have been the same for `limit_s` seconds; then raise EngineDeadError.
 
     Never returns. Polls every `limit_s` / POLLS_PER_TIMEOUT seconds. Never raises if there are no counters.
     """
-    last, num_same = signs(), 0
+    last, num_same = counters(), 0
     while num_same < POLLS_PER_TIMEOUT:
         await pause(limit_s / POLLS_PER_TIMEOUT)
-        now = signs()
+        now = counters()
         num_same = num_same + 1 if now and now == last else 0
         last = now
     raise EngineDeadError(

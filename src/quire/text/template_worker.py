@@ -102,7 +102,7 @@ def _answer(template: ChatTemplate, command: Render) -> bytes:
     except UnicodeEncodeError:
         return _refusal("the chat template has rendered half a surrogate pair", "messages", None)
     except MemoryError:
-        pass
+        pass  # not in the template, but in checking the messages or packing the text: end all the same
     os._exit(OUT_OF_MEMORY)
 
 
