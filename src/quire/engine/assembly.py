@@ -103,8 +103,6 @@ def _executor(model: LanguageModel, cache: KVCache, batch: PersistentBatch, swap
 
 def _swapper(options: EngineOptions, config: CacheConfig, model: LanguageModel, cache: KVCache) -> Swapper:
     sizes = config.num_swap_blocks, config.block_size
-    space = allocate_swap_space(
-        model.kv_geometry, *sizes, model.back_end, options.swap_dir, model.device
-    )
+    space = allocate_swap_space(model.kv_geometry, *sizes, model.back_end, options.swap_dir, model.device)
     make = CudaSwapper if model.device.type == "cuda" else Swapper
     return make(cache, space, model.back_end.copy_blocks)

@@ -107,7 +107,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     kv: KVStats | None = None
     pins: tuple[int, ...] = ()          # requests whose prompts are pinned
     num_pinned_blocks: int = 0          # of AdmissionLimits
-    num_running_seqs: int = 0                  # sequences that run
+    num_running_seqs: int = 0           # sequences that run
     waits_for: WaitReason | None = None  # of the next waiting request
 
 

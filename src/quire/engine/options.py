@@ -127,7 +127,8 @@ class EngineOptions:
     seed: int = _engine(
         0, "of requests that bring none", row="of the engine: a request without a seed draws from this and its number"
     )
-    max_logprobs: int = _engine(20, "highest logprobs and prompt_logprobs of a request", low=0,
+    max_logprobs: int = _engine(
+        20, "highest logprobs and prompt_logprobs of a request", low=0,
         row="highest `logprobs` and `prompt_logprobs` of a request",
     )  # fmt: skip
     memory_policy: MemoryPolicy = option(

@@ -320,8 +320,7 @@ def _extend(
 ) -> int:  # fmt: skip
     """Add a delta to its branch, and the prompt logprobs of the first one to the request; return the tokens appended.
 
-    `is_first`: not the continuation of a delta in parts. RequestFailedError if the delta carries
-    an error.
+    `is_first`: not the continuation of a delta in parts. RequestFailedError if the delta carries an error.
     """
     if delta.error is not None:
         raise RequestFailedError(delta.error)

@@ -31,7 +31,7 @@ class LayerCost:
 class StallDetector:
     """Decision at each poll: the model has advanced, or its current layer is not late.
 
-    `expect` is called by the thread that steps, the rest by the one that looks. `clock` returns seconds.
+    `begin_step` is called by the thread that steps, `is_on_time` by the one that polls. `clock` returns seconds.
     """
 
     def __init__(self, cost: LayerCost, num_threads: int, clock: Callable[[], float]) -> None:

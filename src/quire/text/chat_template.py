@@ -1,9 +1,9 @@
 """Chat templates: render a conversation as the text that the model was trained to continue.
 
 A template is a program of the model's authors, so it runs in Jinja's immutable sandbox, on plain data, with bounded
-output. Names and settings are those of transformers, for which templates are written: trimmed blocks,
-loop controls, `raise_exception`, `strftime_now`, a `tojson` that leaves characters as they are, and `generation`
-blocks, which mark the assistant's words for training and mean nothing here.
+output. Names and settings are those of transformers, for which templates are written: trimmed blocks, loop controls,
+`raise_exception`, `strftime_now`, a `tojson` that leaves characters as they are, and `generation` blocks, which mark
+the assistant's words for training and mean nothing here.
 """
 
 import json
