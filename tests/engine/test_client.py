@@ -246,7 +246,9 @@ def test_unpinning_that_is_cancelled_goes_on(client: EngineClient, runner: async
         await asyncio.sleep(0)
         unpinning.cancel()
         await asyncio.wait((unpinning,))
+        assert unpinning.cancelled()
         await until(lambda: client.state.pins == ())
+        assert not client._pending
 
     runner.run(run())
 

@@ -92,7 +92,7 @@ def test_policies_that_do_not_go_together_are_refused() -> None:
 
 @pytest.mark.parametrize("sizes", [{"swap_space": "1GiB"}, {"num_swap_blocks": 1}], ids=str)
 def test_swapping_takes_a_swap_space_of_any_size(sizes: dict[str, Any]) -> None:
-    EngineOptions(preemption_mode="swap", **sizes)
+    assert EngineOptions(preemption_mode="swap", **sizes).preemption_mode == "swap"
 
 
 def test_kv_share_needs_pages() -> None:
