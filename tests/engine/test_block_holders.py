@@ -1,4 +1,4 @@
-"""Whose blocks they are: labels and requests over what the cache says."""
+"""Holders of blocks: labels and requests over the cache's numbers of sequences."""
 
 from quire.core.block_map import BlockHolder
 from quire.engine.block_holders import count_blocks_by_owner

@@ -138,7 +138,7 @@ class OverError(Exception):
 
 
 class Run:
-    """All of ASKED through the engine process's own loop, in this process: what came of each, and who ran when."""
+    """All of ASKED through the engine process's own loop, in this process: their ends, and the members of each step."""
 
     def __init__(self, llm: LLM, asked: Sequence[tuple[list[int], SamplingParams]] = ASKED) -> None:
         self.ids: list[int] = []
@@ -153,7 +153,7 @@ class Run:
             self.ids.append(prepared.request.request_id)
         with pytest.raises(OverError):
             EngineLoop(self._engine, self._commands, self._take, Heartbeat(lambda: 0, lambda: None)).run()
-        assert len(self._outputs) == 0, "somebody waits in vain"
+        assert len(self._outputs) == 0, "a request waits in vain"
 
     def _send(self, request: Request) -> None:
         self._commands.put(frame(Add(request))[LENGTH_BYTES:])

@@ -1,4 +1,4 @@
-"""Whatever ends the server ends the engine, and nothing else does."""
+"""Lifetime of the engine process: it ends with the server, however that ends, and by nothing else."""
 
 import asyncio
 import os

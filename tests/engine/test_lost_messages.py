@@ -112,7 +112,7 @@ def test_request_that_the_server_cannot_send_fails_alone(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("lost", ["abort", "unpin", "question"])
 def test_command_that_the_server_cannot_send_is_the_engines_end(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
-    """Else a request would run on for nobody, or a prefix be kept for ever."""
+    """Else a request would run on without a reader, or a prefix be kept for ever."""
 
     async def run() -> None:
         child = spawn_scripted()

@@ -1,4 +1,4 @@
-"""What is sent is what arrives, for every message."""
+"""Round trips of every message: the one received equals the one sent."""
 
 import gc
 import io

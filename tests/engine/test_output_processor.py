@@ -1,4 +1,4 @@
-"""What users get: text without half characters, cut at stop strings, with everything else cut at the same token."""
+"""Outputs of requests: whole characters, cut at stop strings, with token ids and logprobs cut at the same token."""
 
 import math
 import random

@@ -120,7 +120,7 @@ def test_chunks_of_a_prompt_are_one_step_ahead_like_decodes() -> None:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_who_waits_for_blocks_holds_up_nobody(mode: PreemptionMode) -> None:
-    """Blocks are free, but too few for who is next, be he new or preempted: those that run are one step ahead."""
+    """Blocks are free, but too few for the next request, new or preempted: those that run are one step ahead."""
     harness = Harness(num_blocks=14, num_swap_blocks=14, mode=mode)
     executor = Overlapping(harness.executor)
     engine = Engine(harness.scheduler, executor)
@@ -198,7 +198,7 @@ def test_newcomers_are_let_in_as_soon_as_what_is_in_flight_is_over() -> None:
 
 
 def test_step_in_flight_for_who_has_ended_hides_nothing_of_the_one_before_it() -> None:
-    """Above all not that somebody was let in."""
+    """Above all not an admission."""
     harness = Harness(num_blocks=60)
     executor = Overlapping(harness.executor)
     engine = Engine(harness.scheduler, executor)

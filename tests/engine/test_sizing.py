@@ -1,4 +1,4 @@
-"""How many blocks and how long a sequence, from what was asked for and what there is."""
+"""Numbers of blocks and the longest sequence, by options, model and free memory."""
 
 from typing import Any
 

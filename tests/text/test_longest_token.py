@@ -32,7 +32,7 @@ def with_words(backend: Backend) -> Backend:
 
 
 def with_normalized_token(backend: Backend) -> Backend:
-    """Return one whose longest token is one that is looked for behind the normalizer, which makes it longer."""
+    """Return one with a longest token that is searched for behind the normalizer, which makes it longer."""
     backend.add_tokens([AddedToken("x" * 50, normalized=True)])
     return backend
 
