@@ -16,7 +16,7 @@ from quire.core.errors import InvalidRequestError, RequestFailedError, UnknownPr
 from quire.core.outputs import CompletionOutput, PinnedPrefix, RequestOutput, SequenceDelta
 from quire.engine.client import EngineClient
 from quire.engine.completion_builder import CompletionBuilder
-from quire.engine.input_processor import Prompt, TokenizedPrompt
+from quire.engine.input_processor import Prompt
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind
 from support.engine_process import (
@@ -218,8 +218,8 @@ def test_requests_that_cross_a_pin_are_refused_by_the_engine(
     async def run() -> None:
         for pin_first in (True, False):
             prepared = [
-                client.prepare_pin(TokenizedPrompt(None, [5] * 40)),
-                client.prepare(TokenizedPrompt(None, [6]), params),
+                client.prepare_pin(client.inputs.tokenize([5] * 40)),
+                client.prepare(client.inputs.tokenize([6]), params),
             ]
             kept, refused = prepared if pin_first else reversed(prepared)
             stream = await client.add(kept, external_id="x", arrival_s=0.0)
@@ -361,7 +361,8 @@ def test_requests_cut_at_random_moments_leave_nothing_behind(
 
     async def cut(moment: str, num_outputs: int, params: SamplingParams) -> None:
         nonlocal num_added
-        prepared = client.prepare(client.inputs.tokenize([rng.randrange(5, 900)] * rng.randint(1, 300)), params)
+        prompt = client.inputs.tokenize([rng.randrange(5, 900)] * rng.randint(1, 300))
+        prepared = client.prepare(prompt, params)
         if moment == "prepared":
             return
         adding = asyncio.create_task(client.add(prepared, external_id="x", arrival_s=0.0, kind="delta"))

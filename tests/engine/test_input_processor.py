@@ -1,6 +1,9 @@
 """From what a user gave to a request that can run: checked once, by name, and nothing is queued."""
 
+import gc
+from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import arrival_seed
 from quire.core.task import BeamSearch, Scope
+from quire.core.token_ids import pack_tokens
 from quire.engine.input_processor import InputProcessor, TokenizedPrompt
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
@@ -37,6 +41,10 @@ def make_inputs(
     return InputProcessor(tokenizer, ready, EngineOptions(seed=ENGINE_SEED, max_logprobs=5))
 
 
+def packed(token_ids: list[int], salt: str | None = None) -> TokenizedPrompt:
+    return TokenizedPrompt(None, pack_tokens(token_ids), salt)
+
+
 @pytest.fixture
 def inputs(tokenizer: Tokenizer) -> InputProcessor:
     return make_inputs(tokenizer)
@@ -50,7 +58,7 @@ def test_tokenizers_end_of_sequence_token_ends_an_answer_too(
 ) -> None:
     assert tokenizer.eos_token_id == EOS_ID
     inputs = make_inputs(tokenizer, frozenset({7}), vocab_size)
-    tokens = TokenizedPrompt(None, [0])
+    tokens = packed([0])
     assert inputs.prepare(0, tokens, SamplingParams()).request.eos_token_ids == expected
     assert inputs.prepare(0, tokens, SamplingParams(ignore_eos=True)).request.eos_token_ids == frozenset()
     assert make_inputs(None, frozenset({7})).prepare(0, tokens, SamplingParams()).request.eos_token_ids == {7}
@@ -62,12 +70,12 @@ def test_tokenizers_end_of_sequence_token_ends_an_answer_too(
 def test_text_becomes_tokens_as_the_model_was_trained_to_see_them(inputs: InputProcessor, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT)
     assert ids[0] == tokenizer.encode("<s>", add_special_tokens=False)[-1]
-    assert inputs.tokenize(TEXT) == inputs.tokenize({"prompt": TEXT}) == TokenizedPrompt(TEXT, ids)
+    assert inputs.tokenize(TEXT) == inputs.tokenize({"prompt": TEXT}) == TokenizedPrompt(TEXT, pack_tokens(ids))
 
 
 @pytest.mark.parametrize("prompt", [[5, 0, 399], (5, 0, 399), {"prompt_token_ids": [5, 0, 399]}], ids=str)
 def test_token_ids_are_taken_as_they_are(inputs: InputProcessor, prompt: Any) -> None:  # noqa: ANN401
-    assert inputs.tokenize(prompt) == TokenizedPrompt(None, [5, 0, 399])
+    assert inputs.tokenize(prompt) == packed([5, 0, 399])
 
 
 @pytest.mark.parametrize("kind", [byte_level, byte_fallback])
@@ -88,8 +96,8 @@ def test_hopelessly_long_text_is_refused_before_it_is_tokenized(
 
 def test_prompt_in_a_dict_may_have_a_salt(inputs: InputProcessor, tokenizer: Tokenizer) -> None:
     text = inputs.tokenize({"prompt": TEXT, "cache_salt": "a"})
-    assert text == TokenizedPrompt(TEXT, tokenizer.encode(TEXT), "a")
-    assert inputs.tokenize({"prompt_token_ids": [5], "cache_salt": "b"}) == TokenizedPrompt(None, [5], "b")
+    assert text == TokenizedPrompt(TEXT, pack_tokens(tokenizer.encode(TEXT)), "a")
+    assert inputs.tokenize({"prompt_token_ids": [5], "cache_salt": "b"}) == packed([5], "b")
     assert inputs.prepare(0, text, SamplingParams()).request.scope == Scope("a")
     assert inputs.prepare(0, inputs.tokenize(TEXT), SamplingParams()).request.scope == Scope()
 
@@ -101,11 +109,20 @@ def test_salt_that_is_none_is_refused(inputs: InputProcessor, salt: Any) -> None
     assert refused.value.param == "cache_salt"
 
 
+@pytest.mark.parametrize("prompt", [TEXT, [5] * 20_000], ids=["text", "tokens"])
+def test_prompt_is_packed(inputs: InputProcessor, prompt: Any) -> None:  # noqa: ANN401
+    """Garbage collections find none of its tokens."""
+    inputs.limits = replace(LIMITS, max_model_len=1 << 20)
+    tokens = inputs.tokenize(prompt).token_ids
+    assert gc.get_referents(tokens) == [array]
+    assert isinstance(prompt, str) or tokens.tolist() == prompt
+
+
 def test_prompt_is_a_copy_that_its_giver_cannot_change(inputs: InputProcessor) -> None:
     given = [1, 2, 3]
     prompt = inputs.tokenize(given)
     given.append(400)
-    assert prompt.token_ids == [1, 2, 3]
+    assert prompt == packed([1, 2, 3])
 
 
 NO_PROMPTS: dict[str, tuple[Any, str]] = {
@@ -162,13 +179,13 @@ def test_chat_is_what_the_template_wrote_with_no_token_added(inputs: InputProces
 )
 def test_without_a_tokenizer_what_needs_text_is_refused(given: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError, match="no tokenizer") as error:
-        make_inputs(None).prepare(0, TokenizedPrompt(None, [1]), SamplingParams(**given))
+        make_inputs(None).prepare(0, packed([1]), SamplingParams(**given))
     assert error.value.param == param
 
 
 def test_without_a_tokenizer_only_token_ids_are_prompts() -> None:
     inputs = make_inputs(None)
-    assert inputs.tokenize([1, 2]).token_ids == [1, 2]
+    assert inputs.tokenize([1, 2]) == packed([1, 2])
     with pytest.raises(InvalidRequestError, match="give token ids") as text:
         inputs.tokenize("x")
     with pytest.raises(InvalidRequestError, match="chat needs one") as chat:
@@ -184,7 +201,7 @@ def test_request_holds_everything_resolved(inputs: InputProcessor, tokenizer: To
     request = inputs.prepare(5, inputs.tokenize(TEXT), params).request
     assert (request.request_id, request.seed, request.max_tokens) == (5, 3, 7)
     assert inputs.prepare(6, inputs.tokenize(TEXT), SamplingParams(seed=-3)).request.seed == 2**64 - 3
-    assert request.prompt_token_ids == tokenizer.encode(TEXT)
+    assert request.prompt_token_ids.tolist() == tokenizer.encode(TEXT)
     assert request.params is params
     assert request.eos_token_ids == {EOS_ID}
     assert request.stop_token_ids == {8, 9}
@@ -194,7 +211,7 @@ def test_request_holds_everything_resolved(inputs: InputProcessor, tokenizer: To
 
 def test_beam_search_has_its_parameters_and_as_many_sequences_as_beams(inputs: InputProcessor) -> None:
     beam = BeamSearchParams(3, None)
-    prompt, params = TokenizedPrompt(None, [1, 2]), as_sampling_params(beam)
+    prompt, params = packed([1, 2]), as_sampling_params(beam)
     request = inputs.prepare(0, prompt, params, beam).request
     assert request.task == BeamSearch(beam)
     assert request.params.n == 3
@@ -203,12 +220,12 @@ def test_beam_search_has_its_parameters_and_as_many_sequences_as_beams(inputs: I
 
 
 def test_end_of_sequence_can_be_ignored(inputs: InputProcessor) -> None:
-    request = inputs.prepare(0, TokenizedPrompt(None, [1]), SamplingParams(ignore_eos=True)).request
+    request = inputs.prepare(0, packed([1]), SamplingParams(ignore_eos=True)).request
     assert request.eos_token_ids == frozenset()
 
 
 def test_request_without_a_seed_gets_one_from_the_engines_and_its_number(inputs: InputProcessor) -> None:
-    prompt = TokenizedPrompt(None, [1])
+    prompt = packed([1])
     seeds = [inputs.prepare(number, prompt, SamplingParams()).request.seed for number in range(3)]
     assert seeds == [arrival_seed(ENGINE_SEED, number) for number in range(3)]
     assert len(set(seeds)) == 3
@@ -219,7 +236,7 @@ def test_without_max_tokens_a_request_gets_the_most_that_fits(
     inputs: InputProcessor, prompt_len: int, n: int, most: int
 ) -> None:
     params = SamplingParams(n=n, max_tokens=None)
-    request = inputs.prepare(0, TokenizedPrompt(None, [1] * prompt_len), params).request
+    request = inputs.prepare(0, packed([1] * prompt_len), params).request
     assert request.max_tokens == most
 
 
@@ -236,7 +253,7 @@ def test_what_can_never_run_is_refused(
     inputs: InputProcessor, prompt_len: int, given: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ContextLengthError, match=told):
-        inputs.prepare(0, TokenizedPrompt(None, [1] * prompt_len), SamplingParams(**given))
+        inputs.prepare(0, packed([1] * prompt_len), SamplingParams(**given))
 
 
 @pytest.mark.parametrize(
@@ -255,13 +272,13 @@ def test_parameter_that_this_model_cannot_serve_is_refused_by_name(
     inputs: InputProcessor, given: dict[str, Any], told: str, param: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=told) as error:
-        inputs.prepare(0, TokenizedPrompt(None, [1]), SamplingParams(**given))
+        inputs.prepare(0, packed([1]), SamplingParams(**given))
     assert error.value.param == param
 
 
 def test_parameters_of_another_type_are_refused(inputs: InputProcessor) -> None:
     with pytest.raises(InvalidRequestError, match="must be SamplingParams, got dict"):
-        inputs.prepare(0, TokenizedPrompt(None, [1]), {"n": 1})  # type: ignore[arg-type]
+        inputs.prepare(0, packed([1]), {"n": 1})  # type: ignore[arg-type]
 
 
 def test_fcfs_refuses_priorities() -> None:

@@ -22,6 +22,7 @@ from quire.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from quire.core.sequence import Request
 from quire.core.task import GENERATE, BeamSearch, Pin, Scope
 from quire.core.token_bytes import TokenBytes
+from quire.core.token_ids import pack_tokens
 from quire.engine.messages import (
     FAULT,
     MAX_FAILURE_CHARS,
@@ -97,7 +98,7 @@ beams = st.builds(
 requests = st.builds(
     Request,
     request_id=request_ids,
-    prompt_token_ids=token_ids,
+    prompt_token_ids=token_ids.map(pack_tokens),
     params=params,
     seed=st.integers(MIN_SEED, MAX_SEED),
     max_tokens=counts,
@@ -192,8 +193,7 @@ reports = st.one_of(
 def plain(command: Command) -> object:
     """Return a command as something that can be compared: requests are only equal to themselves."""
     if isinstance(command, Add):
-        fields = {name: getattr(command.request, name) for name in Request.__slots__}
-        return fields | {"prompt_token_ids": list(command.request.prompt_token_ids)}
+        return {name: getattr(command.request, name) for name in Request.__slots__}
     return command
 
 
@@ -217,11 +217,11 @@ def test_reports_arrive_as_they_were_sent(report: Report) -> None:
 
 def test_prompt_arrives_packed_and_is_shared_by_its_sequences() -> None:
     """A list of a queued prompt's tokens is walked by every garbage collection: 64 prompts of 100,000 cost 22 ms."""
-    prompt = [*range(1000), 2**31 - 1]
+    prompt = pack_tokens([*range(1000), 2**31 - 1])
     arrived = decode_command(body_of(Add(Request(1, prompt, SamplingParams(n=2, max_tokens=4), 3, 4))))
     assert isinstance(arrived, Add)
     request = arrived.request
-    assert (request.prompt_token_ids, request.num_queued_tokens) == (array("i", prompt), 2002)
+    assert (request.prompt_token_ids, request.num_queued_tokens) == (prompt, 2002)
     assert gc.get_referents(request.prompt_token_ids) == [array], "no integer"
     scheduler = Scheduler(SchedulerConfig(2, 2048, 2048), KVCacheManager(CacheConfig(num_blocks=256)))
     scheduler.add(request)
@@ -231,7 +231,7 @@ def test_prompt_arrives_packed_and_is_shared_by_its_sequences() -> None:
 @given(params)
 def test_parameters_keep_their_types(own: SamplingParams) -> None:
     """What is hashed, shared or compared with `is` inside the engine must not become a list or an integer."""
-    request = Request(1, [2], own, 3, 4)
+    request = Request(1, pack_tokens([2]), own, 3, 4)
     arrived = decode_command(body_of(Add(request)))
     assert isinstance(arrived, Add)
     for name in SamplingParams.__slots__:

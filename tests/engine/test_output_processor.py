@@ -23,6 +23,7 @@ from quire.core.outputs import (
 )
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
+from quire.core.token_ids import pack_tokens
 from quire.engine.completion_builder import CompletionBuilder
 from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
 from quire.engine.output_processor import PART_TOKENS, SLICE_UNITS, OutputKind, OutputProcessor, ProcessedStep
@@ -62,7 +63,8 @@ def start(tokenizer: Tokenizer | None, kind: OutputKind = "cumulative", **params
 
 
 def prepare(request_id: int, prompt: list[int], params: SamplingParams) -> PreparedRequest:
-    return PreparedRequest(Request(request_id, prompt, params, 0, 1000), TokenizedPrompt(PROMPT, prompt))
+    token_ids = pack_tokens(prompt)
+    return PreparedRequest(Request(request_id, token_ids, params, 0, 1000), TokenizedPrompt(PROMPT, token_ids))
 
 
 def outputs_of(processor: OutputProcessor, step: ProcessedStep) -> list[RequestOutput]:
@@ -532,7 +534,7 @@ def test_step_counts_the_tokens_that_users_get(tokenizer: Tokenizer) -> None:
 
 def test_step_is_processed_in_slices_of_bounded_work(tokenizer: Tokenizer) -> None:
     """256 streams of 20 candidates each, and one beam search whose answers are whole."""
-    processor = OutputProcessor(tokenizer, packs_logprobs=True)
+    processor = OutputProcessor(tokenizer, is_packed=True)
     for request_id in range(256):
         prepared = prepare(request_id, [5], SamplingParams(logprobs=20))
         processor.add(prepared, external_id="x", arrival_s=0.0, kind="delta")

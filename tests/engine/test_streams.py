@@ -8,12 +8,13 @@ from quire.core.errors import RequestFailedError
 from quire.core.outputs import Admission, SequenceDelta
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
+from quire.core.token_ids import pack_tokens
 from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
 from quire.engine.messages import EngineDeadError, EngineState, Stepped
 from quire.engine.output_processor import FinishedRequest
 from quire.engine.streams import RequestStream, RequestStreams
 
-PROMPT = [5, 6, 7]
+PROMPT = pack_tokens([5, 6, 7])
 
 
 class Table:

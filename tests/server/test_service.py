@@ -6,6 +6,7 @@ import pytest
 
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
+from quire.core.token_ids import pack_tokens
 from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
 from quire.server.errors import ApiError
 from quire.server.service import Service
@@ -94,7 +95,7 @@ def test_model_has_its_names_and_no_other(service: Service) -> None:
 
 
 def prepared(num_tokens: int, n: int = 1) -> PreparedRequest:
-    prompt = [1] * num_tokens
+    prompt = pack_tokens([1] * num_tokens)
     return PreparedRequest(Request(0, prompt, SamplingParams(n=n), 0, 1), TokenizedPrompt(None, prompt))
 
 

@@ -77,8 +77,11 @@ def unpacked(output: RequestOutput, tokenizer: Tokenizer | None) -> RequestOutpu
 
 
 async def read(stream: RequestStream) -> list[RequestOutput]:
-    """Return all outputs of a stream."""
-    return [unpacked(output, stream._table._outputs._tokenizer) async for output in stream]
+    """Return all outputs of a stream, with the prompt's tokens."""
+    outputs = stream._table._outputs
+    held = outputs._requests.get(stream._request_id)
+    token_ids = [] if held is None else held.prepared.request.prompt_token_ids.tolist()
+    return [replace(unpacked(output, outputs._tokenizer), prompt_token_ids=token_ids) async for output in stream]
 
 
 async def until(condition: Callable[[], bool]) -> None:

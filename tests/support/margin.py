@@ -73,7 +73,7 @@ def turn_on(replace: Callable[[object, str, object], None] = setattr) -> None:
 def beyond_margin(asked: Asked, index: int, tokens: list[int], margin: float | None = None) -> list[int]:
     """Return the places in branch `index` of an answer whose tokens the margin does not allow."""
     request, margin = asked.request, asked.margin if margin is None else margin
-    prompt, seed = request.prompt_token_ids, branch_seed(request.seed, index)
+    prompt, seed = list(request.prompt_token_ids), branch_seed(request.seed, index)
     known, logits = np.array([prompt + tokens], np.int32), _logits_of_answer(asked, tokens)
     state = SamplingState(1, logits.shape[1])
     ends, bad_words = request.eos_token_ids, request.bad_words_token_ids
@@ -125,7 +125,7 @@ def beam_score(asked: Asked, tokens: list[int]) -> float:
 
 def _logits_of_answer(asked: Asked, tokens: list[int]) -> Tensor:
     """Return float32 logits [num_tokens, vocab], those that each token of an answer was chosen from."""
-    prompt = asked.request.prompt_token_ids
+    prompt = list(asked.request.prompt_token_ids)
     logits = _logits(_model(asked.folder, asked.dtype), np.array(prompt + tokens[:-1], np.int32))
     return logits[len(prompt) - 1 :]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
+from quire.core.token_ids import pack_tokens
 from quire.engine.client import PreparedRequest
 from quire.engine.input_processor import TokenizedPrompt
 from quire.server.openai.request_models import CompletionBody, StreamOptions
@@ -29,7 +30,7 @@ def call_of(
             Request(number, token_ids, sampling, seed=0, max_tokens=1),
             TokenizedPrompt(None if texts is None else texts[number], token_ids),
         )
-        for number, token_ids in enumerate(prompts)
+        for number, token_ids in enumerate(map(pack_tokens, prompts))
     ]
     body = CompletionBody(
         prompt="",

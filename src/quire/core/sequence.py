@@ -3,14 +3,13 @@
 Both are plain state. The scheduler is their only writer; everyone else reads.
 """
 
-from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
 
 from quire.core.logprob_table import LogprobTable
 from quire.core.sampling_params import SamplingParams
 from quire.core.task import GENERATE, NO_SCOPE, Scope, Task
-from quire.core.token_ids import TokenIds
+from quire.core.token_ids import PackedTokens, TokenIds
 
 NO_ROW = -1
 
@@ -63,7 +62,7 @@ class Request:
     """One client's ask. Its sequences are one group: admitted, preempted and resumed together (the paper's group)."""
 
     request_id: int                   # given by the engine; never a client's own id
-    prompt_token_ids: abc.Sequence[int]
+    prompt_token_ids: PackedTokens
     params: SamplingParams
     seed: int                         # of branch 0
     max_tokens: int                   # resolved: params.max_tokens, or the most that fits

@@ -5,6 +5,7 @@ Each check against the model is defined here and nowhere else; values alone are 
 refused before its text is tokenized.
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, NotRequired, TypedDict
 
@@ -16,6 +17,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import NUM_SEEDS, arrival_seed
 from quire.core.sequence import Request
 from quire.core.task import GENERATE, BeamSearch, Pin, Scope
+from quire.core.token_ids import PackedTokens, pack_tokens
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
 from quire.text.chat_template import Message
@@ -40,10 +42,13 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
 class TokenizedPrompt(NamedTuple):
-    """A prompt in token ids, its text if it was given as text, its salt, and the API key of its request."""
+    """A prompt in token ids, its text if it was given as text, its salt, and the API key of its request.
+
+    The tokens are packed: a full garbage collection walks lists, 0.2 s for 255 prompts of 100,000.
+    """
 
     text: str | None
-    token_ids: list[int]
+    token_ids: PackedTokens
     cache_salt: str | None = None
     key_number: int = 0         # from 1; 0: none
 
@@ -59,7 +64,7 @@ class PreparedRequest(NamedTuple):
     prompt: TokenizedPrompt
 
 
-_IDS_AT_ONCE = 8192    # a call on them keeps the interpreter lock for half a millisecond
+_IDS_AT_ONCE = 8192    # checked and packed, which keeps the interpreter lock for half a millisecond
 _ANY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)  # every request samples one
 
 MAX_PRIORITY = 100     # of either sign; in levels of ageing
@@ -117,7 +122,7 @@ class InputProcessor:
         assert self._tokenizer is not None, "a chat template comes with a tokenizer"
         return TokenizedPrompt(text, self._encode(self._tokenizer, text, add_special_tokens=add_special_tokens))
 
-    def _encode(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> PackedTokens:
         """Return a text's tokens; one that is too long for any tokenization is refused before it is tokenized."""
         if len(text) > self.limits.max_model_len:
             self.limits.check_length(tokenizer.min_num_tokens(text))
@@ -137,7 +142,7 @@ class InputProcessor:
             param="prompt",
         )
 
-    def _check_token_ids(self, token_ids: Sequence[int]) -> list[int]:
+    def _check_token_ids(self, token_ids: Sequence[int]) -> PackedTokens:
         if not isinstance(token_ids, (list, tuple)):
             raise InvalidRequestError(
                 f"prompt must be text, a list of token ids or a dict of one of them, got {type(token_ids).__name__}",
@@ -145,9 +150,12 @@ class InputProcessor:
             )
         if not token_ids:
             raise InvalidRequestError("prompt is empty: it must have at least one token", param="prompt")
+        packed = array("i")
         for start in range(0, len(token_ids), _IDS_AT_ONCE):
-            self._check_ids(token_ids[start : start + _IDS_AT_ONCE])
-        return list(token_ids)
+            ids = token_ids[start : start + _IDS_AT_ONCE]
+            self._check_ids(ids)
+            packed += pack_tokens(ids)
+        return packed
 
     def _check_ids(self, ids: Sequence[object]) -> None:
         """Raise InvalidRequestError for the first that is no token id. By calls that are quick for one that are all."""

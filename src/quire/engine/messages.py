@@ -4,6 +4,7 @@ Both ends are of the same version, joined by one socket pair, so nothing is nego
 the other process has ended.
 """
 
+from array import array
 from collections.abc import Callable
 
 import msgspec
@@ -13,7 +14,7 @@ from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.outputs import Admission, KVStats, SequenceDelta, WaitReason
 from quire.core.sequence import Request
 from quire.core.token_bytes import TokenBytes
-from quire.core.token_ids import pack_tokens
+from quire.core.token_ids import PackedTokens
 from quire.engine.options import EngineOptions
 from quire.scheduling.limits import AdmissionLimits
 
@@ -159,16 +160,14 @@ def is_add(message: bytes) -> bool:
     return message.startswith(_ADD_HEAD)
 
 
-_decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
+def _packed_tokens(kind: type, value: bytes) -> PackedTokens:
+    """Return the prompt of a request: packed, so that no garbage collection looks through it."""
+    assert kind is array, f"a field of a command is {kind.__name__}"
+    return array("i", value)
+
+
+decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command, dec_hook=_packed_tokens).decode
 decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decode
-
-
-def decode_command(message: bytes) -> Command:
-    """Return a command. The prompt of a request is packed: each garbage collection would look through a list of it."""
-    command = _decode_command(message)
-    if isinstance(command, Add):
-        command.request.prompt_token_ids = pack_tokens(command.request.prompt_token_ids)
-    return command
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

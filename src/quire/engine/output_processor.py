@@ -95,6 +95,7 @@ class _RequestState:
     packs_logprobs: bool
     metrics: RequestMetrics
     num_unfinished: int
+    prompt_token_ids: list[int]                  # as outputs have them
     branches: dict[int, CompletionBuilder] = field(default_factory=dict)  # those with a token, by index
     matcher: StopMatcher | None = None           # of all branches, once there is one
     prompt_logprobs: LogprobTable | None = None
@@ -126,12 +127,12 @@ class _RequestState:
 class OutputProcessor:
     """Outputs of every request until the last one has been read. Without a tokenizer, text is empty.
 
-    With `packs_logprobs`, outputs have tables of logprobs instead of dictionaries: `packed_logprobs` and
-    `packed_prompt_logprobs`.
+    With `is_packed`, for a server, outputs have tables of logprobs instead of dictionaries: `packed_logprobs` and
+    `packed_prompt_logprobs`. Their `prompt_token_ids` are empty: a list of them would be held while a request waits.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, *, packs_logprobs: bool = False) -> None:
-        self._tokenizer, self._packs_logprobs = tokenizer, packs_logprobs
+    def __init__(self, tokenizer: Tokenizer | None, *, is_packed: bool = False) -> None:
+        self._tokenizer, self._is_packed = tokenizer, is_packed
         self._requests: dict[int, _RequestState] = {}
 
     def __contains__(self, request_id: int) -> bool:
@@ -151,8 +152,9 @@ class OutputProcessor:
         tokenizer = self._tokenizer if params.detokenize else None
         assert tokenizer is not None or not params.stop, "stop strings are found in text, and there is none"
         metrics = RequestMetrics(arrival_s)
-        packs = self._packs_logprobs
-        opened = _RequestState(prepared, external_id, kind, tokenizer, packs, metrics, num_unfinished=params.n)
+        packs = self._is_packed
+        token_ids = [] if packs else prepared.prompt.token_ids.tolist()
+        opened = _RequestState(prepared, external_id, kind, tokenizer, packs, metrics, params.n, token_ids)
         self._requests[request.request_id] = opened
         return metrics
 
@@ -247,11 +249,11 @@ class OutputProcessor:
         return RequestOutput(
             request_id=request.external_id,
             prompt=request.prepared.prompt.text,
-            prompt_token_ids=request.prepared.prompt.token_ids,
+            prompt_token_ids=request.prompt_token_ids,
             outputs=outputs,
             finished=is_finished,
-            prompt_logprobs=None if self._packs_logprobs else _unpacked(prompt_logprobs, request.tokenizer),
-            packed_prompt_logprobs=prompt_logprobs if self._packs_logprobs else None,
+            prompt_logprobs=None if self._is_packed else _unpacked(prompt_logprobs, request.tokenizer),
+            packed_prompt_logprobs=prompt_logprobs if self._is_packed else None,
             num_cached_tokens=request.metrics.num_cached_tokens,
             metrics=replace(request.metrics),
             pooled=None if request.pooled is None else array("f", request.pooled).tolist(),

@@ -75,7 +75,7 @@ class RequestStreams:
 
     def __init__(self, tokenizer: Tokenizer | None, on_abort: Callable[[int, FinishedRequest], None]) -> None:
         self._on_abort = on_abort
-        self._outputs = OutputProcessor(tokenizer, packs_logprobs=True)
+        self._outputs = OutputProcessor(tokenizer, is_packed=True)
         self._streams: dict[int, RequestStream] = {}
         self._queued: dict[int, int] = {}                 # sent and never admitted: prompt tokens x n
 

@@ -18,6 +18,7 @@ from quire.core.outputs import SequenceDelta
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.task import Scope
+from quire.core.token_ids import pack_tokens
 from quire.scheduling.scheduler import Scheduler
 
 PROBE_ID = -(1 << 62)  # requests of clients count up from 0, pins down from -1
@@ -111,7 +112,7 @@ class Isolation:
         self._accusation = accusation
         self._scheduler.requeue_running()
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        self._scheduler.add(Request(PROBE_ID, [0], params, seed=0, max_tokens=1, scope=Scope("probe")))
+        self._scheduler.add(Request(PROBE_ID, pack_tokens([0]), params, seed=0, max_tokens=1, scope=Scope("probe")))
 
     def _advance(self) -> None:
         """Drop suspects that are cleared or have ended; test the next group when none is left of this one."""

@@ -18,6 +18,7 @@ from quire.core.plan import StepPlan
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.task import GENERATE, BeamSearch
+from quire.core.token_ids import pack_tokens
 from quire.engine.engine import Engine
 from quire.execution.executor import Executor
 from quire.execution.simulated import SimulatedExecutor
@@ -226,7 +227,7 @@ def as_request(number: int, item: WorkItem, n: int = 1, beam_width: int | None =
     params = SamplingParams(n=n, temperature=1.0, ignore_eos=True, max_tokens=item.output_len, detokenize=False)
     return Request(
         number,
-        item.prompt_token_ids,
+        pack_tokens(item.prompt_token_ids),
         params if beam is None else as_sampling_params(beam),
         seed=number,
         max_tokens=item.output_len,

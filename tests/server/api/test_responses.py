@@ -1,8 +1,9 @@
 """Streams and whole answers that do not end as planned: clients that go, an engine that dies, a server that ends."""
 
+import gc
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -53,6 +54,22 @@ def test_client_that_goes_while_nothing_is_sent_is_noticed(server: OpenAIServer,
         waiting.close()
         server.wait_until(lambda: has_open(server, 1))
     server.wait_until(server.is_idle)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize(
+    ("num_prompts", "prompt"), [(1, lambda: [5] * 997), (2, lambda: [[5] * 997, [6] * 997])], ids=["one", "two"]
+)
+def test_open_request_holds_no_list_of_its_tokens(
+    server: OpenAIServer, num_prompts: int, prompt: Callable[[], object], stream: bool
+) -> None:
+    """Neither in its engine requests nor in its body: each garbage collection would walk it."""
+    with server.held():
+        with connect(server, COMPLETIONS, prompt=prompt(), stream=stream, max_tokens=5):
+            server.wait_until(lambda: has_open(server, num_prompts))
+            gc.collect()
+            assert not [found for found in gc.get_objects() if type(found) is list and len(found) == 997]
+        server.wait_until(lambda: has_open(server, 0))
 
 
 def test_headers_of_a_stream_do_not_wait_for_tokens(server: OpenAIServer) -> None:

@@ -22,6 +22,7 @@ from quire.engine.streams import RequestStream
 from quire.server.errors import RETRY_AFTER_S, shutting_down
 from quire.server.ops.admission_rate import LONGEST_S
 from quire.server.ops.metrics import REFUSALS, Metrics
+from support.engine_process import read
 from support.http_app import make_app
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -212,11 +213,12 @@ class Watched(Metrics):
 
 async def ask(client: EngineClient, params: SamplingParams) -> RequestStream:
     prompt = await asyncio.to_thread(client.inputs.tokenize, "def area(shape):")
-    return await client.add(client.prepare(prompt, params), external_id="", arrival_s=time.monotonic())
+    prepared = client.prepare(prompt, params)
+    return await client.add(prepared, external_id="", arrival_s=time.monotonic())
 
 
 async def last_output(client: EngineClient, params: SamplingParams) -> RequestOutput:
-    return [output async for output in await ask(client, params)][-1]
+    return (await read(await ask(client, params)))[-1]
 
 
 async def crowded_run() -> tuple[list[RequestOutput], Page]:

@@ -6,6 +6,7 @@ import tracemalloc
 import pytest
 
 from quire.core.outputs import CompletionOutput, Preemption, RequestMetrics
+from quire.core.token_ids import pack_tokens
 from quire.engine.input_processor import TokenizedPrompt
 from quire.server.time_slices import MAX_SLICE_UNITS
 from quire.server.watch import history as module
@@ -28,7 +29,7 @@ class Past:
     ) -> PastRequest:  # fmt: skip
         self._now_s += 1
         metrics = RequestMetrics(self._now_s, self._now_s, self._now_s + 0.5, num_cached_tokens=found)
-        request = PastRequest(TokenizedPrompt("text", prompt, salt, key), metrics)
+        request = PastRequest(TokenizedPrompt("text", pack_tokens(prompt), salt, key), metrics)
         name = name or str(self._now_s)
         self.history.add(name, [request])
         request.append(CompletionOutput(0, "", list(answer)))
@@ -136,7 +137,7 @@ def test_bytes_are_those_of_the_objects() -> None:
         requests = []
         for number in range(128):
             metrics = RequestMetrics(1.5 + number, 2.5, 3.5, 4.5 + call, preemptions=[Preemption(1.0 + number)])
-            past = PastRequest(TokenizedPrompt(None, [call, number, 7], "salt", 1), metrics)
+            past = PastRequest(TokenizedPrompt(None, pack_tokens([call, number, 7]), "salt", 1), metrics)
             for index in range(2):
                 past.append(CompletionOutput(index, "", [5] * 20, finish_reason="length"))
             requests.append(past)
@@ -154,7 +155,7 @@ def test_explaining_costs_one_pass_however_many_prompts_ask(past: Past) -> None:
         requests = []
         for number in range(64):
             metrics = RequestMetrics(0.0, float(call), call + 0.5)
-            requests.append(PastRequest(TokenizedPrompt(None, [number % 8] * 20, None, 1), metrics))
+            requests.append(PastRequest(TokenizedPrompt(None, pack_tokens([number % 8] * 20), None, 1), metrics))
         past.history.add(f"call-{call}", requests)
     requests = list(past.history.find("call-63", 1) or ())
     search = explain_misses(past.history, requests, SIZE)
@@ -176,5 +177,5 @@ def test_all_prompts_of_a_call_are_explained_at_once(past: Past) -> None:
 
 def test_neither_text_nor_a_second_copy_of_the_prompt_is_kept(past: Past) -> None:
     request = past.add(PROMPT)
-    assert (request.prompt.text, request.prompt.token_ids) == (None, [])
+    assert (request.prompt.text, list(request.prompt.token_ids)) == (None, [])
     assert (request.num_prompt_tokens, len(request.prompt_tokens)) == (len(PROMPT), 4 * len(PROMPT))

@@ -10,6 +10,7 @@ from quire.cache.manager import KVCacheManager
 from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, CacheConfig, SchedulerConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
+from quire.core.token_ids import pack_tokens
 from quire.engine.engine import Engine
 from quire.execution.batch import PersistentBatch
 from quire.execution.executor import LocalExecutor
@@ -48,7 +49,7 @@ def decoding_engine(
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
     for request_id in range(num_seqs):
         prompt = [request_id % _VOCAB_SIZE] * (prompt_len + request_id % block_size)
-        engine.add(Request(request_id, prompt, params, seed=request_id, max_tokens=max_tokens))
+        engine.add(Request(request_id, pack_tokens(prompt), params, seed=request_id, max_tokens=max_tokens))
     prefilled: set[int] = set()
     while len(prefilled) < num_seqs:
         prefilled.update(delta.request_id for delta in engine.step())

@@ -61,7 +61,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
     def _prompt_fields(self) -> Json:
         fields: Json = {}
         if self.request.body.return_token_ids:
-            fields["prompt_token_ids"] = self.request.requests[0].prompt.token_ids
+            fields["prompt_token_ids"] = self.request.requests[0].prompt.token_ids.tolist()
         if self.request.body.prompt_logprobs is not None:
             table = self._prompt_logprobs[0]
             fields["prompt_logprobs"] = None if table is None else prompt_logprobs(self._names, table)

@@ -59,7 +59,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
     def _add_prompt(self, choice: Json, prompt_index: int) -> None:
         """Add the prompt's fields to the first piece of a choice."""
         if self.request.body.return_token_ids:
-            choice["prompt_token_ids"] = self.request.requests[prompt_index].prompt.token_ids
+            choice["prompt_token_ids"] = self.request.requests[prompt_index].prompt.token_ids.tolist()
         if self.request.body.prompt_logprobs is not None:
             table = self._prompt_logprobs[prompt_index]
             choice["prompt_logprobs"] = None if table is None else prompt_logprobs(self._names, table)
@@ -72,7 +72,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         if prompt.text is not None:
             return prompt.text
         assert self._tokenizer is not None, "echo needs a tokenizer"
-        return self._tokenizer.decode(prompt.token_ids, self.request.params.skip_special_tokens)
+        return self._tokenizer.decode(prompt.token_ids.tolist(), self.request.params.skip_special_tokens)
 
     def _prompt_part(self, prompt_index: int) -> LogprobPiece:
         """Return the logprobs of a prompt, which precede those of each choice."""
@@ -90,7 +90,8 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         if prompt.text is None:
             return 0
         assert self._tokenizer is not None, "echo needs a tokenizer"
-        return len(self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)) - len(prompt.text)
+        decoded = self._tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
+        return len(decoded) - len(prompt.text)
 
     def _choice_logprobs(self, prompt_index: int, index: int) -> CompletionLogprobs:
         start = 0 if self._echoes is None else len(self._echoes[prompt_index])
@@ -98,6 +99,6 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         written = self._logprobs[index] = self._new_logprobs(token_ids, start)
         return written
 
-    def _new_logprobs(self, prompt_token_ids: list[int], start: int) -> CompletionLogprobs:
+    def _new_logprobs(self, prompt_token_ids: Sequence[int], start: int) -> CompletionLogprobs:
         skip = self.request.params.skip_special_tokens
         return CompletionLogprobs(self._tokenizer, prompt_token_ids, skip_special_tokens=skip, start=start)

@@ -44,6 +44,7 @@ async def create_completion(request: Request) -> Response:
     record.num_prompts = len(prompts)
     with service.admit(len(prompts), client_id=call.client_id) as reservation:
         call = await prepare_prompts(service, call, prompts)
+        body.prompt, prompts = None, []    # packed by now: each garbage collection would walk lists of them
         builder = await _completion_builder(service, call, echo=bool(body.echo))
         generation = await Generation.start(service, call, record, arrival_s, reservation)
     return await create_response(request, service, generation, builder)

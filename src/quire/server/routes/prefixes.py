@@ -33,7 +33,7 @@ async def pin_prefix(request: Request) -> Response:
     if not isinstance(body.prompt, str | list):
         refuse("prompt", body.prompt, "text or a list of token ids")
     with service.admission.pins.reserve(service.client.pinned, service.options):
-        return json_response(_described(await _pin(request, service, body.prompt, salt, record)))
+        return json_response(_described(await _pin(request, service, body, salt, record)))
 
 
 @router.get("/v1/prefixes")
@@ -62,19 +62,20 @@ def _keys_of(request: Request) -> int | None:
 
 
 async def _pin(
-    request: Request, service: Service, prompt: str | list[int], salt: str | None, record: RequestRecord
+    request: Request, service: Service, body: PrefixBody, salt: str | None, record: RequestRecord
 ) -> PinnedPrefix:
     """Queue the request that computes a prefix and wait for its end. At a disconnect nothing stays pinned."""
     arrival_s, client, options = time.monotonic(), service.client, service.options
     key_number, client_id = key_number_of(request), client_id_of(request.scope)
 
     def prepare() -> PreparedRequest:
-        tokenized = client.inputs.tokenize(prompt).salted(salt, key_number)
+        tokenized = client.inputs.tokenize(body.prompt).salted(salt, key_number)
         return client.prepare_pin(tokenized, client_id, options.weight_of(key_number))
 
     with ExitStack() as holding:
         with service.admit(1, client_id=client_id) as reservation:
-            prepared = await service.threads.run(len(prompt), prepare, client_id)
+            prepared = await service.threads.run(len(body.prompt), prepare, client_id)
+            body.prompt = None             # packed by now: each garbage collection would walk a list of it
             limits = client.ready.limits
             num_blocks = blocks_for(len(prepared.request.prompt_token_ids), limits.block_size)
             pins, total_blocks = service.admission.pins, limits.num_blocks
@@ -89,7 +90,7 @@ async def _pin(
             stream.abort()
             client.unpin(prepared.request.request_id)
             raise
-        record.prompt_tokens, record.cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens
+        record.prompt_tokens, record.cached_tokens = len(prepared.prompt.token_ids), output.num_cached_tokens
         prefix = client.pinned.add(prepared.request, key_number, options.pin_ttl or None)
     if options.pin_ttl:
         client.expire_prefix(prefix.id, options.pin_ttl)

@@ -20,6 +20,7 @@ _CALL_BYTES = 512
 _REQUEST_BYTES = 1024      # of a PastRequest with its metrics
 _BRANCH_BYTES = 320
 _PREEMPTION_BYTES = 640
+_NO_TOKENS = array("i")
 MissReason = Literal["never_seen", "evicted", "other_salt"]
 
 
@@ -38,8 +39,8 @@ class PastRequest:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt.token_ids)
-        self.prompt_tokens = array("i", self.prompt.token_ids).tobytes()
-        self.prompt = self.prompt._replace(text=None, token_ids=[])
+        self.prompt_tokens = self.prompt.token_ids.tobytes()
+        self.prompt = self.prompt._replace(text=None, token_ids=_NO_TOKENS)
 
     def append(self, piece: CompletionOutput) -> None:
         """Record the new tokens of one branch."""
