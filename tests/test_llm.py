@@ -380,6 +380,21 @@ def test_parameters_of_another_kind_are_refused(llm: LLM) -> None:
         SamplingParams(temperature=math.nan)
 
 
+def test_parameters_of_many_prompts_are_checked_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each of several; a priority makes them others."""
+    checked, check = list[SamplingParams](), SamplingParams.check_vocabulary
+
+    def checking(params: SamplingParams, vocab_size: int) -> None:
+        checked.append(params)
+        check(params, vocab_size)
+
+    monkeypatch.setattr(SamplingParams, "check_vocabulary", checking)
+    other = SamplingParams(max_tokens=2)
+    llm.generate([[5], [6], [7]], GREEDY, use_tqdm=False)
+    llm.generate([[5], [6], [7]], [GREEDY, GREEDY, other], use_tqdm=False, priority=[0, 1, 1])
+    assert [params is other for params in checked] == [False, False, False, True]
+
+
 def test_unbounded_request_gets_the_most_that_fits(llm: LLM) -> None:
     output = llm.generate("x", SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)[0]
     assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 256

@@ -17,7 +17,7 @@ from quire.core.outputs import KVStats, PinnedPrefix, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.engine.assembly import AssembledEngine, assemble
 from quire.engine.devices import release_device_memory
-from quire.engine.input_processor import InputProcessor, PreparedRequest, Prompt, TokenizedPrompt
+from quire.engine.input_processor import CheckedParams, InputProcessor, PreparedRequest, Prompt, TokenizedPrompt
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind, OutputProcessor
 from quire.engine.pinned_prefixes import PinnedPrefixes
@@ -192,14 +192,15 @@ class LLM:
         beam: BeamSearchParams | None = None,
     ) -> list[PreparedRequest]:
         """Check every request and queue none. A refused call uses up no request ids: seeds derive from them."""
-        inputs = self._inputs
+        inputs, prepared = self._inputs, list[PreparedRequest]()
         params = _one_each("sampling_params", sampling_params, SamplingParams(), len(prompts))
         priorities = _one_each("priority", priority, 0, len(prompts))
         asked = zip(prompts, params, priorities, strict=True)
-        prepared = [
-            inputs.prepare(request_id, prompt, own, beam, level)
-            for request_id, (prompt, own, level) in enumerate(asked, self._num_requests)
-        ]
+        checked: CheckedParams | None = None
+        for request_id, (prompt, own, level) in enumerate(asked, self._num_requests):
+            if checked is None or own is not checked.params or level is not checked.priority:
+                checked = inputs.check_params(own, beam, level)
+            prepared.append(inputs.prepare(request_id, prompt, checked))
         self._num_requests += len(prepared)
         return prepared
 

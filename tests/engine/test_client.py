@@ -179,7 +179,7 @@ def test_request_that_cannot_run_is_refused_before_it_is_sent(
     client: EngineClient, params: SamplingParams, told: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=told):
-        client.prepare(client.inputs.tokenize("x"), params)
+        client.prepare(client.inputs.tokenize("x"), client.inputs.check_params(params))
 
 
 # --- pins -------------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_requests_that_cross_a_pin_are_refused_by_the_engine(
         for pin_first in (True, False):
             prepared = [
                 client.prepare_pin(client.inputs.tokenize([5] * 40)),
-                client.prepare(client.inputs.tokenize([6]), params),
+                client.prepare(client.inputs.tokenize([6]), client.inputs.check_params(params)),
             ]
             kept, refused = prepared if pin_first else reversed(prepared)
             stream = await client.add(kept, external_id="x", arrival_s=0.0)
@@ -362,7 +362,7 @@ def test_requests_cut_at_random_moments_leave_nothing_behind(
     async def cut(moment: str, num_outputs: int, params: SamplingParams) -> None:
         nonlocal num_added
         prompt = client.inputs.tokenize([rng.randrange(5, 900)] * rng.randint(1, 300))
-        prepared = client.prepare(prompt, params)
+        prepared = client.prepare(prompt, client.inputs.check_params(params))
         if moment == "prepared":
             return
         adding = asyncio.create_task(client.add(prepared, external_id="x", arrival_s=0.0, kind="delta"))
@@ -465,7 +465,7 @@ def test_fault_in_the_output_of_one_request_fails_that_request_alone(
 
 
 def test_request_that_cannot_be_sent_leaves_nothing_behind(client: EngineClient, runner: asyncio.Runner) -> None:
-    prepared = client.prepare(client.inputs.tokenize("x"), GREEDY)
+    prepared = client.prepare(client.inputs.tokenize("x"), client.inputs.check_params(GREEDY))
     prepared.request.seed = 2**64
     with pytest.raises(OverflowError):
         runner.run(client.add(prepared, external_id="x", arrival_s=0.0))

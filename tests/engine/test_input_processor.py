@@ -1,4 +1,4 @@
-"""From what a user gave to a request that can run: checked once, by name, and nothing is queued."""
+"""Prompts and parameters to requests: each is checked once, errors name the field, and nothing is queued."""
 
 import gc
 from array import array
@@ -16,7 +16,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import arrival_seed
 from quire.core.task import BeamSearch, Scope
 from quire.core.token_ids import pack_tokens
-from quire.engine.input_processor import InputProcessor, TokenizedPrompt
+from quire.engine.input_processor import InputProcessor, PreparedRequest, TokenizedPrompt
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
 from quire.scheduling.limits import AdmissionLimits
@@ -45,6 +45,11 @@ def packed(token_ids: list[int], salt: str | None = None) -> TokenizedPrompt:
     return TokenizedPrompt(None, pack_tokens(token_ids), salt)
 
 
+def prepare(inputs: InputProcessor, prompt: TokenizedPrompt, **params: Any) -> PreparedRequest:  # noqa: ANN401
+    """Return a request with these parameters, which are checked before."""
+    return inputs.prepare(0, prompt, inputs.check_params(SamplingParams(**params)))
+
+
 @pytest.fixture
 def inputs(tokenizer: Tokenizer) -> InputProcessor:
     return make_inputs(tokenizer)
@@ -59,9 +64,9 @@ def test_tokenizers_end_of_sequence_token_ends_an_answer_too(
     assert tokenizer.eos_token_id == EOS_ID
     inputs = make_inputs(tokenizer, frozenset({7}), vocab_size)
     tokens = packed([0])
-    assert inputs.prepare(0, tokens, SamplingParams()).request.eos_token_ids == expected
-    assert inputs.prepare(0, tokens, SamplingParams(ignore_eos=True)).request.eos_token_ids == frozenset()
-    assert make_inputs(None, frozenset({7})).prepare(0, tokens, SamplingParams()).request.eos_token_ids == {7}
+    assert prepare(inputs, tokens).request.eos_token_ids == expected
+    assert prepare(inputs, tokens, ignore_eos=True).request.eos_token_ids == frozenset()
+    assert prepare(make_inputs(None, frozenset({7})), tokens).request.eos_token_ids == {7}
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -98,8 +103,8 @@ def test_prompt_in_a_dict_may_have_a_salt(inputs: InputProcessor, tokenizer: Tok
     text = inputs.tokenize({"prompt": TEXT, "cache_salt": "a"})
     assert text == TokenizedPrompt(TEXT, pack_tokens(tokenizer.encode(TEXT)), "a")
     assert inputs.tokenize({"prompt_token_ids": [5], "cache_salt": "b"}) == packed([5], "b")
-    assert inputs.prepare(0, text, SamplingParams()).request.scope == Scope("a")
-    assert inputs.prepare(0, inputs.tokenize(TEXT), SamplingParams()).request.scope == Scope()
+    assert prepare(inputs, text).request.scope == Scope("a")
+    assert prepare(inputs, inputs.tokenize(TEXT)).request.scope == Scope()
 
 
 @pytest.mark.parametrize("salt", ["", "x" * 1025, 5, "\ud800"], ids=["empty", "too long", "no text", "no Unicode"])
@@ -179,7 +184,7 @@ def test_chat_is_what_the_template_wrote_with_no_token_added(inputs: InputProces
 )
 def test_without_a_tokenizer_what_needs_text_is_refused(given: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError, match="no tokenizer") as error:
-        make_inputs(None).prepare(0, packed([1]), SamplingParams(**given))
+        make_inputs(None).check_params(SamplingParams(**given))
     assert error.value.param == param
 
 
@@ -198,9 +203,9 @@ def test_without_a_tokenizer_only_token_ids_are_prompts() -> None:
 
 def test_request_holds_everything_resolved(inputs: InputProcessor, tokenizer: Tokenizer) -> None:
     params = SamplingParams(seed=3, max_tokens=7, stop_token_ids=[9, 9, 8], bad_words=["stop", " the"])
-    request = inputs.prepare(5, inputs.tokenize(TEXT), params).request
+    request = inputs.prepare(5, inputs.tokenize(TEXT), inputs.check_params(params)).request
     assert (request.request_id, request.seed, request.max_tokens) == (5, 3, 7)
-    assert inputs.prepare(6, inputs.tokenize(TEXT), SamplingParams(seed=-3)).request.seed == 2**64 - 3
+    assert prepare(inputs, inputs.tokenize(TEXT), seed=-3).request.seed == 2**64 - 3
     assert request.prompt_token_ids.tolist() == tokenizer.encode(TEXT)
     assert request.params is params
     assert request.eos_token_ids == {EOS_ID}
@@ -209,24 +214,37 @@ def test_request_holds_everything_resolved(inputs: InputProcessor, tokenizer: To
     assert set(spelled) == set(request.bad_words_token_ids)
 
 
+def test_bad_words_are_encoded_once_for_all_prompts(
+    inputs: InputProcessor, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded, encode = list[str](), tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **rest: encoded.append(text) or encode(text, **rest))
+    checked = inputs.check_params(SamplingParams(bad_words=["stop"]))
+    assert encoded == [], "while the event loop waits"
+    requests = [inputs.prepare(number, packed([1]), checked).request for number in range(3)]
+    assert encoded == ["stop", " stop"]
+    assert len({request.bad_words_token_ids for request in requests}) == 1
+
+
 def test_beam_search_has_its_parameters_and_as_many_sequences_as_beams(inputs: InputProcessor) -> None:
     beam = BeamSearchParams(3, None)
     prompt, params = packed([1, 2]), as_sampling_params(beam)
-    request = inputs.prepare(0, prompt, params, beam).request
+    request = inputs.prepare(0, prompt, inputs.check_params(params, beam)).request
     assert request.task == BeamSearch(beam)
     assert request.params.n == 3
     assert request.eos_token_ids == {EOS_ID}
-    assert request.max_tokens == inputs.prepare(1, prompt, params).request.max_tokens
+    assert request.max_tokens == inputs.prepare(1, prompt, inputs.check_params(params)).request.max_tokens
 
 
 def test_end_of_sequence_can_be_ignored(inputs: InputProcessor) -> None:
-    request = inputs.prepare(0, packed([1]), SamplingParams(ignore_eos=True)).request
+    request = prepare(inputs, packed([1]), ignore_eos=True).request
     assert request.eos_token_ids == frozenset()
 
 
 def test_request_without_a_seed_gets_one_from_the_engines_and_its_number(inputs: InputProcessor) -> None:
     prompt = packed([1])
-    seeds = [inputs.prepare(number, prompt, SamplingParams()).request.seed for number in range(3)]
+    checked = inputs.check_params(SamplingParams())
+    seeds = [inputs.prepare(number, prompt, checked).request.seed for number in range(3)]
     assert seeds == [arrival_seed(ENGINE_SEED, number) for number in range(3)]
     assert len(set(seeds)) == 3
 
@@ -235,8 +253,7 @@ def test_request_without_a_seed_gets_one_from_the_engines_and_its_number(inputs:
 def test_without_max_tokens_a_request_gets_the_most_that_fits(
     inputs: InputProcessor, prompt_len: int, n: int, most: int
 ) -> None:
-    params = SamplingParams(n=n, max_tokens=None)
-    request = inputs.prepare(0, packed([1] * prompt_len), params).request
+    request = prepare(inputs, packed([1] * prompt_len), n=n, max_tokens=None).request
     assert request.max_tokens == most
 
 
@@ -253,7 +270,7 @@ def test_what_can_never_run_is_refused(
     inputs: InputProcessor, prompt_len: int, given: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ContextLengthError, match=told):
-        inputs.prepare(0, packed([1] * prompt_len), SamplingParams(**given))
+        prepare(inputs, packed([1] * prompt_len), **given)
 
 
 @pytest.mark.parametrize(
@@ -272,20 +289,19 @@ def test_parameter_that_this_model_cannot_serve_is_refused_by_name(
     inputs: InputProcessor, given: dict[str, Any], told: str, param: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=told) as error:
-        inputs.prepare(0, packed([1]), SamplingParams(**given))
+        prepare(inputs, packed([1]), **given)
     assert error.value.param == param
 
 
 def test_parameters_of_another_type_are_refused(inputs: InputProcessor) -> None:
     with pytest.raises(InvalidRequestError, match="must be SamplingParams, got dict"):
-        inputs.prepare(0, packed([1]), {"n": 1})  # type: ignore[arg-type]
+        inputs.check_params({"n": 1})  # type: ignore[arg-type]
 
 
 def test_fcfs_refuses_priorities() -> None:
     ready = Ready(LIMITS, 64, VOCAB_SIZE, frozenset({EOS_ID}), "float32", "cpu", 0, 0, 0)
     inputs = InputProcessor(None, ready, EngineOptions(scheduling_policy="fcfs"))
-    prompt = inputs.tokenize([1, 2])
-    assert inputs.prepare(0, prompt, SamplingParams()).request.priority == 0
+    assert prepare(inputs, inputs.tokenize([1, 2])).request.priority == 0
     with pytest.raises(InvalidRequestError, match=r"priority must be 0, .* scheduling_policy fcfs, got -3") as told:
-        inputs.prepare(1, prompt, SamplingParams(), priority=-3)
+        inputs.check_params(SamplingParams(), priority=-3)
     assert told.value.param == "priority"

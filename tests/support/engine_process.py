@@ -54,7 +54,7 @@ async def add(
     client: EngineClient, prompt: Prompt, params: SamplingParams, kind: OutputKind = "final", name: str = "mine"
 ) -> RequestStream:
     """Queue a request that arrives now."""
-    prepared = client.prepare(client.inputs.tokenize(prompt), params)
+    prepared = client.prepare(client.inputs.tokenize(prompt), client.inputs.check_params(params))
     return await client.add(prepared, external_id=name, arrival_s=time.monotonic(), kind=kind)
 
 

@@ -8,7 +8,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens
 from quire.engine.client import PreparedRequest
-from quire.engine.input_processor import TokenizedPrompt
+from quire.engine.input_processor import CheckedParams, TokenizedPrompt
 from quire.server.openai.request_models import CompletionBody, StreamOptions
 from quire.server.openai.response_builder import OpenAIRequest
 
@@ -38,7 +38,8 @@ def call_of(
         prompt_logprobs=0 if return_prompt_logprobs else None,
         stream_options=StreamOptions(include_usage=include_usage),
     )
-    return OpenAIRequest(id="call", model=model, created=0, params=sampling, requests=requests, body=body)
+    checked = CheckedParams(sampling, None, 0, None)
+    return OpenAIRequest(id="call", model=model, created=0, checked=checked, requests=requests, body=body)
 
 
 def events_in(stream: bytes) -> list[dict[str, Any]]:

@@ -13,15 +13,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol, Self
 
-from quire.core.beam_search_params import BeamSearchParams
 from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import EngineError, InvalidRequestError, RequestFailedError
 from quire.core.frames import frame
 from quire.core.owner_labels import OwnerLabels
-from quire.core.sampling_params import SamplingParams
 from quire.engine import messages
 from quire.engine.connection import EngineConnection
-from quire.engine.input_processor import InputProcessor, PreparedRequest, TokenizedPrompt
+from quire.engine.input_processor import CheckedParams, InputProcessor, PreparedRequest, TokenizedPrompt
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Command, EngineDeadError, EngineState, Report
 from quire.engine.options import EngineOptions
@@ -108,11 +106,10 @@ class EngineClient:
         return max(0, self.ready.limits.max_num_seqs - state.num_running_seqs)
 
     def prepare(
-        self, prompt: TokenizedPrompt, params: SamplingParams, beam: BeamSearchParams | None = None, priority: int = 0,
-        client_id: str = "", weight: float = 1.0,
-    ) -> PreparedRequest:  # fmt: skip
-        """Check and number a request. InvalidRequestError says what is wrong. For any thread; linear in the prompt."""
-        return self.inputs.prepare(next(self.request_ids), prompt, params, beam, priority, client_id, weight)
+        self, prompt: TokenizedPrompt, checked: CheckedParams, client_id: str = "", weight: float = 1.0
+    ) -> PreparedRequest:
+        """Number a request of parameters from `inputs.check_params`. ContextLengthError if it could never run."""
+        return self.inputs.prepare(next(self.request_ids), prompt, checked, client_id, weight)
 
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"

@@ -1,12 +1,14 @@
 """Input processing: a prompt and its parameters are checked against the model and become a `Request`.
 
-Each check against the model is defined here and nowhere else; values alone are checked by the parameters' own classes.
-`prepare` makes all of them. The server calls `check_params` and `check_priority` before that, too, so that a request is
-refused before its text is tokenized.
+Each check against the model is defined here and nowhere else, and made once; values alone are checked by the
+parameters' own classes. `check_params` needs no prompt, so that a request is refused before its text is tokenized, and
+`prepare` accepts only the `CheckedParams` that it returns.
 """
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, NotRequired, TypedDict
 
 from quire.core.beam_search_params import BeamSearchParams
@@ -57,6 +59,29 @@ class TokenizedPrompt(NamedTuple):
         return self._replace(cache_salt=cache_salt, key_number=key_number)
 
 
+@dataclass(frozen=True, eq=False)
+class CheckedParams:
+    """Parameters of requests, checked against the model. Only `InputProcessor.check_params` makes them."""
+
+    params: SamplingParams
+    beam: BeamSearchParams | None
+    priority: int
+    tokenizer: Tokenizer | None = field(repr=False)
+
+    @cached_property
+    def bad_words_token_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each bad word, as spelled at the beginning of a text and after a space.
+
+        Encoded when first read, which takes longer than an event loop should wait.
+        """
+        if not self.params.bad_words:
+            return ()
+        assert self.tokenizer is not None, "check_params refuses bad words without a tokenizer"
+        spellings = [spelling for word in self.params.bad_words for spelling in (word, " " + word.lstrip())]
+        encoded = (tuple(self.tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
+        return tuple(dict.fromkeys(ids for ids in encoded if ids))
+
+
 class PreparedRequest(NamedTuple):
     """A request that was checked and numbered, and its prompt. Not queued yet."""
 
@@ -95,7 +120,6 @@ class InputProcessor:
         self._vocab_size, self._eos_token_ids = ready.vocab_size, _eos_token_ids(tokenizer, ready)
         self._engine_seed, self._policy = options.seed, options.scheduling_policy
         self.owners = owners or OwnerLabels()
-        self._last_checked: tuple[SamplingParams, BeamSearchParams | None, tuple[tuple[int, ...], ...]] | None = None
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenizedPrompt:
         """Return the prompt's tokens. InvalidRequestError for wrong types, ids out of range, no tokens.
@@ -166,8 +190,18 @@ class InputProcessor:
             f"prompt token ids must be integers from 0 to {self._vocab_size - 1}, got {shown(wrong)}", param="prompt"
         )
 
-    def check_params(self, params: SamplingParams, beam: BeamSearchParams | None = None) -> None:
-        """Raise InvalidRequestError for parameters that no prompt can have. Quick: no text is tokenized."""
+    def check_params(
+        self, params: SamplingParams, beam: BeamSearchParams | None = None, priority: int = 0
+    ) -> CheckedParams:
+        """Return parameters for `prepare`; InvalidRequestError if no prompt can have them. Quick: tokenizes no text.
+
+        With `beam` they are of a beam search; `params` say how many answers it has and how they become text. The lower
+        the `priority`, the earlier a request is served; with the policy `fcfs` it must be 0.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__}", param="sampling_params"
+            )
         params.check_vocabulary(self._vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
@@ -181,27 +215,17 @@ class InputProcessor:
             raise InvalidRequestError("the model has no tokenizer: use stop_token_ids instead of stop", param="stop")
         if self._tokenizer is None and params.bad_words:
             raise InvalidRequestError("the model has no tokenizer: bad_words cannot be used", param="bad_words")
+        check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if priority != 0 and self._policy == "fcfs":
+            message = f"priority must be 0, the only one with scheduling_policy fcfs, got {priority}"
+            raise InvalidRequestError(message, param="priority")
+        return CheckedParams(params, beam, priority, self._tokenizer)
 
     def prepare(
-        self,
-        request_id: int,
-        prompt: TokenizedPrompt,
-        params: SamplingParams,
-        beam: BeamSearchParams | None = None,
-        priority: int = 0,
-        client_id: str = "",
-        weight: float = 1.0,
+        self, request_id: int, prompt: TokenizedPrompt, checked: CheckedParams, client_id: str = "", weight: float = 1.0
     ) -> PreparedRequest:
-        """Return a request that the scheduler will take, or raise InvalidRequestError.
-
-        With `beam` it is a beam search; `params` say how many answers it has and how they become text. The lower the
-        `priority`, the earlier it is served.
-        """
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(
-                f"sampling_params must be SamplingParams, got {type(params).__name__}", param="sampling_params"
-            )
-        bad_words = self._checked_bad_words(params, beam)
+        """Return a request that the scheduler will take. ContextLengthError if one of this length could never run."""
+        params, beam = checked.params, checked.beam
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
@@ -210,29 +234,21 @@ class InputProcessor:
             max_tokens=self._resolve_max_tokens(len(prompt.token_ids), params),
             eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
-            bad_words_token_ids=bad_words,
+            bad_words_token_ids=checked.bad_words_token_ids,
             task=GENERATE if beam is None else BeamSearch(beam),
             scope=Scope(salt=prompt.cache_salt),
-            priority=self.check_priority(priority),
+            priority=checked.priority,
             owner=self.owners.label(prompt.key_number, prompt.cache_salt),
             client_id=client_id,
             weight=weight,
         )
         return PreparedRequest(request, prompt)
 
-    def check_priority(self, priority: object) -> int:
-        """Return a priority. InvalidRequestError for anything else, and where the policy is `fcfs` for any but 0."""
-        level = check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
-        if level != 0 and self._policy == "fcfs":
-            message = f"priority must be 0, the only one with scheduling_policy fcfs, got {level}"
-            raise InvalidRequestError(message, param="priority")
-        return level
-
     def prepare_pin(
         self, request_id: int, prompt: TokenizedPrompt, client_id: str = "", weight: float = 1.0
     ) -> PreparedRequest:
         """Return a request that computes a prefix and pins it; its output is ignored. As `prepare`."""
-        prepared = self.prepare(request_id, prompt, _ANY_TOKEN, client_id=client_id, weight=weight)
+        prepared = self.prepare(request_id, prompt, self.check_params(_ANY_TOKEN), client_id, weight)
         prepared.request.task = Pin()
         return prepared
 
@@ -250,22 +266,3 @@ class InputProcessor:
             if width > limit:
                 message = f"beam_width must be at most {limit} ({name}), got {width}"
                 raise InvalidRequestError(message, param="beam_width")
-
-    def _checked_bad_words(
-        self, params: SamplingParams, beam: BeamSearchParams | None
-    ) -> tuple[tuple[int, ...], ...]:
-        """Check parameters and return the token ids of their bad words. Cached for the prompts of one call."""
-        last = self._last_checked
-        if last is None or last[0] is not params or last[1] is not beam:
-            self.check_params(params, beam)
-            last = self._last_checked = params, beam, self._bad_words(params)
-        return last[2]
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of each bad word, as spelled at the beginning of a text and after a space."""
-        if not params.bad_words:
-            return ()
-        assert self._tokenizer is not None, "check_params refuses bad words without a tokenizer"
-        spellings = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())]
-        encoded = (tuple(self._tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
-        return tuple(dict.fromkeys(ids for ids in encoded if ids))

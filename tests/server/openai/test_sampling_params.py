@@ -8,7 +8,7 @@ from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 from quire.server.errors import ApiError, as_api_error
 from quire.server.openai.request_models import ChatBody, CompletionBody
-from quire.server.openai.sampling_params import sampling_params
+from quire.server.openai.sampling_params import checked_params
 from support.openai_server import OpenAIServer
 
 BodyType = type[CompletionBody] | type[ChatBody]
@@ -41,7 +41,7 @@ SHARED: dict[str, Any] = {
 
 
 def params_of(server: OpenAIServer, body_type: BodyType, **fields: Any) -> SamplingParams:  # noqa: ANN401 (JSON)
-    return sampling_params(body_type.model_validate(REQUIRED[body_type] | fields), server.service)
+    return checked_params(body_type.model_validate(REQUIRED[body_type] | fields), server.service).params
 
 
 def refusal(server: OpenAIServer, body_type: BodyType, **fields: Any) -> ApiError:  # noqa: ANN401 (JSON)

@@ -213,7 +213,7 @@ class Watched(Metrics):
 
 async def ask(client: EngineClient, params: SamplingParams) -> RequestStream:
     prompt = await asyncio.to_thread(client.inputs.tokenize, "def area(shape):")
-    prepared = client.prepare(prompt, params)
+    prepared = client.prepare(prompt, client.inputs.check_params(params))
     return await client.add(prepared, external_id="", arrival_s=time.monotonic())
 
 

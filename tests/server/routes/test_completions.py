@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from quire.core.sampling_params import SamplingParams
 from quire.engine.client import PreparedRequest
+from quire.engine.input_processor import TokenizedPrompt
 from quire.engine.streams import RequestStream
 from support.openai_server import NAME, OpenAIServer
 
@@ -227,6 +229,28 @@ def test_names_are_those_of_the_server(server: OpenAIServer) -> None:
     answer = server.ask(COMPLETIONS, prompt="x", model=NAME, max_tokens=1)
     assert answer["model"] == NAME
     assert server.stream(COMPLETIONS, prompt="x", max_tokens=1)[0]["model"] == NAME
+
+
+@pytest.mark.parametrize("search", [{}, {"use_beam_search": True, "n": 2}], ids=["sampling", "beam search"])
+def test_parameters_are_checked_against_the_model_once(
+    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch, search: dict[str, Any]
+) -> None:
+    """Of all prompts of a call, before any of them is tokenized."""
+    done, inputs = list[str](), server.service.client.inputs
+    check, tokenize = SamplingParams.check_vocabulary, inputs.tokenize
+
+    def checking(params: SamplingParams, vocab_size: int) -> None:
+        done.append("checked")
+        check(params, vocab_size)
+
+    def tokenizing(prompt: Any, **how: bool) -> TokenizedPrompt:  # noqa: ANN401
+        done.append("tokenized")
+        return tokenize(prompt, **how)
+
+    monkeypatch.setattr(SamplingParams, "check_vocabulary", checking)
+    monkeypatch.setattr(inputs, "tokenize", tokenizing)
+    server.ask(COMPLETIONS, prompt=["a", "b"], max_tokens=2, **search)
+    assert done == ["checked", "tokenized", "tokenized"]
 
 
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": [5]}), (CHAT, {"messages": MESSAGES})])

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.core.beam_search_params import BeamSearchParams
 from quire.core.sampling_params import SamplingParams
-from quire.engine.input_processor import PreparedRequest
+from quire.engine.input_processor import CheckedParams, PreparedRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,12 +14,15 @@ class ApiRequest:
     id: str
     model: str
     created: int                                # seconds since 1970
-    params: SamplingParams
-    beam: BeamSearchParams | None = None
+    checked: CheckedParams
     stream: bool = False
     hides_output: bool = False                  # the client wants no token; the engine generates at least one
     cache_salt: str | None = None
-    priority: int = 0
     key_number: int = 0                         # of the API key, from 1; 0: none
     client_id: str = ""                         # see quire.server.http.api_keys.client_id_of
     requests: Sequence[PreparedRequest] = ()    # one per prompt, once the prompts are tokenized
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters, of a beam search too."""
+        return self.checked.params

@@ -102,8 +102,7 @@ async def _prepared(
             _check_total(num_tokens, params, service.options)
         weight = service.options.weight_of(call.key_number)
         return [
-            service.client.prepare(prompt, params, call.beam, call.priority, call.client_id, weight)
-            for prompt in tokenized
+            service.client.prepare(prompt, call.checked, call.client_id, weight) for prompt in tokenized
         ]
 
     return replace(call, requests=await service.threads.run(sum(map(len, prompts)), prepare, call.client_id))

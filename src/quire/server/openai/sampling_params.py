@@ -1,4 +1,4 @@
-"""Sampling parameters of a body: `SamplingParams` and `BeamSearchParams`, for all routes, before tokenizing.
+"""Checked parameters of a body: `SamplingParams`, `BeamSearchParams` and priority, for all routes, before tokenizing.
 
 This module checks the bounds of the server; the parameters check their own ranges, and the input processor checks them
 against the model. Parameters that a beam search does not support are refused by name.
@@ -12,6 +12,7 @@ from quire.core.beam_search_params import BeamSearchParams
 from quire.core.checks import check_int, check_optional_int, refuse, shown
 from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import SamplingParams
+from quire.engine.input_processor import CheckedParams
 from quire.server.errors import ApiError, invalid, unsupported
 from quire.server.openai.request_models import ChatBody, CompletionBody, GenerationBody
 from quire.server.service import Service
@@ -29,7 +30,7 @@ _USED_BY_BEAMS = ("n", "temperature", "max_tokens", "ignore_eos")
 _HARMLESS_TO_BEAMS = ("seed", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
 
 
-def sampling_params(body: CompletionBody | ChatBody, service: Service) -> SamplingParams:
+def checked_params(body: CompletionBody | ChatBody, service: Service) -> CheckedParams:
     """Return the parameters of a call, checked against everything but its prompts.
 
     InvalidRequestError or ApiError 400 names the invalid field.
@@ -41,17 +42,11 @@ def sampling_params(body: CompletionBody | ChatBody, service: Service) -> Sampli
     params = _completion_params(body, given) if isinstance(body, CompletionBody) else _chat_params(body, given)
     _check_lengths(params, service.options.max_stop_chars)
     with field_names(body):
-        service.client.inputs.check_params(params)
-    return params
+        return service.client.inputs.check_params(params, _beam_search_params(body, params), body.priority or 0)
 
 
-def beam_search_params(
-    body: CompletionBody | ChatBody, params: SamplingParams, service: Service
-) -> BeamSearchParams | None:
-    """Return the beam search of a call, or None. `params` are the sampling parameters of its body.
-
-    InvalidRequestError or ApiError 400 names the invalid field.
-    """
+def _beam_search_params(body: CompletionBody | ChatBody, params: SamplingParams) -> BeamSearchParams | None:
+    """Return the beam search of a call, or None. `params` are the sampling parameters of its body."""
     length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
     if not body.use_beam_search:
         if length_penalty != 1:
@@ -59,10 +54,7 @@ def beam_search_params(
         return None
     for name, value in _unsupported_by_beams(body, params):
         invalid(f"{name} {shown(value)} is not allowed when use_beam_search is true", param=name)
-    with field_names(body):
-        beam = BeamSearchParams(params.n, params.max_tokens, params.ignore_eos, params.temperature, length_penalty)
-        service.client.inputs.check_params(params, beam)
-    return beam
+    return BeamSearchParams(params.n, params.max_tokens, params.ignore_eos, params.temperature, length_penalty)
 
 
 @contextmanager

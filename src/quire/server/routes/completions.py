@@ -23,7 +23,7 @@ from quire.server.openai.preprocessing import check_num_choices, parse_prompts, 
 from quire.server.openai.request_models import ChatBody, CompletionBody, request_body
 from quire.server.openai.request_parsing import read_body
 from quire.server.openai.response_builder import OpenAIRequest
-from quire.server.openai.sampling_params import beam_search_params, field_names, sampling_params
+from quire.server.openai.sampling_params import checked_params, field_names
 from quire.server.service import Service
 
 router = APIRouter()
@@ -87,25 +87,23 @@ def _checked_request(
     record: RequestRecord = request.scope.setdefault(RECORD, RequestRecord())  # without the log: never read
     request_id, model = f"{kind}-{uuid.uuid4().hex}", service.check_model(body.model)
     record.request_id, record.model, record.stream = request_id, model, bool(body.stream)
-    params = sampling_params(body, service)
+    checked = checked_params(body, service)
     check_cache_salt(body.cache_salt, service.options.max_salt_chars)
-    beam = beam_search_params(body, params, service)
     key_number = key_number_of(request)
-    _check_priority(service, body.priority or 0, key_number)
+    _check_priority_granted(service, checked.priority, key_number)
     call = OpenAIRequest(
-        id=request_id, model=model, created=int(time.time()), params=params, beam=beam, stream=bool(body.stream),
-        hides_output=body.max_tokens == 0, cache_salt=body.cache_salt, priority=body.priority or 0,
-        key_number=key_number, client_id=client_id_of(request.scope), body=body,
+        id=request_id, model=model, created=int(time.time()), checked=checked, stream=bool(body.stream),
+        hides_output=body.max_tokens == 0, cache_salt=body.cache_salt, key_number=key_number,
+        client_id=client_id_of(request.scope), body=body,
     )  # fmt: skip
     return call, record
 
 
-def _check_priority(service: Service, priority: int, key_number: int) -> None:
+def _check_priority_granted(service: Service, priority: int, key_number: int) -> None:
     """Raise ApiError 400 for a priority below 0, which comes before all others, without the right to it."""
-    level = service.client.inputs.check_priority(priority)
-    if level < 0 and key_number != OPERATOR and not service.options.allow_client_priority:
+    if priority < 0 and key_number != OPERATOR and not service.options.allow_client_priority:
         message = (
-            f"priority must be 0 or more, got {level}: below 0 it needs the operator's key (operator_api_key), or a "
+            f"priority must be 0 or more, got {priority}: below 0 it needs the operator's key (operator_api_key), or a "
             f"server that grants it to all clients (allow_client_priority)"
         )
         invalid(message, param="priority", code="unsupported_parameter")
