@@ -74,13 +74,13 @@ def too_many_queued_tokens(num_queued: int, limit: int, retry_after_s: int) -> A
 def logprob_memory_full(num_bytes: int, limit: int) -> ApiError:
     """Return the refusal of a call that may exceed the memory for the logprobs of all calls."""
     message = f"{num_bytes} bytes are reserved for logprobs of other calls, of {limit} (max_logprob_bytes)"
-    return _retryable(429, message, "server_overloaded", RETRY_AFTER_S)
+    return _retryable(429, message, "server_overloaded")
 
 
-def too_many_requests(num_held: int, limit: int, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
+def too_many_requests(num_held: int, limit: int) -> ApiError:
     """Return the refusal of a request of a client that has too many already."""
     message = f"{num_held} requests of this key wait or run already, and at most {limit} may (max_requests_per_key)"
-    return _retryable(429, message, "key_limit", retry_after_s)
+    return _retryable(429, message, "key_limit")
 
 
 def too_many_connections(limit: int) -> ApiError:

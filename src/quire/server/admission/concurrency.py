@@ -9,8 +9,8 @@ from quire.server.errors import ApiError, too_many_requests
 class ConcurrencyReservation:
     """Requests of one call, counted until the first `release`."""
 
-    def __init__(self, loads: "ConcurrencyLimiter", client_id: str, num_requests: int) -> None:
-        self._loads, self._client_id, self._num_requests = loads, client_id, num_requests
+    def __init__(self, limiter: "ConcurrencyLimiter", client_id: str, num_requests: int) -> None:
+        self._limiter, self._client_id, self._num_requests = limiter, client_id, num_requests
         self.is_kept = False    # by the generation, which releases it
 
     def keep(self) -> "ConcurrencyReservation":
@@ -20,7 +20,7 @@ class ConcurrencyReservation:
 
     def release(self) -> None:
         """Stop counting the requests. Idempotent."""
-        self._loads.release(self._client_id, self._num_requests)
+        self._limiter.release(self._client_id, self._num_requests)
         self._num_requests = 0
 
 
