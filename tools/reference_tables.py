@@ -26,7 +26,8 @@ PLACE = re.compile(r"(<!-- options: (?P<name>\w+) -->\n)(?P<table>.*?)(<!-- end 
 def flag_names(declared: Declared) -> str:
     """Return the flag as the page writes it, with its negative where it has one."""
     name = declared.name.replace("_", "-")
-    return f"`--{name}`, `--no-{name}`" if declared.default is True else f"`--{name}`"
+    other = f"--no-{name}" if declared.default is True else declared.option.short
+    return f"`--{name}`" if other is None else f"`--{name}`, `{other}`"
 
 
 def shown_default(declared: Declared) -> str:

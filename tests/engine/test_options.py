@@ -28,6 +28,10 @@ def test_what_is_no_size_is_refused_by_name(text: int | str) -> None:
     [
         ("dtype", "float64"),
         ("device", "tpu"),
+        ("quantization", "int3"),
+        ("quantization_group_size", -2),
+        ("quantization_group_size", 48),
+        ("quantization_activations", "fp8"),
         ("max_model_len", 0),
         ("max_model_len", 2.5),
         ("block_size", 4),

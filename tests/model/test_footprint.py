@@ -7,8 +7,15 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import choose_back_end
-from quire.model.footprint import kv_bytes_per_token, kv_heads_per_rank, num_parameters, weight_bytes
+from quire.model.footprint import (
+    kv_bytes_per_token,
+    kv_heads_per_rank,
+    num_layer_weights,
+    num_parameters,
+    weight_bytes,
+)
 from quire.model.loader import load_model
+from quire.model.quantization import Method, Quantization, QuantizationOptions, WeightScheme, resolve
 from quire.model.weight_formats.sizes import CPU_PACKING, PLAIN_PACKING
 from support.zero_model import FAMILIES, spec_of, write_zero_model
 
@@ -53,5 +60,16 @@ def test_tied_head_is_its_table_where_nothing_is_packed() -> None:
 
 
 def test_format_without_sizes_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="weight format int4 is not supported yet; known are dense"):
-        weight_bytes(spec_of("Llama"), "bfloat16", weight_format="int4")
+    unknown = Quantization("own", WeightScheme("q4_K"))
+    with pytest.raises(ConfigError, match="weight format q4_K is not supported yet; known are dense, int8"):
+        weight_bytes(spec_of("Llama"), "bfloat16", quantization=unknown)
+
+
+@pytest.mark.parametrize(("method", "bits"), [("int8", 8 + 32 / 128), ("int4", 4 + 32 / 128)])
+def test_quantized_layers_take_their_bits_and_a_scale_for_each_group(method: Method, bits: float) -> None:
+    spec = spec_of("Llama", hidden_size=256, head_dim=32, num_attention_heads=8, intermediate_size=512, vocab_size=512)
+    quantization = resolve(QuantizationOptions(method), {}, "config.json")
+    plain, found = weight_bytes(spec, "bfloat16"), weight_bytes(spec, "bfloat16", quantization=quantization)
+    head_bits = 8 + 32 / 128
+    saved = num_layer_weights(spec) * (16 - bits) / 8 + 512 * 256 * (16 - head_bits) / 8
+    assert plain - found == saved

@@ -144,7 +144,9 @@ def _parameter_of(declared: Declared) -> inspect.Parameter:
         return _parameter(
             declared.name, default, Annotated[hint, typer.Argument(help=made.help, show_envvar=False, **settings)]
         )
-    names = ("--" + declared.name.replace("_", "-"),) if default is False else ()  # no `--no-` form for what is off
+    long = "--" + declared.name.replace("_", "-")
+    names = [long] if default is False else []  # no `--no-` form for what is off
+    names = names if made.short is None else [long, made.short]
     if get_origin(hint) is tuple:
         hint, default = list[str], list(default)
     elif made.metavar == SIZE and int in {hint, *get_args(hint)}:

@@ -24,6 +24,7 @@ class Option:
     row: str = ""                               # Markdown for the reference page; empty: `help`
     past: str = ""                              # of a limit, Markdown: the answer to a request that exceeds it
     kind: Literal["flag", "argument", "none"] = "flag"  # on the command line
+    short: str | None = None                    # one-letter flag beside the long one: "-q"
     panel: str | None = None                    # heading in --help
     low: float = -math.inf
     high: float = math.inf
@@ -87,9 +88,10 @@ def check_options(options: object) -> None:
         value, kinds = getattr(options, name), set(get_args(hint)) or {hint}
         if (value is None and NoneType in kinds) or get_origin(hint) is tuple:
             continue
-        if get_origin(hint) is Literal:
-            if value not in get_args(hint):
-                raise ConfigError(f"{name} must be one of {', '.join(map(str, get_args(hint)))}, got {value!r}")
+        choices = [choice for kind in (hint, *kinds) if get_origin(kind) is Literal for choice in get_args(kind)]
+        if choices:
+            if value not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
         elif declared.metavar == SIZE:
             parse_bytes(value, name, int(max(declared.low, 0)))
         elif bool in kinds:

@@ -21,6 +21,7 @@ from quire.execution.worker import Worker
 from quire.kernels.cache_layout import dtype_name
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
+from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model
 from quire.scheduling.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
@@ -81,6 +82,7 @@ def _ready(loaded: LoadedModel, engine: Engine, cache: CacheConfig, scheduling: 
         weights_bytes=model.weight_bytes,
         kv_bytes_per_token=loaded.limits.kv_bytes_per_token,
         num_swap_blocks=cache.num_swap_blocks,
+        quantization="" if loaded.quantization == UNQUANTIZED else str(loaded.quantization),
     )
 
 

@@ -18,6 +18,7 @@ from quire.model.config_reader import CONFIG_FILE
 from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
+from quire.model.quantization import UNQUANTIZED, Quantization, resolve
 from quire.model.spec import DecoderSpec
 
 
@@ -29,6 +30,7 @@ class LoadedModel:
     limits: ModelLimits
     eos_token_ids: frozenset[int]
     meter: CudaMemoryMeter | None
+    quantization: Quantization = UNQUANTIZED
 
 
 def load(options: EngineOptions, folder: Path) -> LoadedModel:
@@ -46,9 +48,11 @@ def load(options: EngineOptions, folder: Path) -> LoadedModel:
     model = load_model(
         folder, dtype=options.dtype, device=device, back_end=back_end, max_positions=options.max_model_len,
         table_positions=num_positions, kv_cache_dtype=options.kv_cache_dtype,
+        quantization=options.quantization_options,
     )  # fmt: skip
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
-    return LoadedModel(model, limits, eos_token_ids(folder, config, spec.vocab_size), meter)
+    quantization = resolve(options.quantization_options, config, source)
+    return LoadedModel(model, limits, eos_token_ids(folder, config, spec.vocab_size), meter, quantization)
 
 
 def _limits(spec: DecoderSpec, geometry: KVGeometry) -> ModelLimits:

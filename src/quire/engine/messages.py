@@ -90,6 +90,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     weights_bytes: int
     kv_bytes_per_token: int
     num_swap_blocks: int = 0
+    quantization: str = ""  # in words; empty: none
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):

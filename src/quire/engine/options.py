@@ -17,6 +17,13 @@ from quire.core.config import (
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import KVCacheDtype
 from quire.core.options import SIZE, check_options, option, parse_bytes
+from quire.model.quantization import (
+    DEFAULT_GROUP_SIZE,
+    WHOLE_ROW,
+    Activations,
+    Method,
+    QuantizationOptions,
+)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -45,6 +52,23 @@ class EngineOptions:
         "`fp8_per_token_head`, 8 bits with a scale for each token and KV head; `fp8`, 8 bits without stored scales; "
         "`float32`, `bfloat16` or `float16` is refused unless it is what `auto` means "
         "([quantization.md](quantization.md#kv-cache-in-8-bits))",
+    )  # fmt: skip
+    quantization: Method | None = _engine(
+        None, "int8 or int4 quantizes linear layers while they are loaded; awq, ... is a check", short="-q",
+        shown_default="as the folder says",
+        row="`int8` or `int4`: float weights of linear layers are quantized while they are loaded, the output head to "
+        "int8 ([quantization.md](quantization.md)). `awq`, `gptq`, `compressed-tensors`, `fp8`, `gguf`: the "
+        "format of the checkpoint, which is checked. `None`: as the checkpoint is",
+    )  # fmt: skip
+    quantization_group_size: int = _engine(
+        DEFAULT_GROUP_SIZE, "inputs that share a scale, of int8 and int4; -1: all of an output", low=WHOLE_ROW,
+        row="of `int8` and `int4`: inputs of an output that share a scale, a multiple of 32; -1: all of them",
+    )  # fmt: skip
+    quantization_activations: Activations | None = _engine(
+        None, "arithmetic of integer weights: int8 activations, or weights expanded to bfloat16",
+        shown_default="int8 for groups of at least 64",
+        row="arithmetic of layers with integer weights: `int8`, activations are rounded to int8; `bfloat16`, weights "
+        "are expanded to the model's dtype as they are used; `None`: `int8` where groups have at least 64 inputs",
     )  # fmt: skip
     device: Device = _engine(
         "auto", "where the model runs",
@@ -164,6 +188,7 @@ class EngineOptions:
                 f"got {self.memory_policy!r}"
             )
         self._check_swap()
+        _ = self.quantization_options
         if self.tensor_parallel_size != 1:
             raise ConfigError(f"tensor_parallel_size {self.tensor_parallel_size!r} is not supported yet, only 1")
 
@@ -176,6 +201,11 @@ class EngineOptions:
     def resolved_max_num_batched_tokens(self) -> int:
         """Tokens in one step, set or by default."""
         return self.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
+
+    @property
+    def quantization_options(self) -> QuantizationOptions:
+        """The quantization that is asked for. Raises ConfigError for a group size that there is none of."""
+        return QuantizationOptions(self.quantization, self.quantization_group_size, self.quantization_activations)
 
     def _check_swap(self) -> None:
         swap_bytes = 0 if self.swap_space is None else parse_bytes(self.swap_space, "swap_space", low=0)

@@ -10,7 +10,7 @@ A quantized element is one byte, and its value is, in float32,
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,6 +56,22 @@ class LinearWeight:
         """Return a weight of floats [out_features, in_features], whole or in parts."""
         parts = (weight,) if isinstance(weight, Tensor) else tuple(weight)
         return cls(DENSE, parts, sum(map(len, parts)), parts[0].shape[1])
+
+    @classmethod
+    def stack(cls, weights: Sequence["LinearWeight"]) -> "LinearWeight":
+        """Return the rows of all weights, one after those of the other; but for them, the weights are alike."""
+        first, zeros = weights[0], [each.zero_points for each in weights]
+        tensors = [each for each in zeros if isinstance(each, Tensor)]
+        assert not tensors or len(tensors) == len(zeros), "zero points of some weights"
+        assert tensors or len(set(zeros)) == 1, f"zero points {zeros}"
+        return replace(
+            first,
+            data=tuple(part for each in weights for part in each.data),
+            out_features=sum(each.out_features for each in weights),
+            scales=_rows([each.scales for each in weights]),
+            zero_points=_rows(tensors) if tensors else first.zero_points,
+            minimums=_rows([each.minimums for each in weights]),
+        )
 
     @property
     def num_groups(self) -> int:
@@ -114,3 +130,9 @@ class LinearWeight:
         assert self.format in INTEGER_FORMATS, f"int8 activations with {self.format} weights"
         assert num_inputs == self.in_features or num_inputs % size == 0, f"groups of {size} in groups of {num_inputs}"
         assert min(size, self.in_features) <= MAX_ACTIVATION_GROUP, f"activation groups of {size} inputs"
+
+
+def _rows(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the rows of all parts; None if there are none."""
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None

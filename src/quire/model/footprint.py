@@ -1,10 +1,11 @@
 """Footprint: the bytes that a model takes once it is loaded, from its shapes alone. No torch, no file but config.json.
 
-Counts what `WeightReader` tallies. A weight format counts the bytes of its linear weights (`weight_formats.sizes`).
+Counts what `WeightReader` tallies, the bytes of linear weights by their scheme (`weight_formats.sizes`).
 """
 
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import ELEMENT_BYTES, kv_dtype
+from quire.model.quantization import UNQUANTIZED, Quantization, WeightScheme
 from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, NormShape, Shape, TableShape, layer_shapes
 from quire.model.spec import DecoderSpec, LayerSpec
 from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, Packing, packed_bytes
@@ -25,17 +26,22 @@ def num_parameters(spec: DecoderSpec) -> int:
 
 
 def weight_bytes(
-    spec: DecoderSpec, dtype: str, packing: Packing = CPU_PACKING, num_ranks: int = 1, weight_format: str = "dense"
+    spec: DecoderSpec,
+    dtype: str,
+    packing: Packing = CPU_PACKING,
+    num_ranks: int = 1,
+    quantization: Quantization = UNQUANTIZED,
 ) -> int:
-    """Return the bytes of all weights as one of `num_ranks` ranks keeps them, linear ones in `weight_format`.
+    """Return the bytes of all weights as one of `num_ranks` ranks keeps them.
 
     Tables and linear layers are split over the ranks of tensor parallelism, norms are kept on each.
     """
     around = DecoderShapes.of(spec)
-    is_head_kept = packing.copies_tied_head or not spec.is_head_tied
-    kept = around if is_head_kept else around[:-1]
-    layers = (shape for layer in spec.layers for shape in _shapes_of_rank(spec, layer, num_ranks))
-    return sum(_kept_bytes(shape, dtype, packing, num_ranks, weight_format) for shape in (*kept, *layers))
+    is_head_kept = packing.copies_tied_head or not spec.is_head_tied or quantization.head != UNQUANTIZED.head
+    layers = [shape for layer in spec.layers for shape in _shapes_of_rank(spec, layer, num_ranks)]
+    of_head = _kept_bytes(around.head, dtype, packing, num_ranks, quantization.head) if is_head_kept else 0
+    others = (_kept_bytes(shape, dtype, packing, num_ranks, quantization.layers) for shape in (*around[:-1], *layers))
+    return sum(others) + of_head
 
 
 def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1, scale_bytes: int = 0) -> int:
@@ -78,7 +84,7 @@ def _shapes_of_rank(spec: DecoderSpec, layer: LayerSpec, num_ranks: int) -> list
     return [of_ranks if shape == qkv else shape for shape in layer_shapes(spec, layer)]
 
 
-def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, num_ranks: int, weight_format: str) -> int:
+def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, num_ranks: int, scheme: WeightScheme) -> int:
     itemsize = DTYPE_BYTES[dtype]
     if not isinstance(shape, LinearShape):
         return _num_elements(shape) * itemsize // (num_ranks if isinstance(shape, TableShape) else 1)
@@ -89,7 +95,7 @@ def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, num_ranks: in
     else:
         width = -(-width // num_ranks)
     num_layers = 2 if shape.activation == "silu_and_mul" else 1  # gates and ups are packed each by itself
-    layer_bytes = packed_bytes(weight_format, num_rows // num_layers, width, dtype, packing)
+    layer_bytes = packed_bytes(scheme, num_rows // num_layers, width, dtype, packing)
     return num_layers * layer_bytes + num_biases * itemsize
 
 

@@ -1,5 +1,6 @@
 """Loading: a folder, or any checkpoint, becomes a `Decoder` that is ready to run."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -10,9 +11,13 @@ from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.config import dtype_name, read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.decoder import Decoder
+from quire.model.quantization import UNQUANTIZED, QuantizationOptions, resolve
 from quire.model.spec import DecoderSpec
 from quire.model.weight_formats.format import WeightFormat
+from quire.model.weight_formats.rounded import RoundedFormat
 from quire.model.weights import WeightReader
+
+log = logging.getLogger(__name__)
 
 
 def load_model(
@@ -24,16 +29,21 @@ def load_model(
     max_positions: int | None = None,
     table_positions: int | None = None,
     kv_cache_dtype: str = "auto",
+    quantization: QuantizationOptions | None = None,
 ) -> Decoder:
     """Load the model in `folder` onto `device`.
 
     dtype: auto (as the config says), float32, bfloat16 or float16. `max_positions`: the longest sequence to be served,
     at most the model's own; dynamic scaling depends on it, which is off by default. `table_positions`: the length of
-    rotary tables, where fewer positions than that can be used. `kv_cache_dtype`: a value of --kv-cache-dtype. Raises
-    ModelError for a folder that cannot be loaded, ConfigError for an unknown dtype.
+    rotary tables, where fewer positions than that can be used. `kv_cache_dtype`: a value of --kv-cache-dtype.
+    `quantization`: None is as the checkpoint says. Raises ModelError for a folder that cannot be loaded, ConfigError
+    for an unknown dtype, or a quantization that contradicts the folder's.
     """
     source = str(folder / CONFIG_FILE)
     config = read_config(folder)
+    found = resolve(quantization or QuantizationOptions(), config, source)
+    if found != UNQUANTIZED:
+        log.info("quantization %s", found)
     return build_decoder(
         spec_from_config(config, source),
         SafetensorsCheckpoint(folder),
@@ -43,6 +53,7 @@ def load_model(
         max_positions=max_positions,
         table_positions=table_positions,
         kv_cache_dtype=kv_cache_dtype,
+        weight_format=None if found == UNQUANTIZED else RoundedFormat(found),
     )
 
 

@@ -4,6 +4,7 @@ import os
 from contextlib import suppress
 
 import pytest
+from msgspec import structs
 
 from quire.engine.messages import Ready
 from quire.scheduling.limits import AdmissionLimits
@@ -34,6 +35,13 @@ def test_table_counts_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "swap none" in shown
     assert "longest request 300 tokens" in shown
     assert "of that length 5 at once" in shown  # 19 blocks each
+
+
+def test_table_names_the_quantization(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "quantization" not in table(capsys, num_blocks=1, max_model_len=16)
+    quantized = structs.replace(ready(1, 16), quantization="int8: int8 weights")
+    print_banner("tiny", "http://host:1", quantized)
+    assert "quantization int8: int8 weights" in " ".join(capsys.readouterr().out.split())
 
 
 def test_table_tells_of_the_swap_space(capsys: pytest.CaptureFixture[str]) -> None:

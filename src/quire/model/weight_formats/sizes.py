@@ -1,11 +1,13 @@
-"""Bytes of packed linear weights, by back end and weight format. No torch."""
+"""Bytes of packed linear weights, by back end and weight scheme. No torch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
+from quire.model.quantization import WHOLE_ROW, WeightScheme
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ELEMENT_BITS = {"int8": 8, "int4": 4, "fp8": 8, "codebook4": 4}
+STRIP_ROWS, TILE_INPUTS = 16, 64  # of packed quantized weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +33,23 @@ CPU_PACKING = Packing(16, 32, frozenset({"float32", "bfloat16"}), copies_tied_he
 PLAIN_PACKING = Packing(1, 1, frozenset(DTYPE_BYTES), copies_tied_head=False)
 
 
-def packed_bytes(weight_format: str, num_rows: int, width: int, dtype: str, packing: Packing) -> int:
+def packed_bytes(scheme: WeightScheme, num_rows: int, width: int, dtype: str, packing: Packing) -> int:
     """Return the bytes of a packed weight [num_rows, width]; ConfigError for a format that is not known."""
-    if weight_format not in _PACKED_BYTES:
-        raise ConfigError(f"weight format {weight_format} is not supported yet; known are {', '.join(_PACKED_BYTES)}")
-    return _PACKED_BYTES[weight_format](num_rows, width, dtype, packing)
+    if scheme.format == "dense":
+        kernel_dtype = packing.kernel_dtype(dtype)
+        return packing.num_weights(num_rows, width, kernel_dtype) * DTYPE_BYTES[kernel_dtype]
+    if scheme.format not in ELEMENT_BITS:
+        known = ", ".join(("dense", *ELEMENT_BITS))
+        raise ConfigError(f"weight format {scheme.format} is not supported yet; known are {known}")
+    return _quantized_bytes(scheme, num_rows, width)
 
 
-def _dense_bytes(num_rows: int, width: int, dtype: str, packing: Packing) -> int:
-    kernel_dtype = packing.kernel_dtype(dtype)
-    return packing.num_weights(num_rows, width, kernel_dtype) * DTYPE_BYTES[kernel_dtype]
-
-
-_PACKED_BYTES: dict[str, Callable[[int, int, str, Packing], int]] = {"dense": _dense_bytes}
+def _quantized_bytes(scheme: WeightScheme, num_rows: int, width: int) -> int:
+    """Return the bytes of strips of 16 outputs: scales, and then tiles of 64 inputs, group after group."""
+    size = width if scheme.group_size == WHOLE_ROW else min(scheme.group_size, width)
+    size = min(size, scheme.activation_group_size or size)
+    num_groups, last = -(-width // size), width % size or size
+    num_tiles = (num_groups - 1) * -(-size // TILE_INPUTS) + -(-last // TILE_INPUTS)
+    scale_bytes = 4 if scheme.correction == "constant" else 8
+    strip_bytes = STRIP_ROWS * (num_groups * scale_bytes + num_tiles * TILE_INPUTS * ELEMENT_BITS[scheme.format] // 8)
+    return -(-num_rows // STRIP_ROWS) * strip_bytes

@@ -41,6 +41,7 @@ def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
     return [
         ("model", name),
         ("weights", f"{format_bytes(ready.weights_bytes)}, {ready.num_parameters:,} parameters of {ready.dtype}"),
+        *([("quantization", ready.quantization)] if ready.quantization else []),
         ("device", ready.device),
         ("KV cache", _blocks(limits.num_blocks, ready)),
         ("swap", _blocks(ready.num_swap_blocks, ready) if ready.num_swap_blocks else "none"),

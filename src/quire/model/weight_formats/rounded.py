@@ -1,0 +1,45 @@
+"""Rounded weight format: floats of a checkpoint, quantized to int8 or int4 as they are read.
+
+One tensor is quantized at a time, and its floats are dropped before the next is read.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.quantized import round_to_nearest
+from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.quantization import WHOLE_ROW, Quantization, WeightScheme
+from quire.model.weight_formats.dense import DenseFormat, read_floats
+from quire.model.weight_formats.format import ModuleRows
+
+
+class RoundedFormat:
+    """A `WeightFormat` of float checkpoints for the engine's own quantization."""
+
+    def __init__(self, quantization: Quantization) -> None:
+        self._quantization = quantization
+
+    def read(
+        self, tensors: TensorReader, modules: Sequence[ModuleRows], width: int, *, is_transposed: bool
+    ) -> LinearWeight:
+        """Return the modules' weights as the parts of one."""
+        layers = self._quantization.layers
+        return LinearWeight.stack(
+            [_rounded(read_floats(tensors, each, width, is_transposed=is_transposed), layers) for each in modules]
+        )
+
+    def read_head(
+        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Tensor | None
+    ) -> LinearWeight:
+        """Return the head; a tied one is quantized beside the embedding table, which stays as it is."""
+        (weight,) = DenseFormat().read_head(tensors, module, width, embedding).data
+        return _rounded(weight, self._quantization.head)
+
+
+def _rounded(weight: Tensor, scheme: WeightScheme) -> LinearWeight:
+    group_size = weight.shape[1] if scheme.group_size == WHOLE_ROW else scheme.group_size
+    return round_to_nearest(
+        weight, scheme.format, group_size, activation_group_size=scheme.activation_group_size
+    )
