@@ -1,0 +1,183 @@
+"""GGUF files for tests: a writer of the container, and model folders rewritten as llama.cpp's converter does it."""
+
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quire.core.gguf_types import GGML_TYPES
+from quire.text.tokenizer import Tokenizer
+
+TYPE_IDS = {kind.name: type_id for type_id, kind in GGML_TYPES.items()}
+U32, I32, F32, BOOL, STRING, ARRAY, U64 = 4, 5, 6, 7, 8, 9, 10
+_CODES = {U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q"}
+ALIGNMENT = 32
+
+Stored = tuple[str, tuple[int, ...], bytes]  # type, shape with rows first, bytes
+Quantize = Callable[[str, Tensor], Stored]
+
+
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Stored], version: int = 3) -> Path:
+    """Write a file. Integers are written as uint32, floats as float32, lists of strings, floats and int32 as arrays."""
+    header = struct.pack("<4sIQQ", b"GGUF", version, len(tensors), len(metadata))
+    header += b"".join(_string(key) + _value(value) for key, value in metadata.items())
+    data = b""
+    for name, (kind, shape, stored) in tensors.items():
+        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+        header += _string(name) + dims + struct.pack("<IQ", TYPE_IDS[kind], len(data))
+        data += stored + bytes(-len(stored) % ALIGNMENT)
+    path.write_bytes(header + bytes(-len(header) % ALIGNMENT) + data)
+    return path
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _value(value: Any) -> bytes:  # noqa: ANN401 (of JSON's kinds)
+    if isinstance(value, list):
+        items = b"".join(_value(item)[4:] for item in value)
+        kind = _kind(value[0]) if value else STRING
+        return struct.pack("<IIQ", ARRAY, I32 if kind == U32 else kind, len(value)) + items
+    kind = _kind(value)
+    return struct.pack("<I", kind) + (_string(value) if kind == STRING else struct.pack(f"<{_CODES[kind]}", value))
+
+
+def _kind(value: object) -> int:
+    return {bool: BOOL, int: U32, float: F32, str: STRING}[type(value)]
+
+
+def as_is(name: str, tensor: Tensor) -> Stored:
+    """Store vectors as float32, and matrices in the dtype that they have, as the converter does it."""
+    tensor = tensor.float() if tensor.dim() == 1 else tensor
+    kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[tensor.dtype]
+    return kind, tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def convert(folder: Path, path: Path, quantize: Quantize = as_is, **changes: Any) -> Path:  # noqa: ANN401
+    """Write a folder in Hugging Face format as a GGUF file; `changes` are of the metadata, None leaves a key out."""
+    config = json.loads((folder / "config.json").read_text())
+    architecture = {"GPT2LMHeadModel": "gpt2", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}.get(
+        config["architectures"][0], "llama"
+    )
+    make = _gpt2_metadata if architecture == "gpt2" else _llama_metadata
+    metadata = {"general.architecture": architecture, "general.alignment": ALIGNMENT}
+    metadata |= {f"{architecture}.{key}": value for key, value in make(config).items()}
+    metadata |= tokenizer_metadata(folder, changes.pop("pre", "gpt-2")) if has_tokenizer(folder) else {}
+    metadata = {key: value for key, value in (metadata | changes).items() if value is not None}
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        renamed, moved = _stored(name, tensor, config, architecture)
+        tensors[renamed] = quantize(renamed, moved)
+    return write_gguf(path, metadata, tensors)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether the folder has a tokenizer.json."""
+    return (folder / "tokenizer.json").exists()
+
+
+def tokenizer_metadata(folder: Path, pre: str) -> dict[str, Any]:
+    """Return the metadata of a folder's tokenizer.json and tokenizer_config.json."""
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    model, added = content["model"], {token["id"]: token for token in content["added_tokens"]}
+    vocabulary = {index: token for token, index in model["vocab"].items()}
+    vocabulary |= {index: token["content"] for index, token in added.items()}
+    tokens = [vocabulary.get(index, f"[PAD{index}]") for index in range(max(vocabulary) + 1)]
+    of_added = {index: 3 if token["special"] else 4 for index, token in added.items()}
+    kinds = [of_added.get(index, 1 if index in vocabulary else 5) for index in range(len(tokens))]
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    is_sentencepiece = model.get("byte_fallback", False)
+    tokenizer = Tokenizer.from_folder(folder)
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "llama" if is_sentencepiece else "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.add_bos_token": tokenizer.encode("a") != tokenizer.encode("a", add_special_tokens=False),
+    }
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    if is_sentencepiece:
+        ranks = {"".join(merge): -float(rank) for rank, merge in reversed(list(enumerate(merges)))}
+        metadata["tokenizer.ggml.scores"] = [ranks.get(token, -1e6) for token in tokens]
+    else:
+        metadata |= {"tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": [" ".join(merge) for merge in merges]}
+    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown")):
+        text = settings.get(name)
+        if text is not None:
+            text = text["content"] if isinstance(text, dict) else text
+            metadata[f"tokenizer.ggml.{key}_token_id"] = tokens.index(text)
+    if "chat_template" in settings:
+        metadata["tokenizer.chat_template"] = settings["chat_template"]
+    return metadata
+
+
+def _llama_metadata(config: dict[str, Any]) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    return {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config.get("num_key_value_heads", heads),
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.dimension_count": head_dim,
+        "rope.freq_base": float(config.get("rope_theta", 10000.0)),
+    }
+
+
+def _gpt2_metadata(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "context_length": config["n_positions"],
+        "embedding_length": config["n_embd"],
+        "block_count": config["n_layer"],
+        "feed_forward_length": config.get("n_inner") or 4 * config["n_embd"],
+        "attention.head_count": config["n_head"],
+        "attention.layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
+    }
+
+
+_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
+    "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+}  # fmt: skip
+
+
+def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str) -> tuple[str, Tensor]:
+    """Return a tensor as llama.cpp stores it: the layout of heads is Meta's, GPT-2's weights are [out, in]."""
+    stem, _, part = name.rpartition(".")
+    for prefix in ("model.layers.", "transformer.h."):
+        if stem.startswith(prefix):
+            layer, _, stem = stem.removeprefix(prefix).partition(".")
+            renamed = f"blk.{layer}.{_NAMES[stem]}.{part}"
+            break
+    else:
+        renamed = f"{_NAMES[stem]}.{part}"
+    if architecture == "gpt2" and stem.split(".")[-1].startswith("c_") and part == "weight":
+        return renamed, tensor.T.contiguous()
+    if architecture == "llama" and stem in ("self_attn.q_proj", "self_attn.k_proj"):
+        key = "num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"
+        heads = config.get(key, config["num_attention_heads"])
+        halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
+        return renamed, halves.transpose(1, 2).reshape(tensor.shape)
+    return renamed, tensor
+
+
+def only(names: Sequence[str], quantize: Quantize) -> Quantize:
+    """Quantize matrices with one of the names at their ends; store the others as they are."""
+    return lambda name, tensor: quantize(name, tensor) if name.endswith(tuple(names)) else as_is(name, tensor)
