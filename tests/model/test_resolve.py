@@ -14,10 +14,16 @@ def test_a_local_folder_is_itself(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
-def test_a_file_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
+def test_a_gguf_file_is_itself(tmp_path: Path) -> None:
+    for name in ("model.gguf", "model.bin"):
+        (tmp_path / name).write_bytes(b"GGUF")
+        assert resolve_model(str(tmp_path / name)) == tmp_path / name
+
+
+def test_any_other_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
     file.touch()
-    with pytest.raises(ModelError, match="is a file; expected a folder"):
+    with pytest.raises(ModelError, match="is no GGUF file; expected one, or a folder"):
         resolve_model(str(file))
 
 

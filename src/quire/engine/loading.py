@@ -13,12 +13,11 @@ from quire.execution.device_memory import use_exact_products
 from quire.execution.memory_profiling import CudaMemoryMeter
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.support import require_kv_dtype
-from quire.model.config import dtype_name, eos_token_ids, read_config, spec_from_config
-from quire.model.config_reader import CONFIG_FILE
 from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
 from quire.model.quantization import UNQUANTIZED, Quantization, resolve
+from quire.model.source import read_source
 from quire.model.spec import DecoderSpec
 
 
@@ -34,25 +33,25 @@ class LoadedModel:
 
 
 def load(options: EngineOptions, folder: Path) -> LoadedModel:
-    """Load the model of a folder. ModelError and ConfigError name what is not supported."""
-    config, source = read_config(folder), str(folder / CONFIG_FILE)
-    spec = spec_from_config(config, source)
+    """Load the model of a folder or GGUF file. ModelError and ConfigError name what is not supported."""
+    source = read_source(folder)
+    spec = source.spec
     device = resolve_device(options.device)
     back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=spec.head_dim)
     meter = _cuda_memory_meter(device) if device.type == "cuda" else None
-    dtype = getattr(torch, dtype_name(options.dtype, config, source))
+    dtype = getattr(torch, source.dtype(options.dtype))
     require_kv_dtype(back_end.name, options.kv_cache_dtype)
     stored = back_end.cache_layout.stored_dtype(dtype, options.kv_cache_dtype)
     limits = _limits(spec, KVGeometry.of(spec, *stored))
     num_positions = positions_for(options, limits, meter)
     model = load_model(
-        folder, dtype=options.dtype, device=device, back_end=back_end, max_positions=options.max_model_len,
+        source, dtype=options.dtype, device=device, back_end=back_end, max_positions=options.max_model_len,
         table_positions=num_positions, kv_cache_dtype=options.kv_cache_dtype,
         quantization=options.quantization_options,
     )  # fmt: skip
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
-    quantization = resolve(options.quantization_options, config, source)
-    return LoadedModel(model, limits, eos_token_ids(folder, config, spec.vocab_size), meter, quantization)
+    quantization = resolve(options.quantization_options, source.config, source.config_place)
+    return LoadedModel(model, limits, source.eos_token_ids(), meter, quantization)
 
 
 def _limits(spec: DecoderSpec, geometry: KVGeometry) -> ModelLimits:

@@ -19,6 +19,7 @@ def inverse_frequencies(rotary: Rotary, num_positions: int) -> Tensor:
     exponents = torch.arange(0, rotary.head_dim, 2, dtype=torch.int64).float() / rotary.head_dim
     per_radian = torch.pow(_theta(rotary, num_positions), exponents)
     inv_freq = _scaled(rotary, per_radian)
+    inv_freq = inv_freq if rotary.divisors is None else inv_freq / torch.tensor(rotary.divisors)
     if not bool(inv_freq.isfinite().all()) or not math.isfinite(rotary.scale):
         raise SpecError("rotary frequencies are not finite")
     return inv_freq

@@ -1,4 +1,4 @@
-"""Loading: a folder, or any checkpoint, becomes a `Decoder` that is ready to run."""
+"""Loading: a folder, a GGUF file or any checkpoint becomes a `Decoder` that is ready to run."""
 
 import logging
 from pathlib import Path
@@ -7,11 +7,12 @@ import torch
 
 from quire.kernels.back_end import BackEnd
 from quire.model.checkpoints.checkpoint import Checkpoint
+from quire.model.checkpoints.gguf import GGUFCheckpoint
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
-from quire.model.config import dtype_name, read_config, spec_from_config
-from quire.model.config_reader import CONFIG_FILE
 from quire.model.decoder import Decoder
+from quire.model.gguf_config import permuted_tensors
 from quire.model.quantization import UNQUANTIZED, QuantizationOptions, resolve
+from quire.model.source import ModelSource, read_source
 from quire.model.spec import DecoderSpec
 from quire.model.weight_formats.format import WeightFormat
 from quire.model.weight_formats.rounded import RoundedFormat
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def load_model(
-    folder: Path,
+    model: Path | ModelSource,
     *,
     dtype: str = "auto",
     device: torch.device | str = "cpu",
@@ -31,7 +32,7 @@ def load_model(
     kv_cache_dtype: str = "auto",
     quantization: QuantizationOptions | None = None,
 ) -> Decoder:
-    """Load the model in `folder` onto `device`.
+    """Load a model, given by its folder, its GGUF file or its source, onto `device`.
 
     dtype: auto (as the config says), float32, bfloat16 or float16. `max_positions`: the longest sequence to be served,
     at most the model's own; dynamic scaling depends on it, which is off by default. `table_positions`: the length of
@@ -39,15 +40,14 @@ def load_model(
     `quantization`: None is as the checkpoint says. Raises ModelError for a folder that cannot be loaded, ConfigError
     for an unknown dtype, or a quantization that contradicts the folder's.
     """
-    source = str(folder / CONFIG_FILE)
-    config = read_config(folder)
-    found = resolve(quantization or QuantizationOptions(), config, source)
+    source = model if isinstance(model, ModelSource) else read_source(model)
+    found = resolve(quantization or QuantizationOptions(), source.config, source.config_place)
     if found != UNQUANTIZED:
         log.info("quantization %s", found)
     return build_decoder(
-        spec_from_config(config, source),
-        SafetensorsCheckpoint(folder),
-        dtype=getattr(torch, dtype_name(dtype, config, source)),
+        source.spec,
+        open_checkpoint(source),
+        dtype=getattr(torch, source.dtype(dtype)),
         device=torch.device(device),
         back_end=back_end,
         max_positions=max_positions,
@@ -55,6 +55,13 @@ def load_model(
         kv_cache_dtype=kv_cache_dtype,
         weight_format=None if found == UNQUANTIZED else RoundedFormat(found),
     )
+
+
+def open_checkpoint(source: ModelSource) -> Checkpoint:
+    """Return the tensors of a model; no weight is read yet. ModelError for files that are broken."""
+    if source.gguf is None:
+        return SafetensorsCheckpoint(source.path)
+    return GGUFCheckpoint(source.gguf, permuted_tensors(source.spec, source.gguf))
 
 
 def build_decoder(

@@ -1,20 +1,22 @@
-"""Model resolution: the folder of the bundled model, of a local path or of a hub id."""
+"""Model resolution: the bundled model, a local folder, a local GGUF file, or the folder of a hub id."""
 
 import logging
 from pathlib import Path
 
 from quire.core.errors import ModelError
+from quire.core.gguf import is_gguf
 from quire.model.config_reader import CONFIG_FILE
 
 log = logging.getLogger(__name__)
 
 DEMO_MODEL = Path(__file__).parent / "demo"
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt")
+TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "merges.txt")
 HUB_FILES_LEFT_OUT = ["original/*", "consolidated*"]  # a second copy of the weights, in the publisher's own format
 
 
 def resolve_model(model: str | None, files: tuple[str, ...] = HUB_FILES) -> Path:
-    """Return the folder of `model`; None is the bundled demo model.
+    """Return the folder of `model`, or its GGUF file; None is the bundled demo model.
 
     The `files` of a hub id are downloaded into the hub's cache, or found there without network. Raises ModelError with
     the sources that were tried.
@@ -22,13 +24,18 @@ def resolve_model(model: str | None, files: tuple[str, ...] = HUB_FILES) -> Path
     if model is None:
         return _demo_model()
     folder = Path(model).expanduser()
-    if model and folder.is_dir():
+    if model and (folder.is_dir() or is_gguf(folder)):
         return folder
     if model and folder.exists():
-        raise ModelError(f"{model}: is a file; expected a folder with {CONFIG_FILE} and safetensors")
+        raise ModelError(f"{model}: is no GGUF file; expected one, or a folder with {CONFIG_FILE} and safetensors")
     if not _is_hub_id(model):
         raise ModelError(f"{model!r}: no such folder, and not a hub id of the form owner/name")
     return _from_hub(model, files)
+
+
+def resolve_tokenizer(tokenizer: str | None, model: Path) -> Path:
+    """Return the folder or file with the tokenizer named, or without a name that of the model found."""
+    return model if tokenizer is None else resolve_model(tokenizer, TOKENIZER_FILES)
 
 
 def _demo_model() -> Path:

@@ -59,6 +59,7 @@ class Rotary:
     ramp: tuple[float, float] | None = None  # YaRN: the last pair that is kept, the first that is interpolated
     scale: float = 1.0                      # multiplies cosines and sines (YaRN's attention factor)
     dynamic: tuple[int, float] | None = None  # dynamic NTK: original length, factor
+    divisors: tuple[float, ...] | None = None  # of each pair's frequency, where a checkpoint has them as a tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
-from quire.model.config import dtype_name, read_config, spec_from_config
-from quire.model.config_reader import CONFIG_FILE
+from quire.model.config import dtype_name, spec_from_config
 from quire.model.resolve import resolve_model
+from quire.model.source import read_source
 from quire.model.spec import DecoderSpec
 from quire.sim.cost import PAGED_ATTENTION_FACTOR, CostModel
 from quire.sim.hardware import HARDWARE, PAPER_SEQUENCE_S, PAPER_STEP_S
@@ -91,9 +91,8 @@ def read_model(name: str | None, dtype: str = "auto") -> Model:
     """
     if name in CONFIGS:
         return Model(name, spec_from_config(CONFIGS[name], name), dtype_name(dtype, CONFIGS[name], name), None)
-    folder = resolve_model(name, files=("*.json",))
-    config, source = read_config(folder), str(folder / CONFIG_FILE)
-    return Model(name or folder.name, spec_from_config(config, source), dtype_name(dtype, config, source), folder)
+    source = read_source(resolve_model(name, files=("*.json",)))
+    return Model(name or source.path.name, source.spec, source.dtype(dtype), source.path)
 
 
 def set_up(model: str) -> SetUp:

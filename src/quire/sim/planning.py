@@ -11,6 +11,7 @@ from pathlib import Path
 
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
+from quire.core.gguf import GGUFFile, is_gguf
 from quire.core.kv_dtypes import QUANTIZED
 from quire.core.model_files import file_inside
 from quire.engine.options import EngineOptions
@@ -129,10 +130,12 @@ def _what_binds(cache: CacheConfig, scheduler: SchedulerConfig, longest: int) ->
 
 
 def stored_parameters(folder: Path) -> int:
-    """Return the number of parameters in the safetensors files of a folder, by their headers; 0 if there is none.
+    """Return the number of parameters in the safetensors files of a folder, by their headers, or in a GGUF file.
 
-    Raises ModelError for a file that is none.
+    0 if there is none. Raises ModelError for a file that is none.
     """
+    if is_gguf(folder):
+        return sum(math.prod(entry.shape) for entry in GGUFFile(folder).tensors.values())
     return sum(_parameters_in(file_inside(folder, path.name)) for path in sorted(folder.glob("*.safetensors")))
 
 

@@ -1,0 +1,49 @@
+"""Model folders of any family with random weights: tensors of the shapes and names that its spec asks for."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quire.model.config import spec_from_config
+from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, layer_shapes
+
+
+def write_random_folder(folder: Path, config: dict[str, object], dtype: torch.dtype = torch.float32) -> Path:
+    """Write config.json and model.safetensors; return the folder. A tied model has no head."""
+    spec = spec_from_config(config)
+    names, generator = spec.weights, torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    def tensors_of(shape: Shape | None, prefix: str, *, is_transposed: bool = False) -> dict[str, Tensor]:
+        if shape is None:
+            return {}
+        if isinstance(shape, NormShape):
+            made = {f"{prefix}{shape.module}.weight": random(shape.width) * 0.3 + 1}
+            return made | ({f"{prefix}{shape.module}.bias": random(shape.width)} if shape.has_bias else {})
+        if not isinstance(shape, LinearShape):
+            return {f"{prefix}{shape.module}.weight": random(shape.num_rows, shape.width)}
+        num_rows = shape.num_rows if len(shape.modules) > 1 else (sum(shape.num_rows),)
+        made = {}
+        for module, rows in zip(shape.modules, num_rows, strict=True):
+            weight = random(rows, shape.width)
+            made[f"{prefix}{module}.weight"] = weight.T.contiguous() if is_transposed else weight
+            made |= {f"{prefix}{module}.bias": random(rows)} if shape.has_bias else {}
+        return made
+
+    *around, head = DecoderShapes.of(spec)
+    tensors = {} if spec.is_head_tied else tensors_of(head, "")
+    for shape in around:
+        tensors |= tensors_of(shape, names.prefixes[0])
+    for index, layer in enumerate(spec.layers):
+        for shape in layer_shapes(spec, layer):
+            prefix = names.prefixes[0] + names.layer.format(layer=index)
+            tensors |= tensors_of(shape, prefix, is_transposed=names.is_transposed)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
+    return folder
