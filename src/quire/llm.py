@@ -30,19 +30,24 @@ T = TypeVar("T")
 class LLM:
     """A model and an engine in this process.
 
-    `model` is a folder in Hugging Face format or a hub id, and None is the bundled demo model; the other settings are
-    those of EngineOptions, described in docs/reference.md. Bad settings raise ConfigError, a broken model
-    folder ModelError (both are ValueErrors). Use it as a context manager, or call `close()`; later calls raise
+    `model` is a folder in Hugging Face format, a GGUF file or a hub id, and None is the bundled demo model; the other
+    settings are those of EngineOptions, described in docs/reference.md. Bad settings raise ConfigError, a broken model
+    ModelError (both are ValueErrors). Use it as a context manager, or call `close()`; later calls raise
     RuntimeError. Not for use from several threads at once.
     """
 
     __signature__: ClassVar = inspect.signature(EngineOptions)
 
     def __init__(
-        self, model: str | Path | None = None, *, swap_dir: str | Path | None = None, **settings: Any  # noqa: ANN401
+        self,
+        model: str | Path | None = None,
+        *,
+        tokenizer: str | Path | None = None,
+        swap_dir: str | Path | None = None,
+        **settings: Any,  # noqa: ANN401
     ) -> None:
-        folder, swap_folder = (None if path is None else str(path) for path in (model, swap_dir))
-        options = EngineOptions(folder, swap_dir=swap_folder, **settings)
+        found, text, swap = (None if path is None else str(path) for path in (model, tokenizer, swap_dir))
+        options = EngineOptions(found, tokenizer=text, swap_dir=swap, **settings)
         self._assembled: AssembledEngine | None = assemble(options, loads_tokenizer=True)
         self._outputs = OutputProcessor(self._assembled.tokenizer)
         self._pinned = PinnedPrefixes(self._assembled.inputs.limits.block_size)

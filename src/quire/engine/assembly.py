@@ -22,7 +22,7 @@ from quire.kernels.cache_layout import dtype_name
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 from quire.model.quantization import UNQUANTIZED
-from quire.model.resolve import resolve_model
+from quire.model.resolve import resolve_model, resolve_tokenizer
 from quire.scheduling.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
 
@@ -44,7 +44,8 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
     The engine process loads no tokenizer: the server has it.
     """
     folder = resolve_model(options.model)
-    tokenizer = Tokenizer.from_folder_if_any(folder) if loads_tokenizer else None
+    has_tokenizer = resolve_tokenizer(options.tokenizer, folder)
+    tokenizer = Tokenizer.from_folder_if_any(has_tokenizer) if loads_tokenizer else None
     return build_engine(options, load(options, folder), tokenizer)
 
 

@@ -72,7 +72,7 @@ Command = Start | Vocabulary | Add | Abort | Finish | GetBlocks
 
 
 class Located(msgspec.Struct, tag="located", array_like=True, frozen=True):
-    """The model's folder was found; its weights are about to be read."""
+    """The model was found; its weights are about to be read. `folder`: that, or the GGUF file, of its tokenizer."""
 
     folder: str
 

@@ -38,10 +38,15 @@ class EngineOptions:
     """Settings of an engine; None means that the engine chooses. Options of kind "none" have no flag here."""
 
     model: str | None = option(
-        None, "folder or hub id", kind="argument", metavar="MODEL", shown_default="the bundled demo model",
-        row="folder in Hugging Face format, or hub id; `None` is the bundled demo model",
+        None, "folder, GGUF file or hub id", kind="argument", metavar="MODEL", shown_default="the bundled demo model",
+        row="folder in Hugging Face format, GGUF file, or hub id; `None` is the bundled demo model",
     )  # fmt: skip
     _: KW_ONLY
+    tokenizer: str | None = _engine(
+        None, "of another model: folder, GGUF file or hub id", metavar="MODEL", shown_default="the model's own",
+        row="folder, GGUF file or hub id with the tokenizer and the chat template; `None`: the model's own. For GGUF "
+        "files with a vocabulary that is not read",
+    )  # fmt: skip
     dtype: Dtype = _engine(
         "auto", "of weights, activations and KV cache",
         row="of weights, activations and KV cache: `auto` (the model's), `float32`, `bfloat16`, `float16`",

@@ -33,7 +33,7 @@ from quire.engine.engine import Engine
 from quire.engine.heartbeat import Heartbeat
 from quire.engine.messages import EngineState, Report
 from quire.engine.stall_detector import LayerCost, StallDetector
-from quire.model.resolve import resolve_model
+from quire.model.resolve import resolve_model, resolve_tokenizer
 
 if TYPE_CHECKING:
     from quire.engine.assembly import AssembledEngine
@@ -240,12 +240,12 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     """Load the model of the first command, then handle commands."""
     start = messages.decode_command(commands.get())
     assert isinstance(start, messages.Start), f"the first command must be Start, got {start}"
-    folder = str(resolve_model(start.options.model))
-    connection.send(messages.Located(folder))
+    folder = resolve_model(start.options.model)
+    connection.send(messages.Located(str(resolve_tokenizer(start.options.tokenizer, folder))))
     gc.disable()  # objects made from here on are permanent
     from quire.engine.assembly import assemble  # noqa: PLC0415 (loads torch; the server reads its tokenizer meanwhile)
 
-    assembled = assemble(replace(start.options, model=folder), loads_tokenizer=False)
+    assembled = assemble(replace(start.options, model=str(folder)), loads_tokenizer=False)
     gc.freeze()  # else a full collection looks through all of torch: 75 ms in the middle of a step
     gc.enable()
     connection.send(assembled.ready)

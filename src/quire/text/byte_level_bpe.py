@@ -12,7 +12,7 @@ from quire.core.errors import ModelError
 from quire.core.model_files import read_json_object, read_text
 
 VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
-_QWEN2_SPLIT = (
+QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
@@ -33,7 +33,7 @@ def read_byte_level_bpe(folder: Path, config: dict[str, Any]) -> Tokenizer:
     adds_space = config.get("add_prefix_space") is True
     if str(config.get("tokenizer_class")).startswith("Qwen2Tokenizer"):
         tokenizer.normalizer = normalizers.NFC()
-        split = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated")
+        split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated")
         spell = pre_tokenizers.ByteLevel(add_prefix_space=adds_space, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, spell])
     else:

@@ -63,19 +63,29 @@ def read_sentencepiece(folder: Path, config: dict[str, Any]) -> Tokenizer:
     path = folder / MODEL_FILE
     try:
         model = SentencePieceModel.parse(read_bytes(folder, MODEL_FILE))
-        unknown = model.pieces[model.unknown_id][0]
     except (ValueError, IndexError, KeyError, struct.error) as error:
         raise ModelError(f"{path}: not a SentencePiece model: {error!r:.200}") from error
+    return make_sentencepiece(model, str(path), is_legacy=config.get("legacy") is not False)
+
+
+def make_sentencepiece(model: SentencePieceModel, place: str, *, is_legacy: bool) -> Tokenizer:
+    """Return the tokenizer of a model. `place` is what errors call it; `is_legacy` as of `_set_normalizer`.
+
+    Raises ModelError for a model without the unknown token, with too long pieces, or of another algorithm.
+    """
+    if not model.unknown_id < len(model.pieces):
+        raise ModelError(f"{place}: not a SentencePiece model: no piece {model.unknown_id}, the unknown one")
+    unknown = model.pieces[model.unknown_id][0]
     if model.algorithm not in (UNIGRAM, BPE):
-        raise ModelError(f"{path}: of SentencePiece's algorithms only BPE and Unigram are supported")
+        raise ModelError(f"{place}: of SentencePiece's algorithms only BPE and Unigram are supported")
     if any(len(text) > MAX_PIECE_CHARS for text, *_ in model.pieces):
-        raise ModelError(f"{path}: has a piece of more than {MAX_PIECE_CHARS} characters")
+        raise ModelError(f"{place}: has a piece of more than {MAX_PIECE_CHARS} characters")
     tokenizer = Tokenizer(_bpe(model, unknown) if model.algorithm == BPE else _unigram(model))
     is_added = (UNKNOWN, CONTROL, USER_DEFINED)
     for text, _, kind in model.pieces:
         if kind in is_added:
             tokenizer.add_tokens([AddedToken(text, normalized=False, special=kind != USER_DEFINED)])
-    _set_normalizer(tokenizer, model, is_legacy=config.get("legacy") is not False)
+    _set_normalizer(tokenizer, model, is_legacy=is_legacy)
     tokenizer.decoder = _decoder(model)
     return tokenizer
 

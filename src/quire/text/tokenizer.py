@@ -1,13 +1,13 @@
 """Tokenizer of a model: text to token ids and back, equal to transformers for the same folder.
 
-A thin layer over the `tokenizers` library. It reads `tokenizer.json`, or an older format (`tokenizer_files.py`), makes
-the tokens special that the other files of the folder declare special, and disables truncation and padding, which serve
-training and would cut prompts without an error. The post-processor in `tokenizer.json` decides on a
+A thin layer over the `tokenizers` library. It reads `tokenizer.json`, an older format (`tokenizer_files.py`) or a GGUF
+file, makes the tokens special that the other files of the folder declare special, and disables truncation and padding,
+which serve training and would cut prompts without an error. The post-processor in `tokenizer.json` decides on a
 beginning-of-sequence token; as in transformers from 5.0 on, `add_bos_token` of `tokenizer_config.json` is ignored
 beside it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -16,8 +16,10 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from quire.core.errors import InvalidRequestError, ModelError
+from quire.core.gguf import GGUFFile, is_gguf
 from quire.core.token_bytes import TokenBytes
 from quire.text.chat_template import ChatTemplate
+from quire.text.gguf_tokenizer import has_gguf_tokenizer, read_gguf_tokenizer
 from quire.text.longest_token import LongestToken, longest_token
 from quire.text.text_settings import TOKENIZER_FILE, TextSettings, read_text_settings
 from quire.text.token_bytes import TokenBytesCache, decoding_rule
@@ -54,23 +56,34 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
-        """Load the tokenizer of a model folder. ModelError naming the file when one is missing or broken."""
+        """Load the tokenizer of a model folder or GGUF file. ModelError naming what is missing or broken."""
+        if is_gguf(folder):
+            return cls._load(str(folder), lambda: read_gguf_tokenizer(GGUFFile(folder)))
         name, settings = tokenizer_file(folder) or TOKENIZER_FILE, read_text_settings(folder)
+        return cls._load(f"{folder}/{name}", lambda: (read_backend(folder, name), settings))
+
+    @classmethod
+    def _load(cls, place: str, read: Callable[[], tuple[Backend, TextSettings]]) -> Self:
+        """Return the tokenizer that `read` returns. ModelError naming the place for one that cannot be used."""
         try:
-            tokenizer = cls(read_backend(folder, name), settings)
+            tokenizer = cls(*read())
             tokenizer.encode(_ANCHOR_TEXT)  # a broken post-processor shows only when it is used
         except ModelError:
             raise
         except BaseException as error:  # the library raises Exception itself; its panics are not even that
             if isinstance(error, Exception) or type(error).__name__ == _PANIC:
-                raise ModelError(f"{folder}/{name} is not a tokenizer that can be loaded: {error}") from error
+                raise ModelError(f"{place} is not a tokenizer that can be loaded: {error}") from error
             raise
         return tokenizer
 
     @classmethod
     def from_folder_if_any(cls, folder: Path) -> Self | None:
-        """Load the tokenizer of a model folder, or warn and return None if it has none: its model takes token ids."""
-        if tokenizer_file(folder) is not None:
+        """Load the tokenizer of a model, or warn and return None if it has none: the model takes token ids."""
+        if is_gguf(folder):
+            file = GGUFFile(folder)
+            if has_gguf_tokenizer(file):
+                return cls._load(str(folder), lambda: read_gguf_tokenizer(file))
+        elif tokenizer_file(folder) is not None:
             return cls.from_folder(folder)
         warn_missing_tokenizer(folder)
         return None

@@ -35,7 +35,8 @@ def warn_missing_tokenizer(folder: Path) -> None:
     """Log that prompts can only be token ids, and what would help."""
     found = sorted({path.name for pattern in _OTHER_FILES for path in folder.glob(pattern)})
     log.warning(
-        "%s has no tokenizer: prompts must be token ids, chats and texts are refused. Needed is tokenizer.json, "
+        "%s has no tokenizer: prompts must be token ids, chats and texts are refused, unless --tokenizer names one. "
+        "Needed is tokenizer.json, "
         "tokenizer.model, or vocab.json with merges.txt; %s. transformers' AutoTokenizer.from_pretrained(...)"
         ".save_pretrained(...) writes tokenizer.json",
         folder,
@@ -94,11 +95,16 @@ def _set_template(tokenizer: Tokenizer, folder: Path, config: dict[str, Any], *,
     first = token_text(named.get("bos_token")) or ("<s>" if adds_bos else None)
     last = token_text(named.get("eos_token"))
     flags = {"bos": config.get("add_bos_token", adds_bos) is True, "eos": config.get("add_eos_token") is True}
-    around = {"bos": first if flags["bos"] else None, "eos": last if flags["eos"] else None}
-    used = [(text, tokenizer.token_to_id(text)) for text in around.values() if text is not None]
-    for text, token_id in used:
-        if token_id is None:
+    for text in (first if flags["bos"] else None, last if flags["eos"] else None):
+        if text is not None and tokenizer.token_to_id(text) is None:
             raise ModelError(f"{folder / CONFIG_FILE}: the special token {text!r:.80} is not in the vocabulary")
+    put_around(tokenizer, first if flags["bos"] else None, last if flags["eos"] else None)
+
+
+def put_around(tokenizer: Tokenizer, first: str | None, last: str | None) -> None:
+    """Put special tokens, which are in the vocabulary, before and behind every text."""
+    used = [text for text in (first, last) if text is not None]
     if used:
-        parts = [*([around["bos"]] if around["bos"] else []), "$A", *([around["eos"]] if around["eos"] else [])]
-        tokenizer.post_processor = TemplateProcessing(single=parts, special_tokens=used)
+        parts = [*([first] if first else []), "$A", *([last] if last else [])]
+        special = [(text, tokenizer.token_to_id(text)) for text in dict.fromkeys(used)]
+        tokenizer.post_processor = TemplateProcessing(single=parts, special_tokens=special)
