@@ -61,7 +61,7 @@ def test_any_range_of_rows_can_be_read(checkpoint: Checkpoint, rows: tuple[int, 
     [
         ("nothing", (1, 2), r"tensor nothing is missing; expected shape \[1, 2\]"),
         ("matrix", (7, 10), r"matrix.* has shape \[10, 7\], expected \[7, 10\]"),
-        ("integers", (3, 4), "integers has dtype I32, expected one of F64, F32, F16, BF16: quantized checkpoints"),
+        ("integers", (3, 4), "integers has dtype I32, expected one of F64, F32, F16, BF16; quantized weights need"),
     ],
 )
 def test_tensor_that_is_not_as_expected_is_refused(

@@ -11,6 +11,7 @@ MAX_LAYERS = 4096
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # of epsilons, factors and thetas: what float32 can divide by
 MAX_POSITIONS = 2**24  # float32, in which angles are computed, holds every integer up to here
 MAX_HEAD_DIM = 2**16
+MAX_NAMES, MAX_NAME_CHARACTERS = 2**14, 512  # in a list of modules
 
 T = TypeVar("T")
 
@@ -84,6 +85,18 @@ class ConfigReader:
             raise self.error(f"{key} must be a list of {' or '.join(choices)}, got {_short(value)}")
         return value
 
+    def names(self, key: str) -> list[str]:
+        """Return a list of names; empty when missing."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(f"{key} must be a list of names, got {_short(value)}")
+        if len(value) > MAX_NAMES:
+            raise self.error(f"{key} has {len(value)} names, at most {MAX_NAMES} are read")
+        for name in value:
+            if len(name) > MAX_NAME_CHARACTERS:
+                raise self.error(f"{key}: {_short(name)} has more than {MAX_NAME_CHARACTERS} characters")
+        return value
+
     def divided(self, key: str, parts: int) -> int:
         """Return the size of each of `parts` equal parts of a size."""
         size = self.size(key)
@@ -98,11 +111,24 @@ class ConfigReader:
             raise self.error(f"{key} must be an object, got {_short(value)}")
         return value
 
+    def sections(self, key: str) -> dict[str, "ConfigReader"]:
+        """Return readers of the objects in an object, by name; empty when missing."""
+        found = self.section(key)
+        self.nested(key, {"keys": list(found)}).names("keys")
+        inner = self.nested(key, found)
+        return {name: inner.nested(f"{name:.80}", inner.section(name)) for name in found}
+
     def reject(self, key: str, *harmless: object, why: str) -> None:
         """Refuse any value of `key` but null and the harmless ones; `why` is the reason in the error."""
         value = self._values.get(key)
         if value is not None and value not in harmless:
             raise self.error(f"{key} = {_short(value)} is not supported yet: {why}")
+
+    def allow_only(self, *keys: str) -> None:
+        """Refuse a key that is none of these, unless its value is null, false or empty."""
+        for key, value in self._values.items():
+            if value and key not in keys:
+                raise self.error(f"unknown option {_short(key)} = {_short(value)}; known are {', '.join(keys)}")
 
     def _get(self, key: str, default: object) -> object:
         value = self._values.get(key)

@@ -11,10 +11,11 @@ from quire.model.checkpoints.gguf import GGUFCheckpoint
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.decoder import Decoder
 from quire.model.gguf_config import permuted_tensors
-from quire.model.quantization import UNQUANTIZED, QuantizationOptions, resolve
+from quire.model.quantization import UNQUANTIZED, Quantization, QuantizationOptions, resolve
 from quire.model.source import ModelSource, read_source
 from quire.model.spec import DecoderSpec
 from quire.model.weight_formats.format import WeightFormat
+from quire.model.weight_formats.quantized import QuantizedFormat
 from quire.model.weight_formats.rounded import RoundedFormat
 from quire.model.weights import WeightReader
 
@@ -53,7 +54,7 @@ def load_model(
         max_positions=max_positions,
         table_positions=table_positions,
         kv_cache_dtype=kv_cache_dtype,
-        weight_format=None if found == UNQUANTIZED else RoundedFormat(found),
+        weight_format=_weight_format(found),
     )
 
 
@@ -88,3 +89,10 @@ def build_decoder(
     decoder = Decoder(spec, weights, longest, num_positions, kv_cache_dtype=kv_cache_dtype)
     weights.warn_of_unread()
     return decoder
+
+
+def _weight_format(quantization: Quantization) -> WeightFormat | None:
+    """Return the format of the linear layers of a folder; None: dense."""
+    if quantization.stored is not None:
+        return QuantizedFormat(quantization.stored, quantization.activations)
+    return None if quantization == UNQUANTIZED else RoundedFormat(quantization)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from quire.core.errors import ConfigError
+from quire.model.weight_formats.options import HEAD
+from quire.model.weight_formats.quantization_config import quantization_from_config
+from quire.model.weight_formats.schemes import StoredQuantization, StoredScheme
 
 OnlineMethod = Literal["int8", "int4"]                                          # floats are rounded as they are read
 CheckpointMethod = Literal["awq", "gptq", "compressed-tensors", "fp8", "gguf"]  # vLLM's names of formats
@@ -22,6 +25,7 @@ DEFAULT_GROUP_SIZE = 128
 MIN_GROUP_SIZE = 32
 WHOLE_ROW = -1           # the group size that means all inputs of an output
 MIN_INT8_ACTIVATION_GROUP = 64  # weights in smaller groups are expanded by default: each group ends with float work
+MAX_TOKEN_INPUTS = 1 << 16      # inputs that share a scale where checkpoints say one for each token: all, up to these
 MAX_ACTIVATION_GROUP = 128      # inputs that share a scale of int8 activations; decision 0018 has the measurement
 
 
@@ -49,8 +53,10 @@ class Quantization:
     """Quantization of a model."""
 
     method: str = "none"
-    layers: WeightScheme = WeightScheme()
+    layers: WeightScheme = WeightScheme()  # of a checkpoint's, that of most
     head: WeightScheme = WeightScheme()
+    stored: StoredQuantization | None = None  # of a quantized checkpoint: the scheme of each module
+    activations: Activations | None = None    # asked for; None: the default for each module
 
     def __str__(self) -> str:
         """Return the description in logs."""
@@ -86,8 +92,11 @@ class QuantizationOptions:
 def resolve(asked: QuantizationOptions, config: Mapping[str, object], source: str) -> Quantization:
     """Return the quantization of a model, from its config.json and from the options; `source` names the config.
 
-    Raises ConfigError for options that contradict the config.
+    Raises ConfigError for options that contradict the config, ModelError for a config that is not supported.
     """
+    stored = quantization_from_config(config, source)
+    if stored is not None:
+        return _resolve_stored(asked, stored, source)
     method = asked.method or "none"
     if method in CHECKPOINT_METHODS:
         raise ConfigError(
@@ -102,6 +111,28 @@ def resolve(asked: QuantizationOptions, config: Mapping[str, object], source: st
             )
         return UNQUANTIZED
     return Quantization(method, online_scheme(method, asked), online_scheme("int8", asked))
+
+
+def _resolve_stored(asked: QuantizationOptions, stored: StoredQuantization, source: str) -> Quantization:
+    """Return the quantization of a quantized checkpoint."""
+    if asked.method not in (None, stored.method):
+        raise ConfigError(f"quantization {asked.method!r} contradicts {source}: {CONFIG_KEY} says {stored.method!r}")
+    if asked.activations == "int8" and any(scheme.element == "fp8" for scheme in stored.schemes):
+        raise ConfigError(f"quantization_activations 'int8' is for integer weights, and {source} has fp8 weights")
+    layers = stored_scheme(stored.schemes[-1] if stored.schemes else None, asked.activations)
+    head = stored_scheme(stored.scheme(HEAD), asked.activations)
+    return Quantization(stored.method, layers, head, stored, asked.activations)
+
+
+def stored_scheme(scheme: StoredScheme | None, activations: Activations | None) -> WeightScheme:
+    """Return the scheme of a weight as a checkpoint has it; None is dense. activations: as of `QuantizationOptions`."""
+    if scheme is None:
+        return WeightScheme()
+    group_size, correction = scheme.group_size or WHOLE_ROW, "zeros" if scheme.has_zero_points else "constant"
+    activation_groups = 0 if scheme.element == "fp8" else activation_group_size(group_size, activations)
+    if scheme.quantizes_activations and activations != "bfloat16":
+        activation_groups = scheme.group_size or MAX_TOKEN_INPUTS
+    return WeightScheme(scheme.element, group_size, activation_groups, correction)
 
 
 def online_scheme(weight_format: str, asked: QuantizationOptions) -> WeightScheme:

@@ -30,7 +30,10 @@ class Checkpoint(Protocol):
         """Return the dtype of a tensor, by safetensors' names: BF16, F32, I8."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop) of a tensor as stored, on the CPU, perhaps in the file's memory: copy it soon."""
+        """Return rows [start, stop) of a tensor as stored, on the CPU, perhaps in the file's memory: copy it soon.
+
+        A tensor without dimensions has one row.
+        """
 
 
 def read_rows(
@@ -53,7 +56,7 @@ def read_rows(
         )
     if dtype not in dtypes:
         raise ModelError(
-            f"{checkpoint.location(name)}: tensor {name} has dtype {dtype}, expected one of {', '.join(dtypes)}: "
-            "quantized checkpoints are not supported yet"
+            f"{checkpoint.location(name)}: tensor {name} has dtype {dtype}, expected one of {', '.join(dtypes)}"
+            + ("; quantized weights need a quantization_config" if dtypes == FLOAT_DTYPES else "")
         )
-    return checkpoint.read(name, *(rows or (0, shape[0])))
+    return checkpoint.read(name, *(rows or (0, shape[0] if shape else 1)))

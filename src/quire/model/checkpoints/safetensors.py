@@ -70,7 +70,8 @@ class SafetensorsCheckpoint:
 def _rows(file: Any, name: str, start: int, stop: int) -> Tensor:  # noqa: ANN401 (of safe_open)
     """Return some rows of a tensor: a whole one is not copied."""
     entry = file.get_slice(name)
-    tensor: Tensor = file.get_tensor(name) if (start, stop) == (0, entry.get_shape()[0]) else entry[start:stop]
+    is_whole = (start, stop) == (0, (entry.get_shape() or [1])[0])
+    tensor: Tensor = file.get_tensor(name) if is_whole else entry[start:stop]
     return tensor
 
 

@@ -1,0 +1,27 @@
+"""Parsers of quantization_config, by quantization method. No torch.
+
+Every option is checked: what changes a weight is read, what only documents the making of a checkpoint is known by name,
+and anything else is refused. Errors are ModelErrors with the file, the option, its value and what is supported.
+"""
+
+from collections.abc import Callable, Mapping
+
+from quire.model.config_reader import CONFIG_FILE, ConfigReader
+from quire.model.weight_formats.gptq_config import gptq_rules
+from quire.model.weight_formats.options import checked_rules
+from quire.model.weight_formats.schemes import ModuleRule, StoredQuantization
+
+KEYS = ("quantization_config", "compression_config")  # the second in old folders of compressed-tensors
+_PARSERS: Mapping[str, Callable[[ConfigReader], list[ModuleRule]]] = {"gptq": gptq_rules}
+
+
+def quantization_from_config(values: Mapping[str, object], source: str = CONFIG_FILE) -> StoredQuantization | None:
+    """Return the quantization that a config.json describes, or None. Raises ModelError for what is not supported."""
+    config = ConfigReader(values, source)
+    key = next((key for key in KEYS if config.has(key)), None)
+    if key is None:
+        return None
+    options = config.nested(key, config.section(key))
+    default = "compressed-tensors" if options.has("config_groups") else None
+    method = options.choice("quant_method", {name: name for name in _PARSERS}, default)
+    return StoredQuantization(method, checked_rules(options, *_PARSERS[method](options)))

@@ -1,0 +1,94 @@
+"""Weight format of quantized checkpoints: each module as its scheme says, fused modules as one weight."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.kernels.linear_weight import DENSE, LinearWeight
+from quire.kernels.quantized import expand
+from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.quantization import Activations, stored_scheme
+from quire.model.weight_formats.dense import DenseFormat, read_floats
+from quire.model.weight_formats.format import ModuleRows
+from quire.model.weight_formats.gptq import read_gptq
+from quire.model.weight_formats.schemes import Storage, StoredQuantization, StoredScheme
+from quire.model.weight_formats.stored import StoredModule
+
+log = logging.getLogger(__name__)
+
+_READERS: Mapping[Storage, Callable[[StoredModule], LinearWeight]] = {"gptq": read_gptq}
+_WORDS = ("gptq", "awq")  # whose quantized modules have no tensor `.weight`
+
+
+class QuantizedFormat:
+    """A `WeightFormat` of quantized checkpoints. `activations`: asked for; None: the default for each module."""
+
+    def __init__(self, quantization: StoredQuantization, activations: Activations | None) -> None:
+        self._quantization = quantization
+        self._activations = activations
+
+    def read(
+        self, tensors: TensorReader, modules: Sequence[ModuleRows], width: int, *, is_transposed: bool
+    ) -> LinearWeight:
+        """Return the modules' weights as one, quantized where all modules are, in the same way."""
+        return fused([self._module(tensors, each, width, is_transposed=is_transposed) for each in modules])
+
+    def read_head(
+        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Tensor | None
+    ) -> LinearWeight:
+        """Return the head as the checkpoint has it."""
+        has_tensors = any(name.startswith(f"{module.module}.") for name in tensors.names)
+        if self._scheme(tensors, module) is None or (embedding is not None and not has_tensors):
+            return DenseFormat().read_head(tensors, module, width, embedding)
+        return self._module(tensors, module, width, is_transposed=False)
+
+    def _module(
+        self, tensors: TensorReader, module: ModuleRows, width: int, *, is_transposed: bool
+    ) -> LinearWeight:
+        scheme = self._scheme(tensors, module)
+        if scheme is None:
+            return LinearWeight.dense(read_floats(tensors, module, width, is_transposed=is_transposed))
+        weight = _READERS[scheme.storage](StoredModule(tensors, scheme, module, width))
+        return replace(weight, activation_group_size=stored_scheme(scheme, self._activations).activation_group_size)
+
+    def _scheme(self, tensors: TensorReader, module: ModuleRows) -> StoredScheme | None:
+        """Return the scheme of a module; None for dense ones, also those that only the tensors show to be dense."""
+        scheme, name = self._quantization.scheme(module.module), module.module
+        is_dense = f"{name}.weight" in tensors.names and f"{name}.qweight" not in tensors.names
+        return None if scheme is not None and scheme.storage in _WORDS and is_dense else scheme
+
+
+def fused(parts: Sequence[LinearWeight]) -> LinearWeight:
+    """Return one weight with the rows of all parts; of expanded values where the parts differ in their formats."""
+    if len(parts) == 1:
+        return parts[0]
+    if not all(_is_alike(part, parts[0]) for part in parts[1:]):
+        log.warning("modules of one layer have different formats: the layer is kept in 16 bits or more")
+        return LinearWeight.dense([_values(part) for part in parts])
+    if parts[0].format == DENSE:
+        return LinearWeight.dense([tensor for part in parts for tensor in part.data])
+    zeros = {part.zero_points if isinstance(part.zero_points, int) else None for part in parts}
+    return LinearWeight.stack(parts if len(zeros) == 1 else [_with_zero_points(part) for part in parts])
+
+
+def _is_alike(part: LinearWeight, other: LinearWeight) -> bool:
+    if (part.format, part.group_size) != (other.format, other.group_size):
+        return False
+    if part.group_index is None or other.group_index is None:
+        return part.group_index is other.group_index
+    return torch.equal(part.group_index, other.group_index)
+
+
+def _with_zero_points(part: LinearWeight) -> LinearWeight:
+    """Return a weight with a zero point for each scale."""
+    if not isinstance(part.zero_points, int) or part.scales is None:
+        return part
+    return replace(part, zero_points=torch.full_like(part.scales, part.zero_points, dtype=torch.uint8))
+
+
+def _values(part: LinearWeight) -> Tensor:
+    """Return a part's values in the model's dtype."""
+    return part.data[0] if part.format == DENSE else expand(part).to(part.value_dtype)

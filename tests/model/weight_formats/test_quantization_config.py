@@ -1,0 +1,118 @@
+"""Quantization configs: schemes of modules, and refusal of what is not supported, by name."""
+
+import pytest
+
+from quire.core.errors import ConfigError, ModelError
+from quire.model.quantization import WHOLE_ROW, Quantization, QuantizationOptions, WeightScheme, resolve
+from quire.model.weight_formats.quantization_config import quantization_from_config
+from quire.model.weight_formats.schemes import StoredQuantization, StoredScheme
+from support.quantized_folder import gptq_config
+
+Q_PROJ, DOWN = "model.layers.3.self_attn.q_proj", "model.layers.11.mlp.down_proj"
+
+
+def parsed(options: object) -> StoredQuantization:
+    found = quantization_from_config({"quantization_config": options}, "here/config.json")
+    assert found is not None
+    return found
+
+
+def scheme(options: object, module: str = Q_PROJ) -> StoredScheme:
+    found = parsed(options).scheme(module)
+    assert found is not None
+    return found
+
+
+def check_refusals(options: dict[str, object], changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ModelError, match=words) as caught:
+        parsed({**options, **changes})
+    assert str(caught.value).startswith("here/config.json: quantization_config: ")
+
+
+def test_config_without_a_quantization_has_none() -> None:
+    assert quantization_from_config({"hidden_size": 3, "quantization_config": None}) is None
+
+
+@pytest.mark.parametrize("options", [{"quant_method": "bitsandbytes"}, {"bits": 4}, {"quant_method": ["gptq"]}])
+def test_unknown_methods_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ModelError, match=r"quantization_config: quant_method (must be one of gptq|is missing)"):
+        parsed(options)
+
+
+def test_gptq_options_make_the_scheme() -> None:
+    assert scheme(gptq_config(4, 128)) == StoredScheme("gptq", "int4", 128, zero_offset=1)
+    expected = StoredScheme("gptq", "int8", 0, has_zero_points=True, has_input_order=True)
+    assert scheme(gptq_config(8, -1, sym=False, desc_act=True, version=2)) == expected
+    assert parsed(gptq_config(4, 128)).method == "gptq"
+
+
+def test_gptq_head_is_dense_unless_the_config_says_otherwise() -> None:
+    assert parsed(gptq_config(4, 128)).scheme("lm_head") is None
+    assert parsed(gptq_config(4, 128, lm_head=True)).scheme("lm_head") is not None
+
+
+def test_gptq_rules_of_modules_change_schemes_or_leave_modules_dense() -> None:
+    rules = {r"-:.*\.(?:1[0-5])\..*": {}, r"+:.*\.self_attn\..*": {"bits": 8, "group_size": -1}, ".*k": {"sym": False}}
+    found = parsed(gptq_config(4, 128, dynamic=rules))
+    assert found.scheme(DOWN) is None
+    assert found.scheme(Q_PROJ) == StoredScheme("gptq", "int8", 0, zero_offset=1)
+    assert found.scheme("model.layers.3.mlp.up_proj") == StoredScheme("gptq", "int4", 128, zero_offset=1)
+    assert found.fused_scheme([Q_PROJ, Q_PROJ.replace("q_", "v_")]) == found.scheme(Q_PROJ)
+    assert found.fused_scheme([Q_PROJ, "model.layers.3.mlp.up_proj"]) is None
+
+
+@pytest.mark.parametrize("modules", [["self_attn.q_proj"], [["self_attn.k_proj", "self_attn.q_proj"], ["mlp.up_proj"]]])
+def test_gptq_modules_that_are_listed_are_the_quantized_ones(modules: list[object]) -> None:
+    found = parsed(gptq_config(4, 128, modules_in_block_to_quantize=modules))
+    assert found.scheme(Q_PROJ) is not None
+    assert found.scheme(DOWN) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"bits": 3}, "bits = 3 is not supported; supported are 4, 8"),
+        ({"bits": None}, "bits is missing"),
+        ({"bits": True}, "bits must be an integer"),
+        ({"group_size": 0}, "group_size must be at least 1, or -1 for a whole row, got 0"),
+        ({"group_size": -2}, "group_size must be an integer from -1"),
+        ({"group_size": 2**17}, "group_size must be an integer from -1 to 65536"),
+        ({"sym": "yes"}, "sym must be true or false"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format must be one of gptq, gptq_v2, got 'marlin'"),
+        ({"checkpoint_format": None, "format": "bitblas"}, "format must be one of gptq, gptq_v2, got 'bitblas'"),
+        ({"is_marlin_format": True}, "is_marlin_format = True is not supported"),
+        ({"pack_dtype": "int64"}, "pack_dtype = 'int64' is not supported"),
+        ({"rotation": "hadamard"}, "unknown option 'rotation' = 'hadamard'; known are bits, group_size"),
+        ({"dynamic": []}, "dynamic must be an object"),
+        ({"dynamic": {"+:a": 3}}, r"dynamic: \+:a must be an object, got 3"),
+        ({"dynamic": {"+:a": {"bits": 2}}}, r"dynamic: \+:a: bits = 2 is not supported"),
+        ({"dynamic": {"+:a": {"adapter": "x"}}}, r"dynamic: \+:a: unknown option 'adapter'"),
+        ({"dynamic": {"-:(a+)+$": {}}}, r"pattern '\(a\+\)\+\$' is not supported: a repetition within a repetition"),
+        ({"dynamic": {f"-:{i}{'x' * 500}": {} for i in range(20)}}, "patterns of 10030 characters; at most 4096"),
+        ({"modules_in_block_to_quantize": "all"}, "modules_in_block_to_quantize must be a list of names"),
+        ({"modules_in_block_to_quantize": [[3]]}, "must be a list of names, got .3."),
+        ({"modules_in_block_to_quantize": ["q"] * 20_000}, "has 20000 names, at most 16384"),
+    ],
+)
+def test_gptq_options_that_are_not_supported_are_refused(changes: dict[str, object], words: str) -> None:
+    check_refusals(gptq_config(4, 128), changes, words)
+
+
+def resolved(options: dict[str, object], **asked: object) -> Quantization:
+    return resolve(QuantizationOptions(**asked), {"quantization_config": options}, "here/config.json")
+
+
+def test_a_checkpoint_decides_its_quantization() -> None:
+    found = resolved(gptq_config(4, 128, sym=False))
+    assert (found.method, found.layers) == ("gptq", WeightScheme("int4", 128, 128, "zeros"))
+    assert found.head == WeightScheme()
+    assert resolved(gptq_config(4, 128), method="gptq").layers.activation_group_size == 128
+    assert resolved(gptq_config(4, 32)).layers.activation_group_size == 0
+    assert resolved(gptq_config(4, 32), activations="int8").layers.activation_group_size == 32
+    assert resolved(gptq_config(8, -1), activations="bfloat16").layers == WeightScheme("int8", WHOLE_ROW)
+
+
+@pytest.mark.parametrize("method", ["awq", "int4", "none"])
+def test_an_option_that_contradicts_the_checkpoint_is_refused(method: str) -> None:
+    with pytest.raises(ConfigError, match=f"quantization '{method}' contradicts here/config.json: .* says 'gptq'"):
+        resolved(gptq_config(4, 128), method=method)

@@ -1,0 +1,80 @@
+"""Models with quantized weights: layers of several formats, dense modules, and the bits of the dequantized twin."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quire.kernels.back_end import TORCH
+from quire.model.loader import load_model
+from quire.model.quantization import QuantizationOptions
+from support.quantized_folder import KV_WIDTH, LAYER_LINEARS, WIDTH, Quantize, gptq, gptq_config, write_pair
+from support.quantized_reading import read, values
+
+TOKENS = list(range(1, 40))
+ENDS = [name.rpartition(".")[2] for name in LAYER_LINEARS]
+QKV = {"q_proj": WIDTH, "k_proj": KV_WIDTH, "v_proj": KV_WIDTH}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("has_head", [False, True], ids=["dense head", "quantized head"])
+def test_expanded_weights_give_the_bits_of_the_twin(
+    tmp_path: Path, paged_runner: type, dtype: torch.dtype, has_head: bool
+) -> None:
+    kind = {"bits": 4, "group_size": 32, "sym": False, "desc_act": True}
+    config = gptq_config(**kind, **({"lm_head": True} if has_head else {}))
+    pair = write_pair(tmp_path, gptq(**kind), config, dtype=dtype, has_quantized_head=has_head)
+    expanded = QuantizationOptions(activations="bfloat16")
+    models = [load_model(pair.folder, back_end=TORCH, quantization=expanded), load_model(pair.twin, back_end=TORCH)]
+    found, expected = (paged_runner(model).run("a", TOKENS, [7, 20]) for model in models)
+    assert torch.equal(found, expected)
+
+
+def test_parameters_are_counted_as_those_of_the_twin(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path, gptq(4, 32), gptq_config(4, 32))
+    found, expected = (load_model(folder, back_end=TORCH).num_parameters for folder in (pair.folder, pair.twin))
+    assert found == expected
+
+
+def test_ignored_modules_stay_dense(tmp_path: Path) -> None:
+    kinds = {end: gptq(4, 32) for end in ENDS if end != "o_proj"}
+    pair = write_pair(tmp_path, kinds, gptq_config(4, 32, dynamic={r"-:.*\.o_proj": {}}))
+    assert read(pair.folder, ("model.layers.0.self_attn.o_proj", WIDTH), width=WIDTH).format == "dense"
+    load_model(pair.folder, back_end=TORCH)
+
+
+def test_modules_without_packed_tensors_are_read_dense(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path, {end: gptq(4, 32) for end in ENDS if end != "o_proj"}, gptq_config(4, 32))
+    assert read(pair.folder, ("model.layers.0.self_attn.o_proj", WIDTH), width=WIDTH).format == "dense"
+
+
+@pytest.mark.parametrize(
+    ("v_proj", "rule"),
+    [
+        (None, {"-:.*v_proj": {}}),
+        (gptq(8, 32), {"+:.*v_proj": {"bits": 8}}),
+        (gptq(4, 16), {".*v_proj": {"group_size": 16}}),
+    ],
+    ids=["dense", "8 bits", "smaller groups"],
+)
+def test_fused_modules_of_different_formats_are_expanded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, v_proj: Quantize | None, rule: dict[str, object]
+) -> None:
+    kinds = {end: gptq(4, 32) for end in ENDS if end != "v_proj"} | ({} if v_proj is None else {"v_proj": v_proj})
+    pair = write_pair(tmp_path, kinds, gptq_config(4, 32, dynamic=rule), dtype=torch.float32)
+    stem = "model.layers.0.self_attn."
+    weight = read(pair.folder, *((stem + end, rows) for end, rows in QKV.items()), width=WIDTH)
+    assert weight.format == "dense"
+    twin = load_file(pair.twin / "model.safetensors")
+    assert torch.equal(values(weight), torch.cat([twin[f"{stem}{end}.weight"] for end in QKV]))
+    assert "modules of one layer have different formats" in caplog.text
+
+
+def test_fused_modules_may_have_zero_points_of_different_kinds(tmp_path: Path) -> None:
+    kinds = {end: gptq(4, 32, sym=end != "k_proj") for end in ENDS}
+    pair = write_pair(tmp_path, kinds, gptq_config(4, 32, sym=False))
+    modules = [(f"model.layers.0.self_attn.{end}", rows) for end, rows in QKV.items()]
+    weight = read(pair.folder, *modules, width=WIDTH)
+    assert isinstance(weight.zero_points, torch.Tensor)
+    assert torch.equal(values(weight), torch.cat([pair.values[name] for name, _ in modules]))
