@@ -25,6 +25,17 @@ def test_table_and_json_say_the_same(run: Run, tmp_path: Path) -> None:
     assert plan["binds"] in " ".join(ran.out.split())
 
 
+def test_quantization_is_told(run: Run, tmp_path: Path) -> None:
+    folder, path = write_zero_model(tmp_path, "Llama", "bfloat16"), tmp_path / "plan.json"
+    ran = run("plan", folder, "-q", "int8", "--device-memory", "1GiB", "--json", path)
+    assert ran.code == 0, ran.err
+    assert "quantization int8: int8 weights in groups of 128" in " ".join(ran.out.split())
+    assert json.loads(path.read_text())["quantization"].startswith("int8: int8 weights")
+    ran = run("plan", folder, "-q", "gptq", "--device-memory", "1GiB")
+    assert ran.code != 0
+    assert "quantization 'gptq' is the format of a checkpoint" in " ".join(ran.err.split())
+
+
 def test_difference_between_config_and_files_is_told(run: Run, tmp_path: Path) -> None:
     folder = write_zero_model(tmp_path, "Llama", "bfloat16")
     config = json.loads((folder / "config.json").read_text())

@@ -1,9 +1,12 @@
 """What the cost model says is what can be worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from quire.core.plan import BlockCopy, StepPlan
 from quire.model.config import spec_from_config
+from quire.model.quantization import WHOLE_ROW, Quantization, WeightScheme
 from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel
 from quire.sim.hardware import CurvePoint, Hardware
 from quire.sim.models import CONFIGS
@@ -26,6 +29,24 @@ def test_decode_reads_weights_and_contexts() -> None:
     weights_s = 2 * (LAYER_WEIGHTS + HEAD_WEIGHTS) / 1e12
     assert cost.step_s(decode(1, 1000)) == pytest.approx(0.001 + weights_s + 1000 * 819_200 / 1e12)
     assert cost.step_s(decode(8, 1000)) == pytest.approx(0.001 + weights_s + 8 * 1000 * 819_200 / 1e12)
+
+
+def test_quantized_weights_are_read_in_fewer_bytes() -> None:
+    scheme = WeightScheme("int4", 128, 128)
+    quantization = Quantization("int4", scheme, WeightScheme("int8", 128, 128))
+    cost = CostModel(OPT_13B, MACHINE, attention_factor=CONTIGUOUS_ATTENTION_FACTOR, quantization=quantization)
+    weights_s = ((0.5 + 4 / 128) * LAYER_WEIGHTS + (1 + 4 / 128) * HEAD_WEIGHTS) / 1e12
+    assert cost.step_s(decode(1, 1000)) == pytest.approx(0.001 + weights_s + 1000 * 819_200 / 1e12)
+
+
+def test_quantized_weights_save_reading_and_no_arithmetic_of_a_measured_machine() -> None:
+    curve = (CurvePoint(1, 2e-12), CurvePoint(8, 3e-12))
+    machine = replace(MACHINE, curve=curve, dtype="float16", step_s=0)
+    quantization = Quantization("int8", WeightScheme("int8", WHOLE_ROW, 128))
+    plain, found = CostModel(OPT_13B, machine), CostModel(OPT_13B, machine, quantization=quantization)
+    saved = (0.5 - 4 / 128 / 2) * 2e-12 * LAYER_WEIGHTS
+    for num_seqs in (1, 8):
+        assert plain.step_s(decode(num_seqs, 1)) - found.step_s(decode(num_seqs, 1)) == pytest.approx(saved)
 
 
 def test_paged_attention_takes_the_papers_factor_longer() -> None:

@@ -9,6 +9,7 @@ from quire.core.errors import ConfigError, ModelError
 from quire.engine import device_sizing
 from quire.engine.assembly import assemble
 from quire.engine.options import EngineOptions
+from quire.model.quantization import QuantizationOptions
 from quire.sim.hardware import HARDWARE, Hardware
 from quire.sim.models import read_model
 from quire.sim.planning import not_servable_yet, plan_memory, stored_parameters
@@ -40,6 +41,20 @@ def test_plan_is_what_the_engine_reports(
     assert plan.cache.num_blocks == pytest.approx(limits.num_blocks, rel=0.03)
     assert plan.scheduler.max_model_len == limits.max_model_len
     assert (plan.dtype, plan.cache.block_size) == (dtype, limits.block_size)
+
+
+def test_quantized_weights_leave_more_to_the_cache() -> None:
+    hardware, options = this_machine(40 * 2**30), EngineOptions(max_num_seqs=64)
+    plain = plan_memory(read_model("LLaMA-7B"), hardware, options)
+    model = read_model("LLaMA-7B", asked=QuantizationOptions("int4"))
+    found = plan_memory(model, hardware, options)
+    assert plain.quantization == ""
+    assert found.quantization.startswith("int4: int4 weights in groups of 128, int8 activations in groups of 128")
+    assert found.weight_bytes < 0.2 * plain.weight_bytes, "of float32, which float16 is on a CPU"
+    assert found.cache.num_blocks > plain.cache.num_blocks
+    assert not not_servable_yet(model, hardware, options)
+    (reason,) = not_servable_yet(model, HARDWARE["A100-40GB"], options)
+    assert reason.startswith("quantized weights are not supported yet on device cuda: int4")
 
 
 def test_gpu_gives_the_cache_what_weights_and_workspaces_leave() -> None:

@@ -62,7 +62,7 @@ def plan(
     json: Annotated[Path | None, JSON] = None,
 ) -> None:
     """Say what fits before anything is loaded: weights, KV blocks, requests by length, and what binds."""
-    model = read_model(engine.model, engine.dtype)
+    model = read_model(engine.model, engine.dtype, engine.quantization_options)
     found, refusals = device.plan(model, engine), device.not_servable_yet(model, engine)
     num_stored = 0 if model.folder is None else stored_parameters(model.folder)
     report.print_rows(f"{found.model} on {found.num_devices} x {found.hardware}", _rows(found))
@@ -87,6 +87,7 @@ def _rows(found: MemoryPlan) -> dict[str, Any]:
     return {
         "memory": format_bytes(found.memory_bytes) + each,
         "weights": f"{format_bytes(found.weight_bytes)}{each}, {found.num_parameters:,} parameters of {found.dtype}",
+        **({"quantization": found.quantization} if found.quantization else {}),
         "workspaces": (
             f"up to {format_bytes(found.workspace_bytes)}{each}; block tables {format_bytes(found.table_bytes)}"
         ),

@@ -61,7 +61,7 @@ def simulate(
     """Serve on a virtual clock: throughput, latencies, goodput, KV use, cost, and what would bind."""
     if device.hardware is None:
         raise ConfigError("hardware must be given: a name, or a file of `quire bench calibrate`")
-    model, hardware = read_model(engine.model, engine.dtype), device.machine
+    model, hardware = read_model(engine.model, engine.dtype, engine.quantization_options), device.machine
     found = device.plan(model, engine)
     vocab_size, num_prompts = model.spec.vocab_size, load.num_prompts
     items = workload(load.workload, num_prompts, seed=engine.seed, data=load.data, vocab_size=vocab_size)
@@ -76,6 +76,7 @@ def simulate(
         found.dtype,
         CONTIGUOUS_ATTENTION_FACTOR if is_measured else PAGED_ATTENTION_FACTOR,
         found.kv_cache_dtype,
+        model.quantization,
     )
     begun_s = time.process_time()
     run = Simulation(paged_scheduler(found.cache, found.scheduler), cost).run(items, due_s)

@@ -11,8 +11,9 @@ from functools import cache
 
 from quire.core.plan import MeasuredRates, StepPlan
 from quire.model.footprint import num_layer_weights, stored_kv_bytes_per_token
+from quire.model.quantization import UNQUANTIZED, Quantization
 from quire.model.spec import DecoderSpec
-from quire.model.weight_formats.sizes import DTYPE_BYTES
+from quire.model.weight_formats.sizes import DTYPE_BYTES, scheme_bits
 from quire.sim.hardware import CurvePoint, Hardware
 
 # Kwon et al. 2023, section 7.1: the paged attention kernel takes 20 to 26 % longer than one over contiguous memory.
@@ -35,12 +36,17 @@ class CostModel:
         dtype: str = "float16",
         attention_factor: float = PAGED_ATTENTION_FACTOR,
         kv_dtype: str | None = None,
+        quantization: Quantization = UNQUANTIZED,
     ) -> None:
         itemsize = DTYPE_BYTES[dtype]
         kv_bytes = stored_kv_bytes_per_token(spec, kv_dtype or dtype, num_devices)
         self.spec, self.hardware = spec, hardware
         self._num_devices, self._itemsize, self._window = num_devices, itemsize, spec.sliding_window
         self._curve_scale = itemsize / DTYPE_BYTES[hardware.dtype]
+        self._layer_share, self._head_share = (  # of the bytes of an unquantized weight
+            scheme_bits(scheme, dtype, spec.hidden_size) / 8 / itemsize
+            for scheme in (quantization.layers, quantization.head)
+        )
         self._num_layer_weights = num_layer_weights(spec) / num_devices
         self._num_head_weights = spec.vocab_size * spec.embedding_size / num_devices
         self._s_per_byte = 1 / (hardware.bytes_per_s * hardware.bandwidth_share)
@@ -79,14 +85,16 @@ class CostModel:
 
     def _linear_time_s(self, num_tokens: int, num_samples: int) -> float:
         """Return the seconds of all linear layers for the step's tokens, and of the head for its samples."""
-        return self._num_layer_weights * self._s_per_weight(num_tokens) + (
-            self._num_head_weights * self._s_per_weight(num_samples) if num_samples else 0.0
+        return self._num_layer_weights * self._s_per_weight(num_tokens, self._layer_share) + (
+            self._num_head_weights * self._s_per_weight(num_samples, self._head_share) if num_samples else 0.0
         )
 
-    def _s_per_weight(self, num_tokens: int) -> float:
-        if self.hardware.curve:
-            return self._curve_scale * _on_curve(self.hardware.curve, num_tokens)
-        return max(self._itemsize * self._s_per_byte, 2 * num_tokens * self._s_per_flop)
+    def _s_per_weight(self, num_tokens: int, share: float) -> float:
+        """Return the seconds of a weight with `share` of an unquantized one's bytes; what is not reading stays."""
+        curve = self.hardware.curve
+        if curve:
+            return self._curve_scale * (_on_curve(curve, num_tokens) - (1 - share) * curve[0].s_per_weight)
+        return max(share * self._itemsize * self._s_per_byte, 2 * num_tokens * self._s_per_flop)
 
     def _attention_s(self, plan: StepPlan, num_tokens: int) -> float:
         """Return the seconds of attention over all layers. One token reads its context; more multiply with it, too."""

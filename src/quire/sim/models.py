@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from quire.core.errors import ConfigError
 from quire.model.config import dtype_name, spec_from_config
+from quire.model.quantization import UNQUANTIZED, Quantization, QuantizationOptions, resolve
 from quire.model.resolve import resolve_model
 from quire.model.source import read_source
 from quire.model.spec import DecoderSpec
@@ -82,17 +83,21 @@ class Model(NamedTuple):
     spec: DecoderSpec
     dtype: str
     folder: Path | None  # None: only known by name
+    quantization: Quantization = UNQUANTIZED
 
 
-def read_model(name: str | None, dtype: str = "auto") -> Model:
+def read_model(name: str | None, dtype: str = "auto", asked: QuantizationOptions | None = None) -> Model:
     """Return a model of this module by its name, or one that `quire serve` takes: of a hub id its JSON files alone.
 
-    Raises ModelError for what is none of them.
+    Raises ModelError for what is none of them, ConfigError for a quantization that contradicts the model's.
     """
+    asked = asked or QuantizationOptions()
     if name in CONFIGS:
-        return Model(name, spec_from_config(CONFIGS[name], name), dtype_name(dtype, CONFIGS[name], name), None)
+        config, found = CONFIGS[name], resolve(asked, CONFIGS[name], name)
+        return Model(name, spec_from_config(config, name), dtype_name(dtype, config, name), None, found)
     source = read_source(resolve_model(name, files=("*.json",)))
-    return Model(name or source.path.name, source.spec, source.dtype(dtype), source.path)
+    found = resolve(asked, source.config, source.config_place)
+    return Model(name or source.path.name, source.spec, source.dtype(dtype), source.path, found)
 
 
 def set_up(model: str) -> SetUp:

@@ -17,6 +17,7 @@ from quire.core.model_files import file_inside
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
 from quire.model.footprint import num_parameters, stored_kv_bytes_per_token, weight_bytes
+from quire.model.quantization import UNQUANTIZED
 from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, PLAIN_PACKING, Packing
 from quire.sim.hardware import Hardware
 from quire.sim.models import Model
@@ -35,6 +36,7 @@ class MemoryPlan:
     kv_cache_dtype: str
     num_devices: int
     num_parameters: int
+    quantization: str            # in words; empty: none
     memory_bytes: int
     weight_bytes: int
     workspace_bytes: int
@@ -58,7 +60,7 @@ def plan_memory(model: Model, hardware: Hardware, options: EngineOptions, num_de
     num_seqs = options.resolved_max_num_seqs
     num_tokens = options.resolved_max_num_batched_tokens
     token_bytes = stored_kv_bytes_per_token(spec, kv_dtype, num_devices)
-    weights = weight_bytes(spec, model.dtype, packing, num_devices)
+    weights = weight_bytes(spec, model.dtype, packing, num_devices, model.quantization)
     inner = max(layer.feed_forward.size for layer in spec.layers)
     widest = 2 * spec.hidden_size + max(2 * inner, 3 * spec.num_heads * spec.head_dim) // num_devices
     workspaces = num_tokens * widest * DTYPE_BYTES[model.dtype] + num_seqs * spec.vocab_size * 4
@@ -84,6 +86,7 @@ def plan_memory(model: Model, hardware: Hardware, options: EngineOptions, num_de
         kv_cache_dtype=kv_dtype,
         num_devices=num_devices,
         num_parameters=num_parameters(spec),
+        quantization="" if model.quantization == UNQUANTIZED else str(model.quantization),
         memory_bytes=int(hardware.memory_bytes),
         weight_bytes=weights,
         workspace_bytes=workspaces,
@@ -103,6 +106,8 @@ def not_servable_yet(model: Model, hardware: Hardware, options: EngineOptions, n
         replace(options, tensor_parallel_size=num_devices)
     except ConfigError as error:
         reasons.append(str(error))
+    if hardware.device == "cuda" and model.quantization != UNQUANTIZED:
+        reasons.append(f"quantized weights are not supported yet on device cuda: {model.quantization}")
     own_dtype, kv_dtype = _packing(hardware).kernel_dtype(model.dtype), options.kv_cache_dtype
     if kv_dtype in QUANTIZED:
         if hardware.device != "cpu":

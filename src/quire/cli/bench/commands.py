@@ -25,8 +25,10 @@ from quire.cli.bench.machine import machine_facts
 from quire.cli.bench.passes import latency_pass, throughput_pass, watched_pass
 from quire.cli.flag_groups import COMMAND_SETTINGS, JSON, flag, flag_field, with_config_file, with_flag_groups
 from quire.cli.model_flags import load
+from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import free_memory_bytes
+from quire.model.quantization import UNQUANTIZED
 from quire.sim.calibration import fit_hardware, step_sizes
 from quire.sim.hardware import write_hardware
 from quire.sim.models import read_model
@@ -111,7 +113,9 @@ def serve(
 @with_flag_groups
 def calibrate(engine: EngineOptions, run: RunFlags) -> None:
     """Time steps of many sizes, and make of them the hardware that `quire simulate` takes (--json)."""
-    model = read_model(engine.model, engine.dtype)
+    model = read_model(engine.model, engine.dtype, engine.quantization_options)
+    if model.quantization != UNQUANTIZED:
+        raise ConfigError(f"a machine is calibrated with unquantized weights, got {model.quantization}")
     longest = min(engine.resolved_max_num_batched_tokens, (engine.max_model_len or model.spec.default_positions) - 1)
     sizes, memory_bytes = step_sizes(longest), free_memory_bytes()
     with load(engine) as llm:

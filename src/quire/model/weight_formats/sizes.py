@@ -33,6 +33,13 @@ CPU_PACKING = Packing(16, 32, frozenset({"float32", "bfloat16"}), copies_tied_he
 PLAIN_PACKING = Packing(1, 1, frozenset(DTYPE_BYTES), copies_tied_head=False)
 
 
+def scheme_bits(scheme: WeightScheme, dtype: str, width: int) -> float:
+    """Return the bits of a weight of `width` inputs for each output, its share of the scales among them."""
+    if scheme.format == "dense":
+        return 8 * DTYPE_BYTES[dtype]
+    return _quantized_bytes(scheme, STRIP_ROWS, width) * 8 / (STRIP_ROWS * width)
+
+
 def packed_bytes(scheme: WeightScheme, num_rows: int, width: int, dtype: str, packing: Packing) -> int:
     """Return the bytes of a packed weight [num_rows, width]; ConfigError for a format that is not known."""
     if scheme.format == "dense":
