@@ -22,7 +22,7 @@ generate: export QUIRE_PROMPT := $(value PROMPT)
 generate: export QUIRE_TEMPERATURE ?= 0.7
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test test-quick clients fuzz matrix soak hostile-soak lint serve generate \
+.PHONY: help set-up test test-quick clients fuzz matrix imitated soak hostile-soak lint serve generate \
         bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
@@ -68,6 +68,13 @@ fuzz: $(STAMP) ## run the long random tests from a fresh seed, which is printed 
 
 matrix: $(STAMP) ## run products of settings, and kernels with faults that tests must catch
 	$(BIN)/python -m pytest -m matrix --timeout 0 $(ARGS)
+
+imitated: $(STAMP) ## run the kernels' tests on every x86 instruction set, those that the CPU lacks imitated on AVX2 (slow)
+	$(BIN)/cmake -S csrc -B build/imitated -G Ninja -DIMITATE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+	$(BIN)/cmake --build build/imitated
+	PYTHONPATH=tests $(BIN)/python -m pytest -p support.imitated_isas -m "not fuzz and not matrix" \
+	  -k "avx512 or amx" tests/kernels/cpp $(ARGS)
 
 soak: $(STAMP) ## load a server for MINUTES=10 with all that goes wrong; fails if anything grows (120 nightly)
 	PYTHONPATH=tests $(BIN)/python tests/soak.py $(MINUTES)

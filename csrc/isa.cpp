@@ -20,6 +20,14 @@ bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 
+#ifdef IMITATE  // imitated_intrinsics.hpp
+
+bool has_avx512() { return has_avx2(); }
+bool has_avx512_bf16() { return has_avx2(); }
+bool has_amx_bf16() { return has_avx2(); }
+
+#else
+
 bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -44,6 +52,7 @@ bool has_amx_bf16() {
     return (d & amx_bf16) && (d & amx_tile) && has_avx512_bf16() && may_use_tiles();
 }
 
+#endif
 #endif
 
 struct Isa {
