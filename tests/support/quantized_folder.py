@@ -183,3 +183,26 @@ def gptq_config(
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2", "damp_percent": 0.1, "true_sequential": True,
         "lm_head": False, **more,
     }  # fmt: skip
+
+
+def awq(group_size: int) -> Quantize:
+    """Return the quantizer of AutoAWQ's GEMM layout: outputs 0 2 4 6 1 3 5 7 of eight in a word, low bits first."""
+
+    def words(elements: NDArray[np.int64]) -> Tensor:
+        in_order = elements.reshape(len(elements), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
+        return packed(in_order.reshape(elements.shape), 4)
+
+    def quantize(rng: np.random.Generator, num_rows: int, width: int) -> Module:
+        found = random_integers(rng, num_rows, width, 4, group_size, is_symmetric=False)
+        tensors = {"qweight": words(found.elements.T), "qzeros": words(found.zeros.T), "scales": found.scales.T}
+        return Module(tensors, found.values)
+
+    return quantize
+
+
+def awq_config(group_size: int, **more: object) -> dict[str, object]:
+    """Return the quantization_config of a folder of `awq`."""
+    return {
+        "quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm",
+        "modules_to_not_convert": None, **more,
+    }  # fmt: skip

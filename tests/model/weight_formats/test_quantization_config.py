@@ -1,12 +1,14 @@
 """Quantization configs: schemes of modules, and refusal of what is not supported, by name."""
 
+from dataclasses import replace
+
 import pytest
 
 from quire.core.errors import ConfigError, ModelError
 from quire.model.quantization import WHOLE_ROW, Quantization, QuantizationOptions, WeightScheme, resolve
 from quire.model.weight_formats.quantization_config import quantization_from_config
 from quire.model.weight_formats.schemes import StoredQuantization, StoredScheme
-from support.quantized_folder import gptq_config
+from support.quantized_folder import awq_config, gptq_config
 
 Q_PROJ, DOWN = "model.layers.3.self_attn.q_proj", "model.layers.11.mlp.down_proj"
 
@@ -116,3 +118,34 @@ def test_a_checkpoint_decides_its_quantization() -> None:
 def test_an_option_that_contradicts_the_checkpoint_is_refused(method: str) -> None:
     with pytest.raises(ConfigError, match=f"quantization '{method}' contradicts here/config.json: .* says 'gptq'"):
         resolved(gptq_config(4, 128), method=method)
+
+
+def test_awq_options_make_the_scheme() -> None:
+    expected = StoredScheme("awq", "int4", 128, has_zero_points=True)
+    assert scheme(awq_config(128)) == expected
+    old_names = {"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}
+    assert scheme(old_names) == expected
+    found = parsed(awq_config(64, modules_to_not_convert=["mlp", "o_proj"]))
+    assert found.scheme(DOWN) is None
+    assert found.scheme("lm_head") is None
+    assert found.scheme(Q_PROJ) == replace(expected, group_size=64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"bits": 8}, "bits = 8 is not supported; supported are 4"),
+        ({"zero_point": False}, "zero_point = False is not supported"),
+        ({"version": "gemv"}, "version = 'gemv' is not supported: gemm is"),
+        ({"version": None, "format": "gemv_fast"}, "format = 'gemv_fast' is not supported"),
+        ({"version": 3}, "version = 3 is not supported"),
+        ({"desc_act": True}, "desc_act = True is not supported"),
+        ({"lm_head": True}, "lm_head = True is not supported"),
+        ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of names"),
+        ({"modules_to_not_convert": ["x" * 600]}, "has more than 512 characters"),
+        ({"group_size": None}, "q_group_size is missing"),
+        ({"smooth": 1}, "unknown option 'smooth' = 1"),
+    ],
+)
+def test_awq_options_that_are_not_supported_are_refused(changes: dict[str, object], words: str) -> None:
+    check_refusals(awq_config(128), changes, words)

@@ -9,7 +9,17 @@ from safetensors.torch import load_file
 from quire.kernels.back_end import TORCH
 from quire.model.loader import load_model
 from quire.model.quantization import QuantizationOptions
-from support.quantized_folder import KV_WIDTH, LAYER_LINEARS, WIDTH, Quantize, gptq, gptq_config, write_pair
+from support.quantized_folder import (
+    KV_WIDTH,
+    LAYER_LINEARS,
+    WIDTH,
+    Quantize,
+    awq,
+    awq_config,
+    gptq,
+    gptq_config,
+    write_pair,
+)
 from support.quantized_reading import read, values
 
 TOKENS = list(range(1, 40))
@@ -17,14 +27,21 @@ ENDS = [name.rpartition(".")[2] for name in LAYER_LINEARS]
 QKV = {"q_proj": WIDTH, "k_proj": KV_WIDTH, "v_proj": KV_WIDTH}
 
 
+ORDERED = {"bits": 4, "group_size": 32, "sym": False, "desc_act": True}
+KINDS: dict[str, tuple[Quantize, dict[str, object], bool]] = {
+    "gptq": (gptq(**ORDERED), gptq_config(**ORDERED), False),
+    "gptq, its head too": (gptq(8, -1), gptq_config(8, -1, lm_head=True), True),
+    "awq": (awq(32), awq_config(32), False),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("has_head", [False, True], ids=["dense head", "quantized head"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_expanded_weights_give_the_bits_of_the_twin(
-    tmp_path: Path, paged_runner: type, dtype: torch.dtype, has_head: bool
+    tmp_path: Path, paged_runner: type, dtype: torch.dtype, kind: str
 ) -> None:
-    kind = {"bits": 4, "group_size": 32, "sym": False, "desc_act": True}
-    config = gptq_config(**kind, **({"lm_head": True} if has_head else {}))
-    pair = write_pair(tmp_path, gptq(**kind), config, dtype=dtype, has_quantized_head=has_head)
+    quantize, config, has_head = KINDS[kind]
+    pair = write_pair(tmp_path, quantize, config, dtype=dtype, has_quantized_head=has_head)
     expanded = QuantizationOptions(activations="bfloat16")
     models = [load_model(pair.folder, back_end=TORCH, quantization=expanded), load_model(pair.twin, back_end=TORCH)]
     found, expected = (paged_runner(model).run("a", TOKENS, [7, 20]) for model in models)

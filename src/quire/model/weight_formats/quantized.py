@@ -11,6 +11,7 @@ from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.quantized import expand
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.quantization import Activations, stored_scheme
+from quire.model.weight_formats.awq import read_awq
 from quire.model.weight_formats.dense import DenseFormat, read_floats
 from quire.model.weight_formats.format import ModuleRows
 from quire.model.weight_formats.gptq import read_gptq
@@ -19,7 +20,7 @@ from quire.model.weight_formats.stored import StoredModule
 
 log = logging.getLogger(__name__)
 
-_READERS: Mapping[Storage, Callable[[StoredModule], LinearWeight]] = {"gptq": read_gptq}
+_READERS: Mapping[Storage, Callable[[StoredModule], LinearWeight]] = {"gptq": read_gptq, "awq": read_awq}
 _WORDS = ("gptq", "awq")  # whose quantized modules have no tensor `.weight`
 
 
