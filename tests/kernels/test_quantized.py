@@ -200,14 +200,36 @@ def test_weight_is_rounded_to_the_nearest_multiple_of_its_groups_scale(
     weight[3], weight[4, :40] = 0, 1e-33
     found = round_to_nearest(weight, weight_format, group_size)
     assert (found.out_features, found.in_features, found.dtype) == (37, 100, torch.bfloat16)
-    assert torch.all((found.data[0] >= 1) & (found.data[0] <= 2 * zero - 1))
     values = expand(replace(found, dtype=torch.float32))
     assert not values[3].any()
     for start in range(0, 100, min(group_size, 100)):
         part, scale = weight[:, start : start + group_size].float(), found.scales[:, start // group_size, None]
-        torch.testing.assert_close(scale[:3, 0], part[:3].abs().amax(1) / (zero - 1))
+        elements = found.data[0][:, start : start + group_size]
+        is_inside = (elements > 0) & (elements < 2 * zero - 1)
+        assert is_inside.float().mean() > 0.5, "else nothing is compared"
         error = (values[:, start : start + group_size] - part).abs()
-        assert torch.all(error <= scale * 0.5001 + 1e-30)
+        assert torch.all(error[is_inside] <= (scale.abs() * 0.5001 + 1e-30).expand_as(error)[is_inside])
+        largest = part.abs().amax(dim=1)
+        even = 2 * largest / (2 * zero - 2)  # the step of a scale that reaches as far on both sides
+        evenly = (part / even[:, None].clamp(min=1e-30)).round() * even[:, None]
+        if weight_format == "int4":
+            squared = error.square().sum(dim=1)
+            assert squared.sum() < 0.85 * (evenly - part).square().sum()
+        else:
+            torch.testing.assert_close(scale[:3, 0], largest[:3] / 127)
+            assert torch.all(error <= scale * 0.5001 + 1e-30)
+
+
+def test_int4_clips_the_extreme_of_a_group_where_that_has_the_smaller_error() -> None:
+    level = torch.tensor([[-8.0, *[float(n) for n in range(-7, 8)]]])
+    exact = round_to_nearest(level, "int4", 16)
+    assert exact.scales.item() == 1
+    assert torch.equal(expand(exact), level)
+    mirrored = round_to_nearest(-level, "int4", 16)
+    assert mirrored.scales.item() == -1
+    assert torch.equal(expand(mirrored), -level)
+    finer = torch.tensor([[-8.0, *[0.9 * n for n in range(-7, 8)]]])
+    assert round_to_nearest(finer, "int4", 16).scales.item() == pytest.approx(0.9)
 
 
 def test_weight_that_is_rounded_in_pieces_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
