@@ -12,6 +12,7 @@ from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import QUANTIZED_FORMATS, LinearWeight
+from quire.kernels.quantized import expand
 
 STRIP_ROWS = 16  # csrc/packing.hpp
 _MULTIPLY, _PACK, _PACKED_SIZE, _ALL_FINITE = map(pair, ("linear", "pack", "packed_size", "all_finite"))
@@ -25,7 +26,12 @@ def make_linear(
     activation: Activation = "none",
     memory: PackedMemory | None = None,
 ) -> linear.Linear:
-    """Return a layer; arguments as of `CppLinear`. PyTorch serves the quantized weights that no kernel here does."""
+    """Return a layer; arguments as of `CppLinear`. PyTorch serves the quantized weights that no kernel here does.
+
+    Those that are expanded as they are used are expanded once, here, and served as dense weights: the same bits.
+    """
+    if weight.format not in _kernels.WEIGHT_FORMATS and not weight.activation_group_size:
+        dtype, weight = dtype or weight.value_dtype, LinearWeight.dense(expand(weight))
     if weight.format not in _kernels.WEIGHT_FORMATS and weight.format in QUANTIZED_FORMATS:
         return linear.make_linear(weight, bias, dtype=dtype, activation=activation)
     return CppLinear(weight, bias, dtype=dtype, activation=activation, memory=memory)
