@@ -5,26 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.core.gguf_types import GGML_TYPES
 from quire.model.checkpoints.gguf_blocks import READERS, read_blocks
-
-KINDS = {kind.name: kind for kind in GGML_TYPES.values()}
-HALVES = {  # places of float16 numbers in a block
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
-    "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
-}  # fmt: skip
-
-
-def random_rows(name: str, num_rows: int, width: int, seed: int = 0) -> np.ndarray:
-    """Return rows of random valid blocks: every byte random, but scales finite, of any sign, down to subnormal ones."""
-    kind, random = KINDS[name], np.random.default_rng(seed)
-    blocks = random.integers(0, 256, (num_rows * width // kind.block_size, kind.block_bytes), dtype=np.uint8)
-    for place in HALVES[name]:
-        scales = random.standard_normal(len(blocks)) * 10.0 ** random.integers(-7, 4, len(blocks))
-        blocks[:, place : place + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
-    if name == "MXFP4":
-        blocks[:, 0] = random.integers(0, 250, len(blocks))
-    return blocks.reshape(num_rows, -1)
+from support.gguf_blocks import HALVES, random_rows
 
 
 def bits(values: Tensor) -> Tensor:
@@ -35,7 +17,7 @@ def bits(values: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", READERS)
 def test_values_are_those_of_the_gguf_package_to_the_bit(name: str) -> None:
     package = pytest.importorskip("gguf", reason="the gguf package is not installed")
-    rows = random_rows(name, 40, 512)
+    rows = random_rows(name, 40, 512, least=-50 if name == "MXFP4" else -7)
     expected = package.quants.dequantize(rows, package.GGMLQuantizationType[name])
     blocks = read_blocks(name, torch.from_numpy(rows))
     assert blocks.is_finite()

@@ -2,15 +2,17 @@
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.core.gguf_types import GGML_TYPES
+from quire.model.loader import open_checkpoint
+from quire.model.source import read_source
 from quire.text.tokenizer import Tokenizer
 
 TYPE_IDS = {kind.name: type_id for type_id, kind in GGML_TYPES.items()}
@@ -178,6 +180,17 @@ def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str
     return renamed, tensor
 
 
-def only(names: Sequence[str], quantize: Quantize) -> Quantize:
-    """Quantize matrices with one of the names at their ends; store the others as they are."""
-    return lambda name, tensor: quantize(name, tensor) if name.endswith(tuple(names)) else as_is(name, tensor)
+def dequantized(folder: Path, file: Path, twin: Path, dtype: torch.dtype) -> Path:
+    """Write the folder that `file` was made from with the values of the file's tensors, in `dtype`; return it."""
+    config = json.loads((folder / "config.json").read_text())
+    source = read_source(file)
+    checkpoint, tensors = open_checkpoint(source), {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        renamed, moved = _stored(name, tensor, config, str(source.gguf.metadata["general.architecture"]))
+        values = checkpoint.read(renamed, 0, len(moved))
+        is_transposed = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        tensors[name] = (values.T if is_transposed else values).to(dtype).contiguous()
+    twin.mkdir()
+    save_file(tensors, twin / "model.safetensors")
+    (twin / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
+    return twin

@@ -16,7 +16,7 @@ from quire.kernels.support import require_kv_dtype
 from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
-from quire.model.quantization import UNQUANTIZED, Quantization, resolve
+from quire.model.quantization import UNQUANTIZED, Quantization
 from quire.model.source import read_source
 from quire.model.spec import DecoderSpec
 
@@ -50,7 +50,7 @@ def load(options: EngineOptions, folder: Path) -> LoadedModel:
         quantization=options.quantization_options,
     )  # fmt: skip
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
-    quantization = resolve(options.quantization_options, source.config, source.config_place)
+    quantization = source.quantization(options.quantization_options)
     return LoadedModel(model, limits, source.eos_token_ids(), meter, quantization)
 
 

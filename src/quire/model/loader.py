@@ -11,10 +11,11 @@ from quire.model.checkpoints.gguf import GGUFCheckpoint
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.decoder import Decoder
 from quire.model.gguf_config import permuted_tensors
-from quire.model.quantization import UNQUANTIZED, Quantization, QuantizationOptions, resolve
+from quire.model.quantization import ONLINE_METHODS, UNQUANTIZED, Quantization, QuantizationOptions
 from quire.model.source import ModelSource, read_source
 from quire.model.spec import DecoderSpec
 from quire.model.weight_formats.format import WeightFormat
+from quire.model.weight_formats.gguf import GGUFFormat
 from quire.model.weight_formats.quantized import QuantizedFormat
 from quire.model.weight_formats.rounded import RoundedFormat
 from quire.model.weights import WeightReader
@@ -42,19 +43,20 @@ def load_model(
     for an unknown dtype, or a quantization that contradicts the folder's.
     """
     source = model if isinstance(model, ModelSource) else read_source(model)
-    found = resolve(quantization or QuantizationOptions(), source.config, source.config_place)
+    found = source.quantization(quantization or QuantizationOptions())
     if found != UNQUANTIZED:
         log.info("quantization %s", found)
+    checkpoint = open_checkpoint(source)
     return build_decoder(
         source.spec,
-        open_checkpoint(source),
+        checkpoint,
         dtype=getattr(torch, source.dtype(dtype)),
         device=torch.device(device),
         back_end=back_end,
         max_positions=max_positions,
         table_positions=table_positions,
         kv_cache_dtype=kv_cache_dtype,
-        weight_format=_weight_format(found),
+        weight_format=_weight_format(found, checkpoint, source.spec),
     )
 
 
@@ -91,8 +93,13 @@ def build_decoder(
     return decoder
 
 
-def _weight_format(quantization: Quantization) -> WeightFormat | None:
-    """Return the format of the linear layers of a folder; None: dense."""
+def _weight_format(quantization: Quantization, checkpoint: Checkpoint, spec: DecoderSpec) -> WeightFormat | None:
+    """Return the format of the linear layers of a checkpoint; None: dense."""
+    if quantization == UNQUANTIZED:
+        return None
     if quantization.stored is not None:
         return QuantizedFormat(quantization.stored, quantization.activations)
-    return None if quantization == UNQUANTIZED else RoundedFormat(quantization)
+    if quantization.method in ONLINE_METHODS:
+        return RoundedFormat(quantization)
+    assert isinstance(checkpoint, GGUFCheckpoint)
+    return GGUFFormat(checkpoint, spec.weights.embedding, quantization.activations)

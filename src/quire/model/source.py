@@ -8,6 +8,8 @@ from quire.core.gguf import GGUFFile, is_gguf
 from quire.model.config import dtype_name, eos_token_ids, read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.gguf_config import gguf_eos_token_ids, read_gguf_config, with_gguf_weights
+from quire.model.gguf_quantization import gguf_quantization
+from quire.model.quantization import Quantization, QuantizationOptions, resolve
 from quire.model.spec import DecoderSpec
 
 
@@ -24,6 +26,12 @@ class ModelSource:
     def dtype(self, asked: str = "auto") -> str:
         """Return the name of the dtype asked for, or of the model's own. ConfigError, ModelError as `dtype_name`."""
         return dtype_name(asked, self.config, self.config_place)
+
+    def quantization(self, asked: QuantizationOptions) -> Quantization:
+        """Return the quantization of the model. ConfigError for options that contradict it."""
+        if self.gguf is not None:
+            return gguf_quantization(self.gguf, self.spec, asked, self.config)
+        return resolve(asked, self.config, self.config_place)
 
     def eos_token_ids(self) -> frozenset[int]:
         """Return the ids that end an answer. ModelError for anything but ids of the vocabulary."""

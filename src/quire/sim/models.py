@@ -96,7 +96,7 @@ def read_model(name: str | None, dtype: str = "auto", asked: QuantizationOptions
         config, found = CONFIGS[name], resolve(asked, CONFIGS[name], name)
         return Model(name, spec_from_config(config, name), dtype_name(dtype, config, name), None, found)
     source = read_source(resolve_model(name, files=("*.json",)))
-    found = resolve(asked, source.config, source.config_place)
+    found = source.quantization(asked)
     return Model(name or source.path.name, source.spec, source.dtype(dtype), source.path, found)
 
 

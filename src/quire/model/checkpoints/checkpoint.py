@@ -47,6 +47,14 @@ def read_rows(
 
     Raises ModelError, before anything is read, if the tensor is missing or has another shape or none of the dtypes.
     """
+    require_tensor(checkpoint, name, shape, dtypes)
+    return checkpoint.read(name, *(rows or (0, shape[0] if shape else 1)))
+
+
+def require_tensor(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOAT_DTYPES
+) -> None:
+    """Raise ModelError if a tensor is missing or has another shape or none of the dtypes."""
     if name not in checkpoint.names:
         raise ModelError(f"{checkpoint.location()}: tensor {name} is missing; expected shape {list(shape)}")
     found, dtype = checkpoint.shape(name), checkpoint.dtype(name)
@@ -59,4 +67,3 @@ def read_rows(
             f"{checkpoint.location(name)}: tensor {name} has dtype {dtype}, expected one of {', '.join(dtypes)}"
             + ("; quantized weights need a quantization_config" if dtypes == FLOAT_DTYPES else "")
         )
-    return checkpoint.read(name, *(rows or (0, shape[0] if shape else 1)))

@@ -66,7 +66,7 @@ class GGUFCheckpoint:
         return torch.cat([blocks.values() for blocks in self._portions(name, start, stop)]).view(-1, *entry.shape[1:])
 
     def blocks(self, name: str, start: int, stop: int) -> Blocks:
-        """Return rows [start, stop) of a quantized matrix as elements and scales.
+        """Return rows [start, stop) of a quantized matrix, at least one, as elements and scales.
 
         Raises ModelError if a value is NaN or infinite in float32.
         """

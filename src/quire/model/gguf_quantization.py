@@ -1,0 +1,69 @@
+"""Quantization of a GGUF file: the schemes of its tensors' types. Loads no torch.
+
+Groups have 32 elements or fewer, so that weights are expanded as they are used unless int8 activations are asked for.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+from quire.core.errors import ConfigError
+from quire.core.gguf import GGUFFile
+from quire.model.quantization import (
+    Activations,
+    Quantization,
+    QuantizationOptions,
+    WeightScheme,
+    activation_group_size,
+    resolve,
+)
+from quire.model.spec import DecoderSpec
+
+GGUF = "gguf"
+SCHEMES = {
+    "Q4_0": WeightScheme("int4", 32),
+    "Q4_1": WeightScheme("int4", 32, correction="minimums"),
+    "Q5_0": WeightScheme("int8", 32),
+    "Q5_1": WeightScheme("int8", 32, correction="minimums"),
+    "Q8_0": WeightScheme("int8", 32),
+    "Q4_K": WeightScheme("int4", 32, correction="minimums"),
+    "Q5_K": WeightScheme("int8", 32, correction="minimums"),
+    "Q6_K": WeightScheme("int8", 16),
+    "IQ4_NL": WeightScheme("codebook4", 32),
+    "IQ4_XS": WeightScheme("codebook4", 32),
+    "MXFP4": WeightScheme("codebook4", 32),
+}
+
+
+def gguf_quantization(
+    file: GGUFFile, spec: DecoderSpec, asked: QuantizationOptions, config: Mapping[str, object]
+) -> Quantization:
+    """Return the quantization of a file: of layers the scheme with most elements, and of the head its own.
+
+    A file of floats may be quantized while it is loaded. Raises ConfigError for options that contradict the file.
+    """
+    names = spec.weights
+    head = f"{names.head}.weight" if f"{names.head}.weight" in file.tensors else f"{names.embedding}.weight"
+    counts: Counter[str] = Counter()
+    for name, entry in file.tensors.items():
+        if len(entry.shape) > 1 and name != head and name.split(".")[0] not in (names.embedding, names.positions):
+            counts[entry.type.name] += math.prod(entry.shape)
+    head_kind = file.tensors[head].type.name
+    found = [kind for kind, _ in counts.most_common() if kind in SCHEMES]
+    if not found and head_kind not in SCHEMES:
+        method = None if asked.method == GGUF else asked.method
+        return resolve(QuantizationOptions(method, asked.group_size, asked.activations), config, str(file.path))
+    kinds = ", ".join(dict.fromkeys([*found, *([head_kind] if head_kind in SCHEMES else [])]))
+    if asked.method not in (None, GGUF):
+        raise ConfigError(f"quantization {asked.method!r} contradicts {file.path}, which is quantized to {kinds}")
+    layers = _scheme(counts.most_common(1)[0][0] if counts else "F32", asked.activations)
+    of_head = _scheme(head_kind, asked.activations)
+    return Quantization(f"{GGUF} ({kinds})", layers, of_head, activations=asked.activations)
+
+
+def _scheme(kind: str, activations: Activations | None) -> WeightScheme:
+    stored = SCHEMES.get(kind, WeightScheme())
+    if stored.format not in ("int8", "int4"):
+        return stored
+    group = activation_group_size(stored.group_size, activations)
+    return WeightScheme(stored.format, stored.group_size, group, stored.correction)

@@ -1,0 +1,221 @@
+"""Quantized GGUF files: layers are those of the folder with the same values to the bit, whatever types meet."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.core.errors import ConfigError, ModelError
+from quire.core.gguf import GGUFFile
+from quire.kernels.back_end import BackEnd
+from quire.kernels.linear import all_finite
+from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.quantized import expand
+from quire.model.checkpoints.gguf import GGUFCheckpoint
+from quire.model.checkpoints.gguf_blocks import READERS, read_blocks
+from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.gguf_quantization import SCHEMES
+from quire.model.loader import load_model
+from quire.model.quantization import QuantizationOptions
+from quire.model.source import read_source
+from quire.model.weight_formats.format import ModuleRows
+from quire.model.weight_formats.gguf import GGUFFormat
+from support.gguf_blocks import random_blocks, random_rows
+from support.gguf_files import convert, dequantized, write_gguf
+from support.random_folder import write_random_folder
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 48, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama, tied": LLAMA | {"tie_word_embeddings": True},
+    "qwen2": LLAMA | {"architectures": ["Qwen2ForCausalLM"]},
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], "vocab_size": 48, "n_embd": 256, "n_layer": 1, "n_head": 8,
+             "n_positions": 64},
+}  # fmt: skip
+MIXTURES: dict[str, tuple[dict[str, str], str]] = {
+    **{name: ({}, name) for name in READERS},
+    "as Q4_K_M": ({"attn_v.weight": "Q6_K", "ffn_down.weight": "Q6_K", "token_embd.weight": "Q6_K"}, "Q4_K"),
+    "zero points": ({"attn_k.weight": "Q6_K", "attn_v.weight": "Q8_0", "ffn_up.weight": "IQ4_NL"}, "Q5_0"),
+    "codes": ({"attn_k.weight": "MXFP4", "ffn_up.weight": "MXFP4", "output.weight": "Q5_K"}, "IQ4_XS"),
+    "minimums and codes that lose bits": ({"attn_v.weight": "Q5_K"}, "IQ4_XS"),
+    "floats": ({"attn_v.weight": "BF16", "output.weight": "BF16", "token_embd.weight": "BF16"}, "Q4_1"),
+}
+PROMPT = torch.arange(30).tolist()
+
+
+def logits_of(path: Path, back_end: BackEnd, runner: Callable[..., Any], **options: Any) -> Tensor:  # noqa: ANN401
+    return runner(load_model(path, back_end=back_end, **options)).step({"a": PROMPT})["a"]
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_quantized_file_equals_the_dequantized_folder_to_the_bit(
+    mixture: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    folder = write_random_folder(tmp_path / "model", LLAMA)
+    file = convert(folder, tmp_path / "model.gguf", random_blocks(*MIXTURES[mixture]))
+    twin = dequantized(folder, file, tmp_path / "twin", torch.bfloat16)
+    assert read_source(file).dtype() == "bfloat16"
+    ours = logits_of(file, back_end, paged_runner)
+    assert ours.std() > 0
+    assert torch.equal(ours, logits_of(twin, back_end, paged_runner))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_quantized_file_of_each_family(
+    family: str, dtype: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    folder = write_random_folder(tmp_path / "model", CONFIGS[family])
+    file = convert(folder, tmp_path / "model.gguf", random_blocks(*MIXTURES["as Q4_K_M"]))
+    twin = dequantized(folder, file, tmp_path / "twin", getattr(torch, dtype))
+    ours = logits_of(file, back_end, paged_runner, dtype=dtype)
+    assert torch.equal(ours, logits_of(twin, back_end, paged_runner))
+
+
+def read_fused(
+    tmp_path: Path,
+    kinds: list[str],
+    rows: list[ModuleRows] | None = None,
+    magnitudes: dict[str, tuple[int, int]] | None = None,
+) -> tuple[LinearWeight, Tensor]:
+    """Return fused modules of random blocks, and the values of their rows."""
+    ranges = [(magnitudes or {}).get(kind, (-4, 0)) for kind in kinds]
+    made = [
+        random_rows(kind, 32, 256, seed, least=least, most=most)
+        for seed, (kind, (least, most)) in enumerate(zip(kinds, ranges, strict=True))
+    ]
+    pairs = enumerate(zip(kinds, made, strict=True))
+    stored = {f"{number}.weight": (kind, (32, 256), each.tobytes()) for number, (kind, each) in pairs}
+    checkpoint = GGUFCheckpoint(GGUFFile(write_gguf(tmp_path / "a.gguf", {}, stored)), {})
+    tensors = TensorReader(checkpoint, torch.float32, torch.device("cpu"), all_finite)
+    modules = rows or [ModuleRows.whole(str(number), 32) for number in range(len(kinds))]
+    weight = GGUFFormat(checkpoint, "token_embd").read(tensors, modules, 256, is_transposed=False)
+    values = [read_blocks(kind, torch.from_numpy(each)).values() for kind, each in zip(kinds, made, strict=True)]
+    return weight, torch.cat([values[int(each.module)][each.start : each.stop] for each in modules])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept"),
+    [
+        (["Q4_K", "Q4_K", "Q4_K"], "int4"),
+        (["IQ4_XS", "IQ4_NL", "IQ4_XS"], "codebook4"),
+        (["Q4_K", "Q4_K", "Q6_K"], "int8"),
+        (["Q5_0", "Q6_K", "Q8_0"], "int8"),
+        (["IQ4_NL", "Q4_0", "MXFP4"], "int8"),
+        (["Q5_K", "Q4_1", "Q5_1"], "int8"),
+        (["IQ4_XS", "IQ4_XS", "Q5_K"], "int8"),
+        (["IQ4_NL", "MXFP4", "Q4_1"], "int8"),
+    ],
+)
+def test_fused_modules_of_several_types_keep_their_values(tmp_path: Path, kinds: list[str], kept: str) -> None:
+    weight, values = read_fused(tmp_path, kinds)
+    assert weight.format == kept
+    assert torch.equal(expand(weight), values)
+
+
+def test_fused_modules_that_no_integers_stand_for_become_floats(tmp_path: Path) -> None:
+    large = {"MXFP4": (40, 41)}  # 2 ** 120 times a code is a float32, times 128 it is not
+    weight, values = read_fused(tmp_path, ["Q4_1", "MXFP4"], magnitudes=large)
+    assert weight.format == "dense"
+    assert torch.equal(torch.cat(weight.data), values)
+
+
+def test_rows_in_ranges_are_the_rows_of_the_whole(tmp_path: Path) -> None:
+    ranges = [ModuleRows("0", 32, 16, 32), ModuleRows("1", 32, 0, 16), ModuleRows("2", 32, 16, 16)]
+    weight, values = read_fused(tmp_path, ["Q4_K", "Q6_K", "Q6_K"], ranges)
+    assert weight.out_features == 32
+    assert torch.equal(expand(weight), values)
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_scheme_of_a_type_is_that_of_its_weights(kind: str, tmp_path: Path) -> None:
+    weight, _ = read_fused(tmp_path, [kind])
+    scheme = SCHEMES[kind]
+    correction = "minimums" if weight.minimums is not None else "constant"
+    assert (weight.format, weight.group_size, correction) == (scheme.format, scheme.group_size, scheme.correction)
+    assert SCHEMES.keys() == READERS.keys()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    folder = write_random_folder(tmp_path / "model", LLAMA)
+    return convert(folder, tmp_path / "model.gguf", random_blocks(*MIXTURES["as Q4_K_M"]))
+
+
+def test_log_names_types_and_arithmetic(file: Path, back_end: BackEnd, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    load_model(file, back_end=back_end)
+    assert (
+        "quantization gguf (Q4_K, Q6_K): int4 weights in groups of 32, expanded as they are used; output head: int4"
+    ) in caplog.text
+
+
+def test_option_that_contradicts_the_file_is_refused(file: Path, tmp_path: Path) -> None:
+    source = read_source(file)
+    for method in ("int8", "awq", "none"):
+        with pytest.raises(ConfigError, match=rf"quantization '{method}' contradicts .*model.gguf, .* Q4_K, Q6_K"):
+            source.quantization(QuantizationOptions(method))  # type: ignore[arg-type]
+    assert source.quantization(QuantizationOptions("gguf")) == source.quantization(QuantizationOptions())
+    floats = read_source(convert(tmp_path / "model", tmp_path / "floats.gguf"))
+    assert floats.quantization(QuantizationOptions("gguf")).method == "none"
+    assert floats.quantization(QuantizationOptions("int8")).method == "int8"
+
+
+def test_int8_activations_are_those_of_the_groups(
+    file: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    asked = QuantizationOptions(activations="int8")
+    found = read_source(file).quantization(asked)
+    assert (found.layers.activation_group_size, found.head.activation_group_size) == (32, 32)
+    expanded = logits_of(file, back_end, paged_runner).log_softmax(1)
+    rounded = logits_of(file, back_end, paged_runner, quantization=asked).log_softmax(1)
+    assert not torch.equal(rounded, expanded)
+    assert (expanded.exp() * (expanded - rounded)).sum(1).mean() < 0.05
+
+
+def test_floats_of_a_file_are_quantized_as_those_of_a_folder(
+    tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    folder = write_random_folder(tmp_path / "model", LLAMA, torch.bfloat16)
+    file, asked = convert(folder, tmp_path / "model.gguf"), QuantizationOptions("int8")
+    ours = logits_of(file, back_end, paged_runner, quantization=asked)
+    assert torch.equal(ours, logits_of(folder, back_end, paged_runner, quantization=asked))
+
+
+def test_scale_that_is_no_number_is_named(tmp_path: Path, back_end: BackEnd) -> None:
+    folder = write_random_folder(tmp_path / "model", LLAMA)
+    fill = random_blocks({}, "Q8_0")
+
+    def spoil(name: str, tensor: Tensor) -> Any:  # noqa: ANN401
+        kind, shape, stored = fill(name, tensor)
+        if name == "blk.0.ffn_up.weight":
+            stored = np.array([np.inf], np.float16).tobytes() + stored[2:]
+        return kind, shape, stored
+
+    with pytest.raises(ModelError, match=r"tensor blk\.0\.ffn_up\.weight has values that are NaN or infinite"):
+        load_model(convert(folder, tmp_path / "model.gguf", spoil), back_end=back_end)
+
+
+def test_unsupported_type_and_missing_tensor_are_named(tmp_path: Path, back_end: BackEnd) -> None:
+    folder = write_random_folder(tmp_path / "model", LLAMA)
+    fill = random_blocks({}, "Q4_K")
+
+    def spoil(name: str, tensor: Tensor) -> Any:  # noqa: ANN401
+        if name == "blk.0.ffn_down.weight":
+            return "Q2_K", tuple(tensor.shape), bytes(tensor.numel() // 256 * 84)
+        return fill(name, tensor)
+
+    path = convert(folder, tmp_path / "model.gguf", spoil)
+    with pytest.raises(ModelError, match=r"tensor blk\.0\.ffn_down\.weight has type Q2_K, which is not supported; sup"):
+        load_model(path, back_end=back_end)
+    path.write_bytes(path.read_bytes().replace(b"blk.0.ffn_down", b"blk.0.fxn_down"))
+    with pytest.raises(ModelError, match=r"tensor blk\.0\.ffn_down\.weight is missing; expected shape \[256, 512\]"):
+        load_model(path, back_end=back_end)
