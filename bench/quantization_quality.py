@@ -50,14 +50,17 @@ class Quality(NamedTuple):
     error: float
 
 
-def held_out_text(folder: Path) -> str:
-    """Return text that the model was not trained on, or that it wrote itself."""
-    if (folder / "expected.json").exists():
+def held_out_tokens(folder: Path, text: Path | None) -> list[int]:
+    """Return the tokens of a text that the model was not trained on, or that it wrote itself."""
+    if text is None and (folder / "expected.json").exists():
         cases = json.loads((folder / "expected.json").read_text())["cases"]
-        return "".join(case["prompt"] + case["output_text"] for case in cases)
+        return [token for case in cases for token in case["prompt_token_ids"] + case["output_token_ids"]]
     import demo_corpus  # noqa: PLC0415 (a module of tools/)
 
-    return "".join(demo_corpus.read_modules(random.Random(0))[:NUM_HELD_OUT])
+    tokenizer = Tokenizer.from_folder_if_any(folder)
+    assert tokenizer is not None
+    modules = demo_corpus.read_modules(random.Random(0))[:NUM_HELD_OUT] if text is None else [text.read_text()]
+    return tokenizer.encode("".join(modules))
 
 
 def log_probs(model: Decoder, window: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,9 +126,7 @@ def main(
             weight_format=None if quantization is None else RoundedFormat(quantization),
         )  # fmt: skip
 
-    tokenizer = Tokenizer.from_folder_if_any(folder)
-    assert tokenizer is not None
-    ids = tokenizer.encode(held_out_text(folder) if text is None else text.read_text())
+    ids = held_out_tokens(folder, text)
     num_windows = min(windows, len(ids) // length)
     tokens = torch.tensor(ids[: num_windows * length], dtype=torch.int64).view(num_windows, length)
     with torch.inference_mode():

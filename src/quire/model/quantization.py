@@ -26,7 +26,7 @@ MIN_GROUP_SIZE = 32
 WHOLE_ROW = -1           # the group size that means all inputs of an output
 MIN_INT8_ACTIVATION_GROUP = 64  # weights in smaller groups are expanded by default: each group ends with float work
 MAX_TOKEN_INPUTS = 1 << 16      # inputs that share a scale where checkpoints say one for each token: all, up to these
-MAX_ACTIVATION_GROUP = 128      # inputs that share a scale of int8 activations; decision 0018 has the measurement
+MAX_ACTIVATION_GROUP = 256      # inputs that share a scale of int8 activations; decision 0018 has the measurement
 
 
 @dataclass(frozen=True, slots=True)
