@@ -8,6 +8,7 @@ STAMP  := $(VENV)/.set-up
 RUN    := $(VENV)/.set-up-to-run
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CLIENTS := .venv-clients
+TRITON  := .venv-triton
 
 MODEL   ?=
 ARGS    ?=
@@ -22,7 +23,7 @@ generate: export QUIRE_PROMPT := $(value PROMPT)
 generate: export QUIRE_TEMPERATURE ?= 0.7
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test test-quick clients fuzz matrix imitated soak hostile-soak lint serve generate \
+.PHONY: help set-up test test-quick clients fuzz matrix imitated triton-3.6 soak hostile-soak lint serve generate \
         bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
@@ -43,15 +44,26 @@ $(STAMP): $(RUN)
 	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 
-# Client libraries whose pins conflict with the project's, or that need much that nothing else does, over .venv.
-$(CLIENTS)/.set-up: $(STAMP)
-	@echo "Setting up $(CLIENTS) ..."
-	@$(BIN)/python -m venv $(CLIENTS)
+# An environment over .venv, whose packages it finds behind its own.
+define over_venv
+	@echo "Setting up $(1) ..."
+	@$(BIN)/python -m venv $(1)
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	  > $$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/quire-environment.pth
+	  > $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/quire-environment.pth
+endef
+
+# Client libraries whose pins conflict with the project's, or that need much that nothing else does.
+$(CLIENTS)/.set-up: $(STAMP)
+	$(call over_venv,$(CLIENTS))
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt \
 	  langchain-openai fastuuid h2 python-dotenv importlib-metadata pydantic-settings
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt --no-deps litellm
+	@touch $@
+
+# The oldest Triton that is served, which torch 2.11 pins. Its interpreter does what NumPy deprecates, and needs one before 2.4.
+$(TRITON)/.set-up: $(STAMP)
+	$(call over_venv,$(TRITON))
+	@$(TRITON)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --ignore-installed triton==3.6.0 numpy==2.3.5
 	@touch $@
 
 test: $(STAMP) ## run the tests in JOBS=2 processes (under 15 minutes on 2 cores)
@@ -62,6 +74,10 @@ test-quick: $(STAMP) ## run the tests that tests/quick.txt names, some of each p
 
 clients: $(CLIENTS)/.set-up ## run the tests of client libraries that have an environment of their own: langchain, litellm
 	$(CLIENTS)/bin/python -m pytest tests/e2e/test_clients_langchain.py tests/e2e/test_clients_litellm.py $(ARGS)
+
+triton-3.6: $(TRITON)/.set-up ## run the tests of the Triton kernels with the oldest Triton that is served
+	PYTEST_ADDOPTS='-W "ignore:Conversion of an array with ndim:DeprecationWarning"' \
+	  $(TRITON)/bin/python -m pytest -m "not fuzz and not matrix" tests/kernels/test_triton.py $(ARGS)
 
 fuzz: $(STAMP) ## run the long random tests from a fresh seed, which is printed (QUIRE_FUZZ_SEED repeats it)
 	$(BIN)/python -m pytest -m fuzz --timeout 0 $(ARGS)
@@ -107,4 +123,4 @@ bench-peers: $(STAMP) ## Quire beside other engines on MODEL=..., in turn; ARGS=
 	$(BIN)/python bench/peers.py $(MODEL) $(ARGS)
 
 clean: ## remove what the set-up, the tests and the tools left
-	rm -rf $(VENV) $(CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(TRITON) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
