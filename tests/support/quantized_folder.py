@@ -206,3 +206,109 @@ def awq_config(group_size: int, **more: object) -> dict[str, object]:
         "quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm",
         "modules_to_not_convert": None, **more,
     }  # fmt: skip
+
+
+def compressed(
+    bits: int,
+    group_size: int = -1,
+    *,
+    storage: str = "pack-quantized",
+    symmetric: bool = True,
+    is_ordered: bool = False,
+    strategy: str | None = None,
+) -> Quantize:
+    """Return the quantizer of compressed-tensors' integer formats; their elements are signed.
+
+    strategy: "tensor" has one scale for all.
+    """
+    half = 1 << (bits - 1)
+
+    def quantize(rng: np.random.Generator, num_rows: int, width: int) -> Module:
+        found = random_integers(
+            rng, num_rows, width, bits, group_size, is_symmetric=symmetric, is_ordered=is_ordered,
+            scale_dtype=torch.bfloat16,
+        )  # fmt: skip
+        values, scales = found.values, found.scales
+        if strategy == "tensor":
+            scales = scales[:1, 0]
+            values = scales.float() * torch.from_numpy((found.elements - half).astype(np.float32))
+        tensors = {"weight_scale": scales}
+        if storage == "pack-quantized":
+            tensors |= {"weight_packed": packed(found.elements, bits), "weight_shape": torch.tensor([num_rows, width])}
+            zeros = packed(found.zeros.T, bits).T
+        else:
+            tensors["weight"] = torch.from_numpy((found.elements - half).astype(np.int8))
+            zeros = torch.from_numpy((found.zeros - half).astype(np.int8))
+        if not symmetric:
+            tensors["weight_zero_point"] = zeros
+        if is_ordered:
+            tensors["weight_g_idx"] = torch.from_numpy(found.group_of.astype(np.int32))
+        return Module(tensors, values)
+
+    return quantize
+
+
+def compressed_config(
+    bits: int,
+    group_size: int = -1,
+    *,
+    storage: str = "pack-quantized",
+    symmetric: bool = True,
+    is_ordered: bool = False,
+    strategy: str | None = None,
+    **more: object,
+) -> dict[str, object]:
+    """Return the quantization_config of a folder of `compressed`; `more` are options of its group."""
+    kind = "channel" if group_size == -1 else "group"
+    weights = {
+        "num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy or kind, "dynamic": False,
+        "group_size": None if strategy or group_size == -1 else group_size, "observer": "minmax",
+        "actorder": "group" if is_ordered else None, "block_structure": None, "observer_kwargs": {},
+    }  # fmt: skip
+    return compressed_groups(weights, storage, **more)
+
+
+def compressed_groups(weights: object, storage: str, **more: object) -> dict[str, object]:
+    """Return a quantization_config of one group of all linear layers but the head."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None, **more}
+    return {
+        "quant_method": "compressed-tensors", "format": storage, "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "quantization_status": "compressed", "kv_cache_scheme": None,
+        "global_compression_ratio": None, "sparsity_config": {}, "transform_config": {}, "version": "0.20.0",
+    }  # fmt: skip
+
+
+TOKEN_INT8 = {
+    "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True, "group_size": None,
+}  # fmt: skip
+
+
+def e4m3(rng: np.random.Generator, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return random e4m3 elements of all sizes but NaN, and their values, float32: sign, 4 bits, bias 7, 3 bits."""
+    bits = rng.integers(0, 127, (num_rows, width)) + 128 * rng.integers(0, 2, (num_rows, width))
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    values = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    signed = np.where(bits >= 128, -values, values).astype(np.float32)
+    return torch.from_numpy(bits.astype(np.uint8)).view(torch.float8_e4m3fn), torch.from_numpy(signed)
+
+
+def fp8(
+    block: tuple[int, int] | None = None, *, kind: str = "channel", name: str = "weight_scale",
+    scale_dtype: torch.dtype = torch.float32,
+) -> Quantize:  # fmt: skip
+    """Return the quantizer of e4m3 weights with scales per block of outputs and inputs, per channel, or one ("tensor").
+
+    "scalar" and "flat" are other shapes of one scale and of one per channel.
+    """
+
+    def quantize(rng: np.random.Generator, num_rows: int, width: int) -> Module:
+        elements, values = e4m3(rng, num_rows, width)
+        rows, inputs = block or (num_rows if kind in ("tensor", "scalar") else 1, width)
+        shape = -(-num_rows // rows), -(-width // inputs)
+        scales = torch.from_numpy((rng.random(shape) + 0.5) * width**-0.5 / 100).to(scale_dtype)
+        whole = scales.float()[torch.arange(num_rows) // rows][:, torch.arange(width) // inputs]
+        shapes = {"scalar": (), "tensor": (1,), "flat": (num_rows,)}
+        stored = scales.reshape(shapes[kind]) if block is None and kind in shapes else scales
+        return Module({"weight": elements, name: stored}, whole * values)
+
+    return quantize

@@ -14,7 +14,17 @@ from quire.core.errors import ModelError
 from quire.kernels.back_end import TORCH
 from quire.model.loader import load_model
 from support.fuzz_seeds import fuzz
-from support.quantized_folder import Pair, awq, awq_config, gptq, gptq_config, write_pair
+from support.quantized_folder import (
+    TOKEN_INT8,
+    Pair,
+    awq,
+    awq_config,
+    compressed,
+    compressed_config,
+    gptq,
+    gptq_config,
+    write_pair,
+)
 from support.spoilt_checkpoint import spoil
 
 MAX_SECONDS = 20.0  # of CPU, for what takes 0.02 s: a bound, not a speed
@@ -25,6 +35,12 @@ WRITERS: dict[str, Callable[[Path], Pair]] = {
     "gptq": lambda parent: write_pair(parent, gptq(4, 64, sym=False, desc_act=True),
                                       gptq_config(4, 64, sym=False, desc_act=True, dynamic={"-:.*x_proj": {}})),
     "awq": lambda parent: write_pair(parent, awq(32), awq_config(32, modules_to_not_convert=["x_proj"])),
+    "packed": lambda parent: write_pair(
+        parent, compressed(4, 32, symmetric=False, is_ordered=True),
+        {**compressed_config(4, 32, symmetric=False, is_ordered=True), "ignore": ["lm_head", "re:.*x_proj"]}),
+    "bytes": lambda parent: write_pair(
+        parent, compressed(8, storage="int-quantized", symmetric=False),
+        compressed_config(8, storage="int-quantized", symmetric=False, input_activations=TOKEN_INT8)),
 }  # fmt: skip
 
 

@@ -5,10 +5,17 @@ from dataclasses import replace
 import pytest
 
 from quire.core.errors import ConfigError, ModelError
-from quire.model.quantization import WHOLE_ROW, Quantization, QuantizationOptions, WeightScheme, resolve
+from quire.model.quantization import (
+    WHOLE_ROW,
+    Quantization,
+    QuantizationOptions,
+    WeightScheme,
+    activation_group_size,
+    resolve,
+)
 from quire.model.weight_formats.quantization_config import quantization_from_config
 from quire.model.weight_formats.schemes import StoredQuantization, StoredScheme
-from support.quantized_folder import awq_config, gptq_config
+from support.quantized_folder import TOKEN_INT8, awq_config, compressed_config, compressed_groups, gptq_config
 
 Q_PROJ, DOWN = "model.layers.3.self_attn.q_proj", "model.layers.11.mlp.down_proj"
 
@@ -149,3 +156,116 @@ def test_awq_options_make_the_scheme() -> None:
 )
 def test_awq_options_that_are_not_supported_are_refused(changes: dict[str, object], words: str) -> None:
     check_refusals(awq_config(128), changes, words)
+
+
+FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
+TOKEN_FP8 = {**FLOAT, "strategy": "token", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (compressed_config(4, 128), StoredScheme("packed", "int4", 128)),
+        (compressed_config(8, symmetric=False), StoredScheme("packed", "int8", has_zero_points=True)),
+        (compressed_config(4, 128, is_ordered=True), StoredScheme("packed", "int4", 128, has_input_order=True)),
+        (
+            compressed_config(8, storage="int-quantized", input_activations=TOKEN_INT8),
+            StoredScheme("plain", "int8", quantizes_activations=True),
+        ),
+        (compressed_groups({**FLOAT, "strategy": "tensor"}, "float-quantized"), StoredScheme("plain", "fp8")),
+        (
+            compressed_groups({**FLOAT, "strategy": "block", "block_structure": "128x64"}, "naive-quantized"),
+            StoredScheme("plain", "fp8", 64, 128),
+        ),
+        (compressed_groups(FLOAT, "float-quantized", input_activations=TOKEN_FP8), StoredScheme("plain", "fp8")),
+        (compressed_groups({"group_size": 64, "num_bits": 4}, "pack-quantized"), StoredScheme("packed", "int4", 64)),
+    ],
+)
+def test_compressed_options_make_the_scheme(options: dict[str, object], expected: StoredScheme) -> None:
+    assert scheme(options) == expected
+    assert parsed(options).scheme("lm_head") is None
+
+
+def test_compressed_targets_go_by_name_then_pattern_then_class() -> None:
+    options = compressed_config(4, 128)
+    groups = options["config_groups"]
+    for number, (size, targets) in enumerate([(32, ["re:.*self_attn.*"]), (64, [DOWN]), (16, ["re:.*mlp.*"])]):
+        groups[f"more_{number}"] = {"targets": targets, "weights": {"num_bits": 4, "group_size": size}}
+    groups["none"] = {"targets": ["Attention"]}
+    options["ignore"] = ["lm_head", r"re:model\.layers\.0\..*"]
+    found = parsed(options)
+    schemes = [found.scheme(name) for name in (Q_PROJ, DOWN, "model.layers.3.mlp.up_proj")]
+    assert [each.group_size for each in schemes if each is not None] == [32, 64, 16]
+    assert found.scheme("model.layers.0.mlp.down_proj") is None
+    assert found.scheme("project_in") == StoredScheme("packed", "int4", 128)
+
+
+def test_tokens_that_share_a_scale_decide_the_activations() -> None:
+    token = {"storage": "int-quantized", "input_activations": TOKEN_INT8}
+    assert resolved(compressed_config(8, **token)).layers == WeightScheme("int8", WHOLE_ROW, 1 << 16)
+    assert resolved(compressed_config(4, 32, **token)).layers == WeightScheme("int4", 32, 32)
+    assert resolved(compressed_config(8, **token), activations="bfloat16").layers.activation_group_size == 0
+    assert resolved(compressed_config(8)).layers.activation_group_size == activation_group_size(WHOLE_ROW)
+    with pytest.raises(ConfigError, match="'int8' is for integer weights, and here/config"):
+        resolved(compressed_groups(FLOAT, "float-quantized"), activations="int8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": "marlin-24"}, "format must be one of pack-quantized, .* got 'marlin-24'"),
+        ({"format": "mixed-precision"}, "config_groups: group_0: format is missing; mixed-precision needs one"),
+        ({"quantization_status": "initialized"}, "quantization_status must be one of compressed, frozen"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config: format = 'sparse-24-bitmask' is not"),
+        ({"transform_config": {"config_groups": {}}}, "transform_config = .* is not supported"),
+        ({"ignore": "lm_head"}, "ignore must be a list of names"),
+        ({"ignore": ["re:(?!a)b"]}, r"pattern '\(\?!a\)b' is not supported: unsupported group"),
+        ({"config_groups": ["Linear"]}, "config_groups must be an object"),
+        ({"config_groups": {"W8A8": ["Linear"]}}, r"config_groups: W8A8 must be an object, got \['Linear'\]"),
+        ({"calibration": 3}, "unknown option 'calibration'"),
+    ],
+)
+def test_compressed_options_that_are_not_supported_are_refused(changes: dict[str, object], words: str) -> None:
+    check_refusals(compressed_config(4, 128), changes, words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_bits": 3}, "weights: num_bits = 3 is not supported; supported are 4, 8"),
+        ({"type": "float"}, "weights: num_bits = 4 is not supported; supported are 8"),
+        ({"type": "float", "num_bits": 8}, "type = 'float' is supported without zero points and not packed"),
+        ({"type": "complex"}, "type must be one of int, float"),
+        ({"strategy": "tensor_group"}, "strategy must be one of tensor, channel, group, block, got 'tensor_group'"),
+        ({"strategy": "channel"}, "strategy = 'channel' with group_size = 128"),
+        ({"strategy": "block"}, "block_structure is missing"),
+        ({"strategy": "block", "block_structure": [128]}, "block_structure must be two sizes"),
+        ({"strategy": "block", "block_structure": [0, 1]}, "block_structure: outputs must be an integer from 1"),
+        ({"strategy": "block", "block_structure": [9, 9], "symmetric": False}, "symmetric = False .* with blocks"),
+        ({"dynamic": True}, "dynamic = True is not supported"),
+        ({"actorder": True}, "actorder must be one of weight, static, group, dynamic, got True"),
+        ({"rounding": "up"}, "weights: unknown option 'rounding'"),
+    ],
+)
+def test_compressed_weights_that_are_not_supported_are_refused(changes: dict[str, object], words: str) -> None:
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 128, **changes}
+    check_refusals(compressed_groups(weights, "pack-quantized"), {}, words)
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"input_activations": {"num_bits": 4}}, "input_activations: num_bits = 4 is not supported; supported are 8"),
+        ({"input_activations": {"strategy": "group", "group_size": 8}}, "strategy must be one of token, tensor"),
+        ({"input_activations": 8}, "input_activations must be an object"),
+        ({"output_activations": {"num_bits": 8}}, "output_activations = .* is not supported"),
+        ({"targets": "Linear"}, "targets must be a list of names"),
+        ({"format": "nvfp4-pack-quantized"}, "group_0: format must be one of"),
+        ({"weights": 4}, "weights must be an object"),
+        ({"scheme": "W4A16"}, "group_0: unknown option 'scheme'"),
+    ],
+)
+def test_compressed_groups_that_are_not_supported_are_refused(group: dict[str, object], words: str) -> None:
+    options = compressed_groups({"num_bits": 8}, "int-quantized")
+    options["config_groups"]["group_0"] |= group
+    check_refusals(options, {}, words)

@@ -12,10 +12,15 @@ from quire.model.quantization import QuantizationOptions
 from support.quantized_folder import (
     KV_WIDTH,
     LAYER_LINEARS,
+    TOKEN_INT8,
     WIDTH,
     Quantize,
     awq,
     awq_config,
+    compressed,
+    compressed_config,
+    compressed_groups,
+    fp8,
     gptq,
     gptq_config,
     write_pair,
@@ -27,11 +32,17 @@ ENDS = [name.rpartition(".")[2] for name in LAYER_LINEARS]
 QKV = {"q_proj": WIDTH, "k_proj": KV_WIDTH, "v_proj": KV_WIDTH}
 
 
+BYTES = "int-quantized"
+FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
 ORDERED = {"bits": 4, "group_size": 32, "sym": False, "desc_act": True}
 KINDS: dict[str, tuple[Quantize, dict[str, object], bool]] = {
     "gptq": (gptq(**ORDERED), gptq_config(**ORDERED), False),
     "gptq, its head too": (gptq(8, -1), gptq_config(8, -1, lm_head=True), True),
     "awq": (awq(32), awq_config(32), False),
+    "packed": (compressed(4, 32, symmetric=False), compressed_config(4, 32, symmetric=False), False),
+    "packed, its head too": (compressed(8), {**compressed_config(8), "ignore": []}, True),
+    "bytes": (compressed(8, storage=BYTES), compressed_config(8, storage=BYTES, input_activations=TOKEN_INT8), False),
+    "floats": (fp8(kind="tensor"), compressed_groups(FLOAT, "float-quantized"), False),
 }
 
 
@@ -46,6 +57,26 @@ def test_expanded_weights_give_the_bits_of_the_twin(
     models = [load_model(pair.folder, back_end=TORCH, quantization=expanded), load_model(pair.twin, back_end=TORCH)]
     found, expected = (paged_runner(model).run("a", TOKENS, [7, 20]) for model in models)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["gptq, its head too", "packed, its head too", "bytes"])
+def test_int8_activations_stay_close_to_the_twin(tmp_path: Path, paged_runner: type, kind: str) -> None:
+    quantize, config, has_head = KINDS[kind]
+    pair = write_pair(tmp_path, quantize, config, dtype=torch.float32, has_quantized_head=has_head)
+    found, expected = (
+        paged_runner(load_model(folder, back_end=TORCH)).run("a", TOKENS, [39]) for folder in (pair.folder, pair.twin)
+    )
+    assert not torch.equal(found, expected)
+    assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+def test_modules_with_scales_of_their_own_are_fused(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path, fp8(kind="tensor"), compressed_groups(FLOAT, "float-quantized"))
+    modules = [(f"model.layers.0.self_attn.{end}", rows) for end, rows in QKV.items()]
+    weight = read(pair.folder, *modules, width=WIDTH)
+    assert weight.scales is not None
+    assert len(weight.scales.unique()) == 3
+    assert torch.equal(values(weight), torch.cat([pair.values[name] for name, _ in modules]))
 
 
 def test_parameters_are_counted_as_those_of_the_twin(tmp_path: Path) -> None:

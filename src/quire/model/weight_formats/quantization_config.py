@@ -8,12 +8,17 @@ from collections.abc import Callable, Mapping
 
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
 from quire.model.weight_formats.awq_config import awq_rules
+from quire.model.weight_formats.compressed_tensors_config import compressed_tensors_rules
 from quire.model.weight_formats.gptq_config import gptq_rules
 from quire.model.weight_formats.options import checked_rules
 from quire.model.weight_formats.schemes import ModuleRule, StoredQuantization
 
 KEYS = ("quantization_config", "compression_config")  # the second in old folders of compressed-tensors
-_PARSERS: Mapping[str, Callable[[ConfigReader], list[ModuleRule]]] = {"gptq": gptq_rules, "awq": awq_rules}
+_PARSERS: Mapping[str, Callable[[ConfigReader], list[ModuleRule]]] = {
+    "gptq": gptq_rules,
+    "awq": awq_rules,
+    "compressed-tensors": compressed_tensors_rules,
+}
 
 
 def quantization_from_config(values: Mapping[str, object], source: str = CONFIG_FILE) -> StoredQuantization | None:

@@ -12,15 +12,22 @@ from quire.kernels.quantized import expand
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.quantization import Activations, stored_scheme
 from quire.model.weight_formats.awq import read_awq
+from quire.model.weight_formats.compressed_tensors import read_packed
 from quire.model.weight_formats.dense import DenseFormat, read_floats
 from quire.model.weight_formats.format import ModuleRows
 from quire.model.weight_formats.gptq import read_gptq
+from quire.model.weight_formats.plain import read_plain
 from quire.model.weight_formats.schemes import Storage, StoredQuantization, StoredScheme
 from quire.model.weight_formats.stored import StoredModule
 
 log = logging.getLogger(__name__)
 
-_READERS: Mapping[Storage, Callable[[StoredModule], LinearWeight]] = {"gptq": read_gptq, "awq": read_awq}
+_READERS: Mapping[Storage, Callable[[StoredModule], LinearWeight]] = {
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "packed": read_packed,
+    "plain": read_plain,
+}
 _WORDS = ("gptq", "awq")  # whose quantized modules have no tensor `.weight`
 
 
