@@ -15,10 +15,11 @@ from quire.core.outputs import Admission, FinishReason, KVStats, RequestMetrics,
 from quire.core.sampling_params import SamplingParams
 from quire.engine.client import EngineClient
 from quire.engine.launcher import EngineProcess
-from quire.engine.messages import EngineDeadError, EngineState, Stepped
+from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import FinishedRequest, ProcessedStep
 from quire.engine.streams import RequestStream
+from quire.scheduling.limits import AdmissionLimits
 from quire.server.errors import RETRY_AFTER_S, shutting_down
 from quire.server.ops.admission_rate import LONGEST_S
 from quire.server.ops.metrics import REFUSALS, Metrics
@@ -42,6 +43,7 @@ GAUGES: dict[str, list[dict[str, str]]] = {
     "quire:kv_blocks_shared": [{}],
     "quire:kv_blocks_by_owner": [{"owner": "other"}],
     "quire:kv_sequences": [{}],
+    "quire:weights_bytes": [{"dtype": "", "quantization": ""}],
 }
 COUNTERS: dict[str, list[dict[str, str]]] = {
     "vllm:prefix_cache_queries_total": [MODEL],
@@ -318,6 +320,16 @@ def test_figures_of_the_cache_are_passed_on() -> None:
     assert [page[f"quire:{name}_seconds_total"] for name in ("swap", "recompute", "recovery_saved")] == [0.5, 1.5, 2.5]
     assert page["quire:kv_blocks_evicted_total"] == 5
     assert (page["quire:kv_blocks_shared"], page["quire:kv_sequences"]) == (1, 3)
+
+
+@pytest.mark.parametrize(("quantization", "method"), [("", "none"), ("int4: int4 weights in groups of 128", "int4")])
+def test_bytes_of_the_weights_are_told_with_their_format(quantization: str, method: str) -> None:
+    metrics = Metrics("tiny")
+    limits = AdmissionLimits(8, block_size=16, max_num_seqs=8, max_model_len=64)
+    ready = Ready(limits, 64, 100, frozenset(), "bfloat16", "cpu", 5_000_000, 10 << 20, 64, quantization=quantization)
+    metrics.engine_ready(ready)
+    expected = {frozenset({"dtype": "bfloat16", "quantization": method}.items()): 10 << 20}
+    assert Page(metrics).by_labels("quire:weights_bytes") == expected
 
 
 def test_requests_that_the_engine_does_not_know_yet_wait_too() -> None:

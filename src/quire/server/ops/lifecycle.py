@@ -79,6 +79,7 @@ async def _connect(child: EngineProcess, engine: EngineOptions, options: ServerO
     metrics = Metrics(names[0])
     owners = OwnerLabels(options.max_metric_labels)
     client = await EngineClient.connect(child, engine, metrics, owners=owners, start_timeout_s=options.start_timeout)
+    metrics.engine_ready(client.ready)
     templates = TemplateRenderer(client.tokenizer, max_waiting=options.max_queued_requests)
     templates.warm_up()
     return Service(client, options, names, metrics, templates)

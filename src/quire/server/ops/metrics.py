@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from quire.core.config import PreemptionKind
 from quire.core.outputs import FinishReason, KVStats
 from quire.core.owner_labels import OTHER
-from quire.engine.messages import EngineState, Stepped
+from quire.engine.messages import EngineState, Ready, Stepped
 from quire.engine.output_processor import FinishedRequest, ProcessedStep
 from quire.server.ops.admission_rate import AdmissionRate
 from quire.server.ops.histograms import RequestHistograms
@@ -64,6 +64,7 @@ class Metrics(Collector):
         self._earlier: KVStats | None = None                        # counters of the engines before this one
         self._blocks_by_owner = {OTHER: 0}                          # a label once seen stays, at 0
         self._num_queued = 0
+        self._weights: Sample = {"dtype": "", "quantization": ""}, 0
         self._requests = _RequestCounters()
         self._num_restarts = 0
         self._histograms = RequestHistograms()
@@ -101,6 +102,11 @@ class Metrics(Collector):
     def failed(self, reason: str) -> None:
         """Count a call that failed through no fault of its own, for one of FAILURES."""
         self._requests.num_failed[reason] += 1
+
+    def engine_ready(self, ready: Ready) -> None:
+        """Record the format and size of the weights."""
+        method = ready.quantization.partition(":")[0] or "none"
+        self._weights = {"dtype": ready.dtype, "quantization": method}, ready.weights_bytes
 
     def engine_restarted(self) -> None:
         """Count an engine that replaced a dead one."""
@@ -159,6 +165,7 @@ class Metrics(Collector):
         yield counter("quire:swap_seconds_total", "Time spent on moving blocks.", ({}, kv.swap_s))
         yield counter("quire:recompute_seconds_total", "Time spent on computing tokens again.", ({}, kv.recompute_s))
         yield counter("quire:recovery_saved_seconds_total", "Time that auto has saved.", ({}, kv.recovery_saved_s))
+        yield gauge("quire:weights_bytes", "Bytes of the weights in memory.", self._weights)
         yield counter("quire:engine_restarts_total", "Engines that replaced a dead one.", ({}, self._num_restarts))
 
     def _cache_families(self) -> Iterator[Metric]:
