@@ -312,3 +312,11 @@ def fp8(
         return Module({"weight": elements, name: stored}, whole * values)
 
     return quantize
+
+
+def fp8_config(block: tuple[int, int] | None = None, **more: object) -> dict[str, object]:
+    """Return the quantization_config of a folder of `fp8`, as Hugging Face writes it."""
+    return {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
+        "weight_block_size": None if block is None else list(block), **more,
+    }  # fmt: skip

@@ -21,6 +21,8 @@ from support.quantized_folder import (
     awq_config,
     compressed,
     compressed_config,
+    fp8,
+    fp8_config,
     gptq,
     gptq_config,
     write_pair,
@@ -41,6 +43,9 @@ WRITERS: dict[str, Callable[[Path], Pair]] = {
     "bytes": lambda parent: write_pair(
         parent, compressed(8, storage="int-quantized", symmetric=False),
         compressed_config(8, storage="int-quantized", symmetric=False, input_activations=TOKEN_INT8)),
+    "fp8": lambda parent: write_pair(
+        parent, fp8((32, 48), name="weight_scale_inv"),
+        fp8_config((32, 48), modules_to_not_convert=["lm_head", "model.layers.*.x_proj"])),
 }  # fmt: skip
 
 

@@ -15,7 +15,14 @@ from quire.model.quantization import (
 )
 from quire.model.weight_formats.quantization_config import quantization_from_config
 from quire.model.weight_formats.schemes import StoredQuantization, StoredScheme
-from support.quantized_folder import TOKEN_INT8, awq_config, compressed_config, compressed_groups, gptq_config
+from support.quantized_folder import (
+    TOKEN_INT8,
+    awq_config,
+    compressed_config,
+    compressed_groups,
+    fp8_config,
+    gptq_config,
+)
 
 Q_PROJ, DOWN = "model.layers.3.self_attn.q_proj", "model.layers.11.mlp.down_proj"
 
@@ -269,3 +276,47 @@ def test_compressed_groups_that_are_not_supported_are_refused(group: dict[str, o
     options = compressed_groups({"num_bits": 8}, "int-quantized")
     options["config_groups"]["group_0"] |= group
     check_refusals(options, {}, words)
+
+
+def test_fp8_options_make_the_scheme() -> None:
+    assert scheme(fp8_config((128, 64))) == StoredScheme("plain", "fp8", 64, 128)
+    of_autofp8 = {"activation_scheme": "static", "ignored_layers": ["lm_head"], "kv_cache_scheme": "static"}
+    assert scheme({"quant_method": "fp8", **of_autofp8}) == StoredScheme("plain", "fp8")
+    assert parsed(fp8_config()).scheme("lm_head") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "is_dense"),
+    [
+        ("model.layers.3", True),
+        ("model.layers.1", False),
+        ("q_proj", True),
+        (Q_PROJ, True),
+        ("model.layers.*.self_attn", True),
+        ("model.layers.3.self", False),
+        ("self_attn", False),
+    ],
+)
+def test_fp8_modules_are_named_by_beginnings_at_a_dot_or_ends(name: str, is_dense: bool) -> None:
+    found = parsed(fp8_config(modules_to_not_convert=[name]))
+    assert (found.scheme(Q_PROJ) is None) == is_dense
+    assert found.scheme(DOWN) is not None or name == "model.layers.1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"weight_block_size": [128]}, "weight_block_size must be two sizes"),
+        ({"weight_block_size": [128, 0]}, "weight_block_size: inputs must be an integer from 1 to 65536, got 0"),
+        ({"weight_block_size": 128}, "weight_block_size must be two sizes"),
+        ({"activation_scheme": "token"}, "activation_scheme must be one of dynamic, static"),
+        ({"fmt": "e5m2"}, "fmt must be one of e4m3, float8_e4m3fn, got 'e5m2'"),
+        ({"scale_fmt": "mx"}, "scale_fmt must be one of float, ue8m0"),
+        ({"modules_to_convert": ["model.embed_tokens"]}, "modules_to_convert = .* is not supported"),
+        ({"ignored_layers": {"a": 1}}, "ignored_layers must be a list of names"),
+        ({"expert_dtype": "fp4"}, "expert_dtype = 'fp4' is not supported"),
+        ({"store_dtype": "fp8"}, "unknown option 'store_dtype' = 'fp8'"),
+    ],
+)
+def test_fp8_options_that_are_not_supported_are_refused(changes: dict[str, object], words: str) -> None:
+    check_refusals(fp8_config(), changes, words)

@@ -21,6 +21,7 @@ from support.quantized_folder import (
     compressed_config,
     compressed_groups,
     fp8,
+    fp8_config,
     gptq,
     gptq_config,
     write_pair,
@@ -42,6 +43,7 @@ KINDS: dict[str, tuple[Quantize, dict[str, object], bool]] = {
     "packed": (compressed(4, 32, symmetric=False), compressed_config(4, 32, symmetric=False), False),
     "packed, its head too": (compressed(8), {**compressed_config(8), "ignore": []}, True),
     "bytes": (compressed(8, storage=BYTES), compressed_config(8, storage=BYTES, input_activations=TOKEN_INT8), False),
+    "fp8": (fp8((128, 128), name="weight_scale_inv"), fp8_config((128, 128)), False),
     "floats": (fp8(kind="tensor"), compressed_groups(FLOAT, "float-quantized"), False),
 }
 

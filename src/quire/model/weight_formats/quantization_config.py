@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
 from quire.model.weight_formats.awq_config import awq_rules
 from quire.model.weight_formats.compressed_tensors_config import compressed_tensors_rules
+from quire.model.weight_formats.fp8_config import fp8_rules
 from quire.model.weight_formats.gptq_config import gptq_rules
 from quire.model.weight_formats.options import checked_rules
 from quire.model.weight_formats.schemes import ModuleRule, StoredQuantization
@@ -18,6 +19,7 @@ _PARSERS: Mapping[str, Callable[[ConfigReader], list[ModuleRule]]] = {
     "gptq": gptq_rules,
     "awq": awq_rules,
     "compressed-tensors": compressed_tensors_rules,
+    "fp8": fp8_rules,
 }
 
 
