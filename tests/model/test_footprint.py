@@ -73,3 +73,25 @@ def test_quantized_layers_take_their_bits_and_a_scale_for_each_group(method: Met
     head_bits = 8 + 32 / 128
     saved = num_layer_weights(spec) * (16 - bits) / 8 + 512 * 256 * (16 - head_bits) / 8
     assert plain - found == saved
+
+
+def test_modules_of_several_types_are_counted_each_by_its_own() -> None:
+    """As in files that keep some tensors in more bits; what is fused of several is 8-bit integers, or dense."""
+    spec = spec_of("Llama", hidden_size=256, head_dim=32, num_attention_heads=8, intermediate_size=512, vocab_size=512)
+    int4, int8 = WeightScheme("int4", 32, correction="minimums"), WeightScheme("int8", 32)
+    names = spec.weights
+    query, key, value = names.qkv
+    schemes = {f"{names.prefixes[0]}layers.0.{name}": int4 for name in (query, key, value, *names.feed_forward_in)}
+    found = Quantization("gguf", int4, modules=schemes)
+    assert found.scheme([f"model.layers.0.{query}"]) == int4
+    assert found.scheme([f"model.layers.1.{query}"]) == WeightScheme()
+    plain = weight_bytes(spec, "bfloat16")
+    of_all = weight_bytes(spec, "bfloat16", quantization=found)
+    mixed = Quantization("gguf", int4, modules=schemes | {f"model.layers.0.{value}": int8})
+    assert mixed.scheme([f"model.layers.0.{name}" for name in names.qkv]) == WeightScheme("int8", 32, 0, "minimums")
+    dense = Quantization("gguf", int4, modules=schemes | {f"model.layers.0.{value}": WeightScheme()})
+    of_qkv = plain - weight_bytes(spec, "bfloat16", quantization=Quantization("gguf", int4, modules={
+        name: scheme for name, scheme in schemes.items() if name.endswith(names.qkv)
+    }))  # fmt: skip
+    assert weight_bytes(spec, "bfloat16", quantization=dense) == of_all + of_qkv
+    assert of_all < weight_bytes(spec, "bfloat16", quantization=mixed) < plain

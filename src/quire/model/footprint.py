@@ -36,12 +36,20 @@ def weight_bytes(
 
     Tables and linear layers are split over the ranks of tensor parallelism, norms are kept on each.
     """
-    around = DecoderShapes.of(spec)
+    around, prefix = DecoderShapes.of(spec), spec.weights.prefixes[0]
     is_head_kept = packing.copies_tied_head or not spec.is_head_tied or quantization.head != UNQUANTIZED.head
-    layers = [shape for layer in spec.layers for shape in _shapes_of_rank(spec, layer, num_ranks)]
-    of_head = _kept_bytes(around.head, dtype, packing, num_ranks, quantization.head) if is_head_kept else 0
-    others = (_kept_bytes(shape, dtype, packing, num_ranks, quantization.layers) for shape in (*around[:-1], *layers))
-    return sum(others) + of_head
+
+    def kept(shape: Shape | None, prefix: str) -> int:
+        scheme = UNQUANTIZED.layers
+        if isinstance(shape, LinearShape):
+            scheme = quantization.scheme([prefix + module for module in shape.modules])
+        return _kept_bytes(shape, dtype, packing, num_ranks, scheme)
+
+    total = sum(kept(shape, prefix) for shape in around[:-1])
+    for index, layer in enumerate(spec.layers):
+        stem = prefix + spec.weights.layer.format(layer=index)
+        total += sum(kept(shape, stem) for shape in _shapes_of_rank(spec, layer, num_ranks))
+    return total + (_kept_bytes(around.head, dtype, packing, num_ranks, quantization.head) if is_head_kept else 0)
 
 
 def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1, scale_bytes: int = 0) -> int:

@@ -58,7 +58,12 @@ def gguf_quantization(
         raise ConfigError(f"quantization {asked.method!r} contradicts {file.path}, which is quantized to {kinds}")
     layers = _scheme(counts.most_common(1)[0][0] if counts else "F32", asked.activations)
     of_head = _scheme(head_kind, asked.activations)
-    return Quantization(f"{GGUF} ({kinds})", layers, of_head, activations=asked.activations)
+    modules = {
+        name.removesuffix(".weight"): _scheme(entry.type.name, asked.activations)
+        for name, entry in file.tensors.items()
+        if name.endswith(".weight")
+    }
+    return Quantization(f"{GGUF} ({kinds})", layers, of_head, activations=asked.activations, modules=modules)
 
 
 def _scheme(kind: str, activations: Activations | None) -> WeightScheme:

@@ -4,7 +4,7 @@ It comes from the options of the engine, which quantize a float checkpoint while
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -57,6 +57,16 @@ class Quantization:
     head: WeightScheme = WeightScheme()
     stored: StoredQuantization | None = None  # of a quantized checkpoint: the scheme of each module
     activations: Activations | None = None    # asked for; None: the default for each module
+    modules: Mapping[str, WeightScheme] | None = None  # of a GGUF file: the scheme of each module
+
+    def scheme(self, modules: Sequence[str]) -> WeightScheme:
+        """Return the scheme of the layer that modules, by their full names in the checkpoint, are fused to."""
+        if self.stored is not None:
+            return stored_scheme(self.stored.fused_scheme(modules), self.activations)
+        if self.modules is None:
+            return self.layers
+        schemes = {self.modules.get(module, WeightScheme()) for module in modules}
+        return schemes.pop() if len(schemes) == 1 else _fused_blocks(schemes)
 
     def __str__(self) -> str:
         """Return the description in logs."""
@@ -133,6 +143,16 @@ def stored_scheme(scheme: StoredScheme | None, activations: Activations | None) 
     if scheme.quantizes_activations and activations != "bfloat16":
         activation_groups = scheme.group_size or MAX_TOKEN_INPUTS
     return WeightScheme(scheme.element, group_size, activation_groups, correction)
+
+
+def _fused_blocks(schemes: Collection[WeightScheme]) -> WeightScheme:
+    """Return the scheme of blocks of several types as one layer: 8-bit integers in the smallest groups, or dense."""
+    if any(scheme.format not in ("int4", "int8") for scheme in schemes):
+        return WeightScheme()
+    group_size = min(scheme.group_size for scheme in schemes)
+    has_minimums = any(scheme.correction == "minimums" for scheme in schemes)
+    activations = min(scheme.activation_group_size for scheme in schemes)
+    return WeightScheme("int8", group_size, activations, "minimums" if has_minimums else "zeros")
 
 
 def online_scheme(weight_format: str, asked: QuantizationOptions) -> WeightScheme:

@@ -7,7 +7,7 @@ from quire.model.quantization import WHOLE_ROW, WeightScheme
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ELEMENT_BITS = {"int8": 8, "int4": 4, "fp8": 8, "codebook4": 4}
-STRIP_ROWS, TILE_INPUTS = 16, 64  # of packed quantized weights
+STRIP_ROWS, TILE_INPUTS, SMALL_TILE_INPUTS = 16, 64, 32  # of packed quantized weights; small: for groups of up to 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,12 @@ def packed_bytes(scheme: WeightScheme, num_rows: int, width: int, dtype: str, pa
 
 
 def _quantized_bytes(scheme: WeightScheme, num_rows: int, width: int) -> int:
-    """Return the bytes of strips of 16 outputs: scales, and then tiles of 64 inputs, group after group."""
+    """Return the bytes of strips of 16 outputs: scales, and then tiles of inputs, group after group."""
     size = width if scheme.group_size == WHOLE_ROW else min(scheme.group_size, width)
     size = min(size, scheme.activation_group_size or size)
     num_groups, last = -(-width // size), width % size or size
-    num_tiles = (num_groups - 1) * -(-size // TILE_INPUTS) + -(-last // TILE_INPUTS)
+    tile_inputs = TILE_INPUTS if size > SMALL_TILE_INPUTS else SMALL_TILE_INPUTS
+    num_tiles = (num_groups - 1) * -(-size // tile_inputs) + -(-last // tile_inputs)
     scale_bytes = 4 if scheme.correction == "constant" else 8
-    strip_bytes = STRIP_ROWS * (num_groups * scale_bytes + num_tiles * TILE_INPUTS * ELEMENT_BITS[scheme.format] // 8)
+    strip_bytes = STRIP_ROWS * (num_groups * scale_bytes + num_tiles * tile_inputs * ELEMENT_BITS[scheme.format] // 8)
     return -(-num_rows // STRIP_ROWS) * strip_bytes
