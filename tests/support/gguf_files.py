@@ -31,7 +31,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, St
     data = b""
     for name, (kind, shape, stored) in tensors.items():
         dims = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
-        header += _string(name) + dims + struct.pack("<IQ", TYPE_IDS[kind], len(data))
+        header += _string(name) + dims + struct.pack("<IQ", TYPE_IDS.get(kind, 99), len(data))
         data += stored + bytes(-len(stored) % ALIGNMENT)
     path.write_bytes(header + bytes(-len(header) % ALIGNMENT) + data)
     return path
@@ -47,7 +47,9 @@ def _value(value: Any) -> bytes:  # noqa: ANN401 (of JSON's kinds)
         kind = _kind(value[0]) if value else STRING
         return struct.pack("<IIQ", ARRAY, I32 if kind == U32 else kind, len(value)) + items
     kind = _kind(value)
-    return struct.pack("<I", kind) + (_string(value) if kind == STRING else struct.pack(f"<{_CODES[kind]}", value))
+    if kind == STRING:
+        return struct.pack("<I", kind) + _string(value)
+    return struct.pack(f"<I{_CODES[kind]}", kind, value % 2**32 if kind == U32 else value)
 
 
 def _kind(value: object) -> int:
@@ -63,6 +65,13 @@ def as_is(name: str, tensor: Tensor) -> Stored:
 
 def convert(folder: Path, path: Path, quantize: Quantize = as_is, **changes: Any) -> Path:  # noqa: ANN401
     """Write a folder in Hugging Face format as a GGUF file; `changes` are of the metadata, None leaves a key out."""
+    return write_gguf(path, *converted(folder, quantize, **changes))
+
+
+def converted(
+    folder: Path, quantize: Quantize = as_is, **changes: Any  # noqa: ANN401
+) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """Return the metadata and the tensors that `convert` writes."""
     config = json.loads((folder / "config.json").read_text())
     architecture = {"GPT2LMHeadModel": "gpt2", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}.get(
         config["architectures"][0], "llama"
@@ -76,7 +85,7 @@ def convert(folder: Path, path: Path, quantize: Quantize = as_is, **changes: Any
     for name, tensor in load_file(folder / "model.safetensors").items():
         renamed, moved = _stored(name, tensor, config, architecture)
         tensors[renamed] = quantize(renamed, moved)
-    return write_gguf(path, metadata, tensors)
+    return metadata, tensors
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -68,9 +68,11 @@ class Vocabulary(NamedTuple):
         types = file.numbers(TYPES_KEY) if TYPES_KEY in file.metadata else (NORMAL,) * len(tokens)
         if len(types) != len(tokens):
             raise file.error(f"{TYPES_KEY} has {len(types)} items, and {TOKENS_KEY} {len(tokens)}")
-        if len(set(tokens)) != len(tokens):
-            twice = next(token for index, token in enumerate(tokens) if tokens.index(token) != index)
-            raise file.error(f"{TOKENS_KEY} has the token {twice!r:.80} twice")
+        seen: set[str] = set()
+        for token in tokens:
+            if token in seen:
+                raise file.error(f"{TOKENS_KEY} has the token {token!r:.80} twice")
+            seen.add(token)
         return cls(tokens, types)
 
 
