@@ -39,7 +39,8 @@ class EngineOptions:
 
     model: str | None = option(
         None, "folder, GGUF file or hub id", kind="argument", metavar="MODEL", shown_default="the bundled demo model",
-        row="folder in Hugging Face format, GGUF file, or hub id; `None` is the bundled demo model",
+        row="folder in Hugging Face format, GGUF file ([quantization.md](quantization.md#gguf-files)), or hub id; "
+        "`None` is the bundled demo model",
     )  # fmt: skip
     _: KW_ONLY
     tokenizer: str | None = _engine(
