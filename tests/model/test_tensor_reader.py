@@ -5,6 +5,7 @@ import torch
 
 from quire.core.errors import ModelError
 from quire.kernels.linear import all_finite
+from quire.model.checkpoints import tensor_reader
 from quire.model.checkpoints.tensor_reader import TensorReader
 from support.memory_checkpoint import MemoryCheckpoint
 
@@ -24,6 +25,28 @@ def test_floats_come_in_the_models_dtype_or_another(reader: TensorReader) -> Non
     assert torch.equal(reader.floats("matrix", (10, 7)), TENSORS["matrix"].bfloat16())
     assert torch.equal(reader.floats("matrix", (10, 7), (2, 5), dtype=torch.float32), TENSORS["matrix"][2:5])
     assert reader.names_read == {"matrix"}
+
+
+@pytest.mark.parametrize("rows", [None, (3, 9)])
+def test_large_tensor_is_converted_a_part_at_a_time(
+    reader: TensorReader, rows: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = reader.floats("matrix", (10, 7), rows)
+    monkeypatch.setattr(tensor_reader, "ELEMENTS_AT_ONCE", 14)
+    asked = list[tuple[int, int]]()
+
+    class Watched(MemoryCheckpoint):
+        def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+            asked.append((start, stop))
+            return super().read(name, start, stop)
+
+    watched = TensorReader(Watched(TENSORS), torch.bfloat16, torch.device("cpu"), all_finite)
+    assert torch.equal(watched.floats("matrix", (10, 7), rows), whole)
+    start, stop = rows or (0, 10)
+    assert asked == [(first, min(first + 2, stop)) for first in range(start, stop, 2)]
+    asked.clear()
+    watched.floats("matrix", (10, 7), rows, dtype=torch.float32)
+    assert asked == [(start, stop)]
 
 
 @pytest.mark.parametrize("rows", [None, (2, 5)])

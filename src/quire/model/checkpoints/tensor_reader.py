@@ -1,5 +1,6 @@
 """Tensor reader: tensors of a checkpoint on the model's device, each checked before and after it is read."""
 
+import math
 from collections.abc import Callable, Collection
 
 import torch
@@ -7,6 +8,9 @@ from torch import Tensor
 
 from quire.core.errors import ModelError
 from quire.model.checkpoints.checkpoint import Checkpoint, read_rows
+
+ELEMENTS_AT_ONCE = 1 << 22  # of a tensor that is converted: an embedding table in float32 may be gigabytes
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class TensorReader:
@@ -61,12 +65,25 @@ class TensorReader:
             whole = read_rows(self._checkpoint, name, shape[::-1])
             part = whole.T if rows is None else whole.T[slice(*rows)]
         else:
-            part = read_rows(self._checkpoint, name, shape, rows)
+            part = self._rows(name, shape, rows or (0, shape[0]), dtype or self.dtype)
         part = part.to(self.device, dtype or self.dtype)
         if part.numel() and not self._all_finite(part.T if is_transposed else part):
             raise self.error(name, f"has values that are NaN or infinite in {part.dtype}")
         self.names_read.add(name)
         return part
+
+    def _rows(self, name: str, shape: tuple[int, ...], rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return rows [start, stop) of a tensor: as stored, or many of another dtype converted a part at a time."""
+        start, stop = rows
+        num_elements = (stop - start) * math.prod(shape[1:])
+        if num_elements <= ELEMENTS_AT_ONCE or name not in self.names or _DTYPES.get(self.stored_dtype(name)) == dtype:
+            return read_rows(self._checkpoint, name, shape, rows)
+        whole = torch.empty(stop - start, *shape[1:], dtype=dtype, device=self.device)
+        step = max(ELEMENTS_AT_ONCE // math.prod(shape[1:]), 1)
+        for first in range(start, stop, step):
+            part = first, min(first + step, stop)
+            whole[first - start : part[1] - start] = read_rows(self._checkpoint, name, shape, part)
+        return whole
 
     def raw(
         self, name: str, shape: tuple[int, ...], dtypes: Collection[str], rows: tuple[int, int] | None = None
