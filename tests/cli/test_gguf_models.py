@@ -1,6 +1,7 @@
 """Models in one GGUF file, used as a folder is: by LLM, `quire generate` and `quire plan`."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from quire import LLM, SamplingParams
 from support.answers import answers_of
 from support.gguf_files import convert
+from support.server import running_server
 
 Run = Callable[..., Any]
 PROMPTS = ["def f(x):\n    return", "import os", "naïve 日本"]
@@ -42,6 +44,15 @@ def test_generate_and_plan_take_a_file(run: Run, demo_model: Path, demo_file: Pa
         plans.append(json.loads((tmp_path / "plan.json").read_text()) | {"model": ""})
     assert texts[0] == texts[1]
     assert plans[0] == plans[1]
+
+
+def test_server_takes_a_file(demo_file: Path, tmp_path: Path) -> None:
+    other = shutil.copy(demo_file, tmp_path / "demo.of.another.name")  # known by its first bytes
+    with running_server(str(other), "--num-kv-blocks", "64", "--served-model-name", "demo") as server:
+        asked = {"model": "demo", "messages": CHAT, "max_tokens": 12, "temperature": 0}
+        answer = server.post("/v1/chat/completions", asked).json()["choices"][0]["message"]["content"]
+    with LLM(str(other), num_kv_blocks=64) as llm:
+        assert llm.chat(CHAT, GREEDY, use_tqdm=False)[0].outputs[0].text == answer
 
 
 def test_tokenizer_of_a_folder_replaces_that_of_the_file(demo_model: Path, demo_file: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from quire.model.source import read_source
 from quire.model.weight_formats.format import ModuleRows
 from quire.model.weight_formats.gguf import GGUFFormat
 from support.gguf_blocks import random_blocks, random_rows
-from support.gguf_files import convert, dequantized, write_gguf
+from support.gguf_files import as_is, convert, converted, dequantized, write_gguf
 from support.random_folder import write_random_folder
 
 LLAMA = {
@@ -78,6 +78,38 @@ def test_quantized_file_of_each_family(
     twin = dequantized(folder, file, tmp_path / "twin", getattr(torch, dtype))
     ours = logits_of(file, back_end, paged_runner, dtype=dtype)
     assert torch.equal(ours, logits_of(twin, back_end, paged_runner))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+def test_file_quantized_by_the_gguf_package(
+    kind: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    package = pytest.importorskip("gguf", reason="the gguf package is not installed")
+    quants, quant_type = package.quants, package.GGMLQuantizationType[kind]
+    folder, path = write_random_folder(tmp_path / "model", LLAMA), tmp_path / "model.gguf"
+    metadata, tensors = converted(folder)
+    writer, twin = package.GGUFWriter(path, metadata.pop("general.architecture")), {}
+    for key, value in metadata.items():
+        add = {int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(key, value)
+    for name, (_, shape, stored) in tensors.items():
+        values = np.frombuffer(stored, np.float32).reshape(shape)
+        if len(shape) > 1:
+            blocks = quants.quantize(values, quant_type)
+            writer.add_tensor(name, blocks, raw_dtype=quant_type)
+            values = quants.dequantize(blocks, quant_type)
+        else:
+            writer.add_tensor(name, values)
+        twin[name] = as_is(name, torch.tensor(values).bfloat16())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    dequantized_file = write_gguf(tmp_path / "twin.gguf", metadata | {"general.architecture": "llama"}, twin)
+    ours = logits_of(path, back_end, paged_runner)
+    assert torch.equal(ours, logits_of(dequantized_file, back_end, paged_runner))
+    exact = logits_of(folder, back_end, paged_runner, dtype="bfloat16")
+    assert torch.corrcoef(torch.stack([ours.flatten(), exact.flatten()]))[0, 1] > 0.9
 
 
 def read_fused(

@@ -147,7 +147,7 @@ def stored_scheme(scheme: StoredScheme | None, activations: Activations | None) 
 
 def _fused_blocks(schemes: Collection[WeightScheme]) -> WeightScheme:
     """Return the scheme of blocks of several types as one layer: 8-bit integers in the smallest groups, or dense."""
-    if any(scheme.format not in ("int4", "int8") for scheme in schemes):
+    if any(scheme.format == "dense" for scheme in schemes):
         return WeightScheme()
     group_size = min(scheme.group_size for scheme in schemes)
     has_minimums = any(scheme.correction == "minimums" for scheme in schemes)
