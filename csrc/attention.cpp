@@ -8,6 +8,8 @@
 // running result. Partitions begin at fixed absolute positions and are merged in ascending order, by one thread or, where
 // several share a long context, from a list when all are computed: the same operations on the same numbers. Bytes moved:
 // a decode row's keys and values once from memory; a tile of 256 rows reads them once for 36 tokens of 7 heads.
+#include <stdexcept>
+
 #include "aligned.hpp"
 #include "attention_scores.hpp"
 #include "attention_tiles.hpp"
@@ -18,11 +20,11 @@ namespace quire::ISA {
 namespace {
 
 #ifdef __AMX_BF16__
-template <typename T>
-using Products = std::conditional_t<sizeof(T) == 2, ByTiles, ByVectors<T>>;
+template <typename E>
+using Products = std::conditional_t<sizeof(E) == 2, ByTiles, ByVectors<E>>;
 #else
-template <typename T>
-using Products = ByVectors<T>;
+template <typename E>
+using Products = ByVectors<E>;
 #endif
 
 // Results of rows over some of their context, [rows] and [rows][width]: highest score; weighted values, and in the last
@@ -70,11 +72,11 @@ struct KeptResults {
     long stride;
 };
 
-// A thread's scratch; none of it grows with the context.
-template <typename T>
+// A thread's scratch; none of it grows with the context. E: the elements of the products.
+template <typename E>
 struct Scratch {
-    Aligned<typename Products<T>::Query> query;
-    Aligned<T> gathered;
+    Aligned<typename Products<E>::Query> query;
+    Aligned<E> gathered;
     Aligned<float> scores, running, partition;
     Aligned<long> positions;
 };
@@ -87,16 +89,19 @@ TokenRange live(const Attention<T>& op, const QueryTile& tile, long partition, l
             std::min(tile.first_position + tile.num_tokens, start + PARTITION)};
 }
 
-// One query tile, computed by one thread.
-template <typename T>
+// One query tile, computed by one thread, over a cache that stores S.
+template <typename T, typename S>
 class TileWork {
+    using View = CacheView<T, S>;
+    using E = typename View::E;
+
 public:
-    TileWork(const Attention<T>& op, const QueryTile& tile, Scratch<T>& scratch, TokenRange next = {})
+    TileWork(const Attention<T>& op, const QueryTile& tile, Scratch<E>& scratch, TokenRange next = {})
         : op_(op), tile_(tile), scratch_(scratch), group_(op.num_heads / op.num_kv_heads),
           rows_(tile.num_tokens * group_), row_stride_(rounded_up(rows_, LANES)), padded_(rounded_up(op.head_dim, GROUP)), width_(padded_ + LANES),
-          key_rows_(rounded_up(op.head_dim / PAIR<T>, P::KEY_ROWS)), query_stride_(key_rows_ * PAIR<T>),
+          key_rows_(rounded_up(op.head_dim / PAIR<E>, P::KEY_ROWS)), query_stride_(key_rows_ * PAIR<E>),
           scale_(op.scale * LOG2_E), positions_(scratch.positions.at_least(rows_)), next_(next),
-          view_(op, P::KEY_ROWS, scratch.gathered.at_least(PartitionView<T>::scratch_elements(op.head_dim))) {
+          view_(op, P::KEY_ROWS, scratch.gathered.at_least(View::scratch_elements(op.head_dim))) {
         scratch.scores.at_least(BLOCK_ROWS * SCORE_STRIDE);
         scratch.partition.at_least(Results::floats(BLOCK_ROWS, width_));
         pack_query();
@@ -130,16 +135,16 @@ public:
     }
 
 private:
-    using P = Products<T>;
+    using P = Products<E>;
     const Attention<T>& op_;
     const QueryTile& tile_;
-    Scratch<T>& scratch_;
+    Scratch<E>& scratch_;
     long group_, rows_, row_stride_, padded_, width_, key_rows_, query_stride_;  // rows: of one KV head
     float scale_;
     long* positions_;  // of the rows' tokens
     TokenRange next_, live_;  // what this thread reads after this tile; what of the partition some row sees
     bool has_values_;      // whether the view of the partition has its values
-    PartitionView<T> view_;
+    View view_;
 
     Results result(const KeptResults& results, long partition, long head) const {
         const long index = tile_.results + (partition - tile_.first_partition) * tile_.num_kv_heads + head;
@@ -208,11 +213,13 @@ private:
         auto keys = view_.prefetch_keys(next, 2 * calls);
         P::scores(scratch_.query.data() + (head * row_stride_ + row) * query_stride_, query_stride_, rows, view_, key_rows_,
                   computed, scores, values);
+        for (long i = 0; View::IS_QUANTIZED && i < rows; i++) scale_scores(scores + i * SCORE_STRIDE, computed, view_.key_scales);
         hide_unseen(partition, row, rows, computed);
         for (long i = 0; i < rows; i++) out.highest[i] = highest_score(scores + i * SCORE_STRIDE, computed);
         if (!has_values_) view_.look_at_values(live_, keys);
         has_values_ = true;
-        P::weigh(scores, out.highest, scale_, rows, view_, padded_, computed, out.weighted, keys);
+        P::weigh(scores, out.highest, scale_, rows, view_, padded_, computed, View::IS_QUANTIZED ? view_.value_scales : nullptr,
+                 out.weighted, keys);
     }
 
     void hide_unseen(long partition, long row, long rows, Columns computed) {
@@ -234,10 +241,9 @@ private:
     }
 };
 
-}  // namespace
-
-template <typename T>
-void attention(const Attention<T>& op) {
+template <typename S, typename T>
+void attend(const Attention<T>& op) {
+    using E = ReadElement<T, S>;
     static thread_local AttentionWork work;
     static thread_local Aligned<float> kept;
     cut_work({op.query_starts, op.context_lens, op.num_seqs, op.num_heads, op.num_kv_heads, op.window},
@@ -248,12 +254,12 @@ void attention(const Attention<T>& op) {
     const KeptResults results{kept.at_least(shared.num_results * stride), stride};
     const long num_items = static_cast<long>(shared.items.size());
     share(num_items, [&](Chunks& chunks) {
-        static thread_local Scratch<T> scratch;
-        const typename Products<T>::Session session(shared.max_rows);
+        static thread_local Scratch<E> scratch;
+        const typename Products<E>::Session session(shared.max_rows);
         for (long i = chunks.take(), after; i < num_items; i = after) {
             after = chunks.take();
             const WorkItem &item = shared.items[i], &then = shared.items[std::min(after, num_items - 1)];
-            TileWork<T> tile(op, shared.tiles[item.tile], scratch, live(op, shared.tiles[then.tile], then.first_partition, 0));
+            TileWork<T, S> tile(op, shared.tiles[item.tile], scratch, live(op, shared.tiles[then.tile], then.first_partition, 0));
             if (shared.tiles[item.tile].results < 0)
                 tile.attend();
             else
@@ -262,10 +268,23 @@ void attention(const Attention<T>& op) {
     });
     if (shared.num_results)
         share(static_cast<long>(shared.tiles.size()), [&](Chunks& chunks) {
-            static thread_local Scratch<T> scratch;
+            static thread_local Scratch<E> scratch;
             for (long i; (i = chunks.take()) < chunks.count();)
-                if (shared.tiles[i].results >= 0) TileWork<T>(op, shared.tiles[i], scratch).merge(results);
+                if (shared.tiles[i].results >= 0) TileWork<T, S>(op, shared.tiles[i], scratch).merge(results);
         });
+}
+
+}  // namespace
+
+template <typename T>
+void attention(const Attention<T>& op) {
+    switch (op.cache.format) {
+        case KVFormat::same: return attend<T>(op);
+        case KVFormat::int8_scaled: return attend<std::int8_t>(op);
+        case KVFormat::e4m3_scaled:
+        case KVFormat::e4m3: return attend<E4M3>(op);
+    }
+    throw std::invalid_argument("a format of the KV cache that is not served");
 }
 
 template void attention<bf16>(const Attention<bf16>&);

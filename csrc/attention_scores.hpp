@@ -55,6 +55,24 @@ inline float weigh_scores(const float* scores, Columns computed, float highest, 
     return sum_of_lanes(sum);
 }
 
+// Multiply each token's scores by its key's scale.
+inline void scale_scores(float* scores, Columns computed, const float* key_scales) {
+    for (long i = computed.first(); i < computed.last(); i += LANES) store(scores + i, load(scores + i) * load(key_scales + i));
+}
+
+// Turn a row's scores into weights, each multiplied by its value's scale; return the sum of the weights without.
+template <typename Weight>
+inline float weigh_scores(const float* scores, Columns computed, float highest, float scale, const float* value_scales,
+                          Weight* weights) {
+    Floats sum = {};
+    for (long i = computed.first(); i < computed.last(); i += LANES) {
+        const Floats powers = power(load(scores + i) - splat(highest), splat(scale));
+        store(weights + i, powers * load(value_scales + i));
+        sum += powers;
+    }
+    return sum_of_lanes(sum);
+}
+
 #ifdef __AVX512BF16__
 // The offset that power_bf16 subtracts from a score.
 inline float score_offset(float highest, float scale) { return 0.5f + std::max(highest * scale, LOWEST); }

@@ -42,18 +42,29 @@ struct ByTiles {
         }
     }
 
-    // Scores become weights, and these the weighted values, with the sums of weights behind them.
+    // Scores become weights, and these the weighted values, with the sums of weights behind them. With scales of values
+    // (null for none) the sums are not those of what is multiplied: they are added up beside the exponentials, and all of
+    // these come before the products.
     template <typename Meanwhile>
     static void weigh(float* scores, const float* highest, float scale, long rows, const PartitionView<bf16>& view, long padded,
-                      Columns computed, float* out, Meanwhile& meanwhile) {
+                      Columns computed, const float* value_scales, float* out, Meanwhile& meanwhile) {
+        const long width = padded + LANES;
+        for (long r = 0; value_scales && r < rows; r++) {
+            float* row = scores + r * SCORE_STRIDE;
+            const float sum = weigh_scores(row, computed, highest[r], scale, value_scales, reinterpret_cast<bf16*>(row));
+            store(out + r * width + padded, splat(sum));
+        }
         for (long row = 0; row < rows; row += TILE_ROWS) {
             const Rows16 tile(scores + row * SCORE_STRIDE, highest + row, scale, std::min(TILE_ROWS, rows - row),
-                              out + row * (padded + LANES), padded + LANES);
+                              out + row * width, width);
             const auto first = [&](auto columns) { mean<columns, true>(tile, view, 0, computed, meanwhile); };
             const auto later = [&](long dim) {
                 return [&, dim](auto columns) { mean<columns, false>(tile, view, dim, computed, meanwhile); };
             };
-            with_columns(padded, first);
+            if (value_scales)
+                with_columns(padded, later(0));
+            else
+                with_columns(padded, first);
             for (long dim = MAX_COLUMNS * GROUP; dim < padded; dim += MAX_COLUMNS * GROUP) with_columns(padded - dim, later(dim));
         }
     }

@@ -31,15 +31,19 @@ struct ByVectors {
         }
     }
 
-    // Scores become weights, and these the weighted values, with the sums of weights behind them.
+    // Scores become weights, and these the weighted values, with the sums of weights behind them. value_scales: null for
+    // none.
     template <typename Meanwhile>
     static void weigh(float* scores, const float* highest, float scale, long rows, const PartitionView<T>& view, long padded,
-                      Columns computed, float* out, Meanwhile& meanwhile) {
+                      Columns computed, const float* value_scales, float* out, Meanwhile& meanwhile) {
         const long width = padded + LANES;
         for (long r = 0; r < rows; r++) {
             meanwhile();
             Query* weights = reinterpret_cast<Query*>(scores + r * SCORE_STRIDE);
-            store(out + r * width + padded, splat(weigh_scores(scores + r * SCORE_STRIDE, computed, highest[r], scale, weights)));
+            const float* row = scores + r * SCORE_STRIDE;
+            const float sum = value_scales ? weigh_scores(row, computed, highest[r], scale, value_scales, weights)
+                                           : weigh_scores(row, computed, highest[r], scale, weights);
+            store(out + r * width + padded, splat(sum));
         }
         const Query* weights = reinterpret_cast<const Query*>(scores);
         for (long dim = 0; dim < padded; dim += COLUMNS * GROUP)

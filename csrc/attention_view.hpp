@@ -2,14 +2,15 @@
 //
 // If a group of 16 tokens' keys (or of 16 rows of values) is in one block and live from end to end, it is read in place.
 // Else it is gathered into the thread's scratch: parts of several small blocks side by side, zeros for values that no
-// query of the tile sees (0 x NaN is NaN), widths padded to whole registers and tiles.
+// query of the tile sees (0 x NaN is NaN), widths padded to whole registers and tiles. Elements of 8 bits are widened into the
+// scratch, except int8 where products are of floats: there the kernels widen them in registers.
 #pragma once
 
 #include <algorithm>
 
 #include "attention_work.hpp"
-#include "cache_layout.hpp"
-#include "vec.hpp"
+#include "kv_quantization.hpp"
+#include "products.hpp"
 
 namespace quire::ISA {
 
@@ -31,20 +32,34 @@ struct TokenRange {
     long kv_head, begin, end;
 };
 
-template <typename T>
-class PartitionView {
-public:
+template <typename E>
+struct PartitionView {
     static constexpr long KEY_GROUPS = PARTITION / GROUP;
-    static constexpr long VALUE_TOKENS = GROUP * PAIR<T>;  // 16 rows of values
+    static constexpr long VALUE_TOKENS = GROUP * PAIR<E>;  // 16 rows of values
     static constexpr long VALUE_GROUPS = PARTITION / VALUE_TOKENS;
 
-    Rows<T> keys[KEY_GROUPS];      // of head_dim / PAIR rows, 16 columns of PAIR elements; live or not, safe to read
-    Rows<T> values[VALUE_GROUPS];  // of 16 rows, head_dim columns of PAIR elements, padded to 16; only where any is live
+    Rows<E> keys[KEY_GROUPS];      // of head_dim / PAIR rows, 16 columns of PAIR elements; live or not, safe to read
+    Rows<E> values[VALUE_GROUPS];  // of 16 rows, head_dim columns of PAIR elements, padded to 16; only where any is live
+};
+
+// What products of a model in T read of a cache that stores S: elements of this type.
+template <typename T, typename S>
+using ReadElement = std::conditional_t<sizeof(S) != 1 || (std::is_same_v<S, std::int8_t> && std::is_same_v<Factor<T>, float>), S, T>;
+
+template <typename T, typename S>
+class CacheView : public PartitionView<ReadElement<T, S>> {
+public:
+    using E = ReadElement<T, S>;
+    static constexpr bool IS_QUANTIZED = sizeof(S) == 1;
+    using PartitionView<E>::KEY_GROUPS, PartitionView<E>::VALUE_TOKENS, PartitionView<E>::keys, PartitionView<E>::values;
+
+    float key_scales[IS_QUANTIZED ? PARTITION : 1];  // of the live tokens, else 0
+    float value_scales[IS_QUANTIZED ? PARTITION : 1];
 
     // The rows of a key group are padded with zeros to a multiple of `key_rows`.
-    PartitionView(const Attention<T>& op, long key_rows, T* scratch)
-        : layout_{op.num_kv_heads, op.head_dim, op.block_size}, op_(op),
-          key_rows_(rounded_up(op.head_dim / PAIR<T>, key_rows)), scratch_(scratch) {}
+    CacheView(const Attention<T>& op, long key_rows, E* scratch)
+        : layout_{op.num_kv_heads, op.head_dim, op.block_size, op.cache.has_scales()}, cache_(op.cache),
+          key_rows_(rounded_up(op.head_dim / PAIR<E>, key_rows)), scratch_(scratch) {}
 
     static long scratch_elements(long head_dim) { return 2 * PARTITION * rounded_up(head_dim, 2 * GROUP); }
 
@@ -52,27 +67,29 @@ public:
     void look_at_keys(const TokenRange& live) {
         const long start = live.begin / PARTITION * PARTITION;
         const long first = (live.begin - start) / GROUP, end = (live.end - 1 - start) / GROUP + 1;
-        T* scratch = scratch_;
+        E* scratch = scratch_;
         for (long i = first; i < end; i++) keys[i] = key_rows_of(live, start + i * GROUP, scratch);
         std::fill(keys, keys + first, keys[first]);
         std::fill(keys + end, keys + KEY_GROUPS, keys[first]);
+        if constexpr (IS_QUANTIZED) read_scales(cache_.keys, live, cache_.key_scale, key_scales);
     }
 
     // And at their values; `meanwhile` is called for each group.
     template <typename Meanwhile>
     void look_at_values(const TokenRange& live, Meanwhile& meanwhile) {
         const long start = live.begin / PARTITION * PARTITION;
-        T* scratch = scratch_ + scratch_elements(layout_.head_dim) / 2;
+        E* scratch = scratch_ + scratch_elements(layout_.head_dim) / 2;
         for (long i = (live.begin - start) / VALUE_TOKENS; i <= (live.end - 1 - start) / VALUE_TOKENS; i++) {
             values[i] = value_rows(live, start + i * VALUE_TOKENS, scratch);
             meanwhile();
         }
+        if constexpr (IS_QUANTIZED) read_scales(cache_.values, live, cache_.value_scale, value_scales);
     }
 
     // Ask for the blocks that hold a range, a share at each call, so that memory is never idle and never in the way.
     class Prefetch {
     public:
-        Prefetch(const PartitionView& view, const T* cache, const TokenRange& live, long calls)
+        Prefetch(const CacheView& view, const void* cache, const TokenRange& live, long calls)
             : view_(view), cache_(cache), live_(live), calls_(live.begin < live.end ? calls : 0) {}
 
         void operator()() {
@@ -81,31 +98,53 @@ public:
         }
 
     private:
-        const PartitionView& view_;
-        const T* cache_;
+        const CacheView& view_;
+        const void* cache_;
         const TokenRange& live_;
         long calls_, call_ = 0;
     };
 
-    Prefetch prefetch_keys(const TokenRange& live, long calls) const { return {*this, op_.key_cache, live, calls}; }
-    Prefetch prefetch_values(const TokenRange& live, long calls) const { return {*this, op_.value_cache, live, calls}; }
+    Prefetch prefetch_keys(const TokenRange& live, long calls) const { return {*this, cache_.keys, live, calls}; }
+    Prefetch prefetch_values(const TokenRange& live, long calls) const { return {*this, cache_.values, live, calls}; }
 
 private:
-    CacheLayout<T> layout_;
-    const Attention<T>& op_;
+    static constexpr bool IS_WIDENED = !std::is_same_v<E, S>;
+    CacheLayout<S> layout_;
+    const LayerCache& cache_;
     long key_rows_;
-    T* scratch_;
+    E* scratch_;
 
-    long place(const TokenRange& live, long token) const {
-        return layout_.head_in_cache(live.table[token / layout_.block_size], live.kv_head);
+    // The head's elements in the block of a token.
+    const S* place(const void* cache, const TokenRange& live, long token) const {
+        return layout_.head(cache, live.table[token / layout_.block_size], live.kv_head);
+    }
+    const S* key_place(const TokenRange& live, long token) const {
+        return place(cache_.keys, live, token) + layout_.key_element(token % layout_.block_size, 0);
+    }
+    const S* value_place(const TokenRange& live, long token) const {
+        return place(cache_.values, live, token) + layout_.value_element(token % layout_.block_size, 0);
     }
 
-    void prefetch(const T* cache, const TokenRange& live, long step, long steps) const {
-        const long lines = layout_.head_elements() * static_cast<long>(sizeof(T)) / LINE;  // of a block
+    void read_scales(const void* cache, const TokenRange& live, float constant, float* scales) const {
+        const long start = live.begin / PARTITION * PARTITION;
+        std::fill(scales, scales + PARTITION, 0.0f);
+        for (long token = live.begin, count; token < live.end; token += count) {
+            const long offset = token % layout_.block_size;
+            count = std::min(layout_.block_size - offset, live.end - token);
+            float* out = scales + token - start;
+            if (layout_.has_scales)
+                std::memcpy(out, place(cache, live, token) + layout_.head_elements() + offset * sizeof *out, count * sizeof *out);
+            else
+                std::fill(out, out + count, constant);
+        }
+    }
+
+    void prefetch(const void* cache, const TokenRange& live, long step, long steps) const {
+        const long lines = (layout_.head_bytes() + LINE - 1) / LINE;  // of a block
         const long first = live.begin / layout_.block_size, blocks = (live.end - 1) / layout_.block_size + 1 - first;
         const long end = blocks * lines * (step + 1) / steps;
         for (long line = blocks * lines * step / steps; line < end;) {
-            const char* run = reinterpret_cast<const char*>(cache + place(live, (first + line / lines) * layout_.block_size));
+            const char* run = reinterpret_cast<const char*>(place(cache, live, (first + line / lines) * layout_.block_size));
             const long stop = std::min(end, (line / lines + 1) * lines);
             for (const char* at = run + line % lines * LINE; line < stop; line++, at += LINE) {
                 __builtin_prefetch(at, 0, INTO_L2);
@@ -114,63 +153,79 @@ private:
         }
     }
 
-    Rows<T> key_rows_of(const TokenRange& live, long token, T*& scratch) {
-        const long rows = layout_.head_dim / PAIR<T>, width = std::min(GROUP, layout_.block_size);
-        if (width == GROUP && rows == key_rows_)
-            return {op_.key_cache + place(live, token) + layout_.key_element(token % layout_.block_size, 0),
-                    layout_.key_stride()};
-        T* out = scratch;
-        constexpr long stride = GROUP * PAIR<T>;
+    // `count` elements of a row, or of a pair of rows in turn, `next` apart; widened numbers are bfloat16 to the bit.
+    static void widen(const S* row, long next, long count, E* out) {
+        const Floats first = widened(row, count);
+        if constexpr (PAIR<E> == 1) return store_some(out, first, count);
+        const Words pairs = (Words)first >> 16 | ((Words)widened(row + next, count) & 0xffff0000u);
+        if (count >= LANES)
+            std::memcpy(out, &pairs, sizeof pairs);
+        else
+            std::memcpy(out, &pairs, count * sizeof(std::uint32_t));
+    }
+
+    Rows<E> key_rows_of(const TokenRange& live, long token, E*& scratch) {
+        const long rows = layout_.head_dim / PAIR<E>, width = std::min(GROUP, layout_.block_size);
+        if constexpr (!IS_WIDENED)
+            if (width == GROUP && rows == key_rows_) return {key_place(live, token), layout_.key_stride()};
+        E* out = scratch;
+        constexpr long stride = GROUP * PAIR<E>;
         scratch += key_rows_ * stride;
         for (long i = 0; i < GROUP; i += width) {
             if (token + i >= live.end || token + i + width <= live.begin) continue;
-            const long offset = (token + i) % layout_.block_size;
-            const T* from = op_.key_cache + place(live, token + i) + layout_.key_element(offset, 0);
-            for (long row = 0; row < rows; row++)
-                std::memcpy(out + row * stride + i * PAIR<T>, from + row * layout_.key_stride(), width * PAIR<T> * sizeof(T));
+            const S* from = key_place(live, token + i);
+            for (long row = 0; row < rows; row++) {
+                E* to = out + row * stride + i * PAIR<E>;
+                if constexpr (IS_WIDENED)
+                    widen(from + row * PAIR<E> * layout_.key_stride(), layout_.key_stride(), width, to);
+                else
+                    std::memcpy(to, from + row * layout_.key_stride(), width * PAIR<E> * sizeof(E));
+            }
         }
-        std::memset(out + rows * stride, 0, (key_rows_ - rows) * stride * sizeof(T));
+        std::memset(out + rows * stride, 0, (key_rows_ - rows) * stride * sizeof(E));
         return {out, stride};
     }
 
-    Rows<T> value_rows(const TokenRange& live, long token, T*& scratch) {
+    Rows<E> value_rows(const TokenRange& live, long token, E*& scratch) {
         const bool is_live = token >= live.begin && token + VALUE_TOKENS <= live.end;
-        const long width = layout_.value_stride(), padded = rounded_up(layout_.head_dim, GROUP) * PAIR<T>;
-        if (is_live && layout_.block_size >= VALUE_TOKENS && width == padded)
-            return {op_.value_cache + place(live, token) + layout_.value_element(token % layout_.block_size, 0), width};
-        T* out = scratch;
+        const long width = layout_.head_dim * PAIR<E>, padded = rounded_up(layout_.head_dim, GROUP) * PAIR<E>;
+        if constexpr (!IS_WIDENED)
+            if (is_live && layout_.block_size >= VALUE_TOKENS && width == padded) return {value_place(live, token), width};
+        E* out = scratch;
         scratch += GROUP * padded;
         for (long row = 0; row < GROUP;) {
-            const long at = token + row * PAIR<T>, offset = at % layout_.block_size;
-            const long rows = std::min(GROUP - row, (layout_.block_size - offset) / PAIR<T>);  // in the same block
-            if (at < live.end && at + rows * PAIR<T> > live.begin) {
-                const T* from = op_.value_cache + place(live, at) + layout_.value_element(offset, 0);
-                copy_values(from, rows, width, padded, out + row * padded);
-            }
+            const long at = token + row * PAIR<E>, offset = at % layout_.block_size;
+            const long rows = std::min(GROUP - row, (layout_.block_size - offset) / PAIR<E>);  // in the same block
+            if (at < live.end && at + rows * PAIR<E> > live.begin) copy_values(value_place(live, at), rows, width, padded, out + row * padded);
             row += rows;
         }
         if (!is_live) clear_values(out, padded, live.begin - token, live.end - token);
         return {out, padded};
     }
 
-    static void copy_values(const T* from, long rows, long width, long padded, T* out) {
-        if (width == padded) {
-            std::memcpy(out, from, rows * width * sizeof(T));
-            return;
+    void copy_values(const S* from, long rows, long width, long padded, E* out) const {
+        if constexpr (IS_WIDENED) {
+            const long dims = layout_.head_dim;
+            for (long row = 0; row < rows; row++)
+                for (long dim = 0; dim < dims; dim += GROUP)
+                    widen(from + row * width + dim, dims, std::min(GROUP, dims - dim), out + row * padded + dim * PAIR<E>);
+        } else if (width == padded) {
+            std::memcpy(out, from, rows * width * sizeof(E));
+        } else {
+            for (long row = 0; row < rows; row++) std::memcpy(out + row * padded, from + row * width, width * sizeof(E));
         }
-        for (long row = 0; row < rows; row++) std::memcpy(out + row * padded, from + row * width, width * sizeof(T));
     }
 
     // Zero what lies outside of tokens [begin, end): whole rows, and of a pair that is seen by halves the other half.
-    static void clear_values(T* out, long padded, long begin, long end) {
+    static void clear_values(E* out, long padded, long begin, long end) {
         for (long row = 0; row < GROUP; row++) {
-            const long first = row * PAIR<T>, last = first + PAIR<T>;
+            const long first = row * PAIR<E>, last = first + PAIR<E>;
             if (last <= begin || first >= end) {
-                std::memset(out + row * padded, 0, padded * sizeof(T));
+                std::memset(out + row * padded, 0, padded * sizeof(E));
                 continue;
             }
             for (long token = first; token < last; token++)
-                for (long i = token - first; i < padded && (token < begin || token >= end); i += PAIR<T>) out[row * padded + i] = T{};
+                for (long i = token - first; i < padded && (token < begin || token >= end); i += PAIR<E>) out[row * padded + i] = E{};
         }
     }
 };

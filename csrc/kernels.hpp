@@ -69,6 +69,19 @@ struct Embedding {
     long num_tokens, width;
 };
 
+// How the paged cache stores its elements. same: as T. Else in 8 bits: an element stands for itself times a scale, which
+// is stored for each token and KV head, or is one for a layer's keys and one for its values.
+enum class KVFormat : std::uint8_t { same, int8_scaled, e4m3_scaled, e4m3 };
+
+// A layer's part of the cache. The scales are those of e4m3; others have 1.
+struct LayerCache {
+    void *keys, *values;
+    KVFormat format;
+    float key_scale, value_scale;
+
+    bool has_scales() const { return format == KVFormat::int8_scaled || format == KVFormat::e4m3_scaled; }
+};
+
 // Causal attention of a flat batch over the paged cache (cache_layout.hpp). query and out [num_tokens, num_heads,
 // head_dim]: a token's heads have no gaps, tokens `stride` elements apart. Sequence s owns the tokens from
 // query_starts[s] to query_starts[s + 1], the last ones of a context of context_lens[s] tokens; its blocks are row s of
@@ -77,7 +90,7 @@ template <typename T>
 struct Attention {
     const T* query;
     long query_stride;
-    const T *key_cache, *value_cache;
+    LayerCache cache;
     T* out;
     long out_stride;
     const std::int32_t *block_tables, *query_starts, *context_lens;
@@ -98,7 +111,7 @@ struct KVWrite {
     long key_stride, value_stride;
     const std::int64_t *positions, *slots;
     const float* cos_sin;
-    T *key_cache, *value_cache;
+    LayerCache cache;
     long num_tokens, num_heads, num_kv_heads, head_dim, block_size, rotary_dim;
 };
 

@@ -3,8 +3,11 @@
 // A thread takes tokens; a token's heads are read once and written once. Queries are rotated in place (they are
 // the projection's own output), keys on their way into the cache. Turned in float, product by product as `apply_rotary`
 // does it, and rounded once: the same bits. A key's dimensions are scattered over the rows of its block, and so are a value's
-// where tokens are stored in pairs: in the cache a token is a column, which is what makes it cheap to read, often, later.
-#include "cache_layout.hpp"
+// where tokens are stored in pairs: in the cache a token is a column, which is what makes it cheap to read, often, later. A
+// cache of 8 bits gets elements and scales of the rounded numbers.
+#include <stdexcept>
+
+#include "kv_quantization.hpp"
 #include "thread_pool.hpp"
 #include "vec.hpp"
 
@@ -27,9 +30,22 @@ void turn(const T* x, const float* cos, long half, long head_dim, T* out) {
     if (out != x && 2 * half < head_dim) std::memcpy(out + 2 * half, x + 2 * half, (head_dim - 2 * half) * sizeof(T));
 }
 
-template <typename T>
+// One token's key or value under one head: elements `stride` apart from `to` on, the scale where the head's are.
+template <typename S, typename T>
+void write_quantized(const T* x, const CacheLayout<S>& layout, float scale, long offset, S* head, long first, long stride) {
+    S elements[MAX_HEAD_DIM];
+    if (layout.has_scales) {
+        scale = quantize(x, layout.head_dim, elements);
+        std::memcpy(head + layout.head_elements() + offset * sizeof scale, &scale, sizeof scale);
+    } else {
+        store_elements(x, layout.head_dim, splat(1.0f / scale), elements);
+    }
+    for (long dim = 0; dim < layout.head_dim; dim++) head[first + dim * stride] = elements[dim];
+}
+
+template <typename S, typename T>
 void write_token(const KVWrite<T>& op, long token, const float* cos, T* turned) {
-    const CacheLayout<T> layout{op.num_kv_heads, op.head_dim, op.block_size};
+    const CacheLayout<S> layout{op.num_kv_heads, op.head_dim, op.block_size, op.cache.has_scales()};
     const long slot = op.slots[token], block = slot / op.block_size, offset = slot % op.block_size;
     for (long head = 0; head < op.num_kv_heads; head++) {
         const T* key = op.key + token * op.key_stride + head * op.head_dim;
@@ -38,19 +54,21 @@ void write_token(const KVWrite<T>& op, long token, const float* cos, T* turned) 
             turn(key, cos, op.rotary_dim / 2, op.head_dim, turned);
             key = turned;
         }
-        const long place = layout.head_in_cache(block, head);
-        T* keys = op.key_cache + place + layout.key_element(offset, 0);
-        for (long row = 0; row < op.head_dim / PAIR<T>; row++)
-            std::memcpy(keys + row * layout.key_stride(), key + row * PAIR<T>, PAIR<T> * sizeof(T));
-        T* values = op.value_cache + place + layout.value_element(offset, 0);
-        for (long dim = 0; dim < op.head_dim; dim++) values[dim * PAIR<T>] = value[dim];
+        S *keys = layout.head(op.cache.keys, block, head), *values = layout.head(op.cache.values, block, head);
+        const long key_place = layout.key_element(offset, 0), value_place = layout.value_element(offset, 0);
+        if constexpr (sizeof(S) == 1) {
+            write_quantized(key, layout, op.cache.key_scale, offset, keys, key_place, layout.key_stride());
+            write_quantized(value, layout, op.cache.value_scale, offset, values, value_place, 1);
+        } else {
+            for (long row = 0; row < op.head_dim / PAIR<T>; row++)
+                std::memcpy(keys + key_place + row * layout.key_stride(), key + row * PAIR<T>, PAIR<T> * sizeof(T));
+            for (long dim = 0; dim < op.head_dim; dim++) values[value_place + dim * PAIR<T>] = value[dim];
+        }
     }
 }
 
-}  // namespace
-
-template <typename T>
-void kv_write(const KVWrite<T>& op) {
+template <typename S, typename T>
+void write_all(const KVWrite<T>& op) {
     share_range(op.num_tokens, PIECE_TOKENS, [&](long begin, long end) {
         T turned[MAX_HEAD_DIM];
         for (long token = begin; token < end; token++) {
@@ -59,9 +77,22 @@ void kv_write(const KVWrite<T>& op) {
                 T* query = op.query + token * op.query_stride + head * op.head_dim;
                 turn(query, cos, op.rotary_dim / 2, op.head_dim, query);
             }
-            if (op.slots[token] >= 0) write_token(op, token, cos, turned);
+            if (op.slots[token] >= 0) write_token<S>(op, token, cos, turned);
         }
     });
+}
+
+}  // namespace
+
+template <typename T>
+void kv_write(const KVWrite<T>& op) {
+    switch (op.cache.format) {
+        case KVFormat::same: return write_all<T>(op);
+        case KVFormat::int8_scaled: return write_all<std::int8_t>(op);
+        case KVFormat::e4m3_scaled:
+        case KVFormat::e4m3: return write_all<E4M3>(op);
+    }
+    throw std::invalid_argument("a format of the KV cache that is not served");
 }
 
 template void kv_write<bf16>(const KVWrite<bf16>&);

@@ -27,8 +27,8 @@ struct Argument {
     operator Wanted() const {
         if constexpr (std::is_pointer_v<Wanted>)
             return reinterpret_cast<Wanted>(nb::cast<std::uintptr_t>(passed));
-        else if constexpr (std::is_same_v<Wanted, WeightFormat>)  // any tag: a kernel refuses those that it does not serve
-            return static_cast<WeightFormat>(nb::cast<std::uint8_t>(passed));
+        else if constexpr (std::is_same_v<Wanted, WeightFormat> || std::is_same_v<Wanted, KVFormat>)  // any tag: a kernel
+            return static_cast<Wanted>(nb::cast<std::uint8_t>(passed));                              // refuses unknown ones
         else
             return nb::cast<Wanted>(passed);
     }
@@ -106,9 +106,7 @@ void def_program(nb::module_& module, const char* name) {
     };
     nb::class_<Program<T>> program(module, name);
     program.def(nb::init<std::vector<ProgramOp>, std::vector<Buffer>>());
-    program.def("use_caches", [pointers](Program<T>& self, const Addresses& keys, const Addresses& values, long block_size) {
-        self.use_caches(pointers(keys), pointers(values), block_size);
-    });
+    program.def("use_caches", &Program<T>::use_caches);
     [&]<std::size_t... i>(std::index_sequence<i...>) {
         program.def("run", [pointers](const Program<T>& self, const Addresses& externals, PassedField<i>... passed) {
             const ProgramStep step{Argument{passed}...};
@@ -133,6 +131,13 @@ NB_MODULE(_kernels, module) {
         .value("gelu_tanh", Activation::gelu_tanh)
         .value("gelu", Activation::gelu)
         .value("relu", Activation::relu);
+    nb::dict kv_formats;
+    kv_formats["same"] = static_cast<int>(KVFormat::same);
+    kv_formats["int8_scaled"] = static_cast<int>(KVFormat::int8_scaled);
+    kv_formats["e4m3_scaled"] = static_cast<int>(KVFormat::e4m3_scaled);
+    kv_formats["e4m3"] = static_cast<int>(KVFormat::e4m3);
+    module.attr("KV_FORMATS") = kv_formats;
+    def_struct<LayerCache>(module, "LayerCache");
     def_struct<NormWeights>(module, "NormWeights");
     def_struct<LinearWeights>(module, "LinearWeights");
     def_struct<Heads>(module, "Heads");

@@ -26,6 +26,29 @@ struct Multiplier {
     static Register add(Register values, Register factor, Register sums) { return multiply_add(values, factor, sums); }
 };
 
+// A word is one int8, which is widened as it is read.
+template <>
+struct Multiplier<std::int8_t> {
+    using X = float;
+    static constexpr int TURNS = 1;
+
+    static Register values(const std::int8_t* p, int) {
+#if defined(__AVX512F__)
+        return (Register)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__FMA__)
+        return (Register)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+        typedef std::int8_t Few __attribute__((vector_size(REGISTER_LANES)));
+        typedef std::int32_t Wide __attribute__((vector_size(4 * REGISTER_LANES)));
+        Few few;
+        std::memcpy(&few, p, sizeof few);
+        return __builtin_convertvector(__builtin_convertvector(few, Wide), Register);
+#endif
+    }
+    static Register factor(const X* x, int) { return *x - Register{}; }
+    static Register add(Register values, Register factor, Register sums) { return multiply_add(values, factor, sums); }
+};
+
 #ifdef __AVX512BF16__
 // Both products of a pair at once, at twice the rate. Subnormal numbers count as zeros.
 template <>

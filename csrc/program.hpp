@@ -84,8 +84,8 @@ class Program {
 public:
     Program(std::vector<ProgramOp> ops, std::vector<Buffer> buffers) : ops_(std::move(ops)), buffers_(std::move(buffers)) {}
 
-    void use_caches(std::vector<T*> keys, std::vector<T*> values, long block_size) {
-        keys_ = std::move(keys), values_ = std::move(values), block_size_ = block_size;
+    void use_caches(std::vector<LayerCache> caches, long block_size) {
+        caches_ = std::move(caches), block_size_ = block_size;
     }
 
     // `externals`: addresses of the external activations, in the order of the buffers.
@@ -94,7 +94,7 @@ public:
 private:
     std::vector<ProgramOp> ops_;
     std::vector<Buffer> buffers_;
-    std::vector<T*> keys_, values_;
+    std::vector<LayerCache> caches_;
     long block_size_ = 0;
 
     class Run;

@@ -45,7 +45,7 @@ def test_stored_bytes_are_those_of_single_numbers(dtype: torch.dtype, model_dtyp
         assert stored[token, head, :24].view(torch.uint8).tolist() == bits
         assert stored[token, head, 24:].view(torch.float32).item() == scale
     elements, scales = decode(stored, dtype, 24)
-    assert scales is not None
+    assert isinstance(scales, Tensor)
     steps = scales[..., None] / 2 if dtype == INT8 else x.float().abs() / 16 + scales[..., None] / 512
     assert ((elements * scales[..., None] - x.float()).abs() <= steps * 1.001).all()
 
@@ -58,7 +58,7 @@ def test_ties_are_rounded_to_even(dtype: torch.dtype, largest: float) -> None:
     }[dtype]
     elements, scales = decode(encode(torch.tensor([*ties, largest]), dtype, 10), dtype, 6)
     assert elements.tolist() == [*expected, largest]
-    assert scales is not None
+    assert isinstance(scales, Tensor)
     assert scales.item() == 1.0
 
 
@@ -78,7 +78,7 @@ def test_number_that_is_not_finite_spoils_its_own_head_alone(dtype: torch.dtype,
     x[1, 1, 5] = bad
     stored = encode(x, dtype, 12)
     _, scales = decode(stored, dtype, 8)
-    assert scales is not None
+    assert isinstance(scales, Tensor)
     assert scales.isnan().tolist() == [[False, False], [False, True], [False, False]]
     assert not stored[1, 1, :8].any()
     stored[1, 1] = clean[1, 1]
@@ -89,16 +89,24 @@ def test_largest_floats_keep_their_ratio() -> None:
     largest = torch.finfo(torch.float32).max
     elements, scales = decode(encode(torch.tensor([largest, -largest, largest / 2, 0]), INT8, 8), INT8, 4)
     assert elements.tolist() == [127, -127, 64, 0]
-    assert scales is not None
+    assert isinstance(scales, Tensor)
     assert scales.isfinite().all()
 
 
 def test_without_stored_scales_numbers_saturate_and_bad_ones_are_nan() -> None:
     x = torch.tensor([1.0, 500.0, -1e30, 0.0, torch.inf, -torch.inf, torch.nan, 449.0])
     elements, scales = decode(encode(x, FP8, 8), FP8, 8)
-    assert scales is None
+    assert scales == 1.0
     assert elements[[0, 1, 2, 3, 7]].tolist() == [1.0, 448.0, -448.0, 0.0, 448.0]
     assert elements[4:7].isnan().all()
+
+
+def test_layer_s_scale_is_divided_out_and_given_back() -> None:
+    x = torch.tensor([1.0, 100.0, -1e30, 0.25, torch.inf, 112.0, 0.0, -3.0])
+    elements, scales = decode(encode(x, FP8, 8, scale=0.25), FP8, 8, scale=0.25)
+    assert scales == 0.25
+    assert elements[[0, 1, 2, 3, 5, 6, 7]].tolist() == [4.0, 384.0, -448.0, 1.0, 448.0, 0.0, -12.0]
+    assert elements[4].isnan()
 
 
 def test_every_value_of_e4m3_is_kept() -> None:

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.core.kv_dtypes import QUANTIZED
-from quire.kernels.back_end import REFERENCE
-from quire.kernels.kv_quantization import decode, encode
+from quire.kernels.back_end import REFERENCE, TORCH
+from quire.kernels.kv_quantization import KVScales, decode, encode
 from support.paged_cache import Paging, Part, Tokens, attend
 
 HEADS = [(4, 2, 32), (14, 2, 64), (8, 1, 80)]
@@ -19,7 +19,7 @@ def stood_for(x: Tensor, kv: str) -> Tensor:
     """Return keys or values [length, num_kv_heads, head_dim] as a cache gives them back, float32."""
     dtype, width = getattr(torch, QUANTIZED[kv].element), x.shape[2] + QUANTIZED[kv].scale_bytes
     elements, scales = decode(encode(x, dtype, width), dtype, x.shape[2])
-    return elements if scales is None else elements * scales[..., None]
+    return elements * (scales[..., None] if isinstance(scales, Tensor) else scales)
 
 
 @pytest.mark.parametrize("kv", KV)
@@ -45,6 +45,18 @@ def test_back_end_matches_reference(
     expected = attend(parts, window=window, back_end=REFERENCE, kv=kv)
     for result, wanted in zip(attend(parts, window=window, kv=kv), expected, strict=True):
         torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
+
+
+def test_scales_of_a_layer_are_those_of_its_keys_and_values() -> None:
+    part = Part(Tokens.random(150, (4, 2, 32)), 100, 150)
+    (expected,) = attend([part], kv="fp8")
+    (doubled,) = attend([part], kv="fp8", scales=KVScales(2.0, 0.5))
+    torch.testing.assert_close(doubled, expected, rtol=1e-3, atol=1e-3)
+    (other,) = attend([part], kv="fp8", scales=KVScales(0.3, 0.7))
+    for back_end in (TORCH, REFERENCE):
+        (again,) = attend([part], back_end=back_end, kv="fp8", scales=KVScales(0.3, 0.7))
+        torch.testing.assert_close(again, other, rtol=1e-5, atol=1e-5)
+    assert (other - expected).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,14 +1,26 @@
 """Caches in the layout of the C++ kernels, made from plain ones and back."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from quire.kernels.back_end import TORCH
+from quire.kernels.cpp.attention import paged_attention
 from quire.kernels.cpp.cache_layout import cache_shapes
 from quire.kernels.cpp.dtypes import kernel_dtype
+from quire.kernels.kv_quantization import ONES, KVScales
+from quire.kernels.paged_attention import AttentionMetadata
 
 
-def pack(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Lay out caches that are plain, [num_blocks, block_size, num_kv_heads, head_dim], for the kernels."""
+def pack(keys: Tensor, values: Tensor, head_dim: int | None = None) -> tuple[Tensor, Tensor]:
+    """Lay out caches that are plain, [num_blocks, block_size, num_kv_heads, head_dim], for the kernels.
+
+    `head_dim` is needed in 8 bits, where the last dimension has a scale, too.
+    """
+    if keys.itemsize == 1:
+        assert head_dim is not None
+        return _pack_bytes(keys, head_dim, is_transposed=True), _pack_bytes(values, head_dim, is_transposed=False)
     num_blocks, block_size, num_kv_heads, head_dim = keys.shape
     shapes = cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, kernel_dtype(keys.dtype))
     keys, values = (x.to(kernel_dtype(x.dtype)).transpose(1, 2) for x in (keys, values))  # [.., heads, tokens, dims]
@@ -21,6 +33,17 @@ def pack(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return keys.contiguous(), values.contiguous()
 
 
+def _pack_bytes(cache: Tensor, head_dim: int, *, is_transposed: bool) -> Tensor:
+    """Lay out heads of 8 bits: elements, by dimension or by token, and the scales of all tokens behind them."""
+    num_blocks, block_size, num_kv_heads, width = cache.shape
+    heads = cache.view(torch.int8).transpose(1, 2)                    # [.., heads, tokens, width]
+    elements, scales = heads.split([head_dim, width - head_dim], dim=3)
+    elements = elements.transpose(2, 3) if is_transposed else elements
+    runs = torch.cat([elements.flatten(2), scales.flatten(2)], dim=2)
+    shape = cache_shapes(num_blocks, block_size, num_kv_heads, head_dim, cache.dtype, width - head_dim)[0]
+    return runs.view(shape).view(cache.dtype)
+
+
 def unpack(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Undo `pack`, except for the dtype."""
     if keys.dtype == torch.bfloat16:
@@ -29,3 +52,13 @@ def unpack(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     else:
         keys = keys.transpose(2, 3)
     return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
+
+
+def _packed_attention(
+    query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, scale: float, window: int | None,
+    scales: KVScales = ONES,
+) -> Tensor:  # fmt: skip
+    return paged_attention(query, *pack(keys, values, query.shape[2]), metadata, scale, window, scales)
+
+
+CPP = replace(TORCH, name="cpp", paged_attention=_packed_attention)  # attention over plain caches, by the kernels

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.back_end import TORCH, BackEnd
-from quire.kernels.kv_quantization import as_bytes, encode, is_quantized
+from quire.kernels.kv_quantization import ONES, KVScales, as_bytes, encode, is_quantized
 from quire.kernels.paged_attention import build_metadata
 
 GARBAGE_BLOCK = 10**6
@@ -58,10 +58,11 @@ def attend(
     back_end: BackEnd = TORCH,
     device: torch.device | str = "cpu",
     kv: str = "auto",
+    scales: KVScales = ONES,
 ) -> list[Tensor]:
     """Compute the parts in one step over a cache of NaN with shuffled blocks; garbage wherever nothing should look.
 
-    `kv`: how the cache is stored, a value of --kv-cache-dtype.
+    `kv`: how the cache is stored, a value of --kv-cache-dtype; `scales`: of fp8.
     """
     paging = paging or Paging()
     generator = torch.Generator().manual_seed(paging.seed)
@@ -70,7 +71,7 @@ def attend(
     key_cache, value_cache = (_empty_cache(shape, parts[0].tokens.key.dtype, kv) for _ in range(2))
     tables = torch.randperm(shape[0], generator=generator).view(len(parts), max_blocks).int()
     for table, part in zip(tables, parts, strict=True):
-        _fill(table, part, window, key_cache, value_cache)
+        _fill(table, part, window, (key_cache, value_cache), scales)
     counts = torch.tensor([0] + [part.stop - part.start for part in parts])
     context_lens = torch.tensor([part.stop for part in parts]).int()
     metadata = build_metadata(
@@ -80,7 +81,8 @@ def attend(
         x.to(device)
         for x in (torch.cat([part.tokens.query[part.start : part.stop] for part in parts]), key_cache, value_cache)
     )
-    out = back_end.paged_attention(query, key_cache, value_cache, metadata, query.shape[2] ** -0.5, window)
+    more = () if scales == ONES else (scales,)
+    out = back_end.paged_attention(query, key_cache, value_cache, metadata, query.shape[2] ** -0.5, window, *more)
     assert out.shape == query.shape
     assert out.dtype == query.dtype
     return list(out.cpu().split(counts[1:].tolist()))
@@ -95,20 +97,22 @@ def _empty_cache(shape: tuple[int, ...], dtype: torch.dtype, kv: str) -> Tensor:
     return torch.full(rows, -1, dtype=torch.int8).view(getattr(torch, stored.element))
 
 
-def _write(cache: Tensor, where: tuple[Tensor, Tensor], rows: Tensor) -> None:
-    rows = encode(rows, cache.dtype, cache.shape[3]) if is_quantized(cache) else rows
+def _write(cache: Tensor, where: tuple[Tensor, Tensor], rows: Tensor, scale: float) -> None:
+    rows = encode(rows, cache.dtype, cache.shape[3], scale) if is_quantized(cache) else rows
     as_bytes(cache)[where] = rows
 
 
-def _fill(table: Tensor, part: Part, window: int | None, key_cache: Tensor, value_cache: Tensor) -> None:
+def _fill(
+    table: Tensor, part: Part, window: int | None, caches: tuple[Tensor, Tensor], scales: KVScales
+) -> None:
     """Write what the part may see into its blocks; spoil the table's other entries with -1 and ids past the cache."""
-    block_size = key_cache.shape[1]
+    block_size = caches[0].shape[1]
     first = 0 if window is None else max(0, part.start - window + 1)
     positions = torch.arange(first, part.stop)
     blocks = table[positions // block_size].long()
     where = blocks, positions % block_size
-    _write(key_cache, where, part.tokens.key[first : part.stop])
-    _write(value_cache, where, part.tokens.value[first : part.stop])
+    for cache, rows, scale in zip(caches, (part.tokens.key, part.tokens.value), scales, strict=True):
+        _write(cache, where, rows[first : part.stop], scale)
     is_unseen = torch.ones(len(table), dtype=torch.bool)
     is_unseen[positions // block_size] = False
     spoiled = torch.where(torch.arange(len(table)) % 2 == 0, -1, GARBAGE_BLOCK).int()

@@ -6,7 +6,7 @@ Rotary position embedding is on half-split pairs (Su et al. 2021, in the layout 
 import torch
 from torch import Tensor
 
-from quire.kernels.kv_quantization import as_bytes, encode, is_quantized
+from quire.kernels.kv_quantization import ONES, KVScales, as_bytes, encode, is_quantized
 
 POSITIONS_AT_ONCE = 1 << 14  # of a rotary table under construction: 4 MiB with heads of 128
 
@@ -20,22 +20,23 @@ def write_kv(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    scales: KVScales = ONES,
 ) -> Tensor:
     """Turn query and key as `apply_rotary` does, if there is a table; store key and value; return the query.
 
     Token t's key and value go to slot `slot_mapping[t]`; -1 writes nothing. key and value [num_tokens, num_kv_heads,
     head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim], contiguous; slot_mapping [num_tokens] int64, no
     slot twice. A cache of 8-bit elements is [num_blocks, block_size, num_kv_heads, width], as `kv_quantization.encode`
-    fills it. One op, so that a back end may do it in one pass; it may rotate the query in place. Kwon et al. 2023,
-    section 5.1.
+    fills it, with `scales` unless it stores them. One op, so that a back end may do it in one pass; it may rotate the
+    query in place. Kwon et al. 2023, section 5.1.
     """
     if cos_sin is not None:
         query, key = apply_rotary(query, key, positions, cos_sin)
     written = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping.index_select(0, written)
-    for new, cache in ((key, key_cache), (value, value_cache)):
+    for new, cache, scale in zip((key, value), (key_cache, value_cache), scales, strict=True):
         rows = new.index_select(0, written)
-        rows = encode(rows, cache.dtype, cache.shape[3]) if is_quantized(cache) else rows.to(cache.dtype)
+        rows = encode(rows, cache.dtype, cache.shape[3], scale) if is_quantized(cache) else rows.to(cache.dtype)
         as_bytes(cache).view(-1, *rows.shape[1:]).index_copy_(0, slots, rows)
     return query
 

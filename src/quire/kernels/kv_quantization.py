@@ -6,12 +6,24 @@ for element * scale. Stored scales are float32, the largest magnitude of the hea
 applied outside of the products: a key's to the score, a value's to the softmax weight.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # element of each dtype
 SMALLEST_MAGNITUDE = 1e-30  # a head with smaller numbers is stored as zeros with a scale of 0
 NAN_BITS = 0x7F             # of e4m3
+
+
+class KVScales(NamedTuple):
+    """Scales of a layer's keys and of its values, where a cache of 8 bits stores none."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+ONES = KVScales()
 
 
 def is_quantized(cache: Tensor) -> bool:
@@ -24,16 +36,17 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.int8) if x.itemsize == 1 else x
 
 
-def encode(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+def encode(x: Tensor, dtype: torch.dtype, width: int, scale: float = 1.0) -> Tensor:
     """Return heads x [..., head_dim] as a cache stores them, int8 [..., width].
 
-    `dtype` is the elements'. A width of head_dim + 4: each head's scale follows its elements; head_dim: the scale is 1.
+    `dtype` is the elements'. A width of head_dim + 4: each head's scale follows its elements; head_dim: it is `scale`.
     Rounds to nearest, ties to even. A head with a number that is not finite gets a scale of NaN and zeros, and without
     stored scales such a number becomes NaN: the request fails as it does in 16 bits. Finite numbers beyond the largest
     element saturate.
     """
     x = x.float()
     if width == x.shape[-1]:
+        x = x * (torch.tensor(1.0) / torch.tensor(scale))
         finite = x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).view(torch.int8)
         return torch.where(x.isfinite(), finite, NAN_BITS)
     magnitude = x.abs().amax(-1, keepdim=True)
@@ -45,12 +58,14 @@ def encode(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
     return torch.cat([elements.view(torch.int8), scales.view(torch.int8)], dim=-1)
 
 
-def decode(stored: Tensor, dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor | None]:
+def decode(
+    stored: Tensor, dtype: torch.dtype, head_dim: int, scale: float = 1.0
+) -> tuple[Tensor, Tensor | float]:
     """Return elements [..., head_dim] in float32, and their scales [...] float32, of what `encode` returned.
 
-    None: the scales are 1.
+    Where no scales are stored, `scale` is returned for them.
     """
     elements = stored[..., :head_dim].view(dtype).float()
     if stored.shape[-1] == head_dim:
-        return elements, None
+        return elements, scale
     return elements, stored[..., head_dim:].clone(memory_format=torch.contiguous_format).view(torch.float32).squeeze(-1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.kernels.kv_quantization import LARGEST, as_bytes, decode
+from quire.kernels.kv_quantization import LARGEST, ONES, KVScales, as_bytes, decode, is_quantized
 
 SLOTS_PER_KEY_TILE = 64
 ROWS_PER_PRODUCT = 16  # divides SLOTS_PER_KEY_TILE; fewer rows than these may take another path through the library
@@ -57,14 +57,15 @@ def reference(
     metadata: AttentionMetadata,
     scale: float,
     window: int | None = None,
+    scales: KVScales = ONES,
 ) -> Tensor:
     """Attend: the meaning that every back end must match.
 
     query [num_tokens, num_heads, head_dim], sequences end to end; caches [num_blocks, block_size, num_kv_heads,
-    head_dim], those of 8-bit elements [.., width] as `kv_quantization.encode` fills them. A sequence's queries are the
-    last tokens of its context. With a window, a token sees itself and the `window` - 1 tokens before it. Sums in
-    float32. A key's scale is multiplied onto its scores, a value's onto its softmax weights, which are summed without
-    it. Returns query's shape and dtype.
+    head_dim], those of 8-bit elements [.., width] as `kv_quantization.encode` fills them with `scales`. A sequence's
+    queries are the last tokens of its context. With a window, a token sees itself and the `window` - 1 tokens before
+    it. Sums in float32. A key's scale is multiplied onto its scores, a value's onto its softmax weights, which are
+    summed without it. Returns query's shape and dtype.
     """
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // num_kv_heads  # query heads per key-value head
@@ -75,8 +76,8 @@ def reference(
         pos = torch.arange(first, context_len, device=query.device)
         where = metadata.block_tables[i, pos // block_size].long(), pos % block_size
         (k, key_scales), (v, value_scales) = (
-            _elements(as_bytes(cache)[where].repeat_interleave(group, dim=1), cache.dtype, query.shape[2])
-            for cache in (key_cache, value_cache)
+            _elements(as_bytes(cache)[where].repeat_interleave(group, dim=1), cache.dtype, query.shape[2], own)
+            for cache, own in zip((key_cache, value_cache), scales, strict=True)
         )  # [context_len, num_heads, head_dim], [context_len, num_heads]
         scores = _times(torch.einsum("qhd,lhd->hql", query[start:stop].float(), k), key_scales) * scale
         query_pos = torch.arange(context_len - (stop - start), context_len, device=query.device)[:, None]
@@ -88,14 +89,14 @@ def reference(
     return out
 
 
-def _elements(stored: Tensor, dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor | None]:
-    """Return elements [.., head_dim] in float32, and their scales [..] if they are stored."""
-    return decode(stored, dtype, head_dim) if dtype in LARGEST else (stored.float(), None)
+def _elements(stored: Tensor, dtype: torch.dtype, head_dim: int, scale: float) -> tuple[Tensor, Tensor | float]:
+    """Return elements [.., head_dim] in float32, and their scales [..], or one for all."""
+    return decode(stored, dtype, head_dim, scale) if dtype in LARGEST else (stored.float(), 1.0)
 
 
-def _times(scores: Tensor, scales: Tensor | None) -> Tensor:
+def _times(scores: Tensor, scales: Tensor | float) -> Tensor:
     """Return scores or weights [num_heads, num_queries, num_keys] times scales [num_keys, num_heads]."""
-    return scores if scales is None else scores * scales.T[:, None]
+    return scores * (scales.T[:, None] if isinstance(scales, Tensor) else scales)
 
 
 class _Span(NamedTuple):
@@ -114,12 +115,14 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     window: int | None = None,
+    scales: KVScales = ONES,
 ) -> Tensor:
     """Attend as `reference` does; caches contiguous."""
     out = query.new_empty(query.shape)
     for span in _spans(metadata):
         rows = slice(span.row, span.row + span.stop - span.start)
-        out[rows] = _attend(query[rows].float() * scale, key_cache, value_cache, span, window).to(query.dtype)
+        attended = _attend(query[rows].float() * scale, (key_cache, value_cache), span, window, scales)
+        out[rows] = attended.to(query.dtype)
     return out
 
 
@@ -134,13 +137,15 @@ def _spans(metadata: AttentionMetadata) -> Iterator[_Span]:
             start = stop
 
 
-def _attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, span: _Span, window: int | None) -> Tensor:
+def _attend(
+    query: Tensor, caches: tuple[Tensor, Tensor], span: _Span, window: int | None, scales: KVScales
+) -> Tensor:
     """Attend with scaled float32 queries [num_queries, num_heads, head_dim]; returns their shape.
 
     A token's query heads, padded to a power of two, stand in the same rows of a product wherever it is computed.
     """
     num_queries, num_heads, head_dim = query.shape
-    num_kv_heads = key_cache.shape[2]
+    num_kv_heads = caches[0].shape[2]
     group = num_heads // num_kv_heads                                   # query heads per key-value head
     rows_per_token = 1 << (group - 1).bit_length()
     height = max(1, ROWS_PER_PRODUCT // rows_per_token)                 # tokens of a product
@@ -156,7 +161,7 @@ def _attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, span: _Span, 
     first = 0 if window is None else max(0, tile_start - window + 1) // SLOTS_PER_KEY_TILE * SLOTS_PER_KEY_TILE
     slots = torch.arange(first, tile_start + SLOTS_PER_KEY_TILE)        # positions in the sequence
     (keys, key_scales), (values, value_scales) = (
-        _gather(cache, span, slots, window, head_dim) for cache in (key_cache, value_cache)
+        _gather(cache, span, slots, window, head_dim, own) for cache, own in zip(caches, scales, strict=True)
     )
     positions = torch.arange(begin, begin + num_products * height)[:, None]
     hidden = slots > positions
@@ -165,24 +170,24 @@ def _attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, span: _Span, 
     hidden = hidden.view(num_products, height, -1, SLOTS_PER_KEY_TILE).transpose(1, 2)  # [.., num_tiles, height, slots]
 
     scores = _products(rows.repeat(1, len(keys) // num_kv_heads, 1, 1), keys.transpose(1, 2))
-    if key_scales is not None:
+    if is_quantized(caches[0]):
         scores *= key_scales
     scores = scores.view(*hidden.shape[:2], num_kv_heads, height, rows_per_token, SLOTS_PER_KEY_TILE)
     scores.masked_fill_(hidden[:, :, None, :, None, :], float("-inf"))
     weights = scores.sub_(scores.amax((1, 5), keepdim=True)).exp_()
     total = _sum_tiles(weights.sum(-1, keepdim=True))                   # [num_products, num_kv_heads, height, .., 1]
     weights = weights.view(num_products, len(keys), -1, SLOTS_PER_KEY_TILE)
-    weighted = _products(weights if value_scales is None else weights.mul_(value_scales), values)
+    weighted = _products(weights.mul_(value_scales) if is_quantized(caches[1]) else weights, values)
     result = _sum_tiles(weighted.view(*scores.shape[:-1], head_dim)) / total
     return result.transpose(1, 2).flatten(0, 1)[taken, :, :group].flatten(1, 2)
 
 
 def _gather(
-    cache: Tensor, span: _Span, slots: Tensor, window: int | None, head_dim: int
-) -> tuple[Tensor, Tensor | None]:
+    cache: Tensor, span: _Span, slots: Tensor, window: int | None, head_dim: int, scale: float
+) -> tuple[Tensor, Tensor | float]:
     """Return key tiles of keys or values in float32, [num_tiles * num_kv_heads, SLOTS_PER_KEY_TILE, head_dim].
 
-    And their scales, [num_tiles * num_kv_heads, 1, SLOTS_PER_KEY_TILE], if they are stored. A slot that no query sees
+    And their scales, [num_tiles * num_kv_heads, 1, SLOTS_PER_KEY_TILE], or the one for all. A slot that no query sees
     is replaced by one that is seen: it may hold anything, and 0 times NaN is NaN.
     """
     _, block_size, num_kv_heads, width = cache.shape
@@ -190,8 +195,8 @@ def _gather(
     places = span.table[seen // block_size].long() * block_size + seen % block_size
     taken = as_bytes(cache).view(-1, num_kv_heads * width).index_select(0, places)
     taken = taken.view(-1, SLOTS_PER_KEY_TILE, num_kv_heads, width).transpose(1, 2).flatten(0, 1)
-    elements, scales = _elements(taken, cache.dtype, head_dim)
-    return elements, None if scales is None else scales[:, None]
+    elements, scales = _elements(taken, cache.dtype, head_dim, scale)
+    return elements, scales[:, None] if isinstance(scales, Tensor) else scales
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:

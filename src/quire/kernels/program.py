@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.kernels import linear as linears
 from quire.kernels import norm as norms
+from quire.kernels.kv_quantization import ONES, KVScales
 from quire.kernels.paged_attention import AttentionMetadata
 
 INPUT = "stream"  # the activation that a program begins with: the residual stream [num_tokens, width]
@@ -186,6 +187,7 @@ class RotaryWrite:
     query: str = "query"
     key: str = "key"
     value: str = "value"
+    kv_scales: KVScales = ONES
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -202,7 +204,7 @@ class RotaryWrite:
         query, key, value = (activations.pop(name) for name in self.reads)
         keys, values = inputs.keys[self.layer], inputs.values[self.layer]
         activations[self.query] = self.write(
-            query, key, value, inputs.positions, self.cos_sin, keys, values, inputs.slot_mapping
+            query, key, value, inputs.positions, self.cos_sin, keys, values, inputs.slot_mapping, *_unless_ones(self)
         )
 
 
@@ -218,6 +220,7 @@ class Attention:
     attend: Callable[..., Tensor]  # as `paged_attention.paged_attention`
     query: str = "query"
     out: str = "attended"
+    kv_scales: KVScales = ONES
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -232,8 +235,15 @@ class Attention:
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Attend."""
         query, keys, values = activations[self.query], inputs.keys[self.layer], inputs.values[self.layer]
-        attended = self.attend(query, keys, values, inputs.metadata, self.scale, self.window)
+        attended = self.attend(
+            query, keys, values, inputs.metadata, self.scale, self.window, *_unless_ones(self)
+        )
         activations[self.out] = attended.flatten(1)
+
+
+def _unless_ones(op: RotaryWrite | Attention) -> tuple[KVScales, ...]:
+    """Return an op's scales as arguments; none where they are 1, since not every back end has them."""
+    return () if op.kv_scales == ONES else (op.kv_scales,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,18 @@
 """Paged attention in C++ against the reference, and to the bit against itself under other layouts of the same step."""
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.kernels.back_end import REFERENCE, TORCH
+from quire.kernels.back_end import REFERENCE
 from quire.kernels.cpp.attention import paged_attention
 from quire.kernels.cpp.cache_layout import cache_shapes
 from quire.kernels.cpp.dtypes import kernel_dtype
-from quire.kernels.paged_attention import AttentionMetadata, build_metadata
-from support.packed_cache import pack, unpack
+from quire.kernels.paged_attention import build_metadata
+from support.packed_cache import CPP, pack, unpack
 from support.paged_cache import Paging, Part, Tokens, attend
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
@@ -21,15 +20,6 @@ EXACT_DTYPES = [torch.float32, torch.bfloat16]  # float16 is float32 between two
 HEADS = [(4, 4, 8), (4, 2, 24), (14, 2, 64), (8, 1, 80), (40, 2, 64), (8, 2, 128)]  # groups of 1, 2, 7, 8, 20 and 4
 WIDE_GROUPS = [(33, 1, 8), (48, 1, 16), (64, 1, 8), (142, 2, 64), (128, 1, 8), (300, 1, 8)]
 LENGTH = 600  # more than two partitions of 256 tokens
-
-
-def packed_attention(
-    query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, scale: float, window: int | None
-) -> Tensor:
-    return paged_attention(query, *pack(keys, values), metadata, scale, window)
-
-
-CPP = replace(TORCH, name="cpp", paged_attention=packed_attention)
 
 
 def in_chunks(

@@ -64,6 +64,16 @@ def layer_ops(layer: int, dtype: torch.dtype, position: str, progress: Tensor) -
     return [*in_order, ops.CountLayer(f"{stem}end", progress)]
 
 
+def int8_cache(generator: torch.Generator) -> Tensor:
+    """Return random keys or values in 8 bits, with scales of 0.01."""
+    num_kv_heads, head_dim = HEADS.num_kv_heads, HEADS.head_dim
+    shape, _ = cache_shapes(4, BLOCK_SIZE, num_kv_heads, head_dim, torch.int8, scale_bytes=4)
+    cache = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+    scales = torch.full((BLOCK_SIZE,), 0.01).view(torch.int8)
+    cache.view(4, num_kv_heads, -1)[..., BLOCK_SIZE * head_dim :] = scales
+    return cache
+
+
 @dataclass
 class Step:
     """A program, its counter, and a step's inputs with caches of their own."""
@@ -71,6 +81,7 @@ class Step:
     program: Program
     progress: Tensor
     dtype: torch.dtype
+    is_quantized: bool = False
 
     def run(self, program: Program, seed: int) -> dict[str, Tensor]:
         """Return what a program has left behind: its result, the caches, the counter."""
@@ -78,6 +89,8 @@ class Step:
         x = torch.randn(NUM_TOKENS, WIDTH, generator=generator).to(self.dtype)
         shapes = cache_shapes(4, BLOCK_SIZE, HEADS.num_kv_heads, HEADS.head_dim, self.dtype)
         keys, values = ([torch.randn(s, generator=generator).to(self.dtype) for _ in range(2)] for s in shapes)
+        if self.is_quantized:
+            keys, values = ([int8_cache(generator) for _ in range(2)] for _ in range(2))
         tables = torch.tensor([[0, 3], [2, 1]], dtype=torch.int32)
         lens = torch.tensor([6, 12], dtype=torch.int32)
         metadata = build_metadata(tables, torch.tensor([0, 6, 7], dtype=torch.int32), lens, BLOCK_SIZE)
@@ -115,6 +128,13 @@ def first_difference(step: Step) -> str | None:
 def test_each_fused_op_has_the_bits_of_its_single_op(position: str, dtype: torch.dtype) -> None:
     step = make(dtype, position)
     assert [type(op) for op in fuse(step.program).ops] == [FusedOps]
+    assert first_difference(step) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_ops_over_a_quantized_cache_have_the_bits_of_single_ops(dtype: torch.dtype) -> None:
+    step = make(dtype, "pre")
+    step.is_quantized = True
     assert first_difference(step) is None
 
 

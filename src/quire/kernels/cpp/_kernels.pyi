@@ -1,6 +1,7 @@
 """The C++ extension (csrc/module.cpp): takes addresses of checked tensors, shapes and strides in elements."""
 
 WEIGHT_FORMATS: dict[str, int]
+KV_FORMATS: dict[str, int]
 
 def usable_isas() -> list[str]: ...
 def use_isa(name: str) -> None: ...
@@ -58,6 +59,9 @@ class Activation:
     gelu_tanh: Activation
     gelu: Activation
     relu: Activation
+
+class LayerCache:
+    def __init__(self, keys: int, values: int, kv_format: int, key_scale: float, value_scale: float) -> None: ...
 
 class NormWeights:
     def __init__(self, weight: int, bias: int, eps: float, is_layer_norm: bool) -> None: ...

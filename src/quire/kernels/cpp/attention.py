@@ -6,8 +6,9 @@ The caches are laid out as `cache_layout` says.
 import torch
 from torch import Tensor
 
-from quire.kernels.cpp.cache_layout import check_caches
+from quire.kernels.cpp.cache_layout import CacheSizes, layer_cache
 from quire.kernels.cpp.dtypes import kernel_dtype, pair
+from quire.kernels.kv_quantization import ONES, KVScales
 from quire.kernels.paged_attention import AttentionMetadata
 
 _KERNELS = pair("attention")
@@ -20,6 +21,7 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     window: int | None = None,
+    scales: KVScales = ONES,
 ) -> Tensor:
     """Attend as `reference` does, with the metadata of the step; caches in the kernels' layout, scale above 0.
 
@@ -27,11 +29,12 @@ def paged_attention(
     """
     dtype = kernel_dtype(query.dtype)
     if dtype != query.dtype:
-        return paged_attention(query.to(dtype), key_cache, value_cache, metadata, scale, window).to(query.dtype)
+        return paged_attention(query.to(dtype), key_cache, value_cache, metadata, scale, window, scales).to(query.dtype)
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[1]
     assert num_tokens == metadata.num_tokens, f"{num_tokens} queries for metadata of {metadata.num_tokens}"
-    check_caches(key_cache, value_cache, num_kv_heads, metadata.block_size, head_dim, dtype)
+    sizes = CacheSizes(num_kv_heads, metadata.block_size, head_dim)
+    cache = layer_cache(key_cache, value_cache, sizes, dtype, scales)
     assert num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads}"
     assert scale > 0, f"scale {scale}"
     token_stride, head_stride, stride = query.stride()
@@ -39,9 +42,8 @@ def paged_attention(
         query, token_stride = query.contiguous(), num_heads * head_dim
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype)
     _KERNELS[dtype](
-        query.data_ptr(), token_stride, key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
-        num_heads * head_dim, *metadata_arguments(metadata), num_heads, num_kv_heads, head_dim,
-        metadata.block_size, scale, window or 0,
+        query.data_ptr(), token_stride, cache, out.data_ptr(), num_heads * head_dim, *metadata_arguments(metadata),
+        num_heads, num_kv_heads, head_dim, metadata.block_size, scale, window or 0,
     )  # fmt: skip
     return out
 

@@ -17,8 +17,7 @@ def usable_isas() -> tuple[str, ...]:
 
 def cpp_ops(isa: str) -> dict[str, Any]:
     """Return the ops of a back end by field, in C++ for one instruction set: from now on the whole process's."""
-    from quire.core.kv_dtypes import KVDtype  # noqa: PLC0415
-    from quire.kernels.cache_layout import CacheLayout, dtype_name  # noqa: PLC0415
+    from quire.kernels.cache_layout import CacheLayout  # noqa: PLC0415
     from quire.kernels.cpp import (  # noqa: PLC0415
         _kernels,
         attention,
@@ -38,11 +37,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
     return {
         "linear": partial(linear.make_linear, memory=huge_pages.PackedMemory()),
         "fuse": program.fuse,
-        "cache_layout": CacheLayout(
-            cache_layout.cache_shapes,
-            dtypes.kernel_dtype,
-            tuple(KVDtype(dtype_name(dtype)) for dtype in cache_layout.DTYPES),
-        ),
+        "cache_layout": CacheLayout(cache_layout.cache_shapes, dtypes.kernel_dtype, cache_layout.STORED),
         "paged_attention": attention.paged_attention,
         "write_kv": kv_cache_write.write_kv,
         "copy_blocks": block_copy.copy_blocks,

@@ -6,9 +6,10 @@ The caches are laid out as `cache_layout` says.
 import torch
 from torch import Tensor
 
-from quire.kernels.cpp.cache_layout import check_caches
+from quire.kernels.cpp.cache_layout import CacheSizes, block_size_of, layer_cache
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.limits import MAX_HEAD_DIM
+from quire.kernels.kv_quantization import ONES, KVScales
 
 _KERNELS = pair("kv_write")
 
@@ -22,6 +23,7 @@ def write_kv(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    scales: KVScales = ONES,
 ) -> Tensor:
     """Do what `kv_cache_write.write_kv` does; query, key and value may be slices of a wider projection.
 
@@ -31,9 +33,9 @@ def write_kv(
     turned = query if cos_sin is None else _in_rows(query, dtype)
     key, value = _in_rows(key, dtype), _in_rows(value, dtype)
     num_tokens, num_kv_heads, head_dim = key.shape
-    block_size = key_cache.shape[3]
+    block_size = block_size_of(key_cache)
     assert head_dim <= MAX_HEAD_DIM, f"head size {head_dim}"
-    check_caches(key_cache, value_cache, num_kv_heads, block_size, head_dim, dtype)
+    cache = layer_cache(key_cache, value_cache, CacheSizes(num_kv_heads, block_size, head_dim), dtype, scales)
     assert value.shape == key.shape
     assert len(positions) == len(slot_mapping) == num_tokens
     assert positions.dtype == slot_mapping.dtype == torch.int64
@@ -44,8 +46,8 @@ def write_kv(
     assert cos_sin is None or (cos_sin.dtype == torch.float32 and cos_sin.is_contiguous())
     _KERNELS[dtype](
         turned.data_ptr(), turned.stride(0), key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0),
-        positions.data_ptr(), slot_mapping.data_ptr(), address(cos_sin), key_cache.data_ptr(), value_cache.data_ptr(),
-        num_tokens, query.shape[1], num_kv_heads, head_dim, block_size, rotary_dim,
+        positions.data_ptr(), slot_mapping.data_ptr(), address(cos_sin), cache, num_tokens, query.shape[1],
+        num_kv_heads, head_dim, block_size, rotary_dim,
     )  # fmt: skip
     return turned if turned.dtype == query.dtype else turned.to(query.dtype)
 

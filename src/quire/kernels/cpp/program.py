@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.kernels import program as ops
 from quire.kernels.cpp import _kernels, attention, kv_cache_write
 from quire.kernels.cpp.attention import metadata_arguments
-from quire.kernels.cpp.cache_layout import check_caches
+from quire.kernels.cpp.cache_layout import CacheSizes, layer_cache
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.cpp.norm import CppNorm
@@ -137,7 +137,7 @@ class FusedOps:
         self._outputs = buffers.outputs(alive.intersection(name for op in stretch for name in op.writes))
         self.reads, self.writes = tuple(buffers.inputs), tuple(self._outputs)
         self._externals = buffers.externals(self._outputs.values())
-        self._caches = {op.layer: op.heads for op in stretch if isinstance(op, ops.Attention | ops.RotaryWrite)}
+        self._cache_ops = {op.layer: op for op in stretch if isinstance(op, ops.Attention | ops.RotaryWrite)}
         self._program = _PROGRAM[dtype](translated, buffers.records(self._externals))
         self._keys: Sequence[Tensor] | None = None  # the caches that the extension has addresses of
 
@@ -171,12 +171,13 @@ class FusedOps:
         return rows
 
     def _use_caches(self, inputs: LayerInputs) -> None:
-        block_size = inputs.metadata.block_size
-        for layer, heads in self._caches.items():
-            keys, values, num_kv_heads = inputs.keys[layer], inputs.values[layer], heads.num_kv_heads
-            check_caches(keys, values, num_kv_heads, block_size, heads.head_dim, self._dtype)
-        addresses = ([cache.data_ptr() for cache in caches] for caches in (inputs.keys, inputs.values))
-        self._program.use_caches(*addresses, block_size)
+        block_size, unused = inputs.metadata.block_size, _kernels.LayerCache(0, 0, 0, 1.0, 1.0)
+        caches = [unused] * len(inputs.keys)
+        for layer, op in self._cache_ops.items():
+            sizes = CacheSizes(op.heads.num_kv_heads, block_size, op.heads.head_dim)
+            keys, values = inputs.keys[layer], inputs.values[layer]
+            caches[layer] = layer_cache(keys, values, sizes, self._dtype, op.kv_scales)
+        self._program.use_caches(caches, block_size)
         self._keys = inputs.keys
 
 

@@ -1,0 +1,99 @@
+// Elements of 8 bits: how they are made of a head's numbers, and widened again. The arithmetic is that of
+// kernels/kv_quantization.py, to the bit.
+#pragma once
+
+#include "cache_layout.hpp"
+#include "vec.hpp"
+
+namespace quire::ISA {
+
+typedef std::uint8_t Bytes __attribute__((vector_size(16)));
+typedef std::int8_t SignedBytes __attribute__((vector_size(16)));
+
+template <typename S>
+constexpr float LARGEST = 448.0f;
+template <>
+inline constexpr float LARGEST<std::int8_t> = 127.0f;
+
+constexpr float SMALLEST_MAGNITUDE = 1e-30f;  // a head with smaller numbers is stored as zeros with a scale of 0
+
+inline Words where(Words mask, Words yes, Words no) { return (mask & yes) | (~mask & no); }
+
+// Sixteen elements, of which only the first `count` are read.
+template <typename S>
+inline Bytes load_bytes(const S* p, long count) {
+    Bytes bytes = {};
+    if (count >= LANES)
+        std::memcpy(&bytes, p, sizeof bytes);
+    else
+        std::memcpy(&bytes, p, count);
+    return bytes;
+}
+
+inline Floats widened(const std::int8_t* p, long count) {
+    const Bytes bytes = load_bytes(p, count);
+#ifdef __AVX512F__
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
+#else
+    return __builtin_convertvector(__builtin_convertvector((SignedBytes)bytes, Integers), Floats);
+#endif
+}
+
+// A subnormal element, m * 2^-9, is 2^-6 * (1 + m / 8) - 2^-6.
+inline Floats widened(const E4M3* p, long count) {
+#ifdef __AVX512F__
+    const Words bits = (Words)_mm512_cvtepu8_epi32((__m128i)load_bytes(p, count));
+#else
+    const Words bits = __builtin_convertvector(load_bytes(p, count), Words);
+#endif
+    const Words magnitude = bits & 0x7fu, is_subnormal = (Words)(magnitude < 8u), is_nan = (Words)(magnitude == 0x7fu);
+    const Words shifted = (magnitude << 20) + where(is_subnormal, Words{} + (121u << 23), Words{} + (120u << 23));
+    const Floats value = as_floats(shifted) - as_floats(is_subnormal & (Words)splat(0x1p-6f));
+    return as_floats((Words)value | (bits & 0x80u) << 24 | (is_nan & 0x7fc00000u));
+}
+
+// The nearest element, ties to even, in the low byte of each lane; |v| is at most the largest element, or hardly more.
+inline Words nearest(Floats v, std::int8_t) { return (Words)(v + splat(12582912.0f)) - 0x4b400000u; }
+
+inline Words nearest(Floats v, E4M3) {
+    const Words largest = (Words)splat(LARGEST<E4M3>), subnormal = (Words)splat(0x1p14f);
+    const Words bits = (Words)v, sign = bits & 0x80000000u, absolute = bits ^ sign;
+    const Words magnitude = where((Words)(absolute > largest), largest, absolute);
+    const Words small = (Words)(as_floats(magnitude) + as_floats(subnormal)) - subnormal;  // in steps of 2^-9
+    const Words normal = (magnitude - (120u << 23) + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+    const Words element = where((Words)(magnitude < (121u << 23)), small, normal) | sign >> 24;
+    return where((Words)(absolute >= 0x7f800000u), Words{} + 0x7fu, element);
+}
+
+// Store a head's numbers, each times `factor`, as elements.
+template <typename S, typename T>
+void store_elements(const T* x, long head_dim, Floats factor, S* out) {
+    for (long i = 0; i < head_dim; i += LANES) {
+        const long count = head_dim - i < LANES ? head_dim - i : LANES;
+        const Bytes bytes = __builtin_convertvector(nearest(load_some(x + i, count) * factor, S{}), Bytes);
+        std::memcpy(out + i, &bytes, count);
+    }
+}
+
+// Quantize a head by itself; return its scale: 0 beside zeros, NaN if a number is not finite.
+template <typename S, typename T>
+float quantize(const T* x, long head_dim, S* out) {
+    Words largest = {};  // absolute values as integers: in the order of the numbers, infinity and NaN above them
+    for (long i = 0; i < head_dim; i += LANES) {
+        const Words bits = (Words)load_some(x + i, head_dim - i < LANES ? head_dim - i : LANES) & 0x7fffffffu;
+        largest = where((Words)(bits > largest), bits, largest);
+    }
+    std::uint32_t bits = 0;
+    for (int lane = 0; lane < LANES; lane++) bits = largest[lane] > bits ? largest[lane] : bits;
+    float magnitude;
+    std::memcpy(&magnitude, &bits, sizeof magnitude);
+    const bool is_finite = bits < 0x7f800000u;
+    if (!is_finite || magnitude < SMALLEST_MAGNITUDE) {
+        std::memset(out, 0, head_dim);
+        return is_finite ? 0.0f : __builtin_nanf("");
+    }
+    store_elements(x, head_dim, splat(LARGEST<S> / magnitude), out);
+    return magnitude / LARGEST<S>;
+}
+
+}  // namespace quire::ISA
