@@ -37,7 +37,7 @@ class Decoder:
         self._embedding = Embedding(shapes, spec.position_offset, weights)
         cos_sin = _rotary_table(spec, max_positions, table_positions, weights.device)
         self.progress = torch.zeros(1, dtype=torch.int64)  # layers and heads run since start; any thread may look
-        shared = ProgramInputs(cos_sin, self.progress, gather)
+        shared = ProgramInputs(cos_sin, self.progress, gather, reads_kv_scales=kv_cache_dtype == "fp8")
         program = build_program(spec, weights, shared)
         require_ops(self.back_end.name, program.ops)
         self._program = self.back_end.fuse(program)

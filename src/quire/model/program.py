@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quire.kernels import program as ops
+from quire.kernels.kv_quantization import ONES
 from quire.kernels.norm import Norm
 from quire.kernels.program import INPUT, GatherHook, Op, Program
 from quire.model.shapes import DecoderShapes, LayerShapes, NormShape
@@ -24,6 +25,7 @@ class ProgramInputs:
     cos_sin: Tensor | None             # as of `rotary_table`; None: learned positions
     progress: Tensor                   # [1] int64, one more after each layer
     gather: GatherHook | None = None   # of tensor parallelism; None: one rank
+    reads_kv_scales: bool = False      # of the KV cache's elements, from the checkpoint; else they are 1
 
 
 def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInputs) -> Program:
@@ -92,8 +94,13 @@ def _attention_ops(
     yield ops.SplitHeads(f"{stem}split_heads", heads)
     if norms is not None:
         yield ops.QKNorm(f"{stem}query_key_norm", *norms, heads)
-    yield ops.RotaryWrite(f"{stem}rotary_write", index, shared.cos_sin, heads, back_end.write_kv)
-    yield ops.Attention(f"{stem}attention", index, heads, layer.scale, layer.window, back_end.paged_attention)
+    scales = weights.kv_scales(shapes.qkv) if shared.reads_kv_scales else ONES
+    yield ops.RotaryWrite(
+        f"{stem}rotary_write", index, shared.cos_sin, heads, back_end.write_kv, kv_scales=scales
+    )
+    yield ops.Attention(
+        f"{stem}attention", index, heads, layer.scale, layer.window, back_end.paged_attention, kv_scales=scales
+    )
     yield ops.Linear(f"{stem}attention_out", weights.linear(shapes.attention_out), "attended", "x")
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.back_end import BackEnd
+from quire.kernels.kv_quantization import KVScales
 from quire.kernels.linear import Linear
 from quire.model.checkpoints.checkpoint import Checkpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
@@ -19,6 +20,7 @@ from quire.model.weight_formats.format import ModuleRows, WeightFormat
 log = logging.getLogger(__name__)
 
 MAX_NAMES_IN_WARNING = 5
+SMALLEST_KV_SCALE = 1e-20
 
 
 @dataclass(slots=True)
@@ -78,6 +80,11 @@ class WeightReader:
         self._tally_layer(layer, shape)
         return layer
 
+    def kv_scales(self, shape: LinearShape) -> KVScales:
+        """Return the scales of a layer's keys and values that calibrated checkpoints have, else 1; `shape`: of qkv."""
+        stem = self._prefix + shape.modules[0].rpartition(".")[0]
+        return KVScales(self._scale(f"{stem}.k_scale"), self._scale(f"{stem}.v_scale"))
+
     def head(self, shape: LinearShape, embedding: Tensor, *, is_tied: bool) -> Linear:
         """Return the layer from hidden states to logits, in float32; by default the embedding table itself when tied.
 
@@ -117,6 +124,18 @@ class WeightReader:
         self.tally.num_parameters += whole.numel()
         self.tally.weight_bytes += whole.nbytes
         return whole
+
+    def _scale(self, name: str) -> float:
+        """Return the number of a tensor, 1 if the checkpoint does not have it."""
+        if name not in self._tensors.names:
+            return 1.0
+        shape = self._tensors.shape(name)
+        if shape not in ((), (1,)):
+            raise self._tensors.error(name, f"has shape {list(shape)}, expected one number")
+        scale = self._tensors.floats(name, shape, dtype=torch.float32).item()
+        if not SMALLEST_KV_SCALE <= scale <= 1 / SMALLEST_KV_SCALE:
+            raise self._tensors.error(name, f"is {scale}, expected {SMALLEST_KV_SCALE} to {1 / SMALLEST_KV_SCALE}")
+        return scale
 
     def _tally_layer(self, layer: Linear, shape: LinearShape) -> None:
         self.tally.num_parameters += shape.num_weights
