@@ -18,11 +18,15 @@ from quire.kernels.cpp.back_end import usable_isas
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.scheduler import Scheduler
 from support.answers import Answer, answers_of
-from support.poison import Poison
+from support.poison import Poison, poison_blocks
 from support.random_model import VOCAB_SIZE, write_random_model
 
 ISAS = usable_isas() or ("auto",)  # auto without the extension: PyTorch's stand-ins
-CASES = [(ISAS[-1], "float32"), *((isa, "bfloat16") for isa in ISAS)]
+CASES = [
+    (ISAS[-1], "float32", "auto"),
+    *((isa, "bfloat16", kv_dtype) for isa in ISAS for kv_dtype in ("auto", "int8_per_token_head")),
+    (ISAS[0], "bfloat16", "fp8"),
+]
 NUM_REQUESTS = 12
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 2},
@@ -50,8 +54,10 @@ def asked() -> list[tuple[list[int], SamplingParams]]:
     return requests
 
 
-def alone(model: Path, isa: str, dtype: str) -> list[list[Answer]]:
-    with LLM(model, cpu_isa=isa, dtype=dtype, enable_prefix_caching=False, **OPTIONS) as llm:
+def alone(model: Path, isa: str, dtype: str, kv_dtype: str) -> list[list[Answer]]:
+    with LLM(
+        model, cpu_isa=isa, dtype=dtype, kv_cache_dtype=kv_dtype, enable_prefix_caching=False, **OPTIONS
+    ) as llm:
         return [answers_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in asked()]
 
 
@@ -67,13 +73,13 @@ def preempt_now_and_then(scheduler: Scheduler) -> None:
     scheduler.planner.preempt_excess = preempt_latest  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("isa", "dtype"), CASES)
-def test_poison_in_all_that_is_free_changes_no_answer(model: Path, isa: str, dtype: str) -> None:
+@pytest.mark.parametrize(("isa", "dtype", "kv_dtype"), CASES)
+def test_poison_in_all_that_is_free_changes_no_answer(model: Path, isa: str, dtype: str, kv_dtype: str) -> None:
     num_threads = torch.get_num_threads()
-    expected = alone(model, isa, dtype)
+    expected = alone(model, isa, dtype, kv_dtype)
     with LLM(
-        model, cpu_isa=isa, dtype=dtype, num_kv_blocks=40, num_swap_blocks=60, preemption_mode="swap", max_num_seqs=12,
-        **OPTIONS,
+        model, cpu_isa=isa, dtype=dtype, kv_cache_dtype=kv_dtype, num_kv_blocks=40, num_swap_blocks=60,
+        preemption_mode="swap", max_num_seqs=12, **OPTIONS,
     ) as llm:  # fmt: skip
         poison = Poison(llm)
         poison.spread()
@@ -93,13 +99,14 @@ def test_poison_in_all_that_is_free_changes_no_answer(model: Path, isa: str, dty
     assert stats.prefix_hits_tokens > 0
 
 
-def test_poison_would_show(model: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8_per_token_head", "fp8"])
+def test_poison_would_show(model: Path, kv_dtype: str) -> None:
     """A block that is read although it is poisoned fails its request: else the test above proves nothing."""
-    with LLM(model, **OPTIONS, num_kv_blocks=60) as llm:
+    with LLM(model, **OPTIONS, kv_cache_dtype=kv_dtype, num_kv_blocks=60) as llm:
         worker = Poison(llm)._worker
         prompts, params = [list(range(40))], SamplingParams(max_tokens=1)
         llm.generate(prompts, params, use_tqdm=False)
         for tensor in (*worker._cache.keys, *worker._cache.values):
-            tensor[:] = torch.nan  # what is cached, too
+            poison_blocks(tensor, list(range(60)))  # what is cached, too
         with pytest.raises(RequestFailedError, match="NaN"):
             llm.generate(prompts, params, use_tqdm=False)

@@ -14,8 +14,14 @@ from quire.cache.block_pool import BlockPool
 from quire.core.plan import StepPlan, StepResult
 from quire.execution.executor import LocalExecutor
 from quire.execution.worker import Worker
+from quire.kernels.kv_quantization import as_bytes
 
 POISON_TOKEN = 3
+
+
+def poison_blocks(tensor: Tensor, blocks: Sequence[int]) -> None:
+    """Fill blocks of a cache with NaN; in 8 bits with bytes that are NaN as scales and in e4m3."""
+    as_bytes(tensor)[torch.tensor(blocks, dtype=torch.int64)] = -1 if tensor.itemsize == 1 else torch.nan
 
 
 class Poison:
@@ -48,7 +54,7 @@ class Poison:
         free = [block for block in range(pool.num_blocks) if pool.state(block) == "free"]
         self.num_poisoned_blocks += len(free)
         for tensor in tensors:
-            tensor[torch.tensor(free, dtype=torch.int64)] = torch.nan
+            poison_blocks(tensor, free)
 
     def _fill_rows(self) -> None:
         batch, rows = self._worker._batch, self._scheduler.queues.free_rows
