@@ -185,6 +185,15 @@ inline __m512i cvtepu8_epi16(__m256i a) {
     return (__m512i)__builtin_convertvector((Bytes)a, Int16s);
 }
 
+inline __m512i cvtepi8_epi32(__m128i a) {
+    typedef std::int8_t Bytes __attribute__((vector_size(16)));
+    return (__m512i)__builtin_convertvector((Bytes)a, Int32s);
+}
+inline __m512i cvtepu8_epi32(__m128i a) {
+    typedef std::uint8_t Bytes __attribute__((vector_size(16)));
+    return (__m512i)__builtin_convertvector((Bytes)a, Int32s);
+}
+
 // --- bfloat16 --------------------------------------------------------------------------------------------------------
 
 inline float without_subnormal(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
@@ -333,6 +342,8 @@ inline void tile_multiply_bf16(int to, int a, int b) {
 #define _mm512_maddubs_epi16 quire::imitated::maddubs_epi16
 #define _mm512_cvtepi8_epi16 quire::imitated::cvtepi8_epi16
 #define _mm512_cvtepu8_epi16 quire::imitated::cvtepu8_epi16
+#define _mm512_cvtepi8_epi32 quire::imitated::cvtepi8_epi32
+#define _mm512_cvtepu8_epi32 quire::imitated::cvtepu8_epi32
 // Macros in the compiler's headers where it does not optimize.
 #undef _mm512_srli_epi32
 #undef _mm512_slli_epi32

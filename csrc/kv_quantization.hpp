@@ -8,7 +8,7 @@
 namespace quire::ISA {
 
 typedef std::uint8_t Bytes __attribute__((vector_size(16)));
-typedef std::int8_t SignedBytes __attribute__((vector_size(16)));
+typedef std::uint16_t Pairs __attribute__((vector_size(16)));
 
 template <typename S>
 constexpr float LARGEST = 448.0f;
@@ -30,22 +30,36 @@ inline Bytes load_bytes(const S* p, long count) {
     return bytes;
 }
 
-inline Floats widened(const std::int8_t* p, long count) {
-    const Bytes bytes = load_bytes(p, count);
+// Each byte as the highest of a word. Not by conversions of vectors: gcc 12 takes them apart.
+inline Words as_highest_bytes(Bytes bytes) {
 #ifdef __AVX512F__
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
+    return (Words)_mm512_slli_epi32(_mm512_cvtepu8_epi32((__m128i)bytes), 24);
 #else
-    return __builtin_convertvector(__builtin_convertvector((SignedBytes)bytes, Integers), Floats);
+    Words words;
+#ifdef __FMA__
+    const __m128i later = _mm_srli_si128((__m128i)bytes, 8);
+    const __m256i parts[] = {_mm256_cvtepu8_epi32((__m128i)bytes), _mm256_cvtepu8_epi32(later)};
+    std::memcpy(&words, parts, sizeof words);
+    return words << 24;
+#else
+    const Pairs low = (Pairs)__builtin_shufflevector(bytes, bytes, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    const Pairs high = (Pairs)__builtin_shufflevector(bytes, bytes, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
+    const Pairs parts[] = {
+        __builtin_shufflevector(low, low, 0, 0, 1, 1, 2, 2, 3, 3), __builtin_shufflevector(low, low, 4, 4, 5, 5, 6, 6, 7, 7),
+        __builtin_shufflevector(high, high, 0, 0, 1, 1, 2, 2, 3, 3), __builtin_shufflevector(high, high, 4, 4, 5, 5, 6, 6, 7, 7)};
+    std::memcpy(&words, parts, sizeof words);
+    return words;  // the lower bytes hold anything
 #endif
+#endif
+}
+
+inline Floats widened(const std::int8_t* p, long count) {
+    return __builtin_convertvector((Integers)as_highest_bytes(load_bytes(p, count)) >> 24, Floats);
 }
 
 // A subnormal element, m * 2^-9, is 2^-6 * (1 + m / 8) - 2^-6.
 inline Floats widened(const E4M3* p, long count) {
-#ifdef __AVX512F__
-    const Words bits = (Words)_mm512_cvtepu8_epi32((__m128i)load_bytes(p, count));
-#else
-    const Words bits = __builtin_convertvector(load_bytes(p, count), Words);
-#endif
+    const Words bits = as_highest_bytes(load_bytes(p, count)) >> 24;
     const Words magnitude = bits & 0x7fu, is_subnormal = (Words)(magnitude < 8u), is_nan = (Words)(magnitude == 0x7fu);
     const Words shifted = (magnitude << 20) + where(is_subnormal, Words{} + (121u << 23), Words{} + (120u << 23));
     const Floats value = as_floats(shifted) - as_floats(is_subnormal & (Words)splat(0x1p-6f));

@@ -38,11 +38,14 @@ struct Multiplier<std::int8_t> {
 #elif defined(__FMA__)
         return (Register)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 #else
-        typedef std::int8_t Few __attribute__((vector_size(REGISTER_LANES)));
-        typedef std::int32_t Wide __attribute__((vector_size(4 * REGISTER_LANES)));
-        Few few;
-        std::memcpy(&few, p, sizeof few);
-        return __builtin_convertvector(__builtin_convertvector(few, Wide), Register);
+        typedef std::int32_t Word __attribute__((vector_size(16)));  // of four bytes each, the highest one of which counts
+        typedef std::uint8_t Bytes __attribute__((vector_size(16)));
+        typedef std::uint16_t Pairs __attribute__((vector_size(16)));
+        std::int32_t four;
+        std::memcpy(&four, p, sizeof four);
+        const Bytes bytes = (Bytes)Word{four};
+        const Pairs twice = (Pairs)__builtin_shufflevector(bytes, bytes, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+        return __builtin_convertvector((Word)__builtin_shufflevector(twice, twice, 0, 0, 1, 1, 2, 2, 3, 3) >> 24, Register);
 #endif
     }
     static Register factor(const X* x, int) { return *x - Register{}; }
