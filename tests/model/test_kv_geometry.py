@@ -33,6 +33,8 @@ def test_scale_per_token_and_head_is_counted() -> None:
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_planned_bytes_of_a_quantized_cache_are_the_geometry_s(name: str) -> None:
     geometry = KVGeometry.of(SPEC, *QUANTIZED[name])
+    assert geometry.quantized_dtype == name
+    assert KVGeometry.of(SPEC, "bfloat16").quantized_dtype == ""
     assert geometry.bytes_per_token == stored_kv_bytes_per_token(SPEC, name)
     assert geometry.bytes_per_token == 2 * 3 * 2 * (8 + (0 if name == "fp8" else 4))
 

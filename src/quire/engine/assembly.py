@@ -83,6 +83,7 @@ def _ready(loaded: LoadedModel, engine: Engine, cache: CacheConfig, scheduling: 
         weights_bytes=model.weight_bytes,
         kv_bytes_per_token=loaded.limits.kv_bytes_per_token,
         num_swap_blocks=cache.num_swap_blocks,
+        kv_cache_dtype=model.kv_geometry.quantized_dtype,
         quantization="" if loaded.quantization == UNQUANTIZED else str(loaded.quantization),
     )
 

@@ -91,6 +91,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     kv_bytes_per_token: int
     num_swap_blocks: int = 0
     quantization: str = ""  # in words; empty: none
+    kv_cache_dtype: str = ""  # of a quantized KV cache; empty: none
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):

@@ -6,7 +6,7 @@ and its draft model, are joined into one geometry: its layers are those of all, 
 
 from dataclasses import dataclass
 
-from quire.core.kv_dtypes import ELEMENT_BYTES
+from quire.core.kv_dtypes import ELEMENT_BYTES, QUANTIZED, KVDtype
 from quire.model.spec import DecoderSpec, widest_window
 
 
@@ -52,6 +52,12 @@ class KVGeometry:
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values over all layers."""
         return 2 * sum(layer.bytes_per_token for layer in self.layers)
+
+    @property
+    def quantized_dtype(self) -> str:
+        """The name of --kv-cache-dtype by which layers are quantized, several in a list; empty if none is."""
+        stored = {KVDtype(layer.dtype, layer.scale_dtype) for layer in self.layers}
+        return ", ".join(name for name, each in QUANTIZED.items() if each in stored)
 
     @property
     def sliding_window(self) -> int | None:

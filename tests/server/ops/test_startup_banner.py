@@ -37,6 +37,11 @@ def test_table_counts_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "of that length 5 at once" in shown  # 19 blocks each
 
 
+def test_table_names_the_dtype_of_a_quantized_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    print_banner("tiny", "http://host:1", structs.replace(ready(1, 16), kv_cache_dtype="int8_per_token_head"))
+    assert "16 tokens, 16.0 KiB in int8_per_token_head" in " ".join(capsys.readouterr().out.split())
+
+
 def test_table_names_the_quantization(capsys: pytest.CaptureFixture[str]) -> None:
     assert "quantization" not in table(capsys, num_blocks=1, max_model_len=16)
     quantized = structs.replace(ready(1, 16), quantization="int8: int8 weights")

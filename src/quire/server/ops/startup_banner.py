@@ -43,7 +43,7 @@ def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
         ("weights", f"{format_bytes(ready.weights_bytes)}, {ready.num_parameters:,} parameters of {ready.dtype}"),
         *([("quantization", ready.quantization)] if ready.quantization else []),
         ("device", ready.device),
-        ("KV cache", _blocks(limits.num_blocks, ready)),
+        ("KV cache", _blocks(limits.num_blocks, ready) + (ready.kv_cache_dtype and f" in {ready.kv_cache_dtype}")),
         ("swap", _blocks(ready.num_swap_blocks, ready) if ready.num_swap_blocks else "none"),
         ("longest request", f"{limits.max_model_len:,} tokens"),
         ("of that length", f"{num_fitting:,} at once"),
