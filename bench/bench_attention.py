@@ -1,6 +1,7 @@
 """The C++ attention kernel alone: decoding against the memory, a prompt's chunk against the matrix unit.
 
     python bench/bench_attention.py [--isa amx] [--dtype bfloat16] [--block-size 16] [--repeats 30]
+    python bench/bench_attention.py --kv-cache-dtype int8_per_token_head    # beside a cache of --dtype, in turn
 
 Decoding: bytes of keys and values over time, as a share of what a plain parallel read of as many bytes reaches in the
 same run; kernel and read take turns, because the speed of a shared machine drifts. The caches of many layers are read
@@ -11,6 +12,7 @@ without a pause. Medians, and in brackets the quartiles.
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import numpy as np
@@ -18,6 +20,8 @@ import torch
 import typer
 from torch import Tensor
 
+from quire.core.kv_dtypes import QUANTIZED, KVDtype
+from quire.kernels.cache_layout import dtype_name
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.attention import paged_attention
 from quire.kernels.cpp.cache_layout import cache_shapes
@@ -25,7 +29,7 @@ from quire.kernels.cpp.huge_pages import huge_pages
 from quire.kernels.paged_attention import AttentionMetadata, build_metadata
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 14, 2, 64  # of bench-0.5b
-DECODES = [(1, 2048), (1, 8192), (1, 32768), (8, 2048), (8, 8192), (32, 2048), (32, 8192)]  # batch, context
+DECODES = [(1, 2048), (1, 8192), (1, 32768), (8, 2048), (8, 8192), (32, 2048), (32, 4096), (32, 8192)]  # batch, context
 CHUNKS = [(0, 2048), (6144, 2048)]  # tokens before, tokens of the chunk
 MIN_BYTES = 1 << 30  # of all layers' caches together: more than the last-level cache holds
 
@@ -33,6 +37,13 @@ MIN_BYTES = 1 << 30  # of all layers' caches together: more than the last-level 
 def random_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a cache in huge pages, as the engine has it."""
     count = int(np.prod(shape))
+    if dtype.itemsize == 1:
+        elements = huge_pages(-(-count // 4), torch.float32).view(torch.int8)[:count]
+        elements.copy_(torch.randint(-100, 100, (1 << 16,), dtype=torch.int8).repeat(-(-count // (1 << 16)))[:count])
+        num_tokens, width = shape[2:]
+        scales = torch.full((num_tokens * (width - HEAD_DIM) // 4,), 0.01)
+        elements.view(*shape[:2], -1)[..., num_tokens * HEAD_DIM :] = scales.view(torch.int8)
+        return elements.view(shape).view(dtype)
     cache = huge_pages(count, dtype)[:count].view(shape)
     cache.copy_(torch.randn(1 << 16).to(dtype).repeat(-(-count // (1 << 16)))[:count].view(shape))
     return cache
@@ -89,6 +100,44 @@ def bench_decode(batch: int, context: int, block_size: int, dtype: torch.dtype, 
           f"us per layer {statistics.median(ours) / num_layers * 1e6:.0f}")
 
 
+def bench_storage(
+    metadata: AttentionMetadata, num_queries: int, dtype: torch.dtype, name: str, repeats: int, num_layers: int
+) -> str:
+    """Return the milliseconds of a layer over a cache of `dtype` and over one stored as `name`, in turn; the ratios."""
+    query, calls, sizes = torch.randn(num_queries, NUM_HEADS, HEAD_DIM).to(dtype), list[Callable[[], object]](), []
+    for stored in (KVDtype(dtype_name(dtype)), QUANTIZED[name]):
+        element, num_blocks = getattr(torch, stored.element), int(metadata.block_tables.numel())
+        shapes = cache_shapes(
+            num_blocks, metadata.block_size, NUM_KV_HEADS, HEAD_DIM, element, stored.scale_bytes
+        )
+        layers = [tuple(random_cache(shape, element) for shape in shapes) for _ in range(num_layers)]
+        sizes.append(2 * element.itemsize * int(np.prod(shapes[0])) / 1e6)
+        calls.append(partial(attend_all, query, layers, metadata))
+    own, other = in_turns(calls, repeats)
+    ratios = [a / b for a, b in zip(own, other, strict=True)]
+    own_ms, other_ms = (statistics.median(seconds) / num_layers * 1e3 for seconds in (own, other))
+    return (f"{dtype_name(dtype)} {own_ms:.3f} ms of {sizes[0]:.1f} MB, {name} {other_ms:.3f} ms of {sizes[1]:.1f} MB, "
+            f"ratio {spread(ratios)}")
+
+
+def attend_all(query: Tensor, layers: list[tuple[Tensor, ...]], metadata: AttentionMetadata) -> None:
+    """Attend over the caches of all layers."""
+    for keys, values in layers:
+        paged_attention(query, keys, values, metadata, HEAD_DIM**-0.5)
+
+
+def compare_storages(dtype: torch.dtype, name: str, block_size: int, repeats: int) -> None:
+    """Print the times of chunks and of decoding over two storages."""
+    for before, num_tokens in CHUNKS:
+        metadata = make_metadata(1, before, num_tokens, block_size)
+        print(f"chunk {before:6} + {num_tokens}: {bench_storage(metadata, num_tokens, dtype, name, repeats, 1)}")
+    for batch, context in DECODES:
+        metadata = make_metadata(batch, context - 1, 1, block_size)
+        layer_bytes = 4 * batch * context * NUM_KV_HEADS * HEAD_DIM
+        found = bench_storage(metadata, batch, dtype, name, repeats, max(2, -(-MIN_BYTES // layer_bytes)))
+        print(f"decode {batch:3} x {context:6}: {found}", flush=True)
+
+
 def bench_chunk(before: int, num_tokens: int, block_size: int, dtype: torch.dtype, repeats: int) -> None:
     metadata = make_metadata(1, before, num_tokens, block_size)
     shapes = cache_shapes(metadata.block_tables.numel(), block_size, NUM_KV_HEADS, HEAD_DIM, dtype)
@@ -105,10 +154,14 @@ def main(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
     block_size: Annotated[int, typer.Option(help="tokens per block")] = 16,
     repeats: Annotated[int, typer.Option(help="timed rounds")] = 15,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or a storage to compare with --dtype")] = "auto",
 ) -> None:
     """Measure and print."""
     _kernels.use_isa(isa)
     print(f"{isa}, {dtype}, blocks of {block_size}, {torch.get_num_threads()} threads")
+    if kv_cache_dtype != "auto":
+        compare_storages(getattr(torch, dtype), kv_cache_dtype, block_size, repeats)
+        return
     for before, num_tokens in CHUNKS:
         bench_chunk(before, num_tokens, block_size, getattr(torch, dtype), repeats)
     for batch, context in DECODES:

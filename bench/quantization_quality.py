@@ -1,8 +1,9 @@
-"""Quality of quantized weights: KL divergence from the unquantized model per token, and perplexity, on held-out text.
+"""Quality of quantized weights or KV caches: KL divergence from the unquantized model, perplexity, on held-out text.
 
     python bench/quantization_quality.py                                # the demo model
     python bench/quantization_quality.py --model FOLDER --text FILE     # any other
     python bench/quantization_quality.py --outlier 100                  # with an outlier channel in each norm's output
+    python bench/quantization_quality.py --kv-cache                     # KV caches of 8 bits
 
 The demo model's text is of the modules of the standard library that its training held out (Python 3.11.7 has the same
 ones); that of stories260K the continuations in its expected.json. The unquantized model is run in `--dtype`, with the
@@ -21,6 +22,7 @@ import typer
 from safetensors.torch import load_file
 from torch import Tensor
 
+from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.back_end import choose_back_end
 from quire.model.batch import ForwardBatch
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
@@ -48,6 +50,10 @@ class Quality(NamedTuple):
     kl_error: float  # standard error of the mean over windows
     perplexity: float
     error: float
+
+    def __str__(self) -> str:
+        """Return the cells of a table's row."""
+        return f"{self.kl:.6f} ± {self.kl_error:.6f} | {self.perplexity:.4f} | {self.error:.4f}"
 
 
 def held_out_tokens(folder: Path, text: Path | None) -> list[int]:
@@ -107,6 +113,7 @@ def main(
     outlier: Annotated[float, typer.Option(help="factor of an outlier channel; 1: none")] = 1.0,
     formats: str = "int8,int4",
     group_sizes: Annotated[str, typer.Option(help="of weights; -1: a row")] = "32,64,128,256,-1",
+    kv_cache: Annotated[bool, typer.Option("--kv-cache", help="quantize the KV cache instead of weights")] = False,
 ) -> None:
     """Measure every scheme."""
     from support.memory_checkpoint import MemoryCheckpoint  # noqa: PLC0415 (a module of tests/)
@@ -119,11 +126,11 @@ def main(
     if outlier != 1.0:
         add_outliers(tensors, outlier)
 
-    def load(quantization: Quantization | None) -> Decoder:
+    def load(quantization: Quantization | None, kv_cache_dtype: str = "auto") -> Decoder:
         return build_decoder(
             spec, checkpoint, dtype=getattr(torch, dtype), device=torch.device("cpu"),
             back_end=choose_back_end(torch.device("cpu"), head_dim=spec.head_dim),
-            weight_format=None if quantization is None else RoundedFormat(quantization),
+            weight_format=None if quantization is None else RoundedFormat(quantization), kv_cache_dtype=kv_cache_dtype,
         )  # fmt: skip
 
     ids = held_out_tokens(folder, text)
@@ -134,14 +141,19 @@ def main(
         expected = [log_probs(plain, window) for window in tokens]
         found = quality(plain, tokens, expected)
         print(f"{folder.name}, {dtype}, {num_windows} windows of {length} tokens; perplexity {found.perplexity:.4f}")
+        if kv_cache:
+            print("| KV cache | KL, nats/token | perplexity | rms error of logits |")
+            print("| --- | --- | --- | --- |")
+            for name in QUANTIZED:
+                print(f"| {name} | {quality(load(None, name), tokens, expected)} |", flush=True)
+            return
         print("| weights | group | activation group | KL, nats/token | perplexity | rms error of logits |")
         print("| --- | --- | --- | --- | --- | --- |")
         for layers, head in schemes(formats.split(","), [int(size) for size in group_sizes.split(",")]):
             found = quality(load(Quantization("measured", layers, head)), tokens, expected)
             group = "row" if layers.group_size == WHOLE_ROW else layers.group_size
             activations = {0: "-", 1 << 16: "row"}.get(layers.activation_group_size, layers.activation_group_size)
-            cells = f"{found.kl:.6f} ± {found.kl_error:.6f} | {found.perplexity:.4f} | {found.error:.4f}"
-            print(f"| {layers.format} | {group} | {activations} | {cells} |", flush=True)
+            print(f"| {layers.format} | {group} | {activations} | {found} |", flush=True)
 
 
 if __name__ == "__main__":
