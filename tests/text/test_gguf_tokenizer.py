@@ -1,5 +1,6 @@
 """Tokenizers of GGUF files, against those of the folders that the files were made from."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from quire.core.errors import ModelError
 from quire.core.gguf import GGUFFile
+from quire.text import gguf_tokenizer
 from quire.text.gguf_tokenizer import WORD_RULES, read_gguf_tokenizer
 from quire.text.tokenizer import Tokenizer
 from support import small_tokenizers
@@ -142,6 +144,26 @@ def test_file_without_a_vocabulary_takes_token_ids(tmp_path: Path, caplog: pytes
     for metadata in ({}, {"tokenizer.ggml.model": "none"}):
         assert Tokenizer.from_folder_if_any(write_gguf(tmp_path / "a.gguf", metadata, {})) is None
     assert "has no tokenizer" in caplog.text
+
+
+def test_thousands_of_special_tokens_take_no_time_each(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tokenizer_metadata(folder, "gpt-2")
+    num_tokens = len(metadata["tokenizer.ggml.tokens"])
+    more = {
+        "tokenizer.ggml.tokens": metadata["tokenizer.ggml.tokens"] + [f"<|{number}|>" for number in range(20_000)],
+        "tokenizer.ggml.token_type": metadata["tokenizer.ggml.token_type"] + [3, 4] * 10_000,
+    }
+    path, start = write_gguf(tmp_path / "a.gguf", metadata | more, {}), time.process_time()
+    ours = Tokenizer.from_folder(path)
+    assert time.process_time() - start < 30  # for what takes 0.5 s; one list for each token would take minutes
+    assert ours.encode("<|0|><|19999|>") == [num_tokens, num_tokens + 19_999]
+    assert num_tokens in ours.special_token_ids
+    assert num_tokens + 1 not in ours.special_token_ids
+    monkeypatch.setattr(gguf_tokenizer, "MAX_ADDED_TOKENS", 20_002)
+    with pytest.raises(ModelError, match="token_type has 20003 special or user-defined tokens, the limit is 20002"):
+        Tokenizer.from_folder(path)
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {

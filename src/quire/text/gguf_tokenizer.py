@@ -7,11 +7,11 @@ tokenizer.json. Token types are SentencePiece's: special tokens are of type cont
 
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from quire.core.gguf import GGUFFile
 from quire.text.byte_level_bpe import QWEN2_SPLIT
-from quire.text.sentencepiece import BPE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, SentencePieceModel, make_sentencepiece
+from quire.text.sentencepiece import ADDED, BPE, NORMAL, SentencePieceModel, added_tokens, make_sentencepiece
 from quire.text.text_settings import TextSettings
 from quire.text.tokenizer_files import put_around
 
@@ -19,6 +19,7 @@ MODEL_KEY, PRE_KEY = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 TOKENS_KEY, TYPES_KEY = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 SCORES_KEY, MERGES_KEY = "tokenizer.ggml.scores", "tokenizer.ggml.merges"
 JSON_KEY, TEMPLATE_KEY = "tokenizer.huggingface.json", "tokenizer.chat_template"
+MAX_ADDED_TOKENS = 1 << 16  # Llama 3 has 256
 _NO_VOCABULARY = (None, "none", "no_vocab")
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator",
           "pad_token": "padding", "mask_token": "mask"}  # fmt: skip
@@ -73,6 +74,10 @@ class Vocabulary(NamedTuple):
             if token in seen:
                 raise file.error(f"{TOKENS_KEY} has the token {token!r:.80} twice")
             seen.add(token)
+        num_added = sum(kind in ADDED for kind in types)
+        if num_added > MAX_ADDED_TOKENS:
+            raise file.error(f"{TYPES_KEY} has {num_added} special or user-defined tokens, the limit is "
+                             f"{MAX_ADDED_TOKENS}")
         return cls(tokens, types)
 
 
@@ -125,9 +130,7 @@ def _byte_level(file: GGUFFile, vocabulary: Vocabulary, rule: WordRule) -> Token
         merges.append((first, second))
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=rule.keeps_words))
-    for token, kind in zip(*vocabulary, strict=True):
-        if kind in (UNKNOWN, CONTROL, USER_DEFINED):
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind != USER_DEFINED)])
+    tokenizer.add_tokens(added_tokens(zip(*vocabulary, strict=True)))
     if rule.composes:
         tokenizer.normalizer = normalizers.NFC()
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rule.split)

@@ -5,7 +5,7 @@ normalized. BPE keeps no list of merges: two pieces merge if the result is a pie
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ MODEL_FILE = "tokenizer.model"
 MAX_PIECE_CHARS = 128  # pieces are tried at every cut; SentencePiece's own default is 16
 UNIGRAM, BPE = 1, 2                          # TrainerSpec.model_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # SentencePiece.type
+ADDED = (UNKNOWN, CONTROL, USER_DEFINED)
 SPACE = "▁"
 
 
@@ -81,13 +82,19 @@ def make_sentencepiece(model: SentencePieceModel, place: str, *, is_legacy: bool
     if any(len(text) > MAX_PIECE_CHARS for text, *_ in model.pieces):
         raise ModelError(f"{place}: has a piece of more than {MAX_PIECE_CHARS} characters")
     tokenizer = Tokenizer(_bpe(model, unknown) if model.algorithm == BPE else _unigram(model))
-    is_added = (UNKNOWN, CONTROL, USER_DEFINED)
-    for text, _, kind in model.pieces:
-        if kind in is_added:
-            tokenizer.add_tokens([AddedToken(text, normalized=False, special=kind != USER_DEFINED)])
+    tokenizer.add_tokens(added_tokens((text, kind) for text, _, kind in model.pieces))
     _set_normalizer(tokenizer, model, is_legacy=is_legacy)
     tokenizer.decoder = _decoder(model)
     return tokenizer
+
+
+def added_tokens(tokens: Iterable[tuple[str, float]]) -> list[AddedToken]:
+    """Return the tokens, given with their kinds, that are found in a text before it is cut into words.
+
+    The library takes time for all of them whenever some are added: they come in one list.
+    """
+    kinds = ((text, kind) for text, kind in tokens if kind in ADDED)
+    return [AddedToken(text, normalized=False, special=kind != USER_DEFINED) for text, kind in kinds]
 
 
 def _bpe(model: SentencePieceModel, unknown: str) -> models.BPE:
