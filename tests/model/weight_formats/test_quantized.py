@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quire.kernels.back_end import TORCH
+from quire.kernels.back_end import TORCH, BackEnd
 from quire.model.loader import load_model
 from quire.model.quantization import QuantizationOptions
 from support.quantized_folder import (
@@ -51,23 +51,25 @@ KINDS: dict[str, tuple[Quantize, dict[str, object], bool]] = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_expanded_weights_give_the_bits_of_the_twin(
-    tmp_path: Path, paged_runner: type, dtype: torch.dtype, kind: str
+    tmp_path: Path, paged_runner: type, back_end: BackEnd, dtype: torch.dtype, kind: str
 ) -> None:
     quantize, config, has_head = KINDS[kind]
     pair = write_pair(tmp_path, quantize, config, dtype=dtype, has_quantized_head=has_head)
     expanded = QuantizationOptions(activations="bfloat16")
-    models = [load_model(pair.folder, back_end=TORCH, quantization=expanded), load_model(pair.twin, back_end=TORCH)]
+    quantized = load_model(pair.folder, back_end=back_end, quantization=expanded)
+    models = [quantized, load_model(pair.twin, back_end=back_end)]
     found, expected = (paged_runner(model).run("a", TOKENS, [7, 20]) for model in models)
     assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("kind", ["gptq, its head too", "packed, its head too", "bytes"])
-def test_int8_activations_stay_close_to_the_twin(tmp_path: Path, paged_runner: type, kind: str) -> None:
+def test_int8_activations_stay_close_to_the_twin(
+    tmp_path: Path, paged_runner: type, back_end: BackEnd, kind: str
+) -> None:
     quantize, config, has_head = KINDS[kind]
     pair = write_pair(tmp_path, quantize, config, dtype=torch.float32, has_quantized_head=has_head)
-    found, expected = (
-        paged_runner(load_model(folder, back_end=TORCH)).run("a", TOKENS, [39]) for folder in (pair.folder, pair.twin)
-    )
+    models = [load_model(folder, back_end=back_end) for folder in (pair.folder, pair.twin)]
+    found, expected = (paged_runner(model).run("a", TOKENS, [39]) for model in models)
     assert not torch.equal(found, expected)
     assert (found - expected).norm() < 0.05 * expected.norm()
 

@@ -4,10 +4,11 @@
 from the low bits on; `scales` are [groups, out]. A value is scale * (q - zero).
 """
 
+import torch
 from torch import Tensor
 
 from quire.kernels.linear_weight import LinearWeight
-from quire.model.weight_formats.stored import StoredModule, unpacked
+from quire.model.weight_formats.stored import StoredModule
 
 PER_WORD = 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of each of a word's outputs
@@ -24,17 +25,22 @@ def read_awq(module: StoredModule) -> LinearWeight:
     zeros = module.read("qzeros", (module.num_groups, num_rows // PER_WORD), "I32")
     return LinearWeight(
         module.scheme.element,
-        (_in_order(words[:, start // PER_WORD : stop // PER_WORD]).T.contiguous(),),
+        (_outputs(words[:, start // PER_WORD : stop // PER_WORD]),),
         module.num_outputs,
         module.width,
         scales=module.scales("scales", (module.num_groups, num_rows))[:, module.columns].T.contiguous(),
-        zero_points=module.zero_points(_in_order(zeros).T),
+        zero_points=module.zero_points(_outputs(zeros)),
         group_size=module.group_size,
         dtype=module.tensors.dtype,
     )
 
 
-def _in_order(words: Tensor) -> Tensor:
-    """Return uint8 [n, outputs] of words [n, outputs / 8]."""
-    nibbles = unpacked(words, 4, words.shape[1] * PER_WORD)
-    return nibbles.view(len(words), -1, PER_WORD)[:, :, list(PLACES)].flatten(1)
+def _outputs(words: Tensor) -> Tensor:
+    """Return uint8 [outputs, n] of words [n, outputs / 8]."""
+    num_inputs, num_words = words.shape
+    octets = words.T.flatten().view(torch.uint8).view(num_words, num_inputs, 4)
+    outputs = octets.new_empty(num_words, PER_WORD, num_inputs)
+    for number, place in enumerate(PLACES):
+        octet = octets[:, :, place // 2]
+        outputs[:, number] = octet >> 4 if place % 2 else octet & 15
+    return outputs.flatten(0, 1)

@@ -100,6 +100,10 @@ def num_words(count: int, bits: int) -> int:
 
 def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     """Return the first `count` elements, uint8, of each row of words, int32 [..., num_words]; low bits come first."""
-    octets = words.flatten().view(torch.uint8).view(*words.shape[:-1], -1)
-    elements = octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
-    return elements[..., :count]
+    elements = words.flatten().view(torch.uint8)
+    if bits == 4:
+        pairs = elements.to(torch.int16)
+        pairs |= pairs << 4
+        pairs &= 0x0F0F  # in memory two bytes, the low nibble and the high one
+        elements = pairs.view(torch.uint8)
+    return elements.view(*words.shape[:-1], -1)[..., :count]
