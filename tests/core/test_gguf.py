@@ -118,7 +118,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         replaced(struct.pack("<Q", 6) + "été\n".encode(), struct.pack("<Q", 2**25) + "été\n".encode()),
         r"a.text at byte \d+ takes 33554432 bytes, and the file has",
     ),
-    "no UTF-8": (replaced("日本".encode(), b"\xff" * 6), "tokens is not valid UTF-8"),
+    "no UTF-8": (replaced("日本".encode(), b"\xff" * 6), "tokens item 2 is not valid UTF-8"),
     "many items": (
         replaced(name("tokens") + struct.pack("<IIQ", 9, 8, 3), name("tokens") + struct.pack("<IIQ", 9, 8, 2**40)),
         "the number of items of tokens is 1099511627776, the limit is 2097152",

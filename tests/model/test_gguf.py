@@ -156,6 +156,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "not a number": ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon must be a num"),
     "experts": ({"llama.expert_count": 8}, "llama.expert_count = 8 is not supported yet"),
     "part of a head turned": ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count = 4 is not supported"),
+    "not causal": ({"llama.attention.causal": False}, "llama.attention.causal = False is not supported yet"),
     "longrope": ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type must be one of none, linear, yarn"),
     "one of several parts": ({"split.count": 3}, "is one of 3 parts of a model; llama-gguf-split --merge"),
     "other sizes": ({"llama.feed_forward_length": 64}, r"tensor blk.0.ffn_gate.weight has shape \[80, 48\], expected"),

@@ -24,8 +24,11 @@ _ENDS = frozenset((  # those of llama.cpp, for the families here
 _UNSERVED = (  # keys of computations that none of the families here has
     "attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attn_logit_softcapping",
     "final_logit_softcapping", "embedding_scale", "residual_scale", "logit_scale", "expert_count",
-    "rope.scaling.yarn_log_multiplier",
+    "rope.scaling.yarn_log_multiplier", "rope.scaling.alpha",
 )  # fmt: skip
+_UNSERVED_UNLESS = {
+    "attention.causal": (True,), "rope.scaling.yarn_ext_factor": (1, -1), "rope.scaling.yarn_attn_factor": (1,),
+}  # fmt: skip
 _LLAMA_WEIGHTS = WeightMap(
     prefixes=("",),
     layer="blk.{layer}.",
@@ -99,6 +102,8 @@ def read_gguf_config(file: GGUFFile) -> dict[str, object]:
         raise file.error(f"is one of {num_parts} parts of a model; llama-gguf-split --merge makes one file of them")
     for key in _UNSERVED:
         metadata.reject(key, 0, why="no family here computes with it")
+    for key, harmless in _UNSERVED_UNLESS.items():
+        metadata.reject(key, *harmless, why="no family here computes with it")
     config = ARCHITECTURES[_architecture_name(file)].to_config(metadata)
     return config | {"vocab_size": metadata.rows("token_embd.weight"), "dtype": _dtype(file),
                      "tie_word_embeddings": "output.weight" not in file.tensors}
