@@ -12,24 +12,32 @@ from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.quantized import expand
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.quantization import Activations
 from quire.model.weight_formats.format import ModuleRows
 from quire.model.weight_formats.quantization_config import quantization_from_config
 from quire.model.weight_formats.quantized import QuantizedFormat
 
 
-def weight_format(folder: Path) -> QuantizedFormat:
+def weight_format(folder: Path, activations: Activations | None = "bfloat16") -> QuantizedFormat:
     """Return the format of a folder."""
     quantization = quantization_from_config(read_json_object(folder, "config.json"), str(folder / "config.json"))
     assert quantization is not None
-    return QuantizedFormat(quantization, "bfloat16")
+    return QuantizedFormat(quantization, activations)
 
 
-def read(folder: Path, *modules: tuple[str, int], width: int, rows: Sequence[tuple[int, int]] = ()) -> LinearWeight:
+def read(
+    folder: Path,
+    *modules: tuple[str, int],
+    width: int,
+    rows: Sequence[tuple[int, int]] = (),
+    dtype: torch.dtype = torch.float32,
+    activations: Activations | None = "bfloat16",
+) -> LinearWeight:
     """Return the weight of modules, names and outputs, fused; `rows` are the outputs to read of each, or all."""
-    tensors = TensorReader(SafetensorsCheckpoint(folder), torch.float32, torch.device("cpu"), all_finite)
+    tensors = TensorReader(SafetensorsCheckpoint(folder), dtype, torch.device("cpu"), all_finite)
     ranges = rows or [(0, num_rows) for _, num_rows in modules]
     parts = [ModuleRows(*module, *ends) for module, ends in zip(modules, ranges, strict=True)]
-    return weight_format(folder).read(tensors, parts, width, is_transposed=False)
+    return weight_format(folder, activations).read(tensors, parts, width, is_transposed=False)
 
 
 def values(weight: LinearWeight) -> Tensor:

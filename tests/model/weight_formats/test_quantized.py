@@ -1,15 +1,18 @@
 """Models with quantized weights: layers of several formats, dense modules, and the bits of the dequantized twin."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from quire import LLM, SamplingParams
 from quire.kernels.back_end import TORCH, BackEnd
 from quire.model.loader import load_model
-from quire.model.quantization import QuantizationOptions
+from quire.model.quantization import Activations, QuantizationOptions
 from support.quantized_folder import (
+    INNER,
     KV_WIDTH,
     LAYER_LINEARS,
     TOKEN_INT8,
@@ -130,3 +133,35 @@ def test_fused_modules_may_have_zero_points_of_different_kinds(tmp_path: Path) -
     weight = read(pair.folder, *modules, width=WIDTH)
     assert isinstance(weight.zero_points, torch.Tensor)
     assert torch.equal(values(weight), torch.cat([pair.values[name] for name, _ in modules]))
+
+
+def test_an_engine_generates_what_one_of_the_twin_does(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path, gptq(**ORDERED), gptq_config(**ORDERED))
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=5, ignore_eos=True)
+    answers = []
+    for folder, options in ((pair.folder, {"quantization_activations": "bfloat16"}), (pair.twin, {})):
+        with LLM(str(folder), num_kv_blocks=16, max_num_seqs=2, **options) as llm:
+            (output,) = llm.generate([TOKENS], params, use_tqdm=False)
+            answers.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("activations", ["int8", "bfloat16"])
+@pytest.mark.parametrize("kind", ["gptq", "awq", "packed", "bytes"])
+def test_layers_of_parts_compute_columns_of_the_whole(
+    tmp_path: Path, back_end: BackEnd, kind: str, activations: Activations
+) -> None:
+    if back_end.name == "torch" and activations == "bfloat16":
+        pytest.skip("a sum of PyTorch's dense product depends on the number of outputs")
+    quantize, config, _ = KINDS[kind]
+    pair, name = write_pair(tmp_path, quantize, config), "model.layers.1.mlp.up_proj"
+    x = torch.randn(5, WIDTH).bfloat16()
+    found = []
+    for cuts in ([], [48], [16, 80]):
+        parts = [
+            read(pair.folder, (name, INNER), width=WIDTH, rows=[rows], dtype=torch.bfloat16, activations=activations)
+            for rows in pairwise([0, *cuts, INNER])
+        ]
+        found.append(torch.cat([back_end.linear(part)(x) for part in parts], dim=1))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
