@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
+from quire.kernels import quantized
 from quire.kernels.linear import make_linear, reference
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import (
@@ -146,6 +147,19 @@ def test_weight_expands_to_the_values_of_its_format(weight_format: str, kind: st
             expected = torch.tensor(value)
             assert found[o, i] == (expected.bfloat16() if dtype == torch.bfloat16 else expected), (o, i)
     assert found.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "kind"), [("int8", "constant"), ("int4", "zeros"), ("int8", "minimums"), ("codebook4", "none")]
+)
+def test_rows_expanded_a_few_at_a_time_are_those_of_all(
+    weight_format: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = random_weight((7, 70), 32, weight_format, kind, dtype=torch.bfloat16)
+    whole = expand(weight)
+    for num_elements in (1, 70, 150):
+        monkeypatch.setattr(quantized, "ELEMENTS_AT_ONCE", num_elements)
+        assert torch.equal(expand(weight), whole)
 
 
 def test_groups_in_any_order_of_inputs_are_those_of_permuted_inputs() -> None:

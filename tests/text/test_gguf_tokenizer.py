@@ -28,6 +28,7 @@ TEXTS = [
 ]
 PRE = {"byte_level": "gpt-2", "gpt2": "gpt-2", "qwen2": "qwen2", "byte_fallback": "", "stories260K": "",
        "mistral_v1": ""}  # fmt: skip
+LARGE = ("qwen2", "mistral_v1")
 
 
 def as_file(folder: Path, path: Path, pre: str, **changes: Any) -> Path:  # noqa: ANN401
@@ -35,7 +36,9 @@ def as_file(folder: Path, path: Path, pre: str, **changes: Any) -> Path:  # noqa
     return write_gguf(path, {key: value for key, value in metadata.items() if value is not None}, {})
 
 
-@pytest.mark.parametrize("name", PRE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.matrix] if name in LARGE else []) for name in PRE]
+)
 def test_tokenizer_equals_that_of_the_folder(name: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     folder = write_folder(name, tmp_path / "model")

@@ -18,26 +18,45 @@ ACTIVATION_LIMIT = 127  # of int8 activations, whose least value is its negative
 SMALLEST_ABSMAX = 1e-30  # below it a group of activations counts as zeros: its scale's reciprocal would overflow
 ZERO_POINTS = {INT8: 128, INT4: 8}  # of weights that are quantized here
 NARROW_SCALE = 0.9  # of int4: clips a group's extreme, and rounds the others finer; decision 0018
-ELEMENTS_AT_ONCE = 1 << 20  # of a weight that is being quantized, in float32
+ELEMENTS_AT_ONCE = 1 << 20  # of a weight that is being quantized or expanded, in float32
 
 
 def expand(weight: LinearWeight) -> Tensor:
     """Return the values [out_features, in_features] of a quantized weight, in bfloat16 if it is the model's dtype.
 
-    They are in float32 for any other dtype, not rounded to it.
+    They are in float32 for any other dtype, not rounded to it. Some rows are expanded at a time: a few tensors in
+    float32 are made of them.
     """
-    scales = _per_input(weight.scales, weight)
-    elements = torch.cat(weight.data)
+    elements, num_rows = torch.cat(weight.data), max(ELEMENTS_AT_ONCE // weight.in_features, 1)
+    dtype = torch.bfloat16 if weight.value_dtype == torch.bfloat16 else torch.float32
+    values = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=elements.device)
+    for start in range(0, weight.out_features, num_rows):
+        stop = min(start + num_rows, weight.out_features)
+        values[start:stop] = _expanded(_row_range(weight, elements, start, stop))
+    return values
+
+
+def _row_range(weight: LinearWeight, elements: Tensor, start: int, stop: int) -> LinearWeight:
+    """Return outputs [start, stop) of a weight with the elements [out_features, in_features]."""
+    grouped = (weight.scales, weight.zero_points, weight.minimums)
+    scales, zeros, minimums = (each[start:stop] if isinstance(each, Tensor) else each for each in grouped)
+    assert not isinstance(scales, int)
+    assert not isinstance(minimums, int)
+    return replace(weight, data=(elements[start:stop],), out_features=stop - start, scales=scales, zero_points=zeros,
+                   minimums=minimums)
+
+
+def _expanded(weight: LinearWeight) -> Tensor:
+    """Return the values of a weight of one part in float32."""
+    scales, (elements,) = _per_input(weight.scales, weight), weight.data
     if weight.format == FP8:
-        values = scales * elements.view(torch.float8_e4m3fn).float()
-    elif weight.format == CODEBOOK4:
+        return scales * elements.view(torch.float8_e4m3fn).float()
+    if weight.format == CODEBOOK4:
         assert weight.codebook is not None
-        values = scales * weight.codebook[elements.long()]
-    elif weight.minimums is not None:
-        values = scales * elements.float() - _per_input(weight.minimums, weight)
-    else:
-        values = scales * (elements.float() - _per_input(_grouped_zeros(weight), weight))
-    return values.bfloat16() if weight.value_dtype == torch.bfloat16 else values
+        return scales * weight.codebook[elements.long()]
+    if weight.minimums is not None:
+        return scales * elements.float() - _per_input(weight.minimums, weight)
+    return scales * (elements.float() - _per_input(_grouped_zeros(weight), weight))
 
 
 def quantize_activations(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
