@@ -153,6 +153,8 @@ def test_awq_options_make_the_scheme() -> None:
         ({"version": "gemv"}, "version = 'gemv' is not supported: gemm is"),
         ({"version": None, "format": "gemv_fast"}, "format = 'gemv_fast' is not supported"),
         ({"version": 3}, "version = 3 is not supported"),
+        ({"checkpoint_format": "gemv"}, "checkpoint_format = 'gemv' is not supported"),
+        ({"version": None, "backend": "llm-awq"}, "backend = 'llm-awq' is not supported"),
         ({"desc_act": True}, "desc_act = True is not supported"),
         ({"lm_head": True}, "lm_head = True is not supported"),
         ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of names"),
@@ -320,3 +322,62 @@ def test_fp8_modules_are_named_by_beginnings_at_a_dot_or_ends(name: str, is_dens
 )
 def test_fp8_options_that_are_not_supported_are_refused(changes: dict[str, object], words: str) -> None:
     check_refusals(fp8_config(), changes, words)
+
+
+INT8_STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+AS_WRITTEN: dict[str, tuple[dict[str, object], StoredScheme]] = {
+    "Transformers, GPTQ": (
+        {"batch_size": 1, "bits": 4, "block_name_to_quantize": None, "cache_block_outputs": True, "damp_percent": 0.01,
+         "dataset": None, "desc_act": False, "exllama_config": {"version": 1}, "group_size": 128, "tokenizer": None,
+         "max_input_length": None, "model_seqlen": None, "module_name_preceding_first_block": None,
+         "modules_in_block_to_quantize": None, "pad_token_id": None, "quant_method": "gptq", "sym": True,
+         "true_sequential": True, "use_cuda_fp16": False, "use_exllama": True},
+        StoredScheme("gptq", "int4", 128, zero_offset=1),
+    ),
+    "AutoGPTQ": (
+        {"bits": 8, "group_size": 32, "damp_percent": 0.1, "desc_act": True, "static_groups": False, "sym": False,
+         "true_sequential": True, "model_name_or_path": None, "model_file_base_name": "model", "quant_method": "gptq",
+         "checkpoint_format": "gptq", "is_marlin_format": False},
+        StoredScheme("gptq", "int8", 32, has_zero_points=True, zero_offset=1, has_input_order=True),
+    ),
+    "GPTQModel": (
+        {"bits": 4, "checkpoint_format": "gptq", "desc_act": False, "format": "gptq", "group_size": 128,
+         "lm_head": False, "meta": {"quantizer": ["gptqmodel:7.7.0"], "damp_percent": 0.05, "hessian": {}},
+         "method": "gptq", "pack_dtype": "int32", "quant_method": "gptq", "sym": True},
+        StoredScheme("gptq", "int4", 128, zero_offset=1),
+    ),
+    "AutoAWQ": (
+        {"bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm",
+         "zero_point": True},
+        StoredScheme("awq", "int4", 128, has_zero_points=True),
+    ),
+    "GPTQModel, AWQ": (
+        {"bits": 4, "group_size": 128, "desc_act": False, "lm_head": False, "quant_method": "awq", "method": "awq",
+         "format": "gemm", "checkpoint_format": "gemm", "version": "gemm", "zero_point": True, "pack_dtype": "int32",
+         "meta": {"quantizer": ["gptqmodel:7.7.0"]}},
+        StoredScheme("awq", "int4", 128, has_zero_points=True),
+    ),
+    "LLM Compressor, W8A8 of 2024": (
+        {"config_groups": {"group_0": {
+            "input_activations": INT8_STATIC, "output_activations": None, "targets": ["Linear"],
+            "weights": {**INT8_STATIC, "strategy": "channel", "group_size": None, "actorder": None,
+                        "block_structure": None, "observer": "mse", "observer_kwargs": {}}}},
+         "format": "int-quantized", "global_compression_ratio": 1.46, "ignore": ["lm_head"], "kv_cache_scheme": None,
+         "quant_method": "compressed-tensors", "quantization_status": "frozen",
+         "sparsity_config": {"format": "dense", "global_sparsity": 0.14, "ignore": [], "targets": [],
+                             "registry_requires_subclass": False, "sparsity_structure": "unstructured"}},
+        StoredScheme("plain", "int8", quantizes_activations=True),
+    ),
+    "Hugging Face, FP8": (
+        {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
+         "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"], "weight_block_size": [128, 128]},
+        StoredScheme("plain", "fp8", 128, 128),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", AS_WRITTEN)
+def test_configs_are_read_as_tools_write_them(tool: str) -> None:
+    options, expected = AS_WRITTEN[tool]
+    assert scheme(options) == expected
+    assert parsed(options).scheme("lm_head") is None

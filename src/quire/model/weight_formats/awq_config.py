@@ -4,11 +4,14 @@ from quire.model.config_reader import ConfigReader
 from quire.model.weight_formats.options import HEAD, INTEGER_ELEMENTS, NOTES, group_size, number_choice
 from quire.model.weight_formats.schemes import ModuleRule, StoredScheme
 
+LAYOUTS = ("version", "format", "checkpoint_format")  # names that tools have for one option
+
 
 def awq_rules(config: ConfigReader) -> list[ModuleRule]:
     """Return the rules of a quantization_config. Raises ModelError for what is not supported."""
     config.allow_only(
-        *("bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "format", "modules_to_not_convert"),
+        *("bits", "w_bit", "group_size", "q_group_size", "zero_point", "modules_to_not_convert"),
+        *LAYOUTS,
         *("sym", "desc_act", "lm_head", "pack_dtype"),
         *NOTES,
     )
@@ -16,10 +19,11 @@ def awq_rules(config: ConfigReader) -> list[ModuleRule]:
         config.reject(key, harmless, why="the layout of AWQ has no such option")
     if not config.flag("zero_point", True):
         raise config.error("zero_point = False is not supported: weights have zero points")
-    key = "version" if config.has("version") else "format"
-    version = config.raw(key)
-    if version is not None and str(version).lower() != "gemm":
-        raise config.error(f"{key} = {version!r:.80} is not supported: gemm is")
+    if config.raw("backend") == "llm-awq":
+        raise config.error("backend = 'llm-awq' is not supported: its layout is another")
+    for key in LAYOUTS:
+        if config.has(key) and str(config.raw(key)).lower() != "gemm":
+            raise config.error(f"{key} = {config.raw(key)!r:.80} is not supported: gemm is")
     scheme = StoredScheme(
         "awq",
         number_choice(config, "bits" if config.has("bits") else "w_bit", {4: INTEGER_ELEMENTS[4]}),

@@ -15,13 +15,14 @@ MAX_PATTERNS_CHARACTERS = 4096  # of all patterns of a config: they are matched 
 
 # Options that say how a checkpoint was made, or on which kernels it was to run: they change no weight.
 NOTES = (
-    "quant_method", "meta", "tokenizer", "dataset", "backend", "batch_size", "damp_percent", "damp_auto_increment",
-    "true_sequential", "static_groups", "act_group_aware", "model_name_or_path", "model_file_base_name", "model_seqlen",
-    "block_name_to_quantize", "module_name_preceding_first_block", "pad_token_id", "max_input_length", "use_exllama",
-    "disable_exllama", "exllama_config", "use_cuda_fp16", "cache_block_outputs", "do_fuse", "fuse_max_seq_len",
-    "modules_to_fuse", "dequantize", "mse", "nsamples", "seqlen", "iters", "lr", "minmax_lr", "amp", "train_bs",
-    "low_gpu_mem_usage", "gradient_accumulate_steps", "enable_quanted_input", "enable_minmax_tuning", "scale_dtype",
-    "data_type", "autoround_version", "quantizer", "kv_cache_scheme", "is_checkpoint_fp8_serialized",
+    "quant_method", "method", "pack_impl", "meta", "tokenizer", "dataset", "backend", "batch_size", "damp_percent",
+    "damp_auto_increment", "true_sequential", "static_groups", "act_group_aware", "model_name_or_path",
+    "model_file_base_name", "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block",
+    "pad_token_id", "max_input_length", "use_exllama", "disable_exllama", "exllama_config", "use_cuda_fp16",
+    "cache_block_outputs", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "dequantize", "mse", "nsamples", "seqlen",
+    "iters", "lr", "minmax_lr", "amp", "train_bs", "low_gpu_mem_usage", "gradient_accumulate_steps",
+    "enable_quanted_input", "enable_minmax_tuning", "scale_dtype", "data_type", "autoround_version", "quantizer",
+    "kv_cache_scheme", "is_checkpoint_fp8_serialized",
 )  # fmt: skip
 
 T = TypeVar("T")
