@@ -14,7 +14,7 @@ from quire.kernels.back_end import BackEnd
 from quire.model.checkpoints.gguf import RESIDENT_BYTES, GGUFCheckpoint, stored_rows
 from quire.model.loader import load_model
 from quire.model.source import read_source
-from support.gguf_files import as_is, convert, write_gguf
+from support.gguf_files import Stored, as_is, convert, write_gguf
 from support.random_folder import write_random_folder
 
 WIDE = {
@@ -54,6 +54,16 @@ def test_unquantized_file_equals_its_folder_to_the_bit(
     assert (source.spec.norm_eps, source.spec.rotary) == (expected.spec.norm_eps, expected.spec.rotary)
     ours = logits_of(file, back_end, paged_runner)
     assert torch.equal(ours, logits_of(folder, back_end, paged_runner))
+
+
+def test_dtype_is_that_of_most_elements(tmp_path: Path) -> None:
+    folder = write_random_folder(tmp_path / "model", CONFIGS["gpt2"], torch.float16)
+
+    def with_float_positions(name: str, tensor: Tensor) -> Stored:
+        return as_is(name, tensor.float() if name == "position_embd.weight" else tensor)
+
+    assert read_source(convert(folder, tmp_path / "a.gguf", with_float_positions)).dtype() == "float16"
+    assert read_source(tmp_path / "a.gguf").dtype("float32") == "float32"
 
 
 def test_every_tensor_is_used_and_counted(

@@ -6,6 +6,7 @@ that the metadata does not name (biases, a tied head), the tensor table decides.
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -154,9 +155,12 @@ def _architecture_name(file: GGUFFile) -> str:
 
 
 def _dtype(file: GGUFFile) -> str:
-    """Return the dtype of a model: that of its matrices, or bfloat16 if they are quantized or of several types."""
-    types = {entry.type.name for entry in file.tensors.values() if len(entry.shape) > 1}
-    return {"F32": "float32", "F16": "float16"}.get(types.pop(), "bfloat16") if len(types) == 1 else "bfloat16"
+    """Return the dtype of a model: that of most elements of its matrices, and bfloat16 if they are quantized."""
+    counts: Counter[str] = Counter()
+    for entry in file.tensors.values():
+        counts[entry.type.name] += math.prod(entry.shape) if len(entry.shape) > 1 else 0
+    kinds = [kind for kind, _ in counts.most_common(1)]
+    return {"F32": "float32", "F16": "float16"}.get(kinds[0], "bfloat16") if kinds else "bfloat16"
 
 
 def _rope_divisors(file: GGUFFile, num_pairs: int) -> tuple[float, ...]:
