@@ -6,6 +6,7 @@ Without (A16), the weight is expanded, each value rounded to the model's dtype, 
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -18,7 +19,9 @@ ACTIVATION_LIMIT = 127  # of int8 activations, whose least value is its negative
 SMALLEST_ABSMAX = 1e-30  # below it a group of activations counts as zeros: its scale's reciprocal would overflow
 ZERO_POINTS = {INT8: 128, INT4: 8}  # of weights that are quantized here
 NARROW_SCALE = 0.9  # of int4: clips a group's extreme, and rounds the others finer; decision 0018
-ELEMENTS_AT_ONCE = 1 << 20  # of a weight that is being quantized or expanded, in float32
+WHOLE_NUMBERS = 1.5 * 2**23  # from 2^23 to 2^24 float32 has nothing else
+ELEMENTS_AT_ONCE = (1 << 15) - 1  # being quantized or expanded: too few for torch to start its threads
+ROWS_AT_ONCE = 256  # of a weight that is being quantized, by one thread of ours
 
 
 def expand(weight: LinearWeight) -> Tensor:
@@ -127,12 +130,17 @@ def round_to_nearest(
     `group_size` inputs share a scale, and one zero point serves all. Needs a byte for each element, and little more.
     """
     (out_features, in_features), zero = weight.shape, ZERO_POINTS[weight_format]
-    size = min(group_size, in_features)
+    size, step = min(group_size, in_features), max(1, ELEMENTS_AT_ONCE // in_features)
     data = torch.empty(out_features, in_features, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(out_features, -(-in_features // size), device=weight.device)
-    for start in range(0, out_features, max(1, ELEMENTS_AT_ONCE // in_features)):
-        rows = slice(start, start + max(1, ELEMENTS_AT_ONCE // in_features))
-        data[rows], scales[rows] = _round_rows(weight[rows].float(), size, zero)
+
+    def round_some(first: int) -> None:
+        for start in range(first, min(first + ROWS_AT_ONCE, out_features), step):
+            rows = slice(start, min(start + step, first + ROWS_AT_ONCE))
+            data[rows], scales[rows] = _round_rows(weight[rows].float(), size, zero)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # which meet once, and not after every operation
+        list(pool.map(round_some, range(0, out_features, ROWS_AT_ONCE)))
     return LinearWeight(
         weight_format, (data,), out_features, in_features, scales, zero, group_size,
         activation_group_size=activation_group_size, dtype=weight.dtype,
@@ -146,7 +154,8 @@ def _round_rows(rows: Tensor, group_size: int, zero: int) -> tuple[Tensor, Tenso
     becomes -8, by a scale of its opposite sign, and of two such scales the one with the smaller squared error is taken.
     """
     groups = _in_groups(rows, group_size)
-    extreme = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))[..., 0]  # [num_rows, num_groups]
+    highest, lowest = groups.amax(dim=-1), groups.amin(dim=-1)  # [num_rows, num_groups]
+    extreme = torch.where(highest > -lowest, highest, lowest)
     extreme = torch.where(extreme.abs() < SMALLEST_ABSMAX, 0.0, extreme)
     if zero == ZERO_POINTS[INT8]:
         scales = extreme.abs() / (zero - 1)
@@ -164,7 +173,8 @@ def _round_rows(rows: Tensor, group_size: int, zero: int) -> tuple[Tensor, Tenso
 def _nearest(groups: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
     """Return the multiples of each group's scale that are nearest, as whole numbers from `low` to `high`."""
     factor = torch.where(scales == 0, 0.0, scales.reciprocal())
-    return (groups * factor[..., None]).round_().clamp_(low, high)
+    # Sums of this size are whole numbers, rounded to even; torch's round starts its threads for any number of elements.
+    return (groups * factor[..., None]).add_(WHOLE_NUMBERS).sub_(WHOLE_NUMBERS).clamp_(low, high)
 
 
 def _squared_error(groups: Tensor, elements: Tensor, scales: Tensor) -> Tensor:
