@@ -42,7 +42,6 @@ class CostModel:
         kv_bytes = stored_kv_bytes_per_token(spec, kv_dtype or dtype, num_devices)
         self.spec, self.hardware = spec, hardware
         self._num_devices, self._itemsize, self._window = num_devices, itemsize, spec.sliding_window
-        self._curve_scale = itemsize / DTYPE_BYTES[hardware.dtype]
         self._layer_share, self._head_share = (  # of the bytes of an unquantized weight
             scheme_bits(scheme, dtype, spec.hidden_size) / 8 / itemsize
             for scheme in (quantization.layers, quantization.head)
@@ -93,7 +92,8 @@ class CostModel:
         """Return the seconds of a weight with `share` of an unquantized one's bytes; what is not reading stays."""
         curve = self.hardware.curve
         if curve:
-            return self._curve_scale * (_on_curve(curve, num_tokens) - (1 - share) * curve[0].s_per_weight)
+            scale = self._itemsize / DTYPE_BYTES[self.hardware.dtype]
+            return scale * (_on_curve(curve, num_tokens) - (1 - share) * curve[0].s_per_weight)
         return max(share * self._itemsize * self._s_per_byte, 2 * num_tokens * self._s_per_flop)
 
     def _attention_s(self, plan: StepPlan, num_tokens: int) -> float:
