@@ -123,7 +123,10 @@ def test_fused_modules_of_different_formats_are_expanded(
     assert weight.format == "dense"
     twin = load_file(pair.twin / "model.safetensors")
     assert torch.equal(values(weight), torch.cat([twin[f"{stem}{end}.weight"] for end in QKV]))
-    assert "modules of one layer have different formats" in caplog.text
+    assert f"{stem}q_proj, {stem}k_proj, {stem}v_proj differ in format" in caplog.text
+    caplog.clear()
+    load_model(pair.folder, back_end=TORCH)
+    assert caplog.text.count("differ in format") == 1
 
 
 def test_fused_modules_may_have_zero_points_of_different_kinds(tmp_path: Path) -> None:
@@ -165,3 +168,14 @@ def test_layers_of_parts_compute_columns_of_the_whole(
         found.append(torch.cat([back_end.linear(part)(x) for part in parts], dim=1))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+def test_fused_modules_with_different_activations_are_expanded(tmp_path: Path) -> None:
+    config = compressed_config(8, storage=BYTES, input_activations=TOKEN_INT8)
+    group = config["config_groups"]["group_0"]
+    config["config_groups"]["group_1"] = {**group, "targets": ["re:.*k_proj"], "input_activations": None}
+    pair = write_pair(tmp_path, compressed(8, storage=BYTES), config)
+    modules = [(f"model.layers.0.self_attn.{end}", rows) for end, rows in QKV.items()]
+    weight = read(pair.folder, *modules, width=WIDTH, activations=None)
+    assert weight.format == "dense"
+    assert torch.equal(values(weight), torch.cat([pair.values[name] for name, _ in modules]))

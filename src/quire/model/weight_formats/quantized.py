@@ -37,12 +37,19 @@ class QuantizedFormat:
     def __init__(self, quantization: StoredQuantization, activations: Activations | None) -> None:
         self._quantization = quantization
         self._activations = activations
+        self._has_warned = False  # of modules of one layer that differ
 
     def read(
         self, tensors: TensorReader, modules: Sequence[ModuleRows], width: int, *, is_transposed: bool
     ) -> LinearWeight:
         """Return the modules' weights as one, quantized where all modules are, in the same way."""
-        return fused([self._module(tensors, each, width, is_transposed=is_transposed) for each in modules])
+        parts = [self._module(tensors, each, width, is_transposed=is_transposed) for each in modules]
+        weight = fused(parts)
+        if weight.format == DENSE and {part.format for part in parts} != {DENSE} and not self._has_warned:
+            names = ", ".join(each.module for each in modules)
+            log.warning("%s differ in format: such layers are expanded to %s", names, tensors.dtype)
+            self._has_warned = True
+        return weight
 
     def read_head(
         self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Tensor | None
@@ -74,7 +81,6 @@ def fused(parts: Sequence[LinearWeight]) -> LinearWeight:
     if len(parts) == 1:
         return parts[0]
     if not all(_is_alike(part, parts[0]) for part in parts[1:]):
-        log.warning("modules of one layer have different formats: the layer is kept in 16 bits or more")
         return LinearWeight.dense([_values(part) for part in parts])
     if parts[0].format == DENSE:
         return LinearWeight.dense([tensor for part in parts for tensor in part.data])
@@ -83,8 +89,9 @@ def fused(parts: Sequence[LinearWeight]) -> LinearWeight:
 
 
 def _is_alike(part: LinearWeight, other: LinearWeight) -> bool:
-    if (part.format, part.group_size) != (other.format, other.group_size):
-        return False
+    for field in ("format", "group_size", "activation_group_size"):
+        if getattr(part, field) != getattr(other, field):
+            return False
     if part.group_index is None or other.group_index is None:
         return part.group_index is other.group_index
     return torch.equal(part.group_index, other.group_index)
