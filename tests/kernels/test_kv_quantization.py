@@ -5,7 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.core.errors import ConfigError
+from quire.core.kv_dtypes import QUANTIZED
+from quire.kernels.cache_layout import UNQUANTIZED
 from quire.kernels.kv_quantization import decode, encode
+from quire.kernels.support import require_kv_dtype
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float().tolist()  # of e4m3 by their bits
@@ -29,6 +33,17 @@ def one_by_one(x: Tensor, dtype: torch.dtype) -> tuple[list[int], np.float32]:
     scaled = [number * (largest / magnitude) for number in numbers]
     bits = [int(np.rint(each)) & 0xFF for each in scaled] if dtype == INT8 else [nearest_e4m3(each) for each in scaled]
     return bits, magnitude / largest
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_gpu_refuses_a_quantized_cache_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"device cuda does not support kv_cache_dtype {name} yet; use --device cpu"):
+        require_kv_dtype("cuda", name)
+    for served in ("auto", "bfloat16"):
+        require_kv_dtype("cuda", served)
+    require_kv_dtype("cpp", name)
+    with pytest.raises(ConfigError, match=r"is not supported; this back end stores float32, bfloat16, float16$"):
+        UNQUANTIZED.check(QUANTIZED[name])
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
