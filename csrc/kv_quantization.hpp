@@ -17,6 +17,8 @@ inline constexpr float LARGEST<std::int8_t> = 127.0f;
 
 constexpr float SMALLEST_MAGNITUDE = 1e-30f;  // a head with smaller numbers is stored as zeros with a scale of 0
 
+// Ones where a < b, of numbers below 2^31. No comparison: gcc 12 takes those of wide vectors apart.
+inline Words less(Words a, Words b) { return (Words)((Integers)(a - b) >> 31); }
 inline Words where(Words mask, Words yes, Words no) { return (mask & yes) | (~mask & no); }
 
 // Sixteen elements, of which only the first `count` are read.
@@ -59,11 +61,12 @@ inline Floats widened(const std::int8_t* p, long count) {
 
 // A subnormal element, m * 2^-9, is 2^-6 * (1 + m / 8) - 2^-6.
 inline Floats widened(const E4M3* p, long count) {
-    const Words bits = as_highest_bytes(load_bytes(p, count)) >> 24;
-    const Words magnitude = bits & 0x7fu, is_subnormal = (Words)(magnitude < 8u), is_nan = (Words)(magnitude == 0x7fu);
-    const Words shifted = (magnitude << 20) + where(is_subnormal, Words{} + (121u << 23), Words{} + (120u << 23));
+    constexpr std::uint32_t unit = 1u << 20;  // of the mantissa
+    const Words bits = as_highest_bytes(load_bytes(p, count)), magnitude = (bits & 0x7f000000u) >> 4;
+    const Words is_subnormal = less(magnitude, Words{} + 8 * unit), is_nan = less(Words{} + 126 * unit, magnitude);
+    const Words shifted = magnitude + (120u << 23) + (is_subnormal & (1u << 23));
     const Floats value = as_floats(shifted) - as_floats(is_subnormal & (Words)splat(0x1p-6f));
-    return as_floats((Words)value | (bits & 0x80u) << 24 | (is_nan & 0x7fc00000u));
+    return as_floats((Words)value | (bits & 0x80000000u) | (is_nan & 0x7fc00000u));
 }
 
 // The nearest element, ties to even, in the low byte of each lane; |v| is at most the largest element, or hardly more.
@@ -72,11 +75,11 @@ inline Words nearest(Floats v, std::int8_t) { return (Words)(v + splat(12582912.
 inline Words nearest(Floats v, E4M3) {
     const Words largest = (Words)splat(LARGEST<E4M3>), subnormal = (Words)splat(0x1p14f);
     const Words bits = (Words)v, sign = bits & 0x80000000u, absolute = bits ^ sign;
-    const Words magnitude = where((Words)(absolute > largest), largest, absolute);
+    const Words magnitude = where(less(largest, absolute), largest, absolute);
     const Words small = (Words)(as_floats(magnitude) + as_floats(subnormal)) - subnormal;  // in steps of 2^-9
     const Words normal = (magnitude - (120u << 23) + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
-    const Words element = where((Words)(magnitude < (121u << 23)), small, normal) | sign >> 24;
-    return where((Words)(absolute >= 0x7f800000u), Words{} + 0x7fu, element);
+    const Words element = where(less(magnitude, Words{} + (121u << 23)), small, normal) | sign >> 24;
+    return where(less(Words{} + 0x7f7fffffu, absolute), Words{} + 0x7fu, element);
 }
 
 // Store a head's numbers, each times `factor`, as elements.
@@ -95,7 +98,7 @@ float quantize(const T* x, long head_dim, S* out) {
     Words largest = {};  // absolute values as integers: in the order of the numbers, infinity and NaN above them
     for (long i = 0; i < head_dim; i += LANES) {
         const Words bits = (Words)load_some(x + i, head_dim - i < LANES ? head_dim - i : LANES) & 0x7fffffffu;
-        largest = where((Words)(bits > largest), bits, largest);
+        largest = where(less(largest, bits), bits, largest);
     }
     std::uint32_t bits = 0;
     for (int lane = 0; lane < LANES; lane++) bits = largest[lane] > bits ? largest[lane] : bits;
