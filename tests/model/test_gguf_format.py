@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.core.errors import ConfigError, ModelError
 from quire.core.gguf import GGUFFile
 from quire.kernels.back_end import BackEnd
-from quire.kernels.linear import all_finite
+from quire.kernels.linear import all_finite, reference
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import expand
 from quire.model.checkpoints.gguf import GGUFCheckpoint
@@ -20,7 +20,7 @@ from quire.model.checkpoints.gguf_blocks import READERS, read_blocks
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.gguf_quantization import SCHEMES
 from quire.model.loader import load_model
-from quire.model.quantization import QuantizationOptions
+from quire.model.quantization import Activations, QuantizationOptions
 from quire.model.source import read_source
 from quire.model.weight_formats.format import ModuleRows
 from quire.model.weight_formats.gguf import GGUFFormat
@@ -117,6 +117,7 @@ def read_fused(
     kinds: list[str],
     rows: list[ModuleRows] | None = None,
     magnitudes: dict[str, tuple[int, int]] | None = None,
+    activations: Activations | None = None,
 ) -> tuple[LinearWeight, Tensor]:
     """Return fused modules of random blocks, and the values of their rows."""
     ranges = [(magnitudes or {}).get(kind, (-4, 0)) for kind in kinds]
@@ -129,7 +130,7 @@ def read_fused(
     checkpoint = GGUFCheckpoint(GGUFFile(write_gguf(tmp_path / "a.gguf", {}, stored)), {})
     tensors = TensorReader(checkpoint, torch.float32, torch.device("cpu"), all_finite)
     modules = rows or [ModuleRows.whole(str(number), 32) for number in range(len(kinds))]
-    weight = GGUFFormat(checkpoint, "token_embd").read(tensors, modules, 256, is_transposed=False)
+    weight = GGUFFormat(checkpoint, "token_embd", activations).read(tensors, modules, 256, is_transposed=False)
     values = [read_blocks(kind, torch.from_numpy(each)).values() for kind, each in zip(kinds, made, strict=True)]
     return weight, torch.cat([values[int(each.module)][each.start : each.stop] for each in modules])
 
@@ -211,6 +212,19 @@ def test_int8_activations_are_those_of_the_groups(
     rounded = logits_of(file, back_end, paged_runner, quantization=asked).log_softmax(1)
     assert not torch.equal(rounded, expanded)
     assert (expanded.exp() * (expanded - rounded)).sum(1).mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    "kinds", [*([kind] for kind, scheme in SCHEMES.items() if scheme.format != "codebook4"), ["Q4_K", "Q4_K", "Q6_K"]],
+    ids="-".join,
+)
+def test_layer_with_int8_activations_is_the_reference_to_the_bit(
+    kinds: list[str], tmp_path: Path, back_end: BackEnd
+) -> None:
+    weight, _ = read_fused(tmp_path, kinds, activations="int8")
+    assert weight.activation_group_size == weight.group_size
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(back_end.linear(weight)(x), reference(x, weight))
 
 
 def test_floats_of_a_file_are_quantized_as_those_of_a_folder(
