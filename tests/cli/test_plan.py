@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from support.quantized_folder import awq, awq_config, write_pair
 from support.zero_model import write_zero_model
 
 Run = Callable[..., Any]
@@ -34,6 +35,15 @@ def test_quantization_is_told(run: Run, tmp_path: Path) -> None:
     ran = run("plan", folder, "-q", "gptq", "--device-memory", "1GiB")
     assert ran.code != 0
     assert "quantization 'gptq' is the format of a checkpoint" in " ".join(ran.err.split())
+
+
+def test_a_quantized_checkpoint_is_told_from_its_config(run: Run, tmp_path: Path) -> None:
+    folder, path = write_pair(tmp_path, awq(32), awq_config(32)).folder, tmp_path / "plan.json"
+    ran = run("plan", folder, "--device-memory", "1GiB", "--json", path)
+    assert ran.code == 0, ran.err
+    assert "quantization awq: int4 weights in groups of 32, expanded as they are used" in " ".join(ran.out.split())
+    assert "the files hold" not in ran.out
+    assert json.loads(path.read_text())["stored_parameters"] == 0
 
 
 def test_difference_between_config_and_files_is_told(run: Run, tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ def plan(
     """Say what fits before anything is loaded: weights, KV blocks, requests by length, and what binds."""
     model = read_model(engine.model, engine.dtype, engine.quantization_options)
     found, refusals = device.plan(model, engine), device.not_servable_yet(model, engine)
-    num_stored = 0 if model.folder is None else stored_parameters(model.folder)
+    is_packed = model.quantization.stored is not None  # elements of its files are no parameters
+    num_stored = 0 if model.folder is None or is_packed else stored_parameters(model.folder)
     report.print_rows(f"{found.model} on {found.num_devices} x {found.hardware}", _rows(found))
     if num_stored not in (0, found.num_parameters):
         report.print_line(f"the files hold {num_stored:,} parameters, config.json describes {found.num_parameters:,}")
