@@ -24,7 +24,7 @@ bool has_avx2() {
 
 bool has_avx512() { return has_avx2(); }
 bool has_avx512_bf16() { return has_avx2(); }
-bool has_amx_bf16() { return has_avx2(); }
+bool has_amx() { return has_avx2(); }
 
 #else
 
@@ -33,7 +33,9 @@ bool has_avx512() {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_avx512_bf16() {
+    return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
 
 // Tiles are 8 KiB of state per thread, which Linux gives only to processes that ask (arch_prctl, since 5.16).
 bool may_use_tiles() {
@@ -45,11 +47,11 @@ bool may_use_tiles() {
 #endif
 }
 
-bool has_amx_bf16() {
+bool has_amx() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    constexpr unsigned amx_bf16 = 1u << 22, amx_tile = 1u << 24;
-    return (d & amx_bf16) && (d & amx_tile) && has_avx512_bf16() && may_use_tiles();
+    constexpr unsigned amx_bf16 = 1u << 22, amx_tile = 1u << 24, amx_int8 = 1u << 25, all = amx_bf16 | amx_tile | amx_int8;
+    return (d & all) == all && has_avx512_bf16() && may_use_tiles();
 }
 
 #endif
@@ -64,7 +66,7 @@ struct Isa {
 // The best first.
 const Isa isas[] = {
 #ifdef HAS_X86_KERNELS
-    {"amx", &amx::kernels, has_amx_bf16},
+    {"amx", &amx::kernels, has_amx},
     {"avx512_bf16", &avx512_bf16::kernels, has_avx512_bf16},
     {"avx512", &avx512::kernels, has_avx512},
     {"avx2", &avx2::kernels, has_avx2},

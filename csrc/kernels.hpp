@@ -17,11 +17,23 @@ inline long rounded_up(long count, long multiple) { return (count + multiple - 1
 // Activation of a linear layer's sums: none, an activation, or silu(gate) * up of two sums (Shazeer 2020).
 enum class Activation { none, silu_and_mul, gelu_tanh, gelu, relu };
 
-// How the packed weight of a linear layer is stored. dense: elements of T.
-enum class WeightFormat : std::uint8_t { dense };
+// How the packed weight of a linear layer is stored, and how it is multiplied. dense: elements of T. int8_a8, int4_a8:
+// unsigned integers of 8 or 4 bits times activations rounded to int8, with exact sums (quantized_linear.cpp).
+enum class WeightFormat : std::uint8_t { dense, int8_a8, int4_a8 };
+
+// What is taken off the elements of a quantized weight, or off their multiples of the scale: one zero point, a zero point
+// of each output and group, or a minimum of each.
+enum class Offsets : std::uint8_t { zero_point, zero_points, minimums };
+
+struct Quantization {
+    long group_size = 0;  // inputs that share a scale, of the weight and of the activations; at most in_features
+    Offsets offsets = Offsets::zero_point;
+    long zero_point = 0;
+    const std::int32_t* order = nullptr;  // input i of the packed weight is x's input order[i]; null: input i
+};
 
 // A linear layer: out = activation(x W^T + addend + bias), x [num_rows, in_features] and out [num_rows, out_features], rows
-// `stride` elements apart. Packed weights as `packed_size` and `pack_linear` say; those of silu_and_mul are two layers, a
+// `stride` elements apart. Packed weights as packing.hpp says; those of silu_and_mul are two layers, a
 // strip of gates and a strip of ups in turn. bias is float32 or null, of silu_and_mul the gates' and then the ups'. addend
 // is float32 [num_rows, as many as bias has] or null. A format that is not served is a std::invalid_argument.
 template <typename T>
@@ -36,6 +48,7 @@ struct Linear {
     bool out_is_float;   // else T
     Activation activation;
     WeightFormat format = WeightFormat::dense;
+    Quantization quantization = {};
     const float* addend = nullptr;
     long addend_stride = 0;
 

@@ -12,12 +12,29 @@
 namespace quire::ISA {
 
 constexpr long FEW_STRIPS = 4, FEW_ROWS = 96;  // of a block: its sums stay in the first-level cache
+constexpr long SUMS_STRIDE = FEW_STRIPS * STRIP;
 constexpr long WORDS_AT_ONCE = 512;            // of inputs; 256 are slower
 
 // How many strips are multiplied at once with so many rows.
 constexpr int strips_beside(long rows) {
     const long most = SUM_REGISTERS / PARTS / rows;
     return most >= 4 ? 4 : most >= 2 ? 2 : 1;
+}
+
+// Finish a block of sums, [row][strip][16].
+template <typename T>
+void finish_block(const Linear<T>& op, long row, long num_rows, long strip, long num_strips, float* sums) {
+    if (op.addend)
+        for (long r = 0; r < num_rows; r++)
+            for (long s = 0; s < num_strips; s++) add_addend(op, row + r, strip + s, sums + r * SUMS_STRIDE + s * STRIP);
+    for (long r = 0; r < num_rows; r++)
+        for (long s = 0; s < num_strips; s += 2) {
+            const float* left = sums + r * SUMS_STRIDE + s * STRIP;
+            if (s + 1 < num_strips)
+                finish_pair(op, row + r, strip + s, load(left), load(left + STRIP));
+            else
+                finish(op, row + r, strip + s, load(left));
+        }
 }
 
 // Some rows x up to four strips.
@@ -37,15 +54,10 @@ struct VectorBlock {
                 in_groups<MAX_ROWS>(num_rows, [&](auto rows, long top) {
                     add<rows>(top, first, std::min(first + width, num_strips), word, std::min(at_once, words - word));
                 });
-        if (op.addend)
-            for (long r = 0; r < num_rows; r++)
-                for (long s = 0; s < num_strips; s++) add_addend(op, row + r, strip + s, sums + r * SUMS_STRIDE + s * STRIP);
-        for (long r = 0; r < num_rows; r++)
-            for (long s = 0; s < num_strips; s += 2) finish_strips(r, s);
+        finish_block(op, row, num_rows, strip, num_strips, sums);
     }
 
 private:
-    static constexpr long SUMS_STRIDE = FEW_STRIPS * STRIP;
 
     template <int rows>
     void add(long top, long first, long end, long word, long count) const {
@@ -69,14 +81,6 @@ private:
         block.store(to, SUMS_STRIDE);
         return strips;
     }
-
-    void finish_strips(long r, long s) const {
-        const float* left = sums + r * SUMS_STRIDE + s * STRIP;
-        if (s + 1 < num_strips)
-            finish_pair(op, row + r, strip + s, load(left), load(left + STRIP));
-        else
-            finish(op, row + r, strip + s, load(left));
-    }
 };
 
 // Rows as factors, a whole number of words each: as they are, or copied, with a zero behind an odd end.
@@ -96,24 +100,31 @@ const Factor<T>* factors_of(const Linear<T>& op, long& stride) {
     return x;
 }
 
-template <typename T>
-void linear_by_vectors(const Linear<T>& op) {
-    long stride = op.x_stride;
-    const Factor<T>* x = factors_of(op, stride);
-    const long strips = layer_strips(op), strip_bytes = packed_size<T>(STRIP, op.in_features) * sizeof(T);
-    const long width = rounded_up(strips_at_once(strips, strip_bytes), FEW_STRIPS);
+// Share a layer out in blocks: compute(row, num_rows, strip, num_strips, memory for their sums).
+template <typename T, typename Compute>
+void share_blocks(const Linear<T>& op, long strip_bytes, Compute&& compute) {
+    const long strips = layer_strips(op), width = rounded_up(strips_at_once(strips, strip_bytes), FEW_STRIPS);
     const long row_blocks = (op.num_rows + FEW_ROWS - 1) / FEW_ROWS;
     share(row_blocks * ((strips + width - 1) / width), [&](Chunks& chunks) {
         static thread_local Aligned<float> scratch;
-        float* sums = scratch.at_least(FEW_ROWS * FEW_STRIPS * STRIP);
+        float* sums = scratch.at_least(FEW_ROWS * SUMS_STRIDE);
         for (long i; (i = chunks.take()) < chunks.count();) {
             const long block = i % row_blocks, row = op.num_rows * block / row_blocks;
             const long first = i / row_blocks * width, end = std::min(first + width, strips);
             for (long strip = first; strip < end; strip += FEW_STRIPS)
-                VectorBlock<T>{op, x, stride, row, op.num_rows * (block + 1) / row_blocks - row,
-                               strip, std::min(FEW_STRIPS, end - strip), sums}.compute();
+                compute(row, op.num_rows * (block + 1) / row_blocks - row, strip, std::min(FEW_STRIPS, end - strip), sums);
         }
     });
+}
+
+template <typename T>
+void linear_by_vectors(const Linear<T>& op) {
+    long stride = op.x_stride;
+    const Factor<T>* x = factors_of(op, stride);
+    share_blocks(op, packed_size<T>(STRIP, op.in_features) * sizeof(T),
+                 [&](long row, long num_rows, long strip, long num_strips, float* sums) {
+                     VectorBlock<T>{op, x, stride, row, num_rows, strip, num_strips, sums}.compute();
+                 });
 }
 
 }  // namespace quire::ISA

@@ -124,6 +124,8 @@ NB_MODULE(_kernels, module) {
     using namespace quire;
     nb::dict formats;
     formats["dense"] = static_cast<int>(WeightFormat::dense);
+    formats["int8_a8"] = static_cast<int>(WeightFormat::int8_a8);
+    formats["int4_a8"] = static_cast<int>(WeightFormat::int4_a8);
     module.attr("WEIGHT_FORMATS") = formats;
     nb::enum_<Activation>(module, "Activation")
         .value("none", Activation::none)
@@ -138,6 +140,11 @@ NB_MODULE(_kernels, module) {
     kv_formats["e4m3"] = static_cast<int>(KVFormat::e4m3);
     module.attr("KV_FORMATS") = kv_formats;
     def_struct<LayerCache>(module, "LayerCache");
+    nb::enum_<Offsets>(module, "Offsets")
+        .value("zero_point", Offsets::zero_point)
+        .value("zero_points", Offsets::zero_points)
+        .value("minimums", Offsets::minimums);
+    def_struct<Quantization>(module, "Quantization");
     def_struct<NormWeights>(module, "NormWeights");
     def_struct<LinearWeights>(module, "LinearWeights");
     def_struct<Heads>(module, "Heads");
@@ -157,6 +164,8 @@ NB_MODULE(_kernels, module) {
     def(module, "packed_size_float", packed_size<float>);
     def_long(module, "pack_bf16", pack_linear<bf16>);
     def_long(module, "pack_float", pack_linear<float>);
+    def(module, "quantized_size", quantized_size);
+    def_long(module, "pack_quantized", pack_quantized);
     def_long(module, "all_finite_bf16", all_finite<bf16>);
     def_long(module, "all_finite_float", all_finite<float>);
     def(module, "linear", &Kernels::linear);

@@ -66,7 +66,55 @@ void pack_strip(const bf16* weight, long stride, long rows, long in_features, bf
         for (long row = 0; row < rows; row++) packed[(num_pairs * STRIP + row) * 2] = weight[row * stride + in_features - 1];
 }
 
+// Up to `tile_inputs` inputs of up to sixteen rows, as quads, with zeros for what is missing.
+void pack_tile(const std::uint8_t* elements, long stride, long rows, long inputs, long tile_inputs, std::uint8_t* tile) {
+    const long num_quads = inputs / 4;
+    transpose_words((const char*)elements, stride, rows, num_quads, (char*)tile);
+    std::fill(tile + num_quads * 4 * STRIP, tile + tile_inputs * STRIP, 0);
+    for (long row = 0; row < rows; row++)
+        for (long i = num_quads * 4; i < inputs; i++) tile[(num_quads * STRIP + row) * 4 + i % 4] = elements[row * stride + i];
+}
+
+// One value for each output of a strip, zeros for outputs that are missing.
+template <typename Wanted, typename Given>
+void pack_header(const Given* values, long stride, long rows, std::uint8_t* packed) {
+    Wanted header[STRIP] = {};
+    for (long row = 0; row < rows; row++) header[row] = values[row * stride];
+    std::memcpy(packed, header, sizeof header);
+}
+
 }  // namespace
+
+void pack_quantized(WeightFormat format, Quantization quantization, const std::uint8_t* elements, long stride,
+                    long out_features, long in_features, const float* scales, const void* offsets, long scale_stride,
+                    long scale_group_size, std::uint8_t* packed, long every) {
+    const QuantizedLayout layout(format, quantization, in_features);
+    const auto pack_group = [&](long first_row, long group, std::uint8_t* to) {
+        const long rows = std::min(STRIP, out_features - first_row), inputs = layout.num_inputs(group);
+        const long scale = first_row * scale_stride + group * layout.group_size / scale_group_size;
+        std::uint8_t* second_header = to + layout.header_bytes / 2;
+        pack_header<float>(scales + scale, scale_stride, rows, to);
+        if (quantization.offsets == Offsets::zero_points)
+            pack_header<std::int32_t>(static_cast<const std::uint8_t*>(offsets) + scale, scale_stride, rows, second_header);
+        if (quantization.offsets == Offsets::minimums)
+            pack_header<float>(static_cast<const float*>(offsets) + scale, scale_stride, rows, second_header);
+        to += layout.header_bytes;
+        for (long first = 0; first < inputs; first += layout.tile_inputs, to += layout.tile_bytes) {
+            std::uint8_t tile[64 * STRIP];
+            pack_tile(elements + first_row * stride + group * layout.group_size + first, stride, rows,
+                      std::min(layout.tile_inputs, inputs - first), layout.tile_inputs, tile);
+            for (long i = 0; format == WeightFormat::int4_a8 && i < layout.tile_bytes; i++)
+                tile[i] = static_cast<std::uint8_t>((tile[i] & 15) | tile[layout.tile_bytes + i] << 4);
+            std::memcpy(to, tile, layout.tile_bytes);
+        }
+    };
+    const long strips_at_once = std::max<long>(1, BYTES_AT_ONCE / (layout.strip_bytes * every));
+    share_range(num_strips(out_features), strips_at_once, [&](long begin, long end) {
+        for (long strip = begin; strip < end; strip++)
+            for (long group = 0; group < layout.num_groups; group++)
+                pack_group(strip * STRIP, group, packed + strip * every * layout.strip_bytes + group * layout.group_bytes);
+    });
+}
 
 template <typename T>
 void pack_linear(const T* weight, long stride, long out_features, long in_features, T* packed, long every) {

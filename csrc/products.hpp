@@ -83,10 +83,10 @@ constexpr int SUM_REGISTERS = 10, MAX_ROWS = 5;
 constexpr int SUM_REGISTERS = 8, MAX_ROWS = 2;
 #endif
 
-// rows x columns x sixteen sums.
-template <int rows, int columns>
+// rows x columns x sixteen sums, of float or of int32.
+template <int rows, int columns, typename Part = Register>
 struct Sums {
-    Register parts[rows][columns * PARTS] = {};
+    Part parts[rows][columns * PARTS] = {};
 
     // Sums are sixteen to a column, rows `stride` apart.
     void load(const float* from, long stride) {
@@ -103,11 +103,11 @@ struct Sums {
         for (long i = 0; i < steps; i++) {
             if constexpr (ahead > 0) __builtin_prefetch(values[0] + i * step + ahead / sizeof(T));
             for (int turn = 0; turn < Each::TURNS; turn++) {
-                Register lanes[columns * PARTS];
+                Part lanes[columns * PARTS];
                 for (int c = 0; c < columns * PARTS; c++)
                     lanes[c] = Each::values(values[c / PARTS] + i * step + c % PARTS * REGISTER_LANES * PAIR<T>, turn);
                 for (int r = 0; r < rows; r++) {
-                    const Register factor = Each::factor(factors + r * stride + i * PAIR<T>, turn);
+                    const Part factor = Each::factor(factors + r * stride + i * PAIR<T>, turn);
                     for (int c = 0; c < columns * PARTS; c++) parts[r][c] = Each::add(lanes[c], factor, parts[r][c]);
                 }
             }

@@ -61,7 +61,7 @@ public:
         const LinearWeights& layer = op.layer;
         call(chosen->linear, Linear<T>{at(op.x), step_.num_tokens, layer.in_features, stride(op.x),
                                        static_cast<const T*>(layer.packed), layer.out_features, layer.bias, at(op.out),
-                                       stride(op.out), sizeof(T) == sizeof(float), layer.activation, layer.format});
+                                       stride(op.out), sizeof(T) == sizeof(float), layer.activation, layer.format, layer.quantization});
     }
 
     void operator()(const QKNormOp& op) const {

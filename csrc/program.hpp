@@ -20,6 +20,7 @@ struct LinearWeights {
     long in_features, out_features;
     Activation activation;
     WeightFormat format;
+    Quantization quantization;
 };
 
 struct Heads {

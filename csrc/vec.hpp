@@ -4,8 +4,10 @@
 
 #include <cstring>
 
-#ifdef __FMA__
+#if defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 #include "kernels.hpp"
@@ -42,6 +44,7 @@ constexpr int PARTS = LANES / REGISTER_LANES;  // registers of sixteen floats
 
 typedef float Register __attribute__((vector_size(4 * REGISTER_LANES)));
 typedef std::uint32_t RegisterWords __attribute__((vector_size(4 * REGISTER_LANES)));
+typedef std::int32_t RegisterIntegers __attribute__((vector_size(4 * REGISTER_LANES)));
 
 // a * b + c, rounded once where the CPU can, twice where it cannot; always the same on one instruction set.
 inline Register multiply_add(Register a, Register b, Register c) {

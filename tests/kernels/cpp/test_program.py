@@ -17,18 +17,24 @@ from quire.kernels.cpp.norm import CppNorm
 from quire.kernels.cpp.program import TRANSLATIONS, FusedOps, fuse
 from quire.kernels.kv_cache_write import rotary_table
 from quire.kernels.linear import Activation
-from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import INPUT, Activations, LayerInputs, Op, Program, live_after
+from quire.kernels.quantized import round_to_nearest
 
 HEADS, WIDTH, INNER, BLOCK_SIZE = ops.Heads(4, 2, 16), 48, 80, 8
 NUM_TOKENS = 7  # a chunk of 6 and a decode
 
 
-def linear(in_features: int, out_features: int, dtype: torch.dtype, activation: Activation = "none") -> CppLinear:
+def linear(
+    in_features: int, out_features: int, dtype: torch.dtype, weight_format: str, activation: Activation = "none"
+) -> CppLinear:
     rows = out_features * (2 if activation == "silu_and_mul" else 1)
-    weight, bias = torch.randn(rows, in_features) * in_features**-0.5, torch.randn(rows)
-    return CppLinear(LinearWeight.dense(weight.to(dtype)), bias.to(dtype), activation=activation)
+    values, bias = (torch.randn(rows, in_features) * in_features**-0.5).to(dtype), torch.randn(rows)
+    weight = LinearWeight.dense(values)
+    if weight_format != DENSE:
+        weight = round_to_nearest(values, weight_format, 32, activation_group_size=32)
+    return CppLinear(weight, bias.to(dtype), activation=activation)
 
 
 def norm(width: int, dtype: torch.dtype, *, centers: bool) -> CppNorm:
@@ -37,7 +43,11 @@ def norm(width: int, dtype: torch.dtype, *, centers: bool) -> CppNorm:
 
 
 def layer_ops(layer: int, dtype: torch.dtype, position: str, progress: Tensor) -> list[Op]:
-    """Return a layer with every kind of op: rotary and query-key norms where norms come first, neither where last."""
+    """Return a layer with every kind of op: rotary and query-key norms where norms come first, neither where last.
+
+    The second layer's linear weights are quantized.
+    """
+    formats = ("int8", "int4", "int4", "int8") if layer else (DENSE,) * 4
     stem, is_pre = f"layers.{layer}.", position == "pre"
     query_width, kv_width = HEADS.num_heads * HEADS.head_dim, HEADS.num_kv_heads * HEADS.head_dim
     source, centers = ("x", False) if is_pre else (INPUT, True)
@@ -49,16 +59,16 @@ def layer_ops(layer: int, dtype: torch.dtype, position: str, progress: Tensor) -
         first = ops.Norm(first.name, norms[0], INPUT, "x")
     head_norms = [norm(HEADS.head_dim, dtype, centers=False) for _ in range(2)]
     attention: list[Op] = [
-        ops.Linear(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype), source, "qkv"),
+        ops.Linear(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype, formats[0]), source, "qkv"),
         ops.SplitHeads(f"{stem}split", HEADS),
         *([ops.QKNorm(f"{stem}qk_norm", head_norms[0], head_norms[1], HEADS)] if is_pre else []),
         ops.RotaryWrite(f"{stem}rotary", layer, cos_sin, HEADS, write_kv),
         ops.Attention(f"{stem}attention", layer, HEADS, 0.3, 5 if layer else None, paged_attention),
-        ops.Linear(f"{stem}out", linear(query_width, WIDTH, dtype), "attended", "x"),
+        ops.Linear(f"{stem}out", linear(query_width, WIDTH, dtype, formats[1]), "attended", "x"),
     ]
     feed_forward: list[Op] = [
-        ops.Linear(f"{stem}up", linear(WIDTH, INNER, dtype, "silu_and_mul"), source, "inner"),
-        ops.Linear(f"{stem}down", linear(INNER, WIDTH, dtype), "inner", "x"),
+        ops.Linear(f"{stem}up", linear(WIDTH, INNER, dtype, formats[2], "silu_and_mul"), source, "inner"),
+        ops.Linear(f"{stem}down", linear(INNER, WIDTH, dtype, formats[3]), "inner", "x"),
     ]
     in_order = [first, *attention, second, *feed_forward] if is_pre else [*attention, first, *feed_forward, second]
     return [*in_order, ops.CountLayer(f"{stem}end", progress)]

@@ -7,6 +7,21 @@ def usable_isas() -> list[str]: ...
 def use_isa(name: str) -> None: ...
 def packed_size_bf16(out_features: int, in_features: int) -> int: ...
 def packed_size_float(out_features: int, in_features: int) -> int: ...
+def quantized_size(weight_format: int, quantization: Quantization, out_features: int, in_features: int) -> int: ...
+def pack_quantized(
+    weight_format: int,
+    quantization: Quantization,
+    elements: int,
+    stride: int,
+    out_features: int,
+    in_features: int,
+    scales: int,
+    offsets: int,
+    scale_stride: int,
+    scale_group_size: int,
+    packed: int,
+    every: int,
+) -> None: ...
 def swap_blocks(
     sources: list[int], destinations: list[int], block_bytes: int, src: int, dst: int, num_copies: int
 ) -> None: ...
@@ -66,9 +81,24 @@ class LayerCache:
 class NormWeights:
     def __init__(self, weight: int, bias: int, eps: float, is_layer_norm: bool) -> None: ...
 
+class Offsets:
+    zero_point: Offsets
+    zero_points: Offsets
+    minimums: Offsets
+
+class Quantization:
+    def __init__(self, group_size: int, offsets: Offsets, zero_point: int, order: int) -> None: ...
+
 class LinearWeights:
     def __init__(
-        self, packed: int, bias: int, in_features: int, out_features: int, activation: Activation, weight_format: int
+        self,
+        packed: int,
+        bias: int,
+        in_features: int,
+        out_features: int,
+        activation: Activation,
+        weight_format: int,
+        quantization: Quantization,
     ) -> None: ...
 
 class Heads:

@@ -1,7 +1,5 @@
 """Linear layers in C++ over weights that are packed once, at load, into huge pages; csrc/linear.cpp has the kernels."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -10,12 +8,12 @@ from quire.kernels import linear
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.huge_pages import PackedMemory
+from quire.kernels.cpp.packing import kernel_format, pack
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import QUANTIZED_FORMATS, LinearWeight
 from quire.kernels.quantized import expand
 
-STRIP_ROWS = 16  # csrc/packing.hpp
-_MULTIPLY, _PACK, _PACKED_SIZE, _ALL_FINITE = map(pair, ("linear", "pack", "packed_size", "all_finite"))
+_MULTIPLY, _ALL_FINITE = pair("linear"), pair("all_finite")
 
 
 def make_linear(
@@ -30,9 +28,9 @@ def make_linear(
 
     Those that are expanded as they are used are expanded once, here, and served as dense weights: the same bits.
     """
-    if weight.format not in _kernels.WEIGHT_FORMATS and not weight.activation_group_size:
+    if kernel_format(weight) not in _kernels.WEIGHT_FORMATS and not weight.activation_group_size:
         dtype, weight = dtype or weight.value_dtype, LinearWeight.dense(expand(weight))
-    if weight.format not in _kernels.WEIGHT_FORMATS and weight.format in QUANTIZED_FORMATS:
+    if kernel_format(weight) not in _kernels.WEIGHT_FORMATS and weight.format in QUANTIZED_FORMATS:
         return linear.make_linear(weight, bias, dtype=dtype, activation=activation)
     return CppLinear(weight, bias, dtype=dtype, activation=activation, memory=memory)
 
@@ -40,9 +38,10 @@ def make_linear(
 class CppLinear:
     """y = activation(x W^T + addend + b) for x [num_rows, in_features]; result [num_rows, out_features].
 
-    The weight is dense; bias [out_features] or None. Of silu_and_mul both have twice as many rows, gates and then ups.
-    The weight is packed into `memory` and not kept. bfloat16 is multiplied as it is and summed in float32; everything
-    else is multiplied in float32. `dtype` is the result's: the weight's, or float32.
+    bias [out_features] or None. Of silu_and_mul weight and bias have twice as many rows, gates and then ups. The weight
+    is packed into `memory` and not kept. A dense weight in bfloat16 is multiplied as it is and summed in float32, any
+    other dense one in float32; sums of a quantized one with int8 activations are those of `quantized.a8_sums`. `dtype`
+    is the result's: the model's, or float32.
     """
 
     def __init__(
@@ -54,27 +53,28 @@ class CppLinear:
         activation: Activation = "none",
         memory: PackedMemory | None = None,
     ) -> None:
-        if weight.format not in _kernels.WEIGHT_FORMATS:
+        if kernel_format(weight) not in _kernels.WEIGHT_FORMATS:
             served = " or ".join(_kernels.WEIGHT_FORMATS)
-            raise ConfigError(f"the C++ kernels do not support weight format {weight.format} yet; they serve {served}")
-        parts, self._format = weight.dense_parts(), _kernels.WEIGHT_FORMATS[weight.format]
+            raise ConfigError(
+                f"the C++ kernels do not support weight format {kernel_format(weight)} yet; they serve {served}"
+            )
         self._num_layers = num_layers = 2 if activation == "silu_and_mul" else 1
         self._out_features, self._in_features = weight.out_features // num_layers, weight.in_features
-        self._dtype = kernel_dtype(parts[0].dtype)
-        self._out_dtype = dtype or parts[0].dtype
+        self._dtype = kernel_dtype(weight.value_dtype)
+        self._out_dtype = dtype or weight.value_dtype
         self._sum_dtype = torch.float32 if self._out_dtype != self._dtype else self._dtype  # as the kernel writes it
-        self._packed = _pack([part.to(self._dtype) for part in parts], num_layers, memory or PackedMemory())
-        self.num_bytes = self._packed.nbytes
+        self._weight = pack(weight, self._dtype, num_layers, memory or PackedMemory())
+        self.num_bytes = self._weight.packed.nbytes
         self._bias = None if bias is None else bias.float().contiguous()
         self._multiply = _MULTIPLY[self._dtype]
         self._activation = getattr(_kernels.Activation, activation)
-        self._addresses = self._packed.data_ptr(), address(self._bias)
+        self._addresses = self._weight.packed.data_ptr(), address(self._bias)
 
     @property
     def weights(self) -> _kernels.LinearWeights:
         """The layer as the extension takes it, valid for as long as the layer is kept."""
         return _kernels.LinearWeights(
-            *self._addresses, self._in_features, self._out_features, self._activation, self._format
+            *self._addresses, self._in_features, self._out_features, self._activation, *self._weight.format
         )
 
     @property
@@ -108,7 +108,7 @@ class CppLinear:
             self._out_features,
             self._sum_dtype == torch.float32,
             self._activation,
-            self._format,
+            *self._weight.format,
             address(addend),
             0 if addend is None else addend.stride(0),
         )
@@ -121,35 +121,3 @@ def all_finite(weight: Tensor) -> bool:
     if kernel is None or not weight.is_contiguous():
         return linear.all_finite(weight)
     return bool(kernel(weight.data_ptr(), weight.numel()))
-
-
-def _pack(parts: Sequence[Tensor], num_layers: int, memory: PackedMemory) -> Tensor:
-    """Return the packed form of a weight in parts; strips of two layers, such as gates and ups, alternate.
-
-    Each part is packed directly into its strips, unless one begins in the middle of a strip.
-    """
-    layer_rows, width = sum(map(len, parts)) // num_layers, parts[0].shape[1]
-    places = _places(parts, layer_rows)
-    if any(first_row % STRIP_ROWS for _, first_row, _ in places):
-        places = _places([torch.cat(list(parts))], layer_rows)
-    dtype = parts[0].dtype
-    strip_size = _PACKED_SIZE[dtype](1, width)
-    packed = memory.take(num_layers * _PACKED_SIZE[dtype](layer_rows, width), dtype)
-    for layer, first_row, piece in places:
-        source = piece.contiguous()
-        place = packed[(first_row // STRIP_ROWS * num_layers + layer) * strip_size :]
-        _PACK[dtype](source.data_ptr(), source.stride(0), *source.shape, place.data_ptr(), num_layers)
-    return packed
-
-
-def _places(parts: Sequence[Tensor], layer_rows: int) -> list[tuple[int, int, Tensor]]:
-    """Cut parts where a layer ends; return the layer of each piece, its first row in there, and the piece."""
-    places, row = [], 0
-    for part in parts:
-        rest = part
-        while len(rest):
-            layer, first_row = divmod(row, layer_rows)
-            piece, rest = rest[: layer_rows - first_row], rest[layer_rows - first_row :]
-            places.append((layer, first_row, piece))
-            row += len(piece)
-    return places

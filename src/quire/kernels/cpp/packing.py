@@ -1,0 +1,125 @@
+"""Packed weights of linear layers: strips of 16 outputs, laid out as csrc/packing.hpp says."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpp import _kernels
+from quire.kernels.cpp.dtypes import address, pair
+from quire.kernels.cpp.huge_pages import PackedMemory
+from quire.kernels.linear_weight import DENSE, LinearWeight
+from quire.kernels.quantized import in_group_order
+
+STRIP_ROWS = 16
+_PACK, _PACKED_SIZE = pair("pack"), pair("packed_size")
+
+
+class PackedWeight(NamedTuple):
+    """A packed weight, and how the extension is to take it."""
+
+    packed: Tensor
+    format: tuple[int, _kernels.Quantization]
+    order: Tensor | None = None  # int32 [in_features], whose memory `format` names; None: inputs stand as they come
+
+
+def kernel_format(weight: LinearWeight) -> str:
+    """Return the name of a weight's format and arithmetic in WEIGHT_FORMATS."""
+    return f"{weight.format}_a8" if weight.activation_group_size else weight.format
+
+
+def pack(weight: LinearWeight, dtype: torch.dtype, num_layers: int, memory: PackedMemory) -> PackedWeight:
+    """Return a weight packed into `memory`, a dense one in `dtype`; the strips of two layers alternate."""
+    if weight.format == DENSE:
+        return _pack_dense([part.to(dtype) for part in weight.dense_parts()], num_layers, memory)
+    return _pack_quantized(weight, num_layers, memory)
+
+
+def _pack_dense(parts: Sequence[Tensor], num_layers: int, memory: PackedMemory) -> PackedWeight:
+    layer_rows, width, dtype = sum(map(len, parts)) // num_layers, parts[0].shape[1], parts[0].dtype
+    packed = memory.take(num_layers * _PACKED_SIZE[dtype](layer_rows, width), dtype)
+
+    def pack_piece(piece: Tensor, row: int, place: Tensor) -> None:
+        _PACK[dtype](piece.data_ptr(), piece.stride(0), *piece.shape, place.data_ptr(), num_layers)
+
+    _pack_pieces(parts, num_layers, packed, _PACKED_SIZE[dtype](1, width), pack_piece)
+    tag = _kernels.WEIGHT_FORMATS[DENSE]
+    return PackedWeight(packed, (tag, _kernels.Quantization(0, _kernels.Offsets.zero_point, 0, 0)))
+
+
+def _pack_quantized(weight: LinearWeight, num_layers: int, memory: PackedMemory) -> PackedWeight:
+    """Return a weight of integers for int8 activations: its groups are those of the activations."""
+    weight, long_order = in_group_order(weight)
+    order = None if long_order is None else long_order.int()
+    tag, quantization = _kernels.WEIGHT_FORMATS[kernel_format(weight)], _quantization(weight, order)
+    scales, offsets = weight.scales, weight.minimums
+    assert scales is not None
+    if isinstance(weight.zero_points, Tensor):
+        offsets = weight.zero_points
+    scales, offsets = scales.contiguous(), None if offsets is None else offsets.contiguous()
+    layer_rows, width = weight.out_features // num_layers, weight.in_features
+    strip_bytes = _kernels.quantized_size(tag, quantization, 1, width)
+    packed = memory.take(num_layers * _kernels.quantized_size(tag, quantization, layer_rows, width), torch.uint8)
+
+    def pack_piece(piece: Tensor, row: int, place: Tensor) -> None:
+        _kernels.pack_quantized(
+            tag,
+            quantization,
+            piece.data_ptr(),
+            piece.stride(0),
+            len(piece),
+            width,
+            scales[row].data_ptr(),
+            address(None if offsets is None else offsets[row]),
+            weight.num_groups,
+            min(weight.group_size, width),
+            place.data_ptr(),
+            num_layers,
+        )
+
+    _pack_pieces(weight.data, num_layers, packed, strip_bytes, pack_piece)
+    return PackedWeight(packed, (tag, quantization), order)
+
+
+def _quantization(weight: LinearWeight, order: Tensor | None) -> _kernels.Quantization:
+    offsets, zeros = _kernels.Offsets.zero_points, 0
+    if weight.minimums is not None:
+        offsets = _kernels.Offsets.minimums
+    elif isinstance(weight.zero_points, int):
+        offsets, zeros = _kernels.Offsets.zero_point, weight.zero_points
+    group_size = min(weight.activation_group_size, weight.in_features)
+    return _kernels.Quantization(group_size, offsets, zeros, address(order))
+
+
+def _pack_pieces(
+    parts: Sequence[Tensor],
+    num_layers: int,
+    packed: Tensor,
+    strip_size: int,
+    pack_piece: Callable[[Tensor, int, Tensor], None],
+) -> None:
+    """Call pack_piece(rows, the first one's number in the weight, their place in `packed`) for all parts.
+
+    A part is packed directly into its strips of `strip_size` elements, unless one begins in the middle of a strip.
+    """
+    layer_rows = sum(map(len, parts)) // num_layers
+    places = _places(parts, layer_rows)
+    if any(first_row % STRIP_ROWS for _, first_row, _ in places):
+        places = _places([torch.cat(list(parts))], layer_rows)
+    for layer, first_row, piece in places:
+        place = packed[(first_row // STRIP_ROWS * num_layers + layer) * strip_size :]
+        pack_piece(piece.contiguous(), layer * layer_rows + first_row, place)
+
+
+def _places(parts: Sequence[Tensor], layer_rows: int) -> list[tuple[int, int, Tensor]]:
+    """Cut parts where a layer ends; return the layer of each piece, its first row in there, and the piece."""
+    places, row = [], 0
+    for part in parts:
+        rest = part
+        while len(rest):
+            layer, first_row = divmod(row, layer_rows)
+            piece, rest = rest[: layer_rows - first_row], rest[layer_rows - first_row :]
+            places.append((layer, first_row, piece))
+            row += len(piece)
+    return places
