@@ -44,8 +44,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     [
         ("int8_per_token_head", "bfloat16", "recompute"),
         ("int8_per_token_head", "float32", "swap"),
-        ("fp8_per_token_head", "bfloat16", "swap"),
-        ("fp8", "float32", "recompute"),
+        ("fp8", "bfloat16", "recompute"),
     ],
 )
 def test_prefix_hits_and_preemption_at_a_full_pool_change_no_bit(
