@@ -15,7 +15,15 @@ from quire.model.footprint import (
     weight_bytes,
 )
 from quire.model.loader import load_model
-from quire.model.quantization import Method, Quantization, QuantizationOptions, WeightScheme, resolve
+from quire.model.quantization import (
+    ONLINE_METHODS,
+    WHOLE_ROW,
+    Method,
+    Quantization,
+    QuantizationOptions,
+    WeightScheme,
+    resolve,
+)
 from quire.model.weight_formats.sizes import CPU_PACKING, PLAIN_PACKING
 from support.zero_model import FAMILIES, spec_of, write_zero_model
 
@@ -30,6 +38,23 @@ def test_count_is_the_loaded_models(tmp_path: Path, name: str, dtype: str) -> No
     decoder = load_model(write_zero_model(tmp_path, name, dtype), back_end=back_end)
     assert num_parameters(spec) == decoder.num_parameters
     assert weight_bytes(spec, dtype, CPU_PACKING) == decoder.weight_bytes
+
+
+@pytest.mark.parametrize("group_size", [WHOLE_ROW, 32, 64, 128])
+@pytest.mark.parametrize("method", ONLINE_METHODS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_count_is_the_loaded_models_with_quantized_weights(
+    tmp_path: Path, name: str, method: Method, group_size: int
+) -> None:
+    spec = spec_of(name)
+    back_end = choose_back_end(torch.device("cpu"), head_dim=spec.head_dim)
+    if back_end.name != "cpp":
+        pytest.skip("the C++ kernels were not built")
+    asked = QuantizationOptions(method, group_size)
+    decoder = load_model(write_zero_model(tmp_path, name, "bfloat16"), back_end=back_end, quantization=asked)
+    quantization = resolve(asked, {}, "config.json")
+    assert num_parameters(spec) == decoder.num_parameters
+    assert weight_bytes(spec, "bfloat16", CPU_PACKING, quantization=quantization) == decoder.weight_bytes
 
 
 def test_ranks_hold_a_part_each_and_norms_whole() -> None:
@@ -78,7 +103,7 @@ def test_quantized_layers_take_their_bits_and_a_scale_for_each_group(method: Met
 def test_modules_of_several_types_are_counted_each_by_its_own() -> None:
     """As in files that keep some tensors in more bits; what is fused of several is 8-bit integers, or dense."""
     spec = spec_of("Llama", hidden_size=256, head_dim=32, num_attention_heads=8, intermediate_size=512, vocab_size=512)
-    int4, int8 = WeightScheme("int4", 32, correction="minimums"), WeightScheme("int8", 32)
+    int4, int8 = WeightScheme("int4", 32, 32, "minimums"), WeightScheme("int8", 32, 32)
     names = spec.weights
     query, key, value = names.qkv
     schemes = {f"{names.prefixes[0]}layers.0.{name}": int4 for name in (query, key, value, *names.feed_forward_in)}
@@ -88,7 +113,7 @@ def test_modules_of_several_types_are_counted_each_by_its_own() -> None:
     plain = weight_bytes(spec, "bfloat16")
     of_all = weight_bytes(spec, "bfloat16", quantization=found)
     mixed = Quantization("gguf", int4, modules=schemes | {f"model.layers.0.{value}": int8})
-    assert mixed.scheme([f"model.layers.0.{name}" for name in names.qkv]) == WeightScheme("int8", 32, 0, "minimums")
+    assert mixed.scheme([f"model.layers.0.{name}" for name in names.qkv]) == WeightScheme("int8", 32, 32, "minimums")
     dense = Quantization("gguf", int4, modules=schemes | {f"model.layers.0.{value}": WeightScheme()})
     of_qkv = plain - weight_bytes(spec, "bfloat16", quantization=Quantization("gguf", int4, modules={
         name: scheme for name, scheme in schemes.items() if name.endswith(names.qkv)

@@ -35,20 +35,27 @@ PLAIN_PACKING = Packing(1, 1, frozenset(DTYPE_BYTES), copies_tied_head=False)
 
 def scheme_bits(scheme: WeightScheme, dtype: str, width: int) -> float:
     """Return the bits of a weight of `width` inputs for each output, its share of the scales among them."""
-    if scheme.format == "dense":
+    if _is_expanded(scheme):
         return 8 * DTYPE_BYTES[dtype]
     return _quantized_bytes(scheme, STRIP_ROWS, width) * 8 / (STRIP_ROWS * width)
 
 
 def packed_bytes(scheme: WeightScheme, num_rows: int, width: int, dtype: str, packing: Packing) -> int:
-    """Return the bytes of a packed weight [num_rows, width]; ConfigError for a format that is not known."""
-    if scheme.format == "dense":
-        kernel_dtype = packing.kernel_dtype(dtype)
-        return packing.num_weights(num_rows, width, kernel_dtype) * DTYPE_BYTES[kernel_dtype]
-    if scheme.format not in ELEMENT_BITS:
+    """Return the bytes of a packed weight [num_rows, width]; ConfigError for a format that is not known.
+
+    Weights without int8 activations are expanded when they are packed.
+    """
+    if scheme.format not in ("dense", *ELEMENT_BITS):
         known = ", ".join(("dense", *ELEMENT_BITS))
         raise ConfigError(f"weight format {scheme.format} is not supported yet; known are {known}")
+    if _is_expanded(scheme):
+        kernel_dtype = packing.kernel_dtype(dtype)
+        return packing.num_weights(num_rows, width, kernel_dtype) * DTYPE_BYTES[kernel_dtype]
     return _quantized_bytes(scheme, num_rows, width)
+
+
+def _is_expanded(scheme: WeightScheme) -> bool:
+    return scheme.format == "dense" or not scheme.activation_group_size
 
 
 def _quantized_bytes(scheme: WeightScheme, num_rows: int, width: int) -> int:
