@@ -32,7 +32,7 @@ AXES = {
     "isa": usable_isas() or ("auto",),                                      # auto: PyTorch's stand-ins
     "model": ("random", "demo_model", "stories260k"),
     "dtype": ("float32", "bfloat16"),
-    "weights": ("dense",),
+    "weights": ("dense", "int8", "int4"),
     "kv_dtype": ("auto", "int8_per_token_head"),
     "num_threads": (1, 2),
     "block_size": (8, 16, 64, 128),
@@ -92,12 +92,14 @@ class Model(NamedTuple):
     folder: str
     prefix_len: int
     dtype: str
+    weights: str
     isa: str
     kv_dtype: str
 
     def llm(self, **options: Any) -> LLM:  # noqa: ANN401
         return LLM(
             self.folder, dtype=self.dtype, cpu_isa=self.isa, kv_cache_dtype=self.kv_dtype,
+            quantization=None if self.weights == "dense" else self.weights,
             max_model_len=self.max_model_len, **options,
         )  # fmt: skip
 
@@ -175,9 +177,9 @@ def num_blocks(row: Row, model: Model) -> int:
 
 
 def check_row(row: Row, folder: Path) -> None:
-    if row.kv_dtype != "auto" and torch.cuda.is_available():
-        pytest.skip("a GPU has no KV cache in 8 bits yet")
-    model = Model(str(folder), PREFIX_LENS[row.model], row.dtype, row.isa, row.kv_dtype)
+    if (row.kv_dtype, row.weights) != ("auto", "dense") and torch.cuda.is_available():
+        pytest.skip("a GPU has no quantized weights and no KV cache in 8 bits yet")
+    model = Model(str(folder), PREFIX_LENS[row.model], row.dtype, row.weights, row.isa, row.kv_dtype)
     prefix = random_tokens(1, model.prefix_len)
     prompt, is_swap = prompt_for(row.hit, prefix, row.block_size), row.preemption == "swap"
     beside = COMPANY if row.company == "three" else []
