@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from quire import LLM, SamplingParams
 from quire.kernels.back_end import TORCH, BackEnd
+from quire.kernels.linear import reference
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, QuantizationOptions
 from support.quantized_folder import (
@@ -179,3 +180,13 @@ def test_fused_modules_with_different_activations_are_expanded(tmp_path: Path) -
     weight = read(pair.folder, *modules, width=WIDTH, activations=None)
     assert weight.format == "dense"
     assert torch.equal(values(weight), torch.cat([pair.values[name] for name, _ in modules]))
+
+
+@pytest.mark.parametrize("kind", ["gptq", "gptq, its head too", "awq", "packed", "bytes"])
+def test_int8_activations_give_the_same_bits_on_every_back_end(tmp_path: Path, back_end: BackEnd, kind: str) -> None:
+    quantize, config, _ = KINDS[kind]
+    pair, name = write_pair(tmp_path, quantize, config), "model.layers.1.mlp.down_proj"
+    weight = read(pair.folder, (name, WIDTH), width=INNER, dtype=torch.bfloat16, activations="int8")
+    assert weight.activation_group_size
+    x = torch.randn(5, INNER).bfloat16()
+    assert torch.equal(back_end.linear(weight)(x), reference(x, weight))
