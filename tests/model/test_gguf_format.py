@@ -187,7 +187,7 @@ def test_log_names_types_and_arithmetic(file: Path, back_end: BackEnd, caplog: p
     caplog.set_level("INFO")
     load_model(file, back_end=back_end)
     assert (
-        "quantization gguf (Q4_K, Q6_K): int4 weights in groups of 32, expanded as they are used; output head: int4"
+        "quantization gguf (Q4_K, Q6_K): int4 weights in groups of 32, expanded to the model's dtype; output head: int4"
     ) in caplog.text
 
 

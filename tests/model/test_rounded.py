@@ -168,7 +168,7 @@ def test_description_names_format_and_arithmetic() -> None:
         "int4: int4 weights in groups of 128, int8 activations in groups of 128; "
         "output head: int8 weights in groups of 128, int8 activations in groups of 128"
     )
-    assert "int8 weights in groups of 32, expanded as they are used" in str(quantization("int8", 32))
+    assert "int8 weights in groups of 32, expanded to the model's dtype" in str(quantization("int8", 32))
     assert "a scale for each output" in str(quantization("int8", WHOLE_ROW))
 
 

@@ -44,7 +44,7 @@ class WeightScheme:
             return "unquantized weights"
         groups = "a scale for each output" if self.group_size == WHOLE_ROW else f"groups of {self.group_size}"
         if not self.activation_group_size:
-            return f"{self.format} weights in {groups}, expanded as they are used"
+            return f"{self.format} weights in {groups}, expanded to the model's dtype"
         return f"{self.format} weights in {groups}, int8 activations in groups of {self.activation_group_size}"
 
 
