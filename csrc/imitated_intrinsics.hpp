@@ -8,6 +8,7 @@
 
 #include <immintrin.h>  // before the definitions below, with which it would declare what the target does not have
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -56,6 +57,9 @@ inline __m512 fmadd_ps(__m512 a, __m512 b, __m512 c) {
     return by_lane<__m512>([&](int i) { return std::fma(a[i], b[i], c[i]); });
 }
 inline __m512 fnmadd_ps(__m512 a, __m512 b, __m512 c) { return fmadd_ps(-a, b, c); }
+inline __m512 permutexvar_ps(__m512i index, __m512 a) {
+    return by_lane<__m512>([&](int i) { return a[((Int32s)index)[i] & 15]; });
+}
 inline __m512 mul_ps(__m512 a, __m512 b) { return a * b; }
 inline __m512 add_ps(__m512 a, __m512 b) { return a + b; }
 inline __m512 sub_ps(__m512 a, __m512 b) { return a - b; }
@@ -140,6 +144,10 @@ inline __m512i maskz_compress_epi32(__mmask16 mask, __m512i a) {
 }
 inline __mmask16 movepi32_mask(__m512i a) {
     return mask_of([&](int i) { return ((Int32s)a)[i] < 0; });
+}
+inline __m512i cvtepu16_epi32(__m256i a) {
+    const auto halves = bits_as<std::array<std::uint16_t, LANES>>(a);
+    return (__m512i)by_lane<Int32s>([&](int i) { return halves[i]; });
 }
 inline __m512i permutex2var_epi16(__m512i a, __m512i index, __m512i b) {
     const Int16s halves[2] = {(Int16s)a, (Int16s)b};
@@ -337,10 +345,12 @@ inline void tile_multiply_bf16(int to, int a, int b) {
 #define _mm512_mask_or_epi32 quire::imitated::mask_or_epi32
 #define _mm512_maskz_compress_epi32 quire::imitated::maskz_compress_epi32
 #define _mm512_movepi32_mask quire::imitated::movepi32_mask
+#define _mm512_permutexvar_ps quire::imitated::permutexvar_ps
 #define _mm512_permutex2var_epi16 quire::imitated::permutex2var_epi16
 #define _mm512_madd_epi16 quire::imitated::madd_epi16
 #define _mm512_maddubs_epi16 quire::imitated::maddubs_epi16
 #define _mm512_cvtepi8_epi16 quire::imitated::cvtepi8_epi16
+#define _mm512_cvtepu16_epi32 quire::imitated::cvtepu16_epi32
 #define _mm512_cvtepu8_epi16 quire::imitated::cvtepu8_epi16
 #define _mm512_cvtepi8_epi32 quire::imitated::cvtepi8_epi32
 #define _mm512_cvtepu8_epi32 quire::imitated::cvtepu8_epi32

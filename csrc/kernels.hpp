@@ -18,18 +18,22 @@ inline long rounded_up(long count, long multiple) { return (count + multiple - 1
 enum class Activation { none, silu_and_mul, gelu_tanh, gelu, relu };
 
 // How the packed weight of a linear layer is stored, and how it is multiplied. dense: elements of T. int8_a8, int4_a8:
-// unsigned integers of 8 or 4 bits times activations rounded to int8, with exact sums (quantized_linear.cpp).
-enum class WeightFormat : std::uint8_t { dense, int8_a8, int4_a8 };
+// unsigned integers of 8 or 4 bits times activations rounded to int8, with exact sums (quantized_linear.cpp). The others:
+// unsigned integers, e4m3fn floats and elements of a codebook, which are expanded to T and then multiplied (packed_words.hpp).
+enum class WeightFormat : std::uint8_t { dense, int8_a8, int4_a8, int8, int4, fp8, codebook4 };
 
 // What is taken off the elements of a quantized weight, or off their multiples of the scale: one zero point, a zero point
 // of each output and group, or a minimum of each.
 enum class Offsets : std::uint8_t { zero_point, zero_points, minimums };
 
 struct Quantization {
-    long group_size = 0;  // inputs that share a scale, of the weight and of the activations; at most in_features
+    long group_size = 0;  // inputs that share a scale, of the weight and of int8 activations; at most in_features
     Offsets offsets = Offsets::zero_point;
     long zero_point = 0;
     const std::int32_t* order = nullptr;  // input i of the packed weight is x's input order[i]; null: input i
+    // Of weights that are expanded:
+    const std::int32_t* groups = nullptr;  // each input's group; null: groups of consecutive inputs
+    const float* codebook = nullptr;       // 16 values
 };
 
 // A linear layer: out = activation(x W^T + addend + bias), x [num_rows, in_features] and out [num_rows, out_features], rows

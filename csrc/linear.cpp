@@ -9,18 +9,21 @@
 namespace quire::ISA {
 
 template <typename T>
-void quantized_linear(const Linear<T>&);  // any format but dense
+void quantized_linear(const Linear<T>&);  // any format that is not multiplied as a dense one
+
+template <typename T>
+bool is_multiplied_as_dense(const Linear<T>& op) { return op.format == WeightFormat::dense || expander(op); }
 
 template <typename T>
 void linear(const Linear<T>& op) {
-    if (op.format != WeightFormat::dense) return quantized_linear(op);
+    if (!is_multiplied_as_dense(op)) return quantized_linear(op);
     if (op.num_rows) linear_by_vectors(op);
 }
 
 #ifdef __AMX_BF16__
 template <>
 void linear(const Linear<bf16>& op) {
-    if (op.format != WeightFormat::dense) return quantized_linear(op);
+    if (!is_multiplied_as_dense(op)) return quantized_linear(op);
     if (op.num_rows) linear_by_tiles(op);
 }
 #else

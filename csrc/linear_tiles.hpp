@@ -12,6 +12,7 @@
 
 #include "thread_pool.hpp"
 #include "linear_output.hpp"
+#include "packed_words.hpp"
 #include "tiles.hpp"
 
 #ifdef __AMX_BF16__
@@ -20,7 +21,9 @@ namespace quire::ISA {
 
 constexpr int FEW_TILES = 4;        // row tiles that share one pass over the weights
 constexpr long AHEAD = 4;           // tiles of weights prefetched, in each strip; 8 is no faster
+constexpr long EXPANDED_TILES = 6;  // of inputs, of few rows: four strips' take half of the first-level cache
 constexpr long BLOCK_INPUTS = 14;   // tiles of inputs at a time
+constexpr long TILE_WORDS = 16;     // of a strip
 constexpr long BLOCK_ROW_TILES = 16;
 constexpr long BLOCK_STRIPS = 16;
 constexpr int TILE_LINES = 16;      // cache lines of a tile
@@ -82,12 +85,22 @@ struct FewTiles {
     static_assert(strips == 1 || row_tiles * strips == FEW_TILES);
     static constexpr int SUMS = row_tiles * strips;  // [row tile][strip]
 
-    static void multiply(const bf16* w, long strip_elements, const RowTiles& x, TileSums* sums) {
-        _tile_zero(0);
-        if constexpr (SUMS > 1) _tile_zero(1);
-        if constexpr (SUMS > 2) _tile_zero(2);
-        if constexpr (SUMS > 3) _tile_zero(3);
-        for (long tile = 0; tile < x.num_tiles; tile++, w += TILE_ELEMENTS) {
+    // The products of strips' words from tile `first` to `end`.
+    static void multiply(const StripWords<bf16>& words, const RowTiles& x, long first, long end, TileSums* sums) {
+        const bf16* w = words.words;
+        const long strip_elements = words.stride;
+        if (first == 0) {
+            _tile_zero(0);
+            if constexpr (SUMS > 1) _tile_zero(1);
+            if constexpr (SUMS > 2) _tile_zero(2);
+            if constexpr (SUMS > 3) _tile_zero(3);
+        } else {
+            _tile_loadd(0, sums[0].sums, 64);
+            if constexpr (SUMS > 1) _tile_loadd(1, sums[1].sums, 64);
+            if constexpr (SUMS > 2) _tile_loadd(2, sums[2].sums, 64);
+            if constexpr (SUMS > 3) _tile_loadd(3, sums[3].sums, 64);
+        }
+        for (long tile = first; tile < end; tile++, w += TILE_ELEMENTS) {
             load_weights<6>(w);
             _tile_loadd(4, x.at(0, tile), 64);
             _tile_dpbf16ps(0, 4, 6);
@@ -136,13 +149,22 @@ private:
     }
 };
 
+template <int row_tiles, int strips>
+void multiply_strips(const PackedWords<bf16>& weights, const RowTiles& x, long strip, TileSums* sums) {
+    const long at_once = weights.at_once(x.num_tiles, EXPANDED_TILES);
+    for (long first = 0, end; first < x.num_tiles; first = end) {
+        end = std::min(first + at_once, x.num_tiles);
+        FewTiles<row_tiles, strips>::multiply(
+            weights.of(strip, strips, first * TILE_WORDS, (end - first) * TILE_WORDS), x, first, end, sums);
+    }
+}
+
 // Strips [strip, end) in groups, those that are left one by one: pairs of strips are finished together.
 template <int row_tiles, int strips>
-void few_rows(const Linear<bf16>& op, const RowTiles& x, long strip, long end) {
-    const long strip_elements = x.num_tiles * TILE_ELEMENTS;
+void few_rows(const Linear<bf16>& op, const PackedWords<bf16>& weights, const RowTiles& x, long strip, long end) {
     TileSums sums[2][FEW_TILES];
     for (; strip + strips <= end && strips > 1; strip += strips) {
-        FewTiles<row_tiles, strips>::multiply(op.packed + strip * strip_elements, strip_elements, x, sums[0]);
+        multiply_strips<row_tiles, strips>(weights, x, strip, sums[0]);
         for (long row = 0; row < op.num_rows; row++) {
             TileSums* of_row = sums[0] + row / x.rows * strips;
             for (int i = 0; op.addend && i < strips; i++) add_addend(op, row, strip + i, of_row[i].sums + row % x.rows * STRIP);
@@ -152,8 +174,7 @@ void few_rows(const Linear<bf16>& op, const RowTiles& x, long strip, long end) {
     }
     for (; strip < end; strip += 2) {
         const bool is_pair = strip + 1 < end;
-        for (int i = 0; i <= is_pair; i++)
-            FewTiles<row_tiles, 1>::multiply(op.packed + (strip + i) * strip_elements, strip_elements, x, sums[i]);
+        for (int i = 0; i <= is_pair; i++) multiply_strips<row_tiles, 1>(weights, x, strip + i, sums[i]);
         for (long row = 0; row < op.num_rows; row++) {
             for (int i = 0; op.addend && i <= is_pair; i++)
                 add_addend(op, row, strip + i, sums[i][row / x.rows].sums + row % x.rows * STRIP);
@@ -168,13 +189,14 @@ void few_rows(const Linear<bf16>& op, const RowTiles& x, long strip, long end) {
 
 inline void few_rows(const Linear<bf16>& op, const RowTiles& x, long row_tiles) {
     const long strips = layer_strips(op), strip_bytes = x.num_tiles * TILE_ELEMENTS * sizeof(bf16);
+    const PackedWords<bf16> weights(op);
     share_range(strips, rounded_up(strips_at_once(strips, strip_bytes), 4), [&](long strip, long end) {
         shape_tiles(x.rows);
         switch (row_tiles) {
-            case 1: x.rows > 4 ? few_rows<1, 4>(op, x, strip, end) : few_rows<1, 1>(op, x, strip, end); break;
-            case 2: few_rows<2, 2>(op, x, strip, end); break;
-            case 3: few_rows<3, 1>(op, x, strip, end); break;
-            default: few_rows<4, 1>(op, x, strip, end);
+            case 1: x.rows > 4 ? few_rows<1, 4>(op, weights, x, strip, end) : few_rows<1, 1>(op, weights, x, strip, end); break;
+            case 2: few_rows<2, 2>(op, weights, x, strip, end); break;
+            case 3: few_rows<3, 1>(op, weights, x, strip, end); break;
+            default: few_rows<4, 1>(op, weights, x, strip, end);
         }
         _tile_release();
     });
@@ -218,6 +240,7 @@ struct FourTiles {
 // A thread's block of row tiles [row_tile, end_row_tile) x strips [strip, end_strip).
 struct Block {
     const Linear<bf16>& op;
+    const PackedWords<bf16>& weights;
     const RowTiles& x;
     long row_tile, end_row_tile, strip, end_strip;
     FourSums* sums;
@@ -226,23 +249,21 @@ struct Block {
         const long pieces = (x.num_tiles + BLOCK_INPUTS - 1) / BLOCK_INPUTS, width = (x.num_tiles + pieces - 1) / pieces;
         for (long tile = 0; tile < x.num_tiles; tile += width) {
             const long count = std::min(width, x.num_tiles - tile);
+            const StripWords<bf16> piece = weights.of(strip, end_strip - strip, tile * TILE_WORDS, count * TILE_WORDS);
             FourSums* four = sums;
             for (long row = row_tile; row < end_row_tile; row += 2)
-                for (long left = strip; left < end_strip; left += 2) compute_four(row, left, tile, count, *four++);
+                for (long left = strip; left < end_strip; left += 2) compute_four(row, left, piece, tile, count, *four++);
         }
     }
 
 private:
-    // The tile of strip's weights; of the last strip once more where there is none beside it.
-    const bf16* weights(long strip, long tile) const {
-        return op.packed + (std::min(strip, end_strip - 1) * x.num_tiles + tile) * TILE_ELEMENTS;
-    }
-
-    void compute_four(long row, long left, long tile, long count, FourSums& four) const {
+    void compute_four(long row, long left, const StripWords<bf16>& piece, long tile, long count, FourSums& four) const {
+        // The weights of a strip; of the last strip once more where there is none beside it.
+        const auto words = [&](long of) { return piece.words + (std::min(of, end_strip - 1) - strip) * piece.stride; };
         const long next = left + 2 < end_strip ? left + 2 : strip;
         FourTiles{{x.at(row, tile), x.at(std::min(row + 1, end_row_tile - 1), tile)},
-                  {weights(left, tile), weights(left + 1, tile)},
-                  {weights(next, tile), weights(next + 1, tile)},
+                  {words(left), words(left + 1)},
+                  {words(next), words(next + 1)},
                   count}
             .multiply(four, tile == 0);
         if (tile + count < x.num_tiles) return;
@@ -264,6 +285,7 @@ inline void many_rows(const Linear<bf16>& op, const RowTiles& x) {
     const long strips = layer_strips(op), row_tiles = (op.num_rows + TILE_ROWS - 1) / TILE_ROWS;
     const long row_blocks = (row_tiles + BLOCK_ROW_TILES - 1) / BLOCK_ROW_TILES, height = rounded_up((row_tiles + row_blocks - 1) / row_blocks, 2);
     const long strip_blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
+    const PackedWords<bf16> weights(op);
     share(row_blocks * strip_blocks, [&](Chunks& chunks) {
         static thread_local Aligned<FourSums> scratch;
         FourSums* sums = scratch.at_least(BLOCK_ROW_TILES * BLOCK_STRIPS / 4);
@@ -271,7 +293,7 @@ inline void many_rows(const Linear<bf16>& op, const RowTiles& x) {
         for (long i; (i = chunks.take()) < chunks.count();) {
             const long row = i % row_blocks * height, strip = i / row_blocks * BLOCK_STRIPS;
             if (row < row_tiles)
-                Block{op, x, row, std::min(row + height, row_tiles), strip, std::min(strip + BLOCK_STRIPS, strips), sums}.compute();
+                Block{op, weights, x, row, std::min(row + height, row_tiles), strip, std::min(strip + BLOCK_STRIPS, strips), sums}.compute();
         }
         _tile_release();
     });

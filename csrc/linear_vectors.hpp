@@ -7,6 +7,7 @@
 
 #include "thread_pool.hpp"
 #include "linear_output.hpp"
+#include "packed_words.hpp"
 #include "products.hpp"
 
 namespace quire::ISA {
@@ -14,6 +15,7 @@ namespace quire::ISA {
 constexpr long FEW_STRIPS = 4, FEW_ROWS = 96;  // of a block: its sums stay in the first-level cache
 constexpr long SUMS_STRIDE = FEW_STRIPS * STRIP;
 constexpr long WORDS_AT_ONCE = 512;            // of inputs; 256 are slower
+constexpr long EXPANDED_WORDS = 64;            // of few rows: four strips' take half of the first-level cache
 
 // How many strips are multiplied at once with so many rows.
 constexpr int strips_beside(long rows) {
@@ -41,6 +43,7 @@ void finish_block(const Linear<T>& op, long row, long num_rows, long strip, long
 template <typename T>
 struct VectorBlock {
     const Linear<T>& op;
+    const PackedWords<T>& weights;
     const Factor<T>* x;
     long x_stride, row, num_rows, strip, num_strips;
     float* sums;  // [row][strip][16]
@@ -48,36 +51,36 @@ struct VectorBlock {
     void compute() const {
         const long groups = (num_rows + MAX_ROWS - 1) / MAX_ROWS, height = (num_rows + groups - 1) / groups;
         const long width = strips_beside(height), words = (op.in_features + PAIR<T> - 1) / PAIR<T>;
-        const long at_once = groups == 1 ? words : WORDS_AT_ONCE;
+        const long at_once = groups == 1 ? weights.at_once(words, EXPANDED_WORDS) : WORDS_AT_ONCE;
         for (long first = 0; first < num_strips; first += width)
-            for (long word = 0; word < words; word += at_once)
-                in_groups<MAX_ROWS>(num_rows, [&](auto rows, long top) {
-                    add<rows>(top, first, std::min(first + width, num_strips), word, std::min(at_once, words - word));
-                });
+            for (long word = 0; word < words; word += at_once) {
+                const long end = std::min(first + width, num_strips), count = std::min(at_once, words - word);
+                const StripWords<T> piece = weights.of(strip + first, end - first, word, count);
+                in_groups<MAX_ROWS>(num_rows, [&](auto rows, long top) { add<rows>(top, first, end, piece, word, count); });
+            }
         finish_block(op, row, num_rows, strip, num_strips, sums);
     }
 
 private:
 
     template <int rows>
-    void add(long top, long first, long end, long word, long count) const {
+    void add(long top, long first, long end, StripWords<T> piece, long word, long count) const {
         constexpr int most = strips_beside(rows);
-        while (first < end) {
-            if (most == 4 && first + 4 <= end) first += add<rows, std::min(most, 4)>(top, first, word, count);
-            else if (most >= 2 && first + 2 <= end) first += add<rows, std::min(most, 2)>(top, first, word, count);
-            else first += add<rows, 1>(top, first, word, count);
+        for (long strips; first < end; first += strips, piece.words += strips * piece.stride) {
+            if (most == 4 && first + 4 <= end) strips = add<rows, std::min(most, 4)>(top, first, piece, word, count);
+            else if (most >= 2 && first + 2 <= end) strips = add<rows, std::min(most, 2)>(top, first, piece, word, count);
+            else strips = add<rows, 1>(top, first, piece, word, count);
         }
     }
 
     template <int rows, int strips>
-    long add(long top, long first, long word, long count) const {
-        const long strip_elements = packed_size<T>(STRIP, op.in_features);
-        const T* weights[strips];
-        for (int s = 0; s < strips; s++) weights[s] = op.packed + (strip + first + s) * strip_elements + word * STRIP * PAIR<T>;
+    long add(long top, long first, StripWords<T> piece, long word, long count) const {
+        const T* words[strips];
+        for (int s = 0; s < strips; s++) words[s] = piece.words + s * piece.stride;
         float* to = sums + top * SUMS_STRIDE + first * STRIP;
         Sums<rows, strips> block;
         if (word > 0) block.load(to, SUMS_STRIDE);
-        block.template add<T, strips == 1 ? 2048 : 0>(weights, STRIP * PAIR<T>, x + (row + top) * x_stride + word * PAIR<T>, x_stride, count);
+        block.template add<T, strips == 1 ? 2048 : 0>(words, STRIP * PAIR<T>, x + (row + top) * x_stride + word * PAIR<T>, x_stride, count);
         block.store(to, SUMS_STRIDE);
         return strips;
     }
@@ -121,9 +124,10 @@ template <typename T>
 void linear_by_vectors(const Linear<T>& op) {
     long stride = op.x_stride;
     const Factor<T>* x = factors_of(op, stride);
+    const PackedWords<T> weights(op);
     share_blocks(op, packed_size<T>(STRIP, op.in_features) * sizeof(T),
                  [&](long row, long num_rows, long strip, long num_strips, float* sums) {
-                     VectorBlock<T>{op, x, stride, row, num_rows, strip, num_strips, sums}.compute();
+                     VectorBlock<T>{op, weights, x, stride, row, num_rows, strip, num_strips, sums}.compute();
                  });
 }
 

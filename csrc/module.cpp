@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "thread_pool.hpp"
+#include "expanded_packing.hpp"
 #include "packing.hpp"
 #include "program.hpp"
 #include "sampling.hpp"
@@ -126,6 +127,10 @@ NB_MODULE(_kernels, module) {
     formats["dense"] = static_cast<int>(WeightFormat::dense);
     formats["int8_a8"] = static_cast<int>(WeightFormat::int8_a8);
     formats["int4_a8"] = static_cast<int>(WeightFormat::int4_a8);
+    formats["int8"] = static_cast<int>(WeightFormat::int8);
+    formats["int4"] = static_cast<int>(WeightFormat::int4);
+    formats["fp8"] = static_cast<int>(WeightFormat::fp8);
+    formats["codebook4"] = static_cast<int>(WeightFormat::codebook4);
     module.attr("WEIGHT_FORMATS") = formats;
     nb::enum_<Activation>(module, "Activation")
         .value("none", Activation::none)
@@ -166,6 +171,8 @@ NB_MODULE(_kernels, module) {
     def_long(module, "pack_float", pack_linear<float>);
     def(module, "quantized_size", quantized_size);
     def_long(module, "pack_quantized", pack_quantized);
+    def(module, "expanded_size", expanded_size);
+    def_long(module, "pack_expanded", pack_expanded);
     def_long(module, "all_finite_bf16", all_finite<bf16>);
     def_long(module, "all_finite_float", all_finite<float>);
     def(module, "linear", &Kernels::linear);

@@ -22,6 +22,19 @@ def pack_quantized(
     packed: int,
     every: int,
 ) -> None: ...
+def expanded_size(weight_format: int, quantization: Quantization, out_features: int, in_features: int) -> int: ...
+def pack_expanded(
+    weight_format: int,
+    quantization: Quantization,
+    elements: int,
+    stride: int,
+    out_features: int,
+    in_features: int,
+    scales: int,
+    offsets: int,
+    packed: int,
+    every: int,
+) -> None: ...
 def swap_blocks(
     sources: list[int], destinations: list[int], block_bytes: int, src: int, dst: int, num_copies: int
 ) -> None: ...
@@ -87,7 +100,9 @@ class Offsets:
     minimums: Offsets
 
 class Quantization:
-    def __init__(self, group_size: int, offsets: Offsets, zero_point: int, order: int) -> None: ...
+    def __init__(
+        self, group_size: int, offsets: Offsets, zero_point: int, order: int, groups: int, codebook: int
+    ) -> None: ...
 
 class LinearWeights:
     def __init__(

@@ -35,7 +35,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
 
     _kernels.use_isa(isa)
     return {
-        "linear": partial(linear.make_linear, memory=huge_pages.PackedMemory()),
+        "linear": partial(linear.CppLinear, memory=huge_pages.PackedMemory()),
         "fuse": program.fuse,
         "cache_layout": CacheLayout(cache_layout.cache_shapes, dtypes.kernel_dtype, cache_layout.STORED),
         "paged_attention": attention.paged_attention,

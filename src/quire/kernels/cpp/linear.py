@@ -10,29 +10,9 @@ from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.cpp.packing import kernel_format, pack
 from quire.kernels.linear import Activation
-from quire.kernels.linear_weight import QUANTIZED_FORMATS, LinearWeight
-from quire.kernels.quantized import expand
+from quire.kernels.linear_weight import LinearWeight
 
 _MULTIPLY, _ALL_FINITE = pair("linear"), pair("all_finite")
-
-
-def make_linear(
-    weight: LinearWeight,
-    bias: Tensor | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    activation: Activation = "none",
-    memory: PackedMemory | None = None,
-) -> linear.Linear:
-    """Return a layer; arguments as of `CppLinear`. PyTorch serves the quantized weights that no kernel here does.
-
-    Those that are expanded as they are used are expanded once, here, and served as dense weights: the same bits.
-    """
-    if kernel_format(weight) not in _kernels.WEIGHT_FORMATS and not weight.activation_group_size:
-        dtype, weight = dtype or weight.value_dtype, LinearWeight.dense(expand(weight))
-    if kernel_format(weight) not in _kernels.WEIGHT_FORMATS and weight.format in QUANTIZED_FORMATS:
-        return linear.make_linear(weight, bias, dtype=dtype, activation=activation)
-    return CppLinear(weight, bias, dtype=dtype, activation=activation, memory=memory)
 
 
 class CppLinear:
@@ -40,8 +20,9 @@ class CppLinear:
 
     bias [out_features] or None. Of silu_and_mul weight and bias have twice as many rows, gates and then ups. The weight
     is packed into `memory` and not kept. A dense weight in bfloat16 is multiplied as it is and summed in float32, any
-    other dense one in float32; sums of a quantized one with int8 activations are those of `quantized.a8_sums`. `dtype`
-    is the result's: the model's, or float32.
+    other dense one in float32; sums of a quantized one with int8 activations are those of `quantized.a8_sums`, of any
+    other quantized one, to the bit, those of the dense weight that it expands to. `dtype` is the result's: the model's,
+    or float32.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ class PackedWeight(NamedTuple):
 
     packed: Tensor
     format: tuple[int, _kernels.Quantization]
-    order: Tensor | None = None  # int32 [in_features], whose memory `format` names; None: inputs stand as they come
+    kept: tuple[Tensor | None, ...] = ()  # whose memory `format` names
 
 
 def kernel_format(weight: LinearWeight) -> str:
@@ -33,7 +33,9 @@ def pack(weight: LinearWeight, dtype: torch.dtype, num_layers: int, memory: Pack
     """Return a weight packed into `memory`, a dense one in `dtype`; the strips of two layers alternate."""
     if weight.format == DENSE:
         return _pack_dense([part.to(dtype) for part in weight.dense_parts()], num_layers, memory)
-    return _pack_quantized(weight, num_layers, memory)
+    if weight.activation_group_size:
+        return _pack_quantized(weight, num_layers, memory)
+    return _pack_expanded(weight, num_layers, memory)
 
 
 def _pack_dense(parts: Sequence[Tensor], num_layers: int, memory: PackedMemory) -> PackedWeight:
@@ -45,19 +47,16 @@ def _pack_dense(parts: Sequence[Tensor], num_layers: int, memory: PackedMemory) 
 
     _pack_pieces(parts, num_layers, packed, _PACKED_SIZE[dtype](1, width), pack_piece)
     tag = _kernels.WEIGHT_FORMATS[DENSE]
-    return PackedWeight(packed, (tag, _kernels.Quantization(0, _kernels.Offsets.zero_point, 0, 0)))
+    return PackedWeight(packed, (tag, _kernels.Quantization(0, _kernels.Offsets.zero_point, 0, 0, 0, 0)))
 
 
 def _pack_quantized(weight: LinearWeight, num_layers: int, memory: PackedMemory) -> PackedWeight:
     """Return a weight of integers for int8 activations: its groups are those of the activations."""
     weight, long_order = in_group_order(weight)
     order = None if long_order is None else long_order.int()
-    tag, quantization = _kernels.WEIGHT_FORMATS[kernel_format(weight)], _quantization(weight, order)
-    scales, offsets = weight.scales, weight.minimums
-    assert scales is not None
-    if isinstance(weight.zero_points, Tensor):
-        offsets = weight.zero_points
-    scales, offsets = scales.contiguous(), None if offsets is None else offsets.contiguous()
+    tag = _kernels.WEIGHT_FORMATS[kernel_format(weight)]
+    quantization = _quantization(weight, weight.activation_group_size, order=order)
+    scales, offsets = _headers(weight)
     layer_rows, width = weight.out_features // num_layers, weight.in_features
     strip_bytes = _kernels.quantized_size(tag, quantization, 1, width)
     packed = memory.take(num_layers * _kernels.quantized_size(tag, quantization, layer_rows, width), torch.uint8)
@@ -79,17 +78,64 @@ def _pack_quantized(weight: LinearWeight, num_layers: int, memory: PackedMemory)
         )
 
     _pack_pieces(weight.data, num_layers, packed, strip_bytes, pack_piece)
-    return PackedWeight(packed, (tag, quantization), order)
+    return PackedWeight(packed, (tag, quantization), (order,))
 
 
-def _quantization(weight: LinearWeight, order: Tensor | None) -> _kernels.Quantization:
-    offsets, zeros = _kernels.Offsets.zero_points, 0
+def _pack_expanded(weight: LinearWeight, num_layers: int, memory: PackedMemory) -> PackedWeight:
+    """Return a weight that is expanded while it is multiplied: its inputs keep their order, and so do sums."""
+    groups = None if weight.group_index is None else weight.group_index.contiguous()
+    assert groups is None or 0 <= groups.min() <= groups.max() < weight.num_groups, "an input of no group"
+    codebook = None if weight.codebook is None else weight.codebook.masked_fill(weight.codebook.isnan(), torch.nan)
+    tag = _kernels.WEIGHT_FORMATS[kernel_format(weight)]
+    quantization = _quantization(weight, weight.group_size, groups=groups, codebook=codebook)
+    scales, offsets = _headers(weight)
+    layer_rows, width = weight.out_features // num_layers, weight.in_features
+    strip_bytes = _kernels.expanded_size(tag, quantization, 1, width)
+    packed = memory.take(num_layers * _kernels.expanded_size(tag, quantization, layer_rows, width), torch.uint8)
+
+    def pack_piece(piece: Tensor, row: int, place: Tensor) -> None:
+        offset_rows = address(None if offsets is None else offsets[row])
+        _kernels.pack_expanded(
+            tag,
+            quantization,
+            piece.data_ptr(),
+            piece.stride(0),
+            len(piece),
+            width,
+            scales[row].data_ptr(),
+            offset_rows,
+            place.data_ptr(),
+            num_layers,
+        )
+
+    _pack_pieces(weight.data, num_layers, packed, strip_bytes, pack_piece)
+    return PackedWeight(packed, (tag, quantization), (groups, codebook))
+
+
+def _headers(weight: LinearWeight) -> tuple[Tensor, Tensor | None]:
+    """Return the scales, and the zero points or minimums unless one zero point serves all."""
+    assert weight.scales is not None
+    offsets = weight.zero_points if isinstance(weight.zero_points, Tensor) else weight.minimums
+    return weight.scales.contiguous(), None if offsets is None else offsets.contiguous()
+
+
+def _quantization(
+    weight: LinearWeight,
+    group_size: int,
+    *,
+    order: Tensor | None = None,
+    groups: Tensor | None = None,
+    codebook: Tensor | None = None,
+) -> _kernels.Quantization:
+    offsets, zero = _kernels.Offsets.zero_point, 0
     if weight.minimums is not None:
         offsets = _kernels.Offsets.minimums
-    elif isinstance(weight.zero_points, int):
-        offsets, zeros = _kernels.Offsets.zero_point, weight.zero_points
-    group_size = min(weight.activation_group_size, weight.in_features)
-    return _kernels.Quantization(group_size, offsets, zeros, address(order))
+    elif isinstance(weight.zero_points, Tensor):
+        offsets = _kernels.Offsets.zero_points
+    elif weight.zero_points is not None:
+        zero = weight.zero_points
+    size = min(group_size, weight.in_features)
+    return _kernels.Quantization(size, offsets, zero, address(order), address(groups), address(codebook))
 
 
 def _pack_pieces(

@@ -8,6 +8,7 @@ from quire.model.quantization import WHOLE_ROW, WeightScheme
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ELEMENT_BITS = {"int8": 8, "int4": 4, "fp8": 8, "codebook4": 4}
 STRIP_ROWS, TILE_INPUTS, SMALL_TILE_INPUTS = 16, 64, 32  # of packed quantized weights; small: for groups of up to 32
+CACHE_LINE = 64  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,36 +36,40 @@ PLAIN_PACKING = Packing(1, 1, frozenset(DTYPE_BYTES), copies_tied_head=False)
 
 def scheme_bits(scheme: WeightScheme, dtype: str, width: int) -> float:
     """Return the bits of a weight of `width` inputs for each output, its share of the scales among them."""
-    if _is_expanded(scheme):
+    if scheme.format == "dense":
         return 8 * DTYPE_BYTES[dtype]
     return _quantized_bytes(scheme, STRIP_ROWS, width) * 8 / (STRIP_ROWS * width)
 
 
 def packed_bytes(scheme: WeightScheme, num_rows: int, width: int, dtype: str, packing: Packing) -> int:
-    """Return the bytes of a packed weight [num_rows, width]; ConfigError for a format that is not known.
-
-    Weights without int8 activations are expanded when they are packed.
-    """
-    if scheme.format not in ("dense", *ELEMENT_BITS):
-        known = ", ".join(("dense", *ELEMENT_BITS))
-        raise ConfigError(f"weight format {scheme.format} is not supported yet; known are {known}")
-    if _is_expanded(scheme):
+    """Return the bytes of a packed weight [num_rows, width]; ConfigError for a format that is not known."""
+    if scheme.format == "dense":
         kernel_dtype = packing.kernel_dtype(dtype)
         return packing.num_weights(num_rows, width, kernel_dtype) * DTYPE_BYTES[kernel_dtype]
+    if scheme.format not in ELEMENT_BITS:
+        known = ", ".join(("dense", *ELEMENT_BITS))
+        raise ConfigError(f"weight format {scheme.format} is not supported yet; known are {known}")
     return _quantized_bytes(scheme, num_rows, width)
 
 
-def _is_expanded(scheme: WeightScheme) -> bool:
-    return scheme.format == "dense" or not scheme.activation_group_size
-
-
 def _quantized_bytes(scheme: WeightScheme, num_rows: int, width: int) -> int:
-    """Return the bytes of strips of 16 outputs: scales, and then tiles of inputs, group after group."""
+    """Return the bytes of strips of 16 outputs: scales and tiles of inputs, group after group, or all scales first."""
     size = width if scheme.group_size == WHOLE_ROW else min(scheme.group_size, width)
-    size = min(size, scheme.activation_group_size or size)
+    if not scheme.activation_group_size:
+        return -(-num_rows // STRIP_ROWS) * _expanded_strip_bytes(scheme, size, width)
+    size = min(size, scheme.activation_group_size)
     num_groups, last = -(-width // size), width % size or size
     tile_inputs = TILE_INPUTS if size > SMALL_TILE_INPUTS else SMALL_TILE_INPUTS
     num_tiles = (num_groups - 1) * -(-size // tile_inputs) + -(-last // tile_inputs)
-    scale_bytes = 4 if scheme.correction == "constant" else 8
-    strip_bytes = STRIP_ROWS * (num_groups * scale_bytes + num_tiles * tile_inputs * ELEMENT_BITS[scheme.format] // 8)
-    return -(-num_rows // STRIP_ROWS) * strip_bytes
+    elements = num_tiles * tile_inputs * ELEMENT_BITS[scheme.format] // 8
+    return -(-num_rows // STRIP_ROWS) * STRIP_ROWS * (num_groups * _scale_bytes(scheme) + elements)
+
+
+def _expanded_strip_bytes(scheme: WeightScheme, size: int, width: int) -> int:
+    """Return the bytes of a strip whose elements stand by themselves, in whole cache lines."""
+    elements = STRIP_ROWS * -(-width // 2) * 2 * ELEMENT_BITS[scheme.format] // 8
+    return STRIP_ROWS * -(-width // size) * _scale_bytes(scheme) + -(-elements // CACHE_LINE) * CACHE_LINE
+
+
+def _scale_bytes(scheme: WeightScheme) -> int:
+    return 4 if scheme.correction == "constant" else 8
