@@ -1,4 +1,4 @@
-"""Commands to the engine whose effect a caller awaits: unpinning, and block maps."""
+"""Commands to the engine with effects that a caller awaits: unpinning, and block maps."""
 
 import asyncio
 import itertools

@@ -79,7 +79,7 @@ def make_linear(
 ) -> Linear:
     """Return a layer in PyTorch for a weight of any format; arguments as of `PackedLinear`.
 
-    A weight whose activations are not quantized is expanded here, once, and kept as a dense one. Raises ConfigError for
+    A weight without int8 activations is expanded here, once, and kept as a dense one. Raises ConfigError for
     an unknown format.
     """
     if weight.format not in QUANTIZED_FORMATS:

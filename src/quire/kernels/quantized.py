@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.kernels.linear_weight import CODEBOOK4, FP8, INT4, INT8, LinearWeight
 
-ACTIVATION_LIMIT = 127  # of int8 activations, whose least value is its negative
+ACTIVATION_LIMIT = 127  # of int8 activations; the least value is its negative
 SMALLEST_ABSMAX = 1e-30  # below it a group of activations counts as zeros: its scale's reciprocal would overflow
 ZERO_POINTS = {INT8: 128, INT4: 8}  # of weights that are quantized here
 NARROW_SCALE = 0.9  # of int4: clips a group's extreme, and rounds the others finer; decision 0018

@@ -129,7 +129,7 @@ def _check_name(name: str) -> None:
 
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401
-    """Replace `dict`, whose attributes as a type would reach Python's internals."""
+    """Replace `dict`: its attributes as a type would reach Python's internals."""
     return dict(*args, **kwargs)
 
 

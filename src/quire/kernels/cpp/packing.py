@@ -21,7 +21,7 @@ class PackedWeight(NamedTuple):
 
     packed: Tensor
     format: tuple[int, _kernels.Quantization]
-    kept: tuple[Tensor | None, ...] = ()  # whose memory `format` names
+    kept: tuple[Tensor | None, ...] = ()  # `format` has their addresses
 
 
 def kernel_format(weight: LinearWeight) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoint protocol: tensors by name, whose shapes and dtypes are known before any of them is read.
+"""Checkpoint protocol: tensors by name, with shapes and dtypes that are known before any of them is read.
 
 Rows are read in ranges, so that a rank of tensor parallelism reads its own only.
 """

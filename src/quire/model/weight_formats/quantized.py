@@ -28,7 +28,7 @@ _READERS: Mapping[Storage, Callable[[StoredModule], LinearWeight]] = {
     "packed": read_packed,
     "plain": read_plain,
 }
-_WORDS = ("gptq", "awq")  # whose quantized modules have no tensor `.weight`
+_WORDS = ("gptq", "awq")  # quantized modules have no tensor `.weight`
 
 
 class QuantizedFormat:

@@ -66,7 +66,7 @@ def _quantized_bytes(scheme: WeightScheme, num_rows: int, width: int) -> int:
 
 
 def _expanded_strip_bytes(scheme: WeightScheme, size: int, width: int) -> int:
-    """Return the bytes of a strip whose elements stand by themselves, in whole cache lines."""
+    """Return the bytes of a strip with its elements by themselves, in whole cache lines."""
     elements = STRIP_ROWS * -(-width // 2) * 2 * ELEMENT_BITS[scheme.format] // 8
     return STRIP_ROWS * -(-width // size) * _scale_bytes(scheme) + -(-elements // CACHE_LINE) * CACHE_LINE
 

@@ -28,7 +28,7 @@ class AdmissionRate:
         self._by_second.append((second, num_requests))
 
     def reset(self) -> None:
-        """Start anew after an idle period, whose lack of admissions says nothing about the rate."""
+        """Start anew after an idle period: that nothing was admitted in it says nothing about the rate."""
         self._busy_since_s = None
         self._by_second.clear()
 
