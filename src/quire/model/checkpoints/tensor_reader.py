@@ -64,6 +64,8 @@ class TensorReader:
         if is_transposed:
             whole = read_rows(self._checkpoint, name, shape[::-1])
             part = whole.T if rows is None else whole.T[slice(*rows)]
+        elif not shape:
+            part = read_rows(self._checkpoint, name, shape)
         else:
             part = self._rows(name, shape, rows or (0, shape[0]), dtype or self.dtype)
         part = part.to(self.device, dtype or self.dtype)
