@@ -49,19 +49,21 @@ class EngineOptions:
         "files with a vocabulary that is not read",
     )  # fmt: skip
     dtype: Dtype = _engine(
-        "auto", "of weights, activations and KV cache",
+        "auto", "of weights, activations and KV cache: auto (the model's), float32, bfloat16 or float16",
+        metavar="DTYPE",
         row="of weights, activations and KV cache: `auto` (the model's), `float32`, `bfloat16`, `float16`",
     )  # fmt: skip
     kv_cache_dtype: KVCacheDtype = _engine(
-        "auto", "of the KV cache; auto is that of the kernels",
+        "auto", "of the KV cache: auto (that of the kernels), int8_per_token_head, fp8_per_token_head or fp8",
+        metavar="DTYPE",
         row="of the KV cache: `auto` (that in which the kernels compute); `int8_per_token_head` or "
         "`fp8_per_token_head`, 8 bits with a scale for each token and KV head; `fp8`, 8 bits without stored scales; "
         "`float32`, `bfloat16` or `float16` is refused unless it is what `auto` means "
         "([quantization.md](quantization.md#kv-cache-in-8-bits))",
     )  # fmt: skip
     quantization: Method | None = _engine(
-        None, "int8 or int4 quantizes linear layers while they are loaded; awq, ... is a check", short="-q",
-        shown_default="as the folder says",
+        None, "int8 or int4 quantizes linear layers while they are loaded; awq, gptq, compressed-tensors, fp8 and gguf "
+        "check what the folder says", short="-q", metavar="FORMAT", shown_default="as the folder says",
         row="`int8` or `int4`: float weights of linear layers are quantized while they are loaded, the output head to "
         "int8 ([quantization.md](quantization.md)). `awq`, `gptq`, `compressed-tensors`, `fp8`, `gguf`: the "
         "format of the checkpoint, which is checked. `None`: as the checkpoint is",
@@ -71,7 +73,7 @@ class EngineOptions:
         row="of `int8` and `int4`: inputs of an output that share a scale, a multiple of 32; -1: all of them",
     )  # fmt: skip
     quantization_activations: Activations | None = _engine(
-        None, "arithmetic of integer weights: int8 activations, or weights expanded to bfloat16",
+        None, "arithmetic of integer weights: int8 activations, or weights expanded to bfloat16", metavar="DTYPE",
         shown_default="int8 for groups of at least 64",
         row="arithmetic of layers with integer weights: `int8`, activations are rounded to int8; `bfloat16`, weights "
         "are expanded to the model's dtype as they are used; `None`: `int8` where groups have at least 64 inputs",
