@@ -68,7 +68,8 @@ def test_open_request_holds_no_list_of_its_tokens(
         with connect(server, COMPLETIONS, prompt=prompt(), stream=stream, max_tokens=5):
             server.wait_until(lambda: has_open(server, num_prompts))
             gc.collect()
-            assert not [found for found in gc.get_objects() if type(found) is list and len(found) == 997]
+            lists = [found for found in gc.get_objects() if type(found) is list and len(found) == 997]
+            assert not [found for found in lists if found[0] in (5, 6)]
         server.wait_until(lambda: has_open(server, 0))
 
 
