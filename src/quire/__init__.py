@@ -18,6 +18,7 @@ from quire.core.outputs import (
 )
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import branch_seed
+from quire.core.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
 from quire.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "GuidedDecodingParams",
     "KVStats",
     "Logprob",
     "PinnedPrefix",
@@ -34,6 +36,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "branch_seed",
 ]
 

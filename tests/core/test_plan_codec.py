@@ -24,6 +24,7 @@ from quire.core.plan import (
 )
 from quire.core.plan_codec import decode_plan, decode_result, encode
 from quire.core.sampling_params import SamplingParams
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.core.token_ids import TokenIds, pack_tokens
 
 LARGEST = 2**63 - 1
@@ -49,6 +50,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         logit_bias=rng.choice([None, {3: 1.5, 7: -100.0}]),
         allowed_token_ids=rng.choice([None, [1, 2]]),
         bad_words=rng.choice([None, ["x"]]),
+        structured_outputs=rng.choice([None, StructuredOutputsParams(choice=["a", "é"])]),
     )
 
 

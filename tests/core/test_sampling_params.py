@@ -39,6 +39,8 @@ CONTRACT_DEFAULTS = {
     "include_stop_str_in_output": False,
     "skip_special_tokens": True,
     "detokenize": True,
+    "structured_outputs": None,
+    "guided_decoding": None,
 }
 
 # Field: the ends of its range, then values just outside.
@@ -58,7 +60,10 @@ NUMBERS: dict[str, tuple[list[object], list[object]]] = {
     "prompt_logprobs": ([0, MAX_INT], [-1, MAX_INT + 1]),
 }
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-OPTIONAL = ("seed", "stop", "stop_token_ids", "max_tokens", "logprobs", "prompt_logprobs", "logit_bias")
+OPTIONAL = (
+    "structured_outputs", "guided_decoding", "seed", "stop", "stop_token_ids", "max_tokens", "logprobs",
+    "prompt_logprobs", "logit_bias",
+)
 BOOLS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
 
 

@@ -20,6 +20,7 @@ from quire.core.checks import (
     refuse,
 )
 from quire.core.errors import InvalidRequestError
+from quire.core.structured_outputs import StructuredOutputsParams, structured_outputs_from
 
 MAX_TEMPERATURE = 100.0         # flat to within a few percent for any real model
 MAX_REPETITION_PENALTY = 100.0
@@ -87,6 +88,7 @@ class SamplingParams:
     Lists come out as tuples and `logit_bias` as a read-only dict, so an instance can be shared freely. Ranges stand
     in `__post_init__`. `temperature=0` is greedy decoding whatever the filters say. `top_k` 0 or -1 is off.
     `max_tokens=None` means as many as fit. `logprobs=k` asks for the chosen token and the k most likely ones.
+    `structured_outputs` may also be a mapping of its fields.
     """
 
     n: int = 1
@@ -111,6 +113,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: StructuredOutputsParams | None = None  # an earlier name, moved to the former
 
     def __post_init__(self) -> None:
         for field, (low, high) in _RANGES.items():
@@ -126,6 +130,7 @@ class SamplingParams:
             if getattr(self, field) is not None:
                 self._set(field, check(field, getattr(self, field)))
         self._set("top_k", max(0, self.top_k))
+        self._set_structured_outputs()
         if self.seed is not None:
             check_int("seed", self.seed, MIN_SEED, MAX_SEED)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -141,6 +146,15 @@ class SamplingParams:
             highest = max(getattr(self, field) or (), default=0)
             if highest >= vocab_size:
                 refuse(field, highest, f"token ids below the vocabulary size of {vocab_size}")
+
+    def _set_structured_outputs(self) -> None:
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                refuse("guided_decoding", self.guided_decoding, "left out where structured_outputs is given")
+            self._set("structured_outputs", self.guided_decoding)
+            self._set("guided_decoding", None)
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", structured_outputs_from(self.structured_outputs))
 
     def _set(self, field: str, value: object) -> None:
         """Store the final form of a field, past the frozen dataclass's guard: only the constructor may."""

@@ -215,6 +215,9 @@ class InputProcessor:
             raise InvalidRequestError("the model has no tokenizer: use stop_token_ids instead of stop", param="stop")
         if self._tokenizer is None and params.bad_words:
             raise InvalidRequestError("the model has no tokenizer: bad_words cannot be used", param="bad_words")
+        if params.structured_outputs is not None:
+            message = "structured_outputs is not supported yet"
+            raise InvalidRequestError(message, param="structured_outputs", code="unsupported_parameter")
         check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if priority != 0 and self._policy == "fcfs":
             message = f"priority must be 0, the only one with scheduling_policy fcfs, got {priority}"

@@ -1,0 +1,144 @@
+"""Grammar texts: the constraints of structured outputs in the grammar language of llguidance.
+
+A text is Lark with llguidance's extensions (`%json`, `/regex/`, rule attributes), or JSON of the form
+`{"grammars": [{"name": str, "lark_grammar": str}, ...]}`, where the first grammar is the start and the others are
+referenced by `@name`. Pure text functions: nothing is compiled here.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Any
+
+# At most one line break with its indentation, or two blanks: small models would write blanks until max_tokens.
+WHITESPACE_PATTERN = r"\n[ \t]{0,16}|[ \t]{0,2}"
+
+
+def compact_json(value: object) -> str:
+    """Return `value` as JSON without blanks, in its own order of keys. ValueError or TypeError for what is no JSON."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def json_text(schema: Any, whitespace: str | None = WHITESPACE_PATTERN) -> str:  # noqa: ANN401 (JSON)
+    """Return an expression for JSON that a schema accepts. `whitespace`: regex of what may stand between two lexemes.
+
+    None: nothing. `x-guidance` of the schema, llguidance's own options, wins over both.
+    """
+    options = {"whitespace_flexible": False} if whitespace is None else {"whitespace_pattern": whitespace}
+    if schema is True:
+        schema = {}
+    if isinstance(schema, dict):
+        given = schema.get("x-guidance")
+        schema = schema | {"x-guidance": options | given if isinstance(given, dict) else options}
+    return f"%json {compact_json(schema)}"
+
+
+def literal_text(text: str) -> str:
+    """Return an expression for one string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def choice_text(choices: Sequence[str]) -> str:
+    """Return the grammar of one of several strings: a single terminal, so that common beginnings cost nothing."""
+    return f"start: CHOICE\nCHOICE: {' | '.join(map(literal_text, choices))}\n"
+
+
+def regex_text(pattern: str) -> str:
+    r"""Return an expression for the texts that a regex in Python's syntax matches from beginning to end.
+
+    `\d` is 0 to 9, and `[` in a set of characters is itself, unless it begins a class such as `[:alpha:]`.
+    """
+    return f"/{''.join(_regex_parts(pattern))}/"
+
+
+def _regex_parts(pattern: str) -> Iterable[str]:
+    """Yield the pattern in pieces, with Python's meaning and without what would end it early."""
+    is_in_set, position = False, 0
+    while position < len(pattern):
+        piece = pattern[position : position + (2 if pattern[position] == "\\" else 1)]
+        position += len(piece)
+        if piece == "[" and not is_in_set:
+            is_in_set = True
+            head = next(h for h in ("^]", "]", "^", "") if pattern.startswith(h, position))  # `]` here ends nothing
+            position += len(head)
+            yield piece + head.replace("]", "\\]")
+        elif piece == "[":
+            end = pattern.find(":]", position) if pattern.startswith(":", position) else -1
+            yield "\\[" if end < 0 else pattern[position - 1 : end + 2]
+            position = position if end < 0 else end + 2
+        else:
+            is_in_set = is_in_set and piece != "]"
+            yield _DIGITS[is_in_set].get(piece) or _ESCAPED.get(piece, piece)
+
+
+_ESCAPED = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n"}
+_DIGITS = {False: {"\\d": "[0-9]", "\\D": "[^0-9]"}, True: {"\\d": "0-9", "\\D": "[^0-9]"}}
+
+
+def closed_objects(schema: Any) -> Any:  # noqa: ANN401 (JSON)
+    """Return a schema whose objects have no properties but those named, unless `additionalProperties` says otherwise.
+
+    Objects are the subschemas with `properties` or `patternProperties`. Names of properties are no keywords.
+    """
+    if isinstance(schema, list):
+        return [closed_objects(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed_below(key, value) for key, value in schema.items()}
+    if "additionalProperties" not in closed and closed.keys() & {"properties", "patternProperties"}:
+        closed["additionalProperties"] = False
+    return closed
+
+
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NO_SCHEMAS = ("const", "enum", "default", "examples", "required", "x-guidance")
+
+
+def _closed_below(key: str, value: Any) -> Any:  # noqa: ANN401 (JSON)
+    if key in _NO_SCHEMAS:
+        return value
+    if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+        return {name: closed_objects(each) for name, each in value.items()}
+    return closed_objects(value)
+
+
+def lark_from(grammar: str) -> str:
+    """Return a grammar in Lark, in GBNF (`root ::= ...`), or in llguidance's JSON as text for llguidance.
+
+    ValueError, with the place, for GBNF that cannot be converted.
+    """
+    if grammar.lstrip().startswith("{") or "::=" not in grammar:
+        return grammar
+    from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415 (a compiled library, only for these grammars)
+
+    try:
+        return any_to_lark(grammar)
+    except Exception as error:  # (its errors derive from Exception alone)
+        raise ValueError(f"the grammar cannot be converted from GBNF: {error}") from error
+
+
+def after_reasoning(grammar: str, end_marker: str, *, is_special_token: bool = False) -> str:
+    """Return the grammar of any text up to and including `end_marker`, then `grammar`.
+
+    `is_special_token`: the tokenizer has the marker, such as `</think>`, as a special token. ValueError for a grammar
+    in JSON that has no list of grammars.
+    """
+    parts = _grammars(grammar)
+    names = {part.get("name") for part in parts}
+    answer = next(name for number in count() if (name := f"answer_{number}") not in names)
+    if is_special_token:
+        reasoning = f"start: TEXT {end_marker} @{answer}\nTEXT: /(?s:.*)/\n"
+    else:
+        reasoning = f"start: reasoning @{answer}\nreasoning[suffix={literal_text(end_marker)}]: /(?s:.*)/\n"
+    parts[0] |= {"name": answer}
+    return compact_json({"grammars": [{"lark_grammar": reasoning}, *parts]})
+
+
+def _grammars(text: str) -> list[dict[str, Any]]:
+    """Return the list of a text's grammars, the first of which is its start. ValueError for other JSON."""
+    if not text.lstrip().startswith("{"):
+        return [{"lark_grammar": text}]
+    grammars = json.loads(text).get("grammars")
+    if not isinstance(grammars, list) or not grammars or not all(isinstance(each, dict) for each in grammars):
+        raise ValueError('a grammar in JSON must be an object with "grammars", a list of objects')
+    return grammars

@@ -1,0 +1,186 @@
+"""StructuredOutputsParams: the form that an output must have. Checked once, at construction; names are vLLM's.
+
+Any constraint becomes one text, its grammar (`to_grammar`), by which it is compiled, cached and compared. The grammar
+itself is checked where it is compiled, and for requests over HTTP before that, in a process with a time limit.
+"""
+
+import json as json_codec
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quire.core.checks import check_bool, check_strings, refuse, shown
+from quire.core.errors import InvalidRequestError
+from quire.core.grammar_text import (
+    WHITESPACE_PATTERN,
+    choice_text,
+    closed_objects,
+    compact_json,
+    json_text,
+    lark_from,
+    regex_text,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_SCHEMA_BYTES = 2**20        # of json, structural_tag, and all choices together; in UTF-8
+MAX_REGEX_BYTES = 2**16
+MAX_GRAMMAR_BYTES = 4 * 2**20   # more than a schema: canonical grammars hold schemas as escaped text
+MAX_CHOICES = 10_000
+MAX_WHITESPACE_BYTES = 1024
+MAX_SCHEMA_DEPTH = 256          # arrays and objects inside each other; the interpreter's own limit is 1,000 calls
+
+_TEXTS = {
+    "regex": MAX_REGEX_BYTES,
+    "grammar": MAX_GRAMMAR_BYTES,
+    "whitespace_pattern": MAX_WHITESPACE_BYTES,
+}
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """Exactly one constraint of an output, and options of JSON. InvalidRequestError, a ValueError, names what is wrong.
+
+    `json`: a JSON schema, as text or as a dict, which is stored as text. `regex`: in Python's syntax, matched from
+    beginning to end. `choice`: one of these texts. `grammar`: Lark with llguidance's extensions, or GBNF.
+    `json_object`: any JSON object. Of `json` and `json_object`: `disable_any_whitespace` leaves no blank between two
+    lexemes, `whitespace_pattern` is the regex of the blanks there, `disable_additional_properties` forbids properties
+    that a schema does not name.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                f"structured_outputs must have exactly one of {', '.join(CONSTRAINTS)}, "
+                f"got {' and '.join(given) or 'none'}",
+                param="structured_outputs",
+            )
+        for name, most in _TEXTS.items():
+            if getattr(self, name) is not None:
+                _check_bytes(name, getattr(self, name), most)
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            check_bool(name, getattr(self, name))
+        if self.json_object is not None:
+            check_bool("json_object", self.json_object)
+        if self.structural_tag is not None:
+            raise InvalidRequestError("structural_tag is not supported yet", param="structural_tag")
+        if self.json is not None:
+            object.__setattr__(self, "json", _check_schema("json", self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _check_choice(self.choice))
+
+    def to_grammar(self) -> str:
+        """Return the grammar. InvalidRequestError for GBNF that cannot be converted.
+
+        Constraints that allow the same texts may have different grammars; `StructuredOutputsParams(grammar=...)` of a
+        grammar has that one.
+        """
+        if self.grammar is not None:
+            try:
+                return lark_from(self.grammar)
+            except ValueError as error:
+                raise InvalidRequestError(str(error), param="grammar") from error
+        if self.regex is not None:
+            return f"start: {regex_text(self.regex)}\n"
+        if self.choice is not None:
+            return choice_text(self.choice)
+        schema = {"type": "object"} if self.json is None else json_codec.loads(str(self.json))
+        if self.disable_additional_properties:
+            schema = closed_objects(schema)
+        whitespace = WHITESPACE_PATTERN if self.whitespace_pattern is None else self.whitespace_pattern
+        return f"start: {json_text(schema, None if self.disable_any_whitespace else whitespace)}\n"
+
+
+def structured_outputs_from(value: object) -> StructuredOutputsParams:
+    """Return parameters that were given as such or as a mapping of their fields."""
+    if isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, Mapping):
+        refuse("structured_outputs", value, "StructuredOutputsParams or a mapping of its fields")
+    known = [field.name for field in fields(StructuredOutputsParams)]
+    for name in value:
+        if name not in known:
+            message = f"structured_outputs has no field {shown(name)}; its fields are {', '.join(known)}"
+            raise InvalidRequestError(message, param="structured_outputs")
+    return StructuredOutputsParams(**value)
+
+
+def GuidedDecodingParams(  # noqa: N802 (stands for a class of vLLM)
+    *, backend: str | None = None, backend_was_auto: bool = False, disable_fallback: bool = False,
+    **constraint: Any,  # noqa: ANN401
+) -> StructuredOutputsParams:
+    """Return StructuredOutputsParams: an earlier name. The fields that choose among back ends have no effect."""
+    log.warning("GuidedDecodingParams is an earlier name of StructuredOutputsParams")
+    if backend is not None:
+        log.warning("guided decoding: backend %r was asked for; grammars are llguidance's", backend)
+    return StructuredOutputsParams(**constraint)
+
+
+def _check_bytes(field: str, value: object, most: int) -> str:
+    """Return `value` if it is a text of 1 to `most` bytes."""
+    if not isinstance(value, str) or not value:
+        refuse(field, value, "a string that is not empty")
+    [text] = check_strings(field, [value])
+    num_bytes = len(text) if text.isascii() else len(text.encode())
+    if num_bytes > most:
+        raise InvalidRequestError(f"{field} must be at most {most} bytes, got {num_bytes}", param=field)
+    return text
+
+
+def _check_schema(field: str, value: object) -> str:
+    """Return a JSON schema as compact text; keys keep their order, which is that of the output."""
+    if isinstance(value, str):
+        _check_bytes(field, value, MAX_SCHEMA_BYTES)
+    elif not isinstance(value, dict):
+        refuse(field, value, "a JSON schema, as a string or a dict")
+    try:
+        schema = json_codec.loads(value) if isinstance(value, str) else value
+        check_depth(field, schema)
+        text = compact_json(schema)
+    except InvalidRequestError:
+        raise
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{field} must be a JSON schema: {str(error)[:200]}", param=field) from error
+    if not isinstance(schema, dict | bool):
+        refuse(field, schema, "a JSON schema: an object, true or false")
+    return _check_bytes(field, text, MAX_SCHEMA_BYTES)
+
+
+def check_depth(field: str, value: object, most: int = MAX_SCHEMA_DEPTH) -> None:
+    """Raise InvalidRequestError if JSON has more than `most` arrays and objects inside each other."""
+    level: list[object] = [value]
+    for _ in range(most + 1):
+        level = [inner for each in level for inner in _elements(each)]
+        if not level:
+            return
+    raise InvalidRequestError(f"{field} must be nested at most {most} deep", param=field)
+
+
+def _elements(value: object) -> Sequence[object]:
+    """Return the arrays and objects directly in a value of JSON."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [each for each in inside if isinstance(each, dict | list | tuple)]
+
+
+def _check_choice(value: object) -> tuple[str, ...]:
+    choices = check_strings("choice", value)
+    if not 0 < len(choices) <= MAX_CHOICES:
+        raise InvalidRequestError(f"choice must have from 1 to {MAX_CHOICES} texts, got {len(choices)}", param="choice")
+    num_bytes = sum(len(text.encode()) for text in choices)
+    if num_bytes > MAX_SCHEMA_BYTES:
+        message = f"choice must have at most {MAX_SCHEMA_BYTES} bytes in all, got {num_bytes}"
+        raise InvalidRequestError(message, param="choice")
+    return choices
