@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -209,6 +210,24 @@ def test_chat_goes_on_with_the_last_message(llm: LLM) -> None:
     assert output.prompt.endswith("def add(")
     with pytest.raises(InvalidRequestError, match="add_generation_prompt"):
         llm.chat(conversation, GREEDY, continue_final_message=True, use_tqdm=False)
+
+
+def test_chat_shows_tools_to_the_model(llm: LLM) -> None:
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+    output = llm.chat([{"role": "user", "content": "hi"}], GREEDY, tools=[tool], use_tqdm=False)[0]
+    assert output.prompt is not None
+    assert "get_weather" in output.prompt
+    with pytest.raises(InvalidRequestError, match=re.escape("tools[0] must be of the form")):
+        llm.chat([{"role": "user", "content": "hi"}], GREEDY, tools=[{}], use_tqdm=False)
+
+
+def test_chat_takes_a_template_and_its_variables(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "hi"}]
+    how: dict[str, Any] = {"chat_template": "{{ mood }} {{ messages[0].content }}", "use_tqdm": False}
+    output = llm.chat(conversation, GREEDY, chat_template_kwargs={"mood": "Oh,"}, **how)[0]
+    assert output.prompt == "Oh, hi"
+    with pytest.raises(InvalidRequestError, match="none of the arguments of chat, got tools"):
+        llm.chat(conversation, GREEDY, chat_template_kwargs={"tools": []}, **how)
 
 
 BAD_MESSAGES: list[Any] = [

@@ -3,7 +3,7 @@
 import inspect
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeVar, cast
@@ -21,8 +21,9 @@ from quire.engine.input_processor import CheckedParams, InputProcessor, Prepared
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind, OutputProcessor
 from quire.engine.pinned_prefixes import PinnedPrefixes
-from quire.text.chat_template import Message
+from quire.text.conversation import Message
 from quire.text.tokenizer import Tokenizer
+from quire.text.tools import Tool
 
 T = TypeVar("T")
 
@@ -129,16 +130,28 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, rendered with the model's chat template.
+        """Answer one conversation, or each of several, rendered with `chat_template`, by default the model's.
 
         With `continue_final_message`, instead of `add_generation_prompt`, the answer continues the last message.
+        `tools` are functions in OpenAI's form, which the template describes to the model; calls are text of the answer.
+        `chat_template_kwargs` are other variables of the template.
         """
         inputs = self._engine.inputs
-        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        tokenized = [inputs.tokenize_chat(each, **how) for each in _conversations(messages)]
+        how = {
+            "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
+            "tools": tools, "chat_template": chat_template,
+        }  # fmt: skip
+        variables = chat_template_kwargs or {}
+        if taken := sorted(how.keys() & variables.keys()):
+            message = f"chat_template_kwargs must have none of the arguments of chat, got {', '.join(taken)}"
+            raise InvalidRequestError(message, param="chat_template_kwargs")
+        tokenized = [inputs.tokenize_chat(each, **how, **variables) for each in _conversations(messages)]
         return self._finish_all(self._prepare(tokenized, sampling_params, priority), use_tqdm)
 
     def beam_search(

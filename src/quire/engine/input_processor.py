@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.checks import check_int, check_text, shown
@@ -22,7 +22,7 @@ from quire.core.task import GENERATE, BeamSearch, Pin, Scope
 from quire.core.token_ids import PackedTokens, pack_tokens
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
-from quire.text.chat_template import Message
+from quire.text.conversation import Message
 from quire.text.tokenizer import Tokenizer
 
 
@@ -135,8 +135,11 @@ class InputProcessor:
             return TokenizedPrompt(prompt, ids)
         return TokenizedPrompt(None, self._check_token_ids(prompt))
 
-    def tokenize_chat(self, conversation: Sequence[Message], **how: bool) -> TokenizedPrompt:
-        """Return a conversation rendered with the chat template, and its tokens. InvalidRequestError as `tokenize`."""
+    def tokenize_chat(self, conversation: Sequence[Message], **how: Any) -> TokenizedPrompt:  # noqa: ANN401
+        """Return a conversation rendered by `Tokenizer.apply_chat_template`, and its tokens.
+
+        InvalidRequestError as `tokenize`.
+        """
         if self._tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
         return self.tokenize_rendered(self._tokenizer.apply_chat_template(conversation, **how))

@@ -21,7 +21,8 @@ from quire.server.errors import overloaded, shutting_down
 from quire.server.fair_semaphore import FairSemaphore
 from quire.server.options import DEFAULT_LIMITS, Limits
 from quire.text import template_worker as worker
-from quire.text.chat_template import MAX_RENDERED_CHARS, Message
+from quire.text.chat_template import MAX_RENDERED_CHARS
+from quire.text.conversation import Message
 from quire.text.template_worker import LoadTemplate, Render, Rendered, RenderRefused, TemplateReply
 from quire.text.tokenizer import Tokenizer
 

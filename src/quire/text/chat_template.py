@@ -4,13 +4,16 @@ A template is a program of the model's authors, so it runs in Jinja's immutable 
 output. Names and settings are those of transformers, for which templates are written: trimmed blocks, loop controls,
 `raise_exception`, `strftime_now`, a `tojson` that leaves characters as they are, and `generation` blocks, which mark
 the assistant's words for training and mean nothing here.
+
+Tools are rendered by the template. One that does not know them gets them as text, in the system message if it shows
+that, else in the first message of the user; one that does not know tool calls gets those as text, too.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
@@ -20,12 +23,29 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from quire.core.errors import InvalidRequestError
+from quire.text.conversation import Message, checked_conversation, refuse, with_calls_as_text, with_text_in_front
+from quire.text.tools import (
+    DEFAULT_TOOL_LIMITS,
+    Tool,
+    ToolLimits,
+    check_schemas,
+    check_tools,
+    for_template,
+    tools_text,
+)
 
 MAX_RENDERED_CHARS = 16 * 1024 * 1024  # longer than any context
 MAX_ERROR_CHARS = 1000                 # of an error that a template raises
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # the one of transformers, so that templates treat it the same
 
-Message = Mapping[str, Any]
+Conversation = list[dict[str, Any]]
+
+
+class _Knowledge(NamedTuple):
+    """What a template reads: the variable `tools`, and the tool calls of messages."""
+
+    of_tools: bool
+    of_calls: bool
 
 
 class ChatTemplate:
@@ -40,37 +60,69 @@ class ChatTemplate:
         messages: Sequence[Message],
         /,
         *,
+        tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        limits: ToolLimits = DEFAULT_TOOL_LIMITS,
         **variables: Any,  # noqa: ANN401 (variables of the template)
     ) -> str:
         """Return the text of a conversation.
 
         A message has a `role` and a `content`: a string, a list of text parts (joined by newlines), or null. Raises
-        InvalidRequestError for the field `messages` if the messages are invalid or the template fails. With
-        `continue_final_message`, instead of a generation prompt, the text ends where the last message's content does.
+        InvalidRequestError for the field `messages` if the messages are invalid or the template fails, for `tools` if
+        those are invalid. With `continue_final_message`, instead of a generation prompt, the text ends where the last
+        message's content does.
         """
-        if not isinstance(messages, list | tuple) or not messages:
-            _refuse("messages must be a list of at least one message")
-        conversation = [_checked(index, message) for index, message in enumerate(messages)]
+        conversation = checked_conversation(messages, limits)
+        functions = None if tools is None else check_tools(tools)
+        if functions is not None:
+            check_schemas(functions, limits)
         if not continue_final_message:
-            return self._render(conversation, add_generation_prompt, variables)
+            return self._render(conversation, functions, add_generation_prompt, variables)
         if add_generation_prompt:
             raise InvalidRequestError(
                 "continue_final_message cannot be used together with add_generation_prompt: "
                 "a message is either continued or begun",
                 param="continue_final_message",
             )
-        content = conversation[-1].get("content")
-        if not isinstance(content, str):
-            _refuse("continue_final_message needs a last message with a content")
+        content = conversation[-1]["content"]
+        if messages[-1].get("content") is None:
+            refuse("continue_final_message needs a last message with a content")
         marked = [*conversation[:-1], conversation[-1] | {"content": content + CONTINUE_MARK}]
-        return _cut_after(content, self._render(marked, add_generation_prompt, variables))
+        return _cut_after(content, self._render(marked, functions, add_generation_prompt, variables))
 
     def _render(
-        self, conversation: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]
-    ) -> str:
-        context = {"tools": None, "documents": None} | variables | {"messages": conversation}
+        self, conversation: Conversation, tools: list[dict[str, Any]] | None, add_generation_prompt: bool,
+        variables: dict[str, Any],
+    ) -> str:  # fmt: skip
+        """Return the text of a checked conversation, with tools and calls as text where the template needs that."""
+        knows = self._knowledge
+        if not knows.of_calls:
+            conversation = with_calls_as_text(conversation)
+        if not tools:
+            return self._run(conversation, None, add_generation_prompt, variables)
+        if knows.of_tools:
+            return self._run(conversation, for_template(tools), add_generation_prompt, variables)
+        text = tools_text(tools, tells_format=not knows.of_calls)
+        failure: InvalidRequestError | None = None
+        for role in ("system", "user"):
+            try:
+                told = with_text_in_front(conversation, text, role)
+                rendered = self._run(told, None, add_generation_prompt, variables)
+            except InvalidRequestError as error:  # some templates refuse messages of the system
+                failure = failure or error
+                continue
+            if text in rendered:
+                return rendered
+        if failure is not None:
+            raise failure
+        raise InvalidRequestError("the model's chat template does not show tools", param="tools")
+
+    def _run(
+        self, conversation: Conversation, tools: list[dict[str, Any]] | None, add_generation_prompt: bool,
+        variables: dict[str, Any],
+    ) -> str:  # fmt: skip
+        context = {"documents": None} | variables | {"messages": conversation, "tools": tools}
         try:
             plain = _plain(context)
             pieces = self._compiled.generate(plain, add_generation_prompt=add_generation_prompt)
@@ -78,11 +130,30 @@ class ChatTemplate:
         except InvalidRequestError:
             raise
         except Exception as error:  # a template is a program and may raise anything
-            reason = (str(error) or type(error).__name__)[:MAX_ERROR_CHARS]
-            _refuse(f"the model's chat template cannot render the messages: {reason}", error)
+            _refuse_template(error)
+
+    @property
+    def is_given_format(self) -> bool:
+        """Whether tools are described to the model with the format of calls, since the template knows neither."""
+        return not any(self._knowledge)
+
+    @cached_property
+    def _knowledge(self) -> _Knowledge:
+        try:
+            tree = self._environment.parse(self.source)
+        except Exception as error:  # a syntax error, or any other that parsing raises
+            _refuse_template(error)
+        names = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "load"}
+        attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+        constants = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        return _Knowledge("tools" in names, "tool_calls" in attributes | constants)
 
     @cached_property
     def _compiled(self) -> Template:
+        return self._environment.from_string(self.source)
+
+    @cached_property
+    def _environment(self) -> ImmutableSandboxedEnvironment:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
         )
@@ -93,7 +164,7 @@ class ChatTemplate:
             dict=_make_dict,
             namespace=PlainNamespace,
         )
-        return environment.from_string(self.source)
+        return environment
 
 
 class GenerationBlock(Extension):
@@ -154,7 +225,7 @@ def _join_bounded(pieces: Any) -> str:  # noqa: ANN401 (an iterator of strings)
     for piece in pieces:
         num_chars += len(piece)
         if num_chars > MAX_RENDERED_CHARS:
-            _refuse(f"the rendered chat template is longer than {MAX_RENDERED_CHARS} characters")
+            refuse(f"the rendered chat template is longer than {MAX_RENDERED_CHARS} characters")
         written.append(piece)
     return "".join(written)
 
@@ -164,35 +235,9 @@ def _cut_after(content: str, text: str) -> str:
     mark = CONTINUE_MARK.strip()  # templates may strip contents
     place = text.rfind(mark)
     if place < 0 or content.strip() not in text:
-        _refuse("continue_final_message: the model's chat template does not write the last message as it is")
+        refuse("continue_final_message: the model's chat template does not write the last message as it is")
     kept = text[:place]
     return kept if text.startswith(CONTINUE_MARK, place) else kept.rstrip()
-
-
-def _checked(index: int, message: object) -> dict[str, Any]:
-    """Return a copy of a message whose content is text or None."""
-    where = f"messages[{index}]"
-    if not isinstance(message, dict):
-        _refuse(f"{where} must be an object, got {type(message).__name__}")
-    if not isinstance(message.get("role"), str):
-        _refuse(f"{where} must have a role that is a string")
-    if "content" in message:
-        return message | {"content": _content_text(where, message["content"])}
-    if "tool_calls" not in message:
-        _refuse(f"{where} must have a content")
-    return message
-
-
-def _content_text(where: str, content: object) -> str | None:
-    """Return the content of a message as one text, parts joined by newlines: most templates accept text only."""
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
-        _refuse(f"{where}.content must be a string, a list of parts or null, got {type(content).__name__}")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            _refuse(f'{where}.content must have parts of the form {{"type": "text", "text": "..."}} only')
-    return "\n".join(part["text"] for part in content)
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 (JSON)
@@ -202,9 +247,10 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 (JSON)
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if not isinstance(value, list | tuple):
-        _refuse(f"a chat template takes plain JSON values, got {type(value).__name__}")
+        refuse(f"a chat template takes plain JSON values, got {type(value).__name__}")
     return [_plain(item) for item in value]
 
 
-def _refuse(message: str, cause: Exception | None = None) -> NoReturn:
-    raise InvalidRequestError(message, param="messages") from cause
+def _refuse_template(error: Exception) -> NoReturn:
+    reason = (str(error) or type(error).__name__)[:MAX_ERROR_CHARS]
+    refuse(f"the model's chat template cannot render the messages: {reason}", error)

@@ -19,6 +19,7 @@ import msgspec
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame, read_frame
 from quire.text.chat_template import ChatTemplate
+from quire.text.tools import DEFAULT_TOOL_LIMITS, ToolLimits
 
 RENDER_LIMIT_S = 2.0        # a page of chat takes 0.1 ms, 4 MiB of messages about 100 ms
 MEMORY_LIMIT_BYTES = 1024**3
@@ -32,12 +33,14 @@ class LoadTemplate(msgspec.Struct, tag="load", array_like=True, frozen=True):
 
 
 class Render(msgspec.Struct, tag="render", array_like=True, frozen=True):
-    """A conversation, unchecked, and the other variables of the template."""
+    """A conversation and tools, unchecked, and the other variables of the template."""
 
     messages: Any
     add_generation_prompt: bool
     continue_final_message: bool
     variables: dict[str, Any]
+    tools: Any = None
+    limits: ToolLimits = DEFAULT_TOOL_LIMITS
 
 
 class TemplateLoaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
@@ -91,6 +94,8 @@ def _answer(template: ChatTemplate, command: Render) -> bytes:
     try:
         text = template.render(
             command.messages,
+            tools=command.tools,
+            limits=command.limits,
             add_generation_prompt=command.add_generation_prompt,
             continue_final_message=command.continue_final_message,
             **command.variables,

@@ -163,13 +163,16 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
-        **kwargs: Any,  # noqa: ANN401 (variables of the template: tools, documents, switches)
+        *,
+        chat_template: str | None = None,
+        **kwargs: Any,  # noqa: ANN401 (tools, and variables of the template: documents, switches)
     ) -> str:
-        """Return a conversation rendered with the model's chat template, which writes special tokens itself.
+        """Return a conversation rendered with a chat template (default: the model's), which writes special tokens.
 
-        InvalidRequestError when there is no template, or when it or the engine refuses the messages.
+        InvalidRequestError when there is no template, or when it or the engine refuses the messages or the tools.
         """
-        if self._chat_template is None:
+        template = self._chat_template if chat_template is None else ChatTemplate(chat_template)
+        if template is None:
             raise InvalidRequestError("the model has no chat template", param="messages")
         variables = {**self.named_tokens, **kwargs}
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)

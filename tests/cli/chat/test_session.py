@@ -12,7 +12,7 @@ from quire.cli.chat.conversation import BackEnd, ChatError, Conversation, Exchan
 from quire.cli.chat.local import LocalBackEnd
 from quire.cli.chat.screen import Screen, Tone
 from quire.cli.chat.session import HELP, ChatSession
-from quire.text.chat_template import Message
+from quire.text.conversation import Message
 from support.interrupts import interruptible
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from quire.core.errors import EngineError
-from quire.text.chat_template import Message
+from quire.text.conversation import Message
 
 
 class ChatError(EngineError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from quire.cli.chat.conversation import ChatError, Update
 from quire.core.outputs import RequestOutput
 from quire.core.sampling_params import SamplingParams
-from quire.text.chat_template import Message
+from quire.text.conversation import Message
 
 if TYPE_CHECKING:
     from quire.llm import LLM

@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 from quire.cli import openai_stream
 from quire.cli.chat.conversation import ChatError, Update
 from quire.core.errors import ContextLengthError, EngineError
-from quire.text.chat_template import Message
+from quire.text.conversation import Message
 
 _MAX_BODY_BYTES = 1 << 20  # of an answer that is no stream
 _MAX_MESSAGE_CHARS = 1000

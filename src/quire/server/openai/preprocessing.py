@@ -16,7 +16,7 @@ from quire.server.openai.request_models import ChatBody, ChatMessage, TemplateOp
 from quire.server.openai.response_builder import OpenAIRequest
 from quire.server.options import Limits
 from quire.server.service import Service
-from quire.text.chat_template import Message
+from quire.text.conversation import Message
 
 Prompt = str | list[int]
 _TEMPLATE_ARGUMENTS = frozenset(("messages", "add_generation_prompt", "continue_final_message"))

@@ -1,0 +1,148 @@
+"""Messages of a conversation, checked, in the values that chat templates expect.
+
+Requests have OpenAI's form, and templates that of transformers: content is text and never null, the arguments of a tool
+call are an object and no JSON text, a tool's message has its function's name, and reasoning is found under each of the
+names that templates read.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from quire.core.errors import InvalidRequestError
+from quire.text.tools import ToolLimits, check_bytes
+
+_REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")  # vLLM's, DeepSeek's and Qwen's, gpt-oss's
+
+Message = Mapping[str, Any]
+
+
+def checked_conversation(messages: object, limits: ToolLimits) -> list[dict[str, Any]]:
+    """Return copies of the messages, in the form that templates expect. InvalidRequestError names an invalid one."""
+    if not isinstance(messages, list | tuple) or not messages:
+        refuse("messages must be a list of at least one message")
+    names: dict[object, str] = {}                 # of the functions called so far, by the ids of their calls
+    return [_checked(index, message, names, limits) for index, message in enumerate(messages)]
+
+
+def refuse(message: str, cause: Exception | None = None) -> NoReturn:
+    """Raise InvalidRequestError for the field `messages`."""
+    raise InvalidRequestError(message, param="messages") from cause
+
+
+def _checked(index: int, message: object, names: dict[object, str], limits: ToolLimits) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, dict):
+        refuse(f"{where} must be an object, got {type(message).__name__}")
+    if not isinstance(message.get("role"), str):
+        refuse(f"{where} must have a role that is a string")
+    checked = {name: value for name, value in message.items() if value is not None}  # clients send null for nothing
+    calls = checked.pop("tool_calls", None)
+    if calls:
+        checked["tool_calls"] = _tool_calls(where, calls, names, limits)
+    elif "content" not in message and "tool_calls" not in message:
+        refuse(f"{where} must have a content")
+    checked["content"] = _content_text(where, message.get("content"))
+    if checked["role"] == "tool" and (name := names.get(_hashable(checked.get("tool_call_id")))):
+        checked.setdefault("name", name)
+    reasoning = next((text for name in _REASONING_NAMES if isinstance(text := checked.get(name), str)), None)
+    if reasoning is not None:
+        checked |= {name: reasoning for name in _REASONING_NAMES if name not in checked}
+    return checked
+
+
+def _content_text(where: str, content: object) -> str:
+    """Return the content of a message as one text, parts joined by newlines: most templates accept text only."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        refuse(f"{where}.content must be a string, a list of parts or null, got {type(content).__name__}")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            refuse(f'{where}.content must have parts of the form {{"type": "text", "text": "..."}} only')
+    return "\n".join(part["text"] for part in content)
+
+
+def _tool_calls(where: str, calls: object, names: dict[object, str], limits: ToolLimits) -> list[dict[str, Any]]:
+    """Return the calls with their arguments as objects, and add the names of their functions to `names`."""
+    if not isinstance(calls, list | tuple):
+        refuse(f"{where}.tool_calls must be a list, got {type(calls).__name__}")
+    return [_tool_call(f"{where}.tool_calls[{index}]", call, names, limits) for index, call in enumerate(calls)]
+
+
+def _tool_call(where: str, call: object, names: dict[object, str], limits: ToolLimits) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        refuse(f"{where} must be an object with a function that is an object")
+    name = function.get("name")
+    if not isinstance(name, str):
+        refuse(f"{where}.function must have a name that is a string")
+    names[_hashable(call.get("id"))] = name
+    arguments = function.get("arguments")
+    place, limit = f"{where}.function.arguments", limits.max_argument_bytes
+    check_bytes("messages", place, arguments, limit, "max_argument_bytes")
+    return {"type": "function"} | call | {"function": function | {"arguments": _as_object(arguments)}}
+
+
+def _as_object(arguments: object) -> object:
+    """Return the object that a JSON text is. A text that is none, such as a cut one, remains as it is."""
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _hashable(value: object) -> object:
+    return value if isinstance(value, str) else None
+
+
+# --- templates that render no tool calls ------------------------------------------------------------------------------
+
+
+def with_calls_as_text(conversation: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the conversation with tool calls as text of the assistant, and the messages of tools as the user's.
+
+    Messages of tools that follow each other become one: many templates demand that user and assistant alternate.
+    """
+    written: list[dict[str, Any]] = []
+    follows_tool = False
+    for message in conversation:
+        if message["role"] == "tool":
+            response = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if follows_tool:
+                written[-1]["content"] += f"\n{response}"
+            else:
+                written.append({"role": "user", "content": response})
+        elif "tool_calls" in message:
+            calls = [_call_text(call["function"]) for call in message["tool_calls"]]
+            plain = {name: value for name, value in message.items() if name != "tool_calls"}
+            written.append(plain | {"content": "\n".join(filter(None, [message["content"], *calls]))})
+        else:
+            written.append(dict(message))
+        follows_tool = message["role"] == "tool"
+    return written
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def with_text_in_front(conversation: Sequence[Message], text: str, role: str) -> list[dict[str, Any]]:
+    """Return the conversation with `text` in its system message, or before its first message of the role `user`."""
+    messages = [dict(message) for message in conversation]
+    if role == "system":
+        if messages[0]["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": text}, *messages]
+        messages[0]["content"] = f"{messages[0]['content']}\n\n{text}".lstrip()
+        return messages
+    for message in messages:
+        if message["role"] == role:
+            message["content"] = f"{text}\n\n{message['content']}"
+            break
+    return messages

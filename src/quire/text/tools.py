@@ -1,0 +1,143 @@
+"""Tools of a request: the functions that a model may call, checked, and as text for templates that render none."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import msgspec
+
+from quire.core.checks import shown
+from quire.core.errors import InvalidRequestError
+
+MAX_NAME_CHARS = 128
+NAME_PATTERN = rf"[\w.:/-]{{1,{MAX_NAME_CHARS}}}"
+_NAME = re.compile(NAME_PATTERN)
+_UNENCODABLE = (TypeError, OverflowError, UnicodeEncodeError, RecursionError, ValueError)
+
+Tool = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolLimits:
+    """Bounds on each function's schema, and on the arguments of each call in a message; a server's are its flags."""
+
+    max_schema_bytes: int = 128 << 10
+    max_schema_depth: int = 32
+    max_schema_properties: int = 2048
+    max_argument_bytes: int = 1 << 20
+
+
+DEFAULT_TOOL_LIMITS = ToolLimits()
+
+
+def check_tools(tools: object) -> list[dict[str, Any]]:
+    """Return the tools. InvalidRequestError for the field `tools` if one is no function with a valid name.
+
+    Does not look into schemas: takes microseconds.
+    """
+    if not isinstance(tools, list | tuple):
+        _refuse("tools", f"must be a list, got {type(tools).__name__}")
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+            _refuse(where, 'must be of the form {"type": "function", "function": {"name": ...}}')
+        _check_function(f"{where}.function", tool["function"])
+    return list(tools)
+
+
+def _check_function(where: str, function: Mapping[str, Any]) -> None:
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        expected = f"must be 1 to {MAX_NAME_CHARS} letters, digits, or characters of _-.:/"
+        _refuse(f"{where}.name", f"{expected}, got {shown(name)}")
+    for field, kind, expected in (
+        ("description", str, "a string"), ("parameters", dict, "a JSON schema, an object,"), ("strict", bool, "a bool")
+    ):  # fmt: skip
+        value = function.get(field)
+        if value is not None and not isinstance(value, kind):
+            _refuse(f"{where}.{field}", f"must be {expected} or null, got {type(value).__name__}")
+    kind = (function.get("parameters") or {}).get("type", "object")
+    if kind != "object":
+        _refuse(f"{where}.parameters", f"must be the schema of an object, got the type {shown(kind)}")
+
+
+def check_schemas(tools: Sequence[Tool], limits: ToolLimits) -> None:
+    """Raise InvalidRequestError for a function with a schema past the limits. Linear in the sizes of the schemas."""
+    for index, tool in enumerate(tools):
+        where, schema = f"tools[{index}].function.parameters", tool["function"].get("parameters") or {}
+        check_bytes("tools", where, schema, limits.max_schema_bytes, "max_schema_bytes")
+        depth, num_properties = _size_of(schema, limits.max_schema_depth)
+        if depth > limits.max_schema_depth:
+            _refuse(where, f"must be nested at most {limits.max_schema_depth} levels deep (max_schema_depth)")
+        if num_properties > limits.max_schema_properties:
+            most = f"at most {limits.max_schema_properties} properties (max_schema_properties)"
+            _refuse(where, f"must have {most}, got {num_properties}")
+
+
+def check_bytes(param: str, where: str, value: object, limit: int, flag: str) -> None:
+    """Raise InvalidRequestError for a value that has more bytes than the limit, as JSON if it is no text."""
+    try:
+        num_bytes = len(value.encode(errors="replace") if isinstance(value, str) else msgspec.json.encode(value))
+    except _UNENCODABLE as error:
+        raise InvalidRequestError(f"{where} must be JSON: {error}", param=param) from error
+    if num_bytes > limit:
+        raise InvalidRequestError(f"{where} must have at most {limit} bytes ({flag}), got {num_bytes}", param=param)
+
+
+def _size_of(schema: object, max_depth: int) -> tuple[int, int]:
+    """Return how deep lists and objects are nested, as far as just past `max_depth`, and the number of properties."""
+    depth = num_properties = 0
+    level = [schema]
+    while level and depth <= max_depth:
+        depth += 1
+        below: list[object] = []
+        for value in level:
+            if isinstance(value, dict):
+                properties = value.get("properties")
+                num_properties += len(properties) if isinstance(properties, dict) else 0
+                below += value.values()
+            elif isinstance(value, list | tuple):
+                below += value
+        level = [value for value in below if isinstance(value, dict | list | tuple)]
+    return depth + bool(level), num_properties
+
+
+def for_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return the tools with a description and a schema each, which many templates read without a test."""
+    written = []
+    for tool in tools:
+        given = {name: value for name, value in tool["function"].items() if value is not None}
+        ordered = {"name": "", "description": ""}
+        written.append(dict(tool) | {"function": ordered | given | {"parameters": parameters_of(tool)}})
+    return written
+
+
+def parameters_of(tool: Tool) -> dict[str, Any]:
+    """Return the schema of a function's arguments. A function without one takes nothing."""
+    schema: dict[str, Any] = tool["function"].get("parameters") or {"type": "object", "properties": {}}
+    return schema
+
+
+def tools_text(tools: Sequence[Tool], *, tells_format: bool) -> str:
+    """Return the text that describes tools in a system message, with the format of calls if `tells_format`.
+
+    The format is that of Hermes' models, which many others know too.
+    """
+    functions = (json.dumps({"type": "function", "function": dict(tool["function"])}, ensure_ascii=False)
+                 for tool in tools)  # fmt: skip
+    lines = ["You can call these functions, each described by a JSON object:", "<tools>", *functions, "</tools>"]
+    if tells_format:
+        lines += [
+            "To call one, write its name and its arguments as a JSON object between two tags, once for each call:",
+            "<tool_call>",
+            '{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}',
+            "</tool_call>",
+            "The results follow between <tool_response> and </tool_response>.",
+        ]
+    return "\n".join(lines)
+
+
+def _refuse(where: str, problem: str) -> NoReturn:
+    raise InvalidRequestError(f"{where} {problem}", param="tools")
