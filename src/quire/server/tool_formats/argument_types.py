@@ -1,0 +1,85 @@
+"""Types of arguments that a model writes as text, by the JSON schema of their tool."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_MAX_SCHEMAS = 64  # that are looked at for one parameter
+_LITERALS = {"True": ("true", "boolean"), "False": ("false", "boolean"), "None": ("null", "null")}
+_NAMES: dict[type, str] = {
+    bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", dict: "object", list: "array"
+}  # fmt: skip
+
+
+def types_of(schema: object, key: str) -> frozenset[str]:
+    """Return the JSON types that the schema of a tool's parameters allows for one of them; none: nothing is said."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    properties = schema.get("properties")
+    part = properties.get(key) if isinstance(properties, Mapping) else None
+    if part is None:
+        part = schema.get("additionalProperties")
+    types: set[str] = set()
+    parts = [part]
+    for _ in range(_MAX_SCHEMAS):  # a bound: references may form circles
+        if not parts:
+            return frozenset(types)
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            types |= _own_types(part)
+            for keyword in ("anyOf", "oneOf", "allOf"):
+                branches = part.get(keyword)
+                parts += branches[:_MAX_SCHEMAS] if isinstance(branches, list) else []
+            parts.append(_referenced(schema, part.get("$ref")))
+    return frozenset(types)
+
+
+def _own_types(part: Mapping[str, Any]) -> set[str]:
+    """Return the types that a schema names itself."""
+    written = part.get("type")
+    types = {name for name in (written if isinstance(written, list) else [written]) if isinstance(name, str)}
+    if not types and isinstance(part.get("enum"), list):
+        types = {_NAMES[type(value)] for value in part["enum"] if type(value) in _NAMES}
+    if not types and "const" in part:
+        types = {_NAMES[type(part["const"])]}
+    if not types and "properties" in part:
+        types = {"object"}
+    return types
+
+
+def _referenced(schema: Mapping[str, Any], reference: object) -> object:
+    """Return the part of a schema that a reference into it names."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    part: object = schema
+    for name in reference[2:].split("/")[:8]:
+        part = part.get(name) if isinstance(part, Mapping) else None
+    return part
+
+
+def string_text(text: str) -> str:
+    """Return the inside of the JSON string of a text."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def json_value(text: str, types: frozenset[str] | None) -> str:
+    """Return the JSON of a value that was written as text: of one of the types, of any if there are none.
+
+    What is no JSON of these types is a string.
+    """
+    value = text.strip()
+    literal, type_name = _LITERALS.get(value, (value, ""))
+    if not type_name:
+        try:
+            type_name = _NAMES[type(json.loads(value, parse_constant=_refuse))]
+        except (ValueError, RecursionError):
+            type_name = "string"
+    if type_name != "string" and (not types or type_name in types or (type_name == "integer" and "number" in types)):
+        return literal
+    if type_name == "string" and value[:1] == '"' and types and "string" not in types:
+        return value
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

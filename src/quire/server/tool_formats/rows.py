@@ -1,0 +1,63 @@
+"""Rows of the tables of formats.
+
+A call is written as a template says. Its fields: `{name}`; `{arguments}` in the row's notation; `{call}`, an object
+with name and arguments, `{calls}`, a list of such; `{parameters}`, one text by the template `parameter` for each, with
+`{key}`, `{type}` and `{value}`; `{index}`, a number. White space of templates is written as it is, and may be missing
+or differ where it is read; `{?text}` is written, and may be missing.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """The way in which models of a family write tool calls."""
+
+    name: str
+    models: str  # for the documentation
+    call: str
+    parameter: str = ""
+    section: tuple[str, str] = ("", "")  # around all calls, and only calls; special tokens, which text never contains
+    separator: str = "\n"  # between calls
+    notation: Literal["json", "tagged", "python", "gemma"] = "json"
+    variants: tuple[str, ...] = ()  # templates of calls that are read too
+    drops: tuple[str, ...] = ()  # markers around content that are no part of it
+    keys: tuple[str, str] = ("name", "arguments")  # of `{call}`; `parameters` and `arguments` are both read
+    is_escaped: bool = False  # names and keys are escaped as in XML
+    has_channels: bool = False  # the output is a sequence of messages with headers, as in Harmony
+    aliases: tuple[str, ...] = ()  # names of vLLM's parsers for it
+    fingerprints: tuple[tuple[str, ...], ...] = ()  # any of these groups: texts that a chat template has all of
+    model_types: tuple[str, ...] = ()  # of config.json, for models whose chat template says nothing
+
+    @property
+    def is_bare(self) -> bool:
+        """Return whether calls begin without a marker: then they are calls only at the start and of known tools."""
+        return self.call.startswith("{") or self.section[0] == "["
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """The way in which models of a family mark their reasoning."""
+
+    name: str
+    models: str
+    markers: tuple[tuple[str, str], ...]  # start and end; the first pair is written, all are read
+    ends: tuple[str, ...] = ()  # markers of what follows, which end the reasoning without being part of its end
+    is_open_from_start: bool = False  # models that reason without a start marker, in the prompt or the output
+    may_call: bool = True  # calls inside of reasoning are calls; False: text
+    has_channels: bool = False
+    aliases: tuple[str, ...] = ()
+    fingerprints: tuple[tuple[str, ...], ...] = ()
+    model_types: tuple[str, ...] = ()
+
+    def starts(self, prompt: str) -> bool:
+        """Return whether the output starts inside of reasoning, by the end of the rendered prompt."""
+        if self.has_channels:
+            return False
+        tail = prompt[-4096:]
+        last_start = max(tail.rfind(start) for start, _ in self.markers)
+        last_end = max(tail.rfind(end) for _, end in self.markers)
+        if self.is_open_from_start and not tail.rstrip().endswith(tuple(end for _, end in self.markers)):
+            return True
+        return last_start > last_end

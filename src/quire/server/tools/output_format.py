@@ -1,0 +1,23 @@
+"""Entry point of tool calls and reasoning: formats, the parser of outputs, its events, grammars that force calls."""
+
+from quire.server.api.output_events import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
+from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
+from quire.server.tool_formats.table import FALLBACK, REASONING_FORMATS, TOOL_FORMATS, find_format, find_reasoning
+from quire.server.tools.output_parser import OutputParser
+
+__all__ = [
+    "FALLBACK",
+    "REASONING_FORMATS",
+    "TOOL_FORMATS",
+    "Arguments",
+    "CallBegan",
+    "CallEnded",
+    "Content",
+    "Event",
+    "OutputParser",
+    "Reasoning",
+    "ReasoningFormat",
+    "ToolFormat",
+    "find_format",
+    "find_reasoning",
+]
