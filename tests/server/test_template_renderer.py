@@ -16,10 +16,11 @@ import uvloop
 
 from quire.core.errors import InvalidRequestError
 from quire.engine.launcher import start_module
-from quire.server import template_renderer
+from quire.server import sandbox, template_renderer
 from quire.server.errors import ApiError, as_api_error
 from quire.server.options import DEFAULT_LIMITS
 from quire.server.template_renderer import TemplateRenderer
+from quire.text.template_worker import RENDER_LIMIT_S
 from quire.text.tokenizer import Tokenizer
 from support.small_tokenizers import CHAT_TEMPLATE, byte_level, save
 
@@ -271,7 +272,7 @@ def test_a_process_that_does_not_answer_is_killed(
     async def check() -> None:
         async with opened(with_template(LOOPS_IF_ASKED)) as renderer:
             assert await renderer.render(HELLO) == "hi"
-            monkeypatch.setattr(template_renderer, "REPLY_LIMIT_S", 0.01)
+            monkeypatch.setattr(sandbox, "REPLY_SLACK", 0.01 / RENDER_LIMIT_S)
             with pytest.raises(RuntimeError, match="killed by signal 9"):
                 await renderer.render(LOOP)
 
@@ -345,7 +346,7 @@ def test_a_process_that_cannot_start_is_not_the_requests_fault(
     with_template: MakeTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = with_template(CHAT_TEMPLATE)
-    monkeypatch.setattr(template_renderer, "start_module", partial(start_module, interpreter="/bin/false"))
+    monkeypatch.setattr(sandbox, "start_module", partial(start_module, interpreter="/bin/false"))
 
     async def check() -> None:
         async with opened(tokenizer) as renderer:
@@ -418,6 +419,7 @@ SERVER = """
 import asyncio, sys
 from pathlib import Path
 from quire.server.template_renderer import TemplateRenderer
+from quire.text.template_worker import RENDER_LIMIT_S
 from quire.text.tokenizer import Tokenizer
 
 async def main():

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from quire.core.frames import frame, read_frame
+from quire.core.sandbox import OUT_OF_MEMORY
 from quire.text.template_worker import (
-    OUT_OF_MEMORY,
     LoadTemplate,
     Render,
     Rendered,

@@ -1,29 +1,22 @@
 """The template process: `python -m quire.text.template_worker FD`, started by `quire.server.template_renderer`.
 
-A chat template is a program of the model's authors, and its input is part of a request. The sandbox restricts what it
-can reach, but neither its run time nor its memory; the limits of a process do. The worker renders one conversation
-after the other. The kernel ends it when a render takes too long, also after the server has ended; when memory runs out,
-it ends itself. Between renders it ends with its stream.
+A chat template is a program of the model's authors, and its input is part of a request. Jinja's sandbox restricts what
+it can reach, but neither its run time nor its memory; the limits of a process do (`quire.core.sandbox`). The worker
+renders one conversation after the other.
 """
 
-import os
-import resource
-import signal
-import socket
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from quire.core.errors import InvalidRequestError
-from quire.core.frames import frame, read_frame
+from quire.core.frames import frame
+from quire.core.sandbox import serve_jobs
 from quire.text.chat_template import ChatTemplate
 from quire.text.tools import DEFAULT_TOOL_LIMITS, ToolLimits
 
 RENDER_LIMIT_S = 2.0        # a page of chat takes 0.1 ms, 4 MiB of messages about 100 ms
-MEMORY_LIMIT_BYTES = 1024**3
-OUT_OF_MEMORY = 3           # exit status
 
 
 class LoadTemplate(msgspec.Struct, tag="load", array_like=True, frozen=True):
@@ -68,29 +61,24 @@ decode_command: Callable[[bytes], TemplateCommand] = msgspec.msgpack.Decoder(Tem
 decode_reply: Callable[[bytes], TemplateReply] = msgspec.msgpack.Decoder(TemplateReply).decode
 
 
-def main() -> None:
-    """Serve the socket with the number given as the only argument."""
-    _set_limits()
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    stream = connection.makefile("rb")
-    template: ChatTemplate | None = None
-    while (body := read_frame(stream)) is not None:
-        signal.setitimer(signal.ITIMER_REAL, RENDER_LIMIT_S)
+class TemplateJobs:
+    """The template, once it is loaded, and the answers to commands."""
+
+    def __init__(self) -> None:
+        self._template: ChatTemplate | None = None
+
+    def answer(self, body: bytes) -> bytes:
+        """Return the frame of the reply to a command. MemoryError when memory runs out."""
         command = decode_command(body)
         if isinstance(command, LoadTemplate):
-            template, reply = ChatTemplate(command.source), frame(TemplateLoaded())  # compiled by its first render
-        else:
-            assert template is not None, "the first command must be LoadTemplate"
-            reply = _answer(template, command)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        try:
-            connection.sendall(reply)
-        except OSError:
-            return  # the server has ended
+            self._template = ChatTemplate(command.source)  # compiled by its first render
+            return frame(TemplateLoaded())
+        assert self._template is not None, "the first command must be LoadTemplate"
+        return _rendered(self._template, command)
 
 
-def _answer(template: ChatTemplate, command: Render) -> bytes:
-    """Return the frame of a reply. Ends the process when memory runs out, without cleanup, which would need memory."""
+def _rendered(template: ChatTemplate, command: Render) -> bytes:
+    """Return the frame of a conversation's text, or of a refusal."""
     try:
         text = template.render(
             command.messages,
@@ -102,13 +90,11 @@ def _answer(template: ChatTemplate, command: Render) -> bytes:
         )
         return frame(Rendered(text))
     except InvalidRequestError as error:
-        if not isinstance(error.__cause__, MemoryError):
-            return _refusal(str(error), error.param, error.code)
+        if isinstance(error.__cause__, MemoryError):
+            raise error.__cause__ from error
+        return _refusal(str(error), error.param, error.code)
     except UnicodeEncodeError:
         return _refusal("the chat template has rendered half a surrogate pair", "messages", None)
-    except MemoryError:
-        pass  # not in the template, but in checking the messages or packing the text: end all the same
-    os._exit(OUT_OF_MEMORY)
 
 
 def _refusal(message: str, param: str | None, code: str | None) -> bytes:
@@ -116,16 +102,5 @@ def _refusal(message: str, param: str | None, code: str | None) -> bytes:
     return frame(RenderRefused(message.encode(errors="replace").decode(), param, code))
 
 
-def _set_limits() -> None:
-    """Ignore SIGINT and SIGTERM, which the server handles, and set the limits that the kernel enforces."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MEMORY_LIMIT_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_LIMIT_BYTES, most)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
 if __name__ == "__main__":
-    main()
+    serve_jobs(TemplateJobs().answer, RENDER_LIMIT_S)
