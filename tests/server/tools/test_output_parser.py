@@ -1,44 +1,31 @@
 """The incremental parser: events of outputs in any pieces."""
 
 import itertools
-from collections.abc import Iterable
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.server.tools.output_format import (
+    TOOL_FORMATS,
     Arguments,
     CallBegan,
     CallEnded,
     Content,
-    Event,
     OutputParser,
     Reasoning,
+    ToolFormat,
     find_format,
     find_reasoning,
 )
+from support.outputs import parse, texts
 
 HERMES_OUTPUT = (
     "<think>\nTwo calls.\n</think>\n\nLet me see: a < b.\n<tool_call>\n"
     '{"name": "echo", "arguments": {"text": "</tool_call> \\" }"}}\n</tool_call>\n<tool_call>'
     '{"arguments": {}, "name": "now"}</tool_call> Done. <tool_call> is a tag, </tool_call> too.'
 )
-
-
-def parse(name: str, pieces: Iterable[str], reasoning: str = "none", in_reasoning: bool = False) -> list[Event]:
-    """Return the events of an output in pieces, with texts of one kind joined."""
-    parser = OutputParser(find_format(name), [], in_reasoning, find_reasoning(reasoning))
-    events: list[Event] = []
-    for event in [event for piece in pieces for event in parser.feed(piece)] + parser.finish():
-        last = events[-1] if events else None
-        if isinstance(event, Arguments) and isinstance(last, Arguments) and event.index == last.index:
-            events[-1] = Arguments(event.index, last.text + event.text)
-        elif isinstance(event, Content | Reasoning) and type(event) is type(last):
-            events[-1] = type(event)(last.text + event.text)
-        else:
-            events.append(event)
-    return events
 
 
 def test_hermes_output_becomes_events() -> None:
@@ -81,3 +68,59 @@ def test_cut_output_has_no_end_of_its_call() -> None:
 def test_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"tool-call-parser 'hermse' is unknown; choose auto, none, .*hermes"):
         find_format("hermse")
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "echo", "parameters": {"properties": {"text": {"type": "string"}}}}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+def fragments(row: ToolFormat) -> st.SearchStrategy[str]:
+    """Return texts made of what outputs of a format are made of, in any order."""
+    templates = (row.call, row.parameter, *row.variants, *row.section, *row.drops)
+    literals = {piece for template in templates for piece in re.split(r"\{[^}]*\}|(?<=>)(?=<)|\s+", template) if piece}
+    names = ["echo", "now", "text", "name", "arguments", "to=functions.echo", "<|end|>", "<think>", "</think>"]
+    symbols = [*'"{}[]()<>|:,=\\ \n', "'", '": "', '{"', "1", "true", "None", "é", "</", "<|"]
+    pieces = st.sampled_from([*sorted(literals), *names, *symbols])
+    return st.lists(pieces | st.sampled_from(sorted(literals)), max_size=40).map("".join)
+
+
+@pytest.mark.parametrize("row", TOOL_FORMATS, ids=lambda row: row.name)
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_output_in_any_pieces_gives_the_same_events(row: ToolFormat, data: st.DataObject) -> None:
+    output = data.draw(fragments(row))
+    reasoning = data.draw(st.sampled_from(["none", "qwen3", "mistral"]))
+    in_reasoning = data.draw(st.booleans())
+    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(output)), max_size=12))), len(output)]
+    pieces = [output[start:stop] for start, stop in itertools.pairwise(cuts)]
+    whole = parse(row.name, [output], reasoning, in_reasoning, TOOLS)
+    assert parse(row.name, pieces, reasoning, in_reasoning, TOOLS) == whole
+    assert parse(row.name, output, reasoning, in_reasoning, TOOLS) == whole
+
+
+@pytest.mark.parametrize("row", TOOL_FORMATS, ids=lambda row: row.name)
+def test_plain_text_is_content(row: ToolFormat) -> None:
+    text = 'A list [1, 2], an object {"a": 1}, tags <b>x</b> <| and\n\nsome more. '
+    assert texts(parse(row.name, text, tools=TOOLS), Content) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "starts"),
+    [
+        ("qwen3", "<|im_start|>assistant\n<think>\n", True),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("qwen3", "<|im_start|>user\nWrite <think> here<|im_end|>\n<|im_start|>assistant\n", False),
+        ("deepseek_r1", "<｜Assistant｜>", True),
+        ("deepseek_r1", "<｜Assistant｜><think>\n", True),
+        ("deepseek_r1", "<｜Assistant｜></think>", False),
+        ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", False),
+        ("kimi_k3", '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>', True),
+        ("openai_gptoss", "<|start|>assistant", False),
+    ],
+)
+def test_end_of_the_prompt_says_if_the_output_starts_in_reasoning(name: str, prompt: str, starts: bool) -> None:
+    row = find_reasoning(name)
+    assert row is not None
+    assert row.starts(prompt) is starts

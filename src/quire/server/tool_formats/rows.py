@@ -1,13 +1,17 @@
 """Rows of the tables of formats.
 
-A call is written as a template says. Its fields: `{name}`; `{arguments}` in the row's notation; `{call}`, an object
-with name and arguments, `{calls}`, a list of such; `{parameters}`, one text by the template `parameter` for each, with
-`{key}`, `{type}` and `{value}`; `{index}`, a number. White space of templates is written as it is, and may be missing
-or differ where it is read; `{?text}` is written, and may be missing.
+A call is written as a template says. Its fields: `{name}`; `{arguments}` in the notation of the row; `{call}`, an
+object with name and arguments, `{calls}`, a list of such; `{list}`, a list of calls in Python; `{parameters}`, one
+text by the template `parameter` for each, with `{key}`, `{type}` and `{value}`; `{index}`, a number. White space of a
+template is written as it is, and may be missing or differ where it is read; `{?text}` and `{:index}` are written, and
+may be missing.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Literal
+
+_HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
 
 @dataclass(frozen=True)
@@ -19,9 +23,10 @@ class ToolFormat:
     call: str
     parameter: str = ""
     section: tuple[str, str] = ("", "")  # around all calls, and only calls; special tokens, which text never contains
-    separator: str = "\n"  # between calls
+    separator: str = "\n"  # between calls, and between those of a list
     notation: Literal["json", "tagged", "python", "gemma"] = "json"
     variants: tuple[str, ...] = ()  # templates of calls that are read too
+    skips_space: bool = False  # white space in front of calls is no content, even if `call` does not begin with it
     drops: tuple[str, ...] = ()  # markers around content that are no part of it
     keys: tuple[str, str] = ("name", "arguments")  # of `{call}`; `parameters` and `arguments` are both read
     is_escaped: bool = False  # names and keys are escaped as in XML
@@ -33,7 +38,15 @@ class ToolFormat:
     @property
     def is_bare(self) -> bool:
         """Return whether calls begin without a marker: then they are calls only at the start and of known tools."""
-        return self.call.startswith("{") or self.section[0] == "["
+        return self.call.startswith("{")
+
+    @property
+    def marker_texts(self) -> tuple[str, ...]:
+        """Return the texts that the format consists of: special tokens that are part of one are kept in the text."""
+        templates = (self.call, self.parameter, *self.variants, *self.section, *self.drops)
+        texts = (text for template in templates for text in re.split(r"\{[^}]*\}", template))
+        extra = (*(_HARMONY if self.has_channels else ()), *(['<|"|>'] if self.notation == "gemma" else []))
+        return (*dict.fromkeys(text for text in texts if text), *extra)
 
 
 @dataclass(frozen=True)
@@ -51,13 +64,14 @@ class ReasoningFormat:
     fingerprints: tuple[tuple[str, ...], ...] = ()
     model_types: tuple[str, ...] = ()
 
+    @property
+    def marker_texts(self) -> tuple[str, ...]:
+        """Return the texts that the format consists of: special tokens that are part of one are kept in the text."""
+        return (*(text for pair in self.markers for text in pair), *self.ends, *(_HARMONY if self.has_channels else ()))
+
     def starts(self, prompt: str) -> bool:
-        """Return whether the output starts inside of reasoning, by the end of the rendered prompt."""
-        if self.has_channels:
-            return False
-        tail = prompt[-4096:]
-        last_start = max(tail.rfind(start) for start, _ in self.markers)
-        last_end = max(tail.rfind(end) for _, end in self.markers)
-        if self.is_open_from_start and not tail.rstrip().endswith(tuple(end for _, end in self.markers)):
-            return True
-        return last_start > last_end
+        """Return whether the output starts inside of reasoning: by the end of the rendered prompt alone."""
+        prompt = prompt[-256:].rstrip()
+        if prompt.endswith(tuple(start.rstrip() for start, _ in self.markers)):
+            return not self.has_channels
+        return self.is_open_from_start and not prompt.endswith(tuple(end.rstrip() for _, end in self.markers))

@@ -33,3 +33,7 @@ class CallEvents:
         """End the calls whose arguments are closed."""
         self.events += [CallEnded(index) for index in self._complete]
         self._complete.clear()
+
+    def abandon(self) -> None:
+        """Leave the calls whose end was not emitted without one."""
+        self._complete.clear()

@@ -8,17 +8,19 @@ from enum import Enum
 from typing import Any
 
 from quire.server.tool_formats.argument_types import json_value, string_text, types_of
+from quire.server.tool_formats.reader import SPACE, Reader, Steps, any_of, kind_of, number_of, sequence
 from quire.server.tool_formats.rows import ToolFormat
+from quire.server.tool_formats.syntax import NAME, Syntax, split
 from quire.server.tools.call_events import CallEvents
-from quire.server.tools.reader import SPACE, Reader, Steps, any_of, kind_of, number_of, sequence
-from quire.server.tools.syntax import Syntax, split
+from quire.server.tools.literals import GEMMA, PYTHON, Literals
 
-MAX_KEPT = 65_536  # characters of arguments before the name of their call
+MAX_KEPT = 65_536  # characters of a call in front of its name; a longer text is no call
 MAX_VALUE = 1_048_576  # characters of a value that is read whole; a longer one is a string
 
 _OPEN = any_of(sequence("open", [SPACE, r"\{"]))
 _LIST = any_of(sequence("open", [SPACE, r"\["]))
 _LIST_NEXT = any_of(sequence("next", [SPACE, ","]), sequence("close", [SPACE, r"\]"]))
+_PYTHON_CALL = any_of(sequence("head", [SPACE, f"(?P<_name>{NAME})", SPACE, r"\("]))
 _KEY = any_of(
     sequence("key", [SPACE, ",?+", SPACE, '"', r'(?P<_key>[^"\\]{1,256}+)', '"', SPACE, ":"]),
     sequence("close", [SPACE, r"\}"]),
@@ -62,6 +64,8 @@ class CallReader:
             return Outcome.NONE
         if kind_of(head) == "json":
             return (yield from self._json_calls())
+        if kind_of(head) == "list":
+            return (yield from self._python_calls())
         number = number_of(head)
         template, name = self._templates[number], head[f"_name{number}"]
         self._begin(name)
@@ -69,7 +73,11 @@ class CallReader:
             is_closed = yield from self._tagged_parameters(name)
         elif "arguments" in template:
             yield from self._reader.skip_space()
-            is_closed = yield from self._reader.copy_json(self._calls.arguments)
+            if self._row.notation == "gemma":
+                yield from self._reader.match(_OPEN)
+                is_closed = yield from Literals(self._reader, self._calls.arguments, GEMMA).arguments()
+            else:
+                is_closed = yield from self._reader.copy_json(self._calls.arguments)
         else:
             is_closed = True
         return self._end() if is_closed else Outcome.BROKEN
@@ -105,7 +113,7 @@ class CallReader:
         early: list[str] = []  # arguments in front of the name
         if (yield from reader.match(_OPEN)) is None:
             return Outcome.NONE
-        while found := (yield from reader.match(_KEY)):
+        while reader.num_kept <= MAX_KEPT and (found := (yield from reader.match(_KEY))):
             if kind_of(found) == "close":
                 return self._end() if name else Outcome.NONE
             key = found["_key"]
@@ -116,6 +124,7 @@ class CallReader:
                 if self._row.is_bare and name not in self._tools:
                     return Outcome.NONE
                 self._begin(name)
+                reader.num_kept = 0
                 for text in early:
                     calls.arguments(text)
             elif key in _ARGUMENTS:
@@ -138,7 +147,7 @@ class CallReader:
         if kind == "scalar":
             return found["_scalar"] == "null"
         pieces: list[str] = []
-        if not (yield from reader.copy_string(pieces.append, MAX_VALUE)):
+        if not (yield from reader.copy_string(pieces.append, MAX_VALUE if is_call else MAX_KEPT)):
             return False
         try:
             emit(json.loads(f'"{"".join(pieces)}"', strict=False))
@@ -151,8 +160,30 @@ class CallReader:
         if found is None:
             return False
         if kind_of(found) == "brackets":
-            return (yield from self._reader.copy_json(_ignore, MAX_VALUE))
-        return kind_of(found) == "scalar" or (yield from self._reader.copy_string(_ignore, MAX_VALUE))
+            return (yield from self._reader.copy_json(_ignore, MAX_KEPT))
+        return kind_of(found) == "scalar" or (yield from self._reader.copy_string(_ignore, MAX_KEPT))
+
+    def _python_calls(self) -> Steps[Outcome]:
+        """Read a list of calls in Python; they end with the list."""
+        reader = self._reader
+        yield from reader.match(_LIST)
+        has_call = False
+        while head := (yield from reader.match(_PYTHON_CALL)):
+            if self._row.is_bare and not has_call and head["_name"] not in self._tools:
+                return Outcome.NONE
+            self._begin(head["_name"])
+            has_call = True
+            if not (yield from Literals(reader, self._calls.arguments, PYTHON).arguments()):
+                break
+            self._calls.complete()
+            following = yield from reader.match(_LIST_NEXT)
+            if following is not None and kind_of(following) == "close":
+                self._calls.end()
+                return Outcome.CALL
+            if following is None:
+                break
+        self._calls.abandon()
+        return Outcome.BROKEN if has_call else Outcome.NONE
 
     def _tagged_parameters(self, name: str) -> Steps[bool]:
         """Read parameters one by one up to the end of the call; write them as a JSON object."""

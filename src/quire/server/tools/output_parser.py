@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.server.api.output_events import Content, Event, Reasoning
+from quire.server.tool_formats.reader import Reader, Steps, kind_of, number_of
 from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
+from quire.server.tool_formats.syntax import syntax
 from quire.server.tools.call_events import CallEvents
 from quire.server.tools.call_reader import CallReader, Outcome
-from quire.server.tools.reader import Reader, Steps, kind_of, number_of
-from quire.server.tools.syntax import syntax
+from quire.server.tools.harmony import read_messages
 
 
 class OutputParser:
@@ -34,6 +35,8 @@ class OutputParser:
             function = tool.get("function", tool)
             schemas[function["name"]] = function.get("parameters")
         self._call_reader = CallReader(row, self._syntax, schemas, self._reader, self._calls) if row else None
+        self._row = row
+        self._has_channels = any(part is not None and part.has_channels for part in (row, reasoning))
         self._is_bare = row is not None and row.is_bare
         self._is_reasoning = starts_in_reasoning and reasoning is not None
         self._has_content = False  # since the start, or the last call: reasoning may begin only before it
@@ -53,6 +56,12 @@ class OutputParser:
             raise AssertionError("the parser waits for text that does not come")
         return self._take()
 
+    @property
+    def num_held(self) -> int:
+        """Return the number of characters that were fed and not turned into events yet."""
+        reader = self._reader
+        return len(reader.buffer) - reader.at + (reader.num_kept if reader.kept is not None else 0)
+
     def _take(self) -> list[Event]:
         events = self._calls.events
         self._calls.events = []
@@ -70,6 +79,9 @@ class OutputParser:
     def _read(self) -> Steps[None]:
         reader = self._reader
         yield
+        if self._has_channels:
+            yield from read_messages(reader, self._calls, self._row is not None)
+            return
         if self._is_reasoning:
             yield from reader.skip_space()
         if self._is_bare and not self._is_reasoning:
@@ -117,7 +129,7 @@ class OutputParser:
     def _attempt(self, marker: str, number: int) -> Steps[Outcome]:
         reader = self._reader
         assert self._call_reader is not None
-        kept = reader.kept = [marker]
+        kept = reader.keep(marker)
         outcome = yield from self._call_reader.read(number)
         reader.kept = None
         if outcome is Outcome.NONE:
@@ -125,7 +137,7 @@ class OutputParser:
                 self._emit("".join(kept))
             return outcome
         self._has_content = False
-        if outcome is Outcome.CALL and self._syntax.tail is not None:
+        if outcome is Outcome.CALL:
             yield from reader.match(self._syntax.tail)
         return outcome
 

@@ -19,8 +19,9 @@ _OUTSIDE = re.compile(r"[\s\w+\-.,:]*+")
 
 
 def atoms(literal: str) -> tuple[str, ...]:
-    """Return the atoms of a literal text; a run of white space in it stands for any run of at most 32."""
-    return tuple(SPACE if piece.isspace() else re.escape(piece) for piece in re.findall(r"\s+|\S", literal))
+    """Return the atoms of a literal text; a run of white space in it, and a place between tags, stands for any run."""
+    pieces = re.findall(r"\s+|(?<=>)(?=<)|\S", literal)
+    return tuple(re.escape(piece) if piece.strip() else SPACE for piece in pieces)
 
 
 def sequence(name: str, parts: Sequence[str], aheads: Sequence[Sequence[str]] = ()) -> str:
@@ -73,7 +74,8 @@ class Reader:
         self.buffer = ""
         self.at = 0
         self.is_last = False  # no more text comes
-        self.kept: list[str] | None = None  # what `match` consumed, while a call may turn out to be none
+        self.kept: list[str] | None = None  # what was consumed, while a call may turn out to be none
+        self.num_kept = 0  # its characters, or more
 
     def add(self, text: str) -> None:
         """Append a piece of text; what was consumed is dropped."""
@@ -84,6 +86,12 @@ class Reader:
     def is_cut(self) -> bool:
         """Return whether the output ended with all of its text consumed, but for a beginning of what was expected."""
         return self.is_last and self.at == len(self.buffer)
+
+    def keep(self, text: str) -> list[str]:
+        """Keep what is consumed from now on, behind `text`; return the list of it."""
+        self.kept = [text]
+        self.num_kept = len(text)
+        return self.kept
 
     def match(self, pattern: re.Pattern[str]) -> Steps[re.Match[str] | None]:
         """Consume what the pattern matches here, or return None; at a cut, its beginning is consumed too."""
@@ -104,7 +112,7 @@ class Reader:
     ) -> Steps[re.Match[str] | None]:
         """Emit text up to the first match of the pattern, and consume that; None at the end of the output.
 
-        With `at_end`, a beginning of the pattern at the end of the output is not emitted; it is a match if `at_end` is.
+        A beginning of the pattern at the end of the output is emitted as well, but is a match if `at_end` matches it.
         """
         while True:
             found = pattern.search(self.buffer, self.at)
@@ -117,8 +125,8 @@ class Reader:
                 return found
             if self.is_last:
                 rest, self.at = self.buffer[self.at :], len(self.buffer)
-                if at_end is not None:
-                    return at_end.match(rest)
+                if at_end is not None and (found := at_end.match(rest)):
+                    return found
                 if rest:
                     emit(rest)
                 return None
@@ -154,8 +162,10 @@ class Reader:
         """Emit the JSON value in brackets that starts here; brackets in strings are text.
 
         Return False if it does not end, at a character that JSON has in strings only, which is not consumed, or when
-        more than `limit` characters were emitted.
+        more than `limit` characters were emitted. The first character, if there is one, must have come.
         """
+        if self.buffer[self.at : self.at + 1] not in ("{", "["):
+            return False
         depth = 0
         is_in_string = False
         while True:
@@ -195,4 +205,5 @@ class Reader:
     def _consume(self, stop: int) -> None:
         if self.kept is not None:
             self.kept.append(self.buffer[self.at : stop])
+            self.num_kept += stop - self.at
         self.at = stop

@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
+from quire.server.tool_formats.reader import SPACE, any_of, atoms, sequence
 from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
-from quire.server.tools.reader import SPACE, any_of, atoms, sequence
 
 NAME = r"[^\s<>\"'(){}\[\]|=,;:]{1,128}+"
 KEY = r"[^<>\"{}\n]{1,256}+"
-_BODIES = ("arguments", "parameters", "call", "calls")
+_BODIES = ("arguments", "parameters")
 
 
 def split(template: str) -> list[str]:
@@ -60,7 +60,7 @@ class Syntax:
             calls = self._add_calls(row)
         drops = _literals("drop", row.drops if row else ())
         pairs, others = (reasoning.markers, reasoning.ends) if reasoning else ((), ())
-        starts = _literals("reasoning", (start.rstrip() for start, _ in pairs))
+        starts = _literals("reasoning", ("\n" + start for start, _ in pairs))
         ends = _literals("end", ("\n" + end for _, end in pairs))
         ends += [sequence("other", [SPACE], [atoms(text) for text in others])] if others else []
         self.content = any_of(*calls, *drops, *starts)
@@ -74,22 +74,26 @@ class Syntax:
         self.markers.sort(key=lambda marker: not marker)  # the empty one last
         tail = templates[0][-1]
         close = _marker(tail).strip()
-        self.tail = any_of(sequence("tail", [SPACE, *atoms(tail.strip())])) if tail.strip() else None
+        tails = {pieces[-1].strip() for pieces in templates}
         if row.notation == "tagged":
             rest = tail.strip().removeprefix(close).strip()
-            self.tail = any_of(sequence("tail", [SPACE, *atoms(rest)])) if rest else None
+            tails = {rest}
             self.parameter = ParameterSyntax(row, close, [rest, *self.markers, row.section[1]])
         self.heads = [self._heads(row, marker, templates, close) for marker in self.markers]
         self.bare = len(self.markers) - 1
         self.separator = any_of(sequence("separator", [SPACE, *atoms(row.separator.strip())], [[r"\S"]]))
-        begins = _literals("call", (marker for marker in self.markers if marker))
+        space = "\n" if row.skips_space else ""
+        begins = _literals("call", (space + marker for marker in self.markers if marker))
         ahead = [[SPACE, *atoms(text)] for text in (*self.markers, row.section[1]) if text]
-        ends = [sequence("tail", [SPACE, *atoms(tail.strip())])] if tail.strip() else []
+        ends = _literals("tail", ("\n" + text for text in sorted(tails) if text))
+        self.tail = any_of(*ends)
+        if row.notation == "tagged":
+            ends = _literals("tail", ["\n" + (rest or close)])
         self.after_broken = any_of(*ends, *([sequence("other", [], ahead)] if ahead else []))
-        if not row.section[0].strip("["):
+        if not row.section[0]:
             return begins
         self.section = any_of(*begins, *_literals("section_end", [row.section[1]]))
-        return [*begins, *_literals("section", [row.section[0]])]
+        return [*_literals("section", [row.section[0]]), *begins]
 
     def _heads(self, row: ToolFormat, marker: str, templates: list[list[str]], close: str) -> re.Pattern[str]:
         """Return the pattern of what follows a marker: a name as `head__N` for template N, or the start of JSON."""
@@ -98,8 +102,10 @@ class Syntax:
             if _marker(before) != marker:
                 continue
             parts = [*atoms(before.removeprefix(marker))]
-            if rest[0] in ("call", "calls"):
-                heads.append(sequence(f"json__{number}", [SPACE, *(a for a in parts if a != SPACE)], [[r"[\[{]"]]))
+            if rest[0] in ("call", "calls", "list"):
+                kind = "list" if rest[0] == "list" else "json"
+                first = r"\[" if rest[0] == "list" else r"[\[{]"
+                heads.append(sequence(f"{kind}__{number}", [SPACE, *(a for a in parts if a != SPACE)], [[first]]))
                 continue
             body = ""
             for field, text in zip(rest[::2], rest[1::2], strict=True):
@@ -109,7 +115,7 @@ class Syntax:
                 parts += _field(field, number) + list(atoms(text))
             while parts[-1] == SPACE:
                 parts.pop()
-            aheads: list[list[str]] = [[SPACE, r"\{"]] if body == "arguments" and row.notation != "python" else []
+            aheads: list[list[str]] = [[SPACE, r"\{"]] if body == "arguments" else []
             if body == "parameters":
                 aheads = [[SPACE, *atoms(text)] for text in (_marker(split(row.parameter)[0]), close)]
             heads.append(sequence(f"head__{number}", parts, aheads))
