@@ -416,7 +416,7 @@ def test_bad_request(client: OpenAI, fields: dict[str, Any], param: str, code: s
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
         ({"max_completion_tokens": 5000}, "messages", "context_length_exceeded"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
+        ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools", None),
     ],
 )
 def test_bad_chat_request(client: OpenAI, fields: dict[str, Any], param: str, code: str | None) -> None:

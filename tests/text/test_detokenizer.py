@@ -229,7 +229,7 @@ def test_window_is_bounded_whatever_comes(tokenizer_folder: Path) -> None:
     tokenizer, rng = RecordingTokenizer.from_folder(tokenizer_folder), random.Random(0)
     broken = tokenizer.encode("\U0001f98a", add_special_tokens=False)[0]
     empty = min(tokenizer.special_token_ids)
-    detokenizer = WindowDetokenizer(tokenizer, [empty] * 100, skip_special_tokens=True)
+    detokenizer = WindowDetokenizer(tokenizer, [empty] * 100, tokenizer.special_token_ids)
     for token in [broken] * 100 + [empty] * 100 + [tokenizer.vocab_size] * 100 + rng.choices(range(260), k=300):
         detokenizer.append([token])
     assert tokenizer.most_decoded <= 16
@@ -239,7 +239,7 @@ def test_window_is_bounded_whatever_comes(tokenizer_folder: Path) -> None:
 def test_window_agrees_with_the_byte_table_on_real_text(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         prompt, output = tokenizer.encode("the fox"), tokenizer.encode(text, add_special_tokens=False)
-        window = WindowDetokenizer(tokenizer, prompt, skip_special_tokens=True)
+        window = WindowDetokenizer(tokenizer, prompt, tokenizer.special_token_ids)
         by_window = [*(window.append([token]) for token in output), window.finish()]
         assert "".join(by_window) == "".join(pieces_of(tokenizer, prompt, output))
 

@@ -16,12 +16,13 @@ class CompletionBuilder:
 
     `tokenizer` is None where no text is wanted or possible. Text that may begin a stop string is not yet in `text`.
     Read it by `snapshot` or by `drain`, never by both. `matcher` is that of the request's stop strings, shared by its
-    branches; None if it has none. With `packs_logprobs`, outputs have `packed_logprobs` instead of `logprobs`.
+    branches; None if it has none. With `packs_logprobs`, outputs have `packed_logprobs` instead of `logprobs`. Special
+    tokens among `kept_token_ids` are text in any case.
     """
 
     def __init__(
         self, index: int, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams,
-        matcher: StopMatcher | None, *, packs_logprobs: bool,
+        matcher: StopMatcher | None, *, packs_logprobs: bool, kept_token_ids: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         self.index = index
         self.finish_reason: FinishReason | None = None
@@ -30,7 +31,9 @@ class CompletionBuilder:
         self._tokenizer = tokenizer
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None:
-            self._detokenizer = incremental_detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
+            self._detokenizer = incremental_detokenizer(
+                tokenizer, prompt_token_ids, params.skip_special_tokens, kept_token_ids
+            )
         self._stops: StopStringFinder | None = None
         if matcher is not None:
             self._stops = StopStringFinder(matcher, include=params.include_stop_str_in_output)

@@ -87,6 +87,7 @@ class PreparedRequest(NamedTuple):
 
     request: Request
     prompt: TokenizedPrompt
+    kept_token_ids: frozenset[int] = frozenset()  # special tokens that skip_special_tokens leaves in the text
 
 
 _IDS_AT_ONCE = 8192    # checked and packed, which keeps the interpreter lock for half a millisecond

@@ -110,7 +110,7 @@ class _RequestState:
                 self.matcher = StopMatcher(params.stop)
             branch = self.branches[index] = CompletionBuilder(
                 index, self.tokenizer, request.prompt_token_ids, params, self.matcher,
-                packs_logprobs=self.packs_logprobs,
+                packs_logprobs=self.packs_logprobs, kept_token_ids=self.prepared.kept_token_ids,
             )  # fmt: skip
         return branch
 

@@ -21,6 +21,13 @@ except ModuleNotFoundError as error:
         raise
     install_inspection = None  # type: ignore[assignment]  # optional: without it its routes answer 404
 
+try:
+    from quire.server.tools.output_format import served_formats
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith(("quire.server.tools", "quire.server.tool_formats")):
+        raise
+    served_formats = None  # type: ignore[assignment]  # optional: without it outputs are content, and tools are refused
+
 _NULLABLE_STRING = {"type": ["string", "null"]}
 _ERROR = {
     "type": "object",
@@ -45,6 +52,8 @@ def create_app(service: Service) -> FastAPI:
         title="Quire", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS
     )
     app.state.service = service
+    if served_formats is not None:
+        service.formats = served_formats(service.client.tokenizer, service.options)
     modules = [system, completions, tokenization, models]
     if service.options.max_pinned_prefixes:
         modules.append(prefixes)

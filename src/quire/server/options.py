@@ -122,6 +122,12 @@ class Limits:
         64 << 10, "variables of a chat template (chat_template_kwargs)", row="`chat_template_kwargs`, as msgpack",
         **_REFUSED,
     )  # fmt: skip
+    max_tools: int = _count(128, "tools of a request", row="`tools`", **_REFUSED)
+    max_tool_bytes: int = _size(512 << 10, "tools of a request", row="`tools`, as msgpack", **_REFUSED)
+    max_argument_bytes: int = _size(
+        1 << 20, "arguments of a tool call in a message", row="the arguments of each tool call in `messages`",
+        **_REFUSED,
+    )  # fmt: skip
     max_stop_strings: int = _count(64, "stop strings of a request", row="`stop`", **_REFUSED)
     max_stop_chars: int = _count(
         1024, "longest stop string or bad word, in characters", row="characters of a stop string, and of a bad word",
@@ -187,6 +193,7 @@ DEFAULT_LIMITS = Limits()
 # Fields of bodies with a bound on their elements.
 MAX_ELEMENTS = {
     "messages": "max_messages",
+    "tools": "max_tools",
     "stop": "max_stop_strings",
     "bad_words": "max_bad_words",
     "stop_token_ids": "max_stop_token_ids",
@@ -246,6 +253,20 @@ class ServerOptions(Limits):
     allow_unauthenticated: bool = _server(
         False, "serve everyone who reaches a host that is not of this machine alone",
         row="serve every client that reaches the port",
+    )  # fmt: skip
+    tool_call_parser: str = _server(
+        "auto", "format of tool calls in outputs: auto (by the chat template), a name, or none", metavar="NAME",
+        row="format in which the model writes tool calls: `auto` (recognized by the chat template), one of the names "
+        "in [tools.md](tools.md#formats), or `none`: calls that the model chooses remain text",
+    )  # fmt: skip
+    reasoning_parser: str = _server(
+        "auto", "format of reasoning in outputs: auto (by the chat template), a name, or none", metavar="NAME",
+        row="format in which the model writes its reasoning: `auto` (recognized by the chat template), one of the "
+        "names in [tools.md](tools.md#formats), or `none`: reasoning is content",
+    )  # fmt: skip
+    enable_auto_tool_choice: bool = _server(
+        False, "accepted for vLLM's sake: tool_choice auto is always served",
+        row="no effect: `tool_choice` `auto` is always served; vLLM needs the flag",
     )  # fmt: skip
     stall_limit: float = _server(  # the engine sends a heartbeat four times a second
         10.0, "seconds without progress while work is pending, after which /health is 503",

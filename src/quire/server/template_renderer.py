@@ -20,6 +20,7 @@ from quire.text.chat_template import MAX_RENDERED_CHARS
 from quire.text.conversation import Message
 from quire.text.template_worker import LoadTemplate, Render, Rendered, RenderRefused
 from quire.text.tokenizer import Tokenizer
+from quire.text.tools import Tool, ToolLimits
 
 SHORT_BYTES = 32 << 10                      # 10 ms at worst; a page of chat has 4 KiB
 TEMPLATES = SandboxKind(
@@ -56,6 +57,7 @@ class TemplateRenderer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] | None = None,
         limits: Limits = DEFAULT_LIMITS,
         client_id: str = "",
     ) -> str:
@@ -68,9 +70,13 @@ class TemplateRenderer:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
         if self._template is None:
             raise InvalidRequestError("the model has no chat template", param="messages")
-        _check_variables(variables or {}, limits)
+        most = limits.max_template_variable_bytes
+        name = "max_template_variable_bytes"
+        _check_encoded("chat_template_kwargs", "template variables", variables or {}, most, name)
         known = {**self._tokenizer.named_tokens, **(variables or {})}
-        command = _frame(Render(messages, add_generation_prompt, continue_final_message, known))
+        _check_encoded("tools", "tools", tools or (), limits.max_tool_bytes, "max_tool_bytes")
+        bounds = ToolLimits(max_argument_bytes=limits.max_argument_bytes)
+        command = _frame(Render(messages, add_generation_prompt, continue_final_message, known, tools, bounds))
         most = limits.max_conversation_bytes
         _check_bytes("messages", "a conversation", len(command), most, "max_conversation_bytes")
         if self._num_waiting >= self._max_waiting:
@@ -108,14 +114,13 @@ def _frame(message: LoadTemplate | Render) -> bytes:
         raise InvalidRequestError(f"{_CANNOT_RENDER}: {error}", param="messages") from error
 
 
-def _check_variables(variables: Mapping[str, Any], limits: Limits) -> None:
-    """Raise InvalidRequestError for template variables that cannot be encoded, or exceed the limit in bytes."""
+def _check_encoded(param: str, what: str, value: Mapping[str, Any] | Sequence[Any], limit: int, flag: str) -> None:
+    """Raise InvalidRequestError for a value that cannot be encoded, or has more bytes than the limit."""
     try:
-        num_bytes = len(msgspec.msgpack.encode(variables)) if variables else 0
+        num_bytes = len(msgspec.msgpack.encode(value)) if value else 0
     except _UNSENDABLE as error:
-        raise InvalidRequestError(f"{_CANNOT_RENDER}: {error}", param="messages") from error
-    limit = limits.max_template_variable_bytes
-    _check_bytes("chat_template_kwargs", "template variables", num_bytes, limit, "max_template_variable_bytes")
+        raise InvalidRequestError(f"{_CANNOT_RENDER}: {error}", param=param) from error
+    _check_bytes(param, what, num_bytes, limit, flag)
 
 
 def _check_bytes(param: str, what: str, num_bytes: int, limit: int, flag: str) -> None:

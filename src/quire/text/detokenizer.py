@@ -64,9 +64,9 @@ class WindowDetokenizer:
     `_MAX_HELD_TOKENS` tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._hidden = hidden
         self._context = self._first_context(self._visible(prompt_token_ids)[-_MAX_CONTEXT_TOKENS:])
         self._new: list[int] = []
 
@@ -115,10 +115,11 @@ IncrementalDetokenizer = ByteDetokenizer | WindowDetokenizer
 
 
 def incremental_detokenizer(
-    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
-) -> IncrementalDetokenizer:
-    """Return a detokenizer for one sequence that continues the prompt."""
-    table = tokenizer.token_bytes(skip_special_tokens)
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool,
+    kept: frozenset[int] = frozenset(),
+) -> IncrementalDetokenizer:  # fmt: skip
+    """Return a detokenizer for one sequence that continues the prompt. Special tokens that are `kept` remain text."""
+    table = tokenizer.token_bytes(skip_special_tokens, kept)
     if table is None:
-        return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+        return WindowDetokenizer(tokenizer, prompt_token_ids, tokenizer.hidden_token_ids(skip_special_tokens, kept))
     return ByteDetokenizer(table, prompt_token_ids, drops_first_space=tokenizer.drops_first_space)

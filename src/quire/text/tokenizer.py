@@ -47,9 +47,8 @@ class Tokenizer:
         self.vocab_size: int = max(backend.get_vocab_size(), 1 + max(added, default=-1))  # 1 + the highest id
         rule = decoding_rule(backend)
         self.drops_first_space = rule is not None and rule.drops_first_space  # one, from a text (SentencePiece)
-        hidden = frozenset[int](), self.special_token_ids                     # without and with skip_special_tokens
         self._rule = rule
-        self._token_bytes = None if rule is None else [TokenBytesCache(backend, rule.to_bytes, ids) for ids in hidden]
+        self._token_bytes: dict[frozenset[int], TokenBytesCache] = {}         # by the tokens that are hidden
         self._anchor: list[int] = backend.encode(_ANCHOR_TEXT, add_special_tokens=False).ids[-1:]
         self._anchor_text: str = backend.decode(self._anchor, skip_special_tokens=False)
         self._token_texts: dict[int, str] = {}
@@ -140,9 +139,24 @@ class Tokenizer:
             self._token_texts[token_id] = text
         return text
 
-    def token_bytes(self, skip_special_tokens: bool) -> Mapping[int, bytes] | None:
-        """Return the bytes of every token id, or None if this tokenizer's tokens cannot be decoded one by one."""
-        return None if self._token_bytes is None else self._token_bytes[skip_special_tokens]
+    def token_bytes(
+        self, skip_special_tokens: bool, kept: frozenset[int] = frozenset()
+    ) -> Mapping[int, bytes] | None:
+        """Return the bytes of every token id, or None if this tokenizer's tokens cannot be decoded one by one.
+
+        With `skip_special_tokens` special tokens have none, except those that are `kept`; a table is held for each.
+        """
+        if self._rule is None:
+            return None
+        hidden = self.hidden_token_ids(skip_special_tokens, kept)
+        table = self._token_bytes.get(hidden)
+        if table is None:
+            table = self._token_bytes[hidden] = TokenBytesCache(self._backend, self._rule.to_bytes, hidden)
+        return table
+
+    def hidden_token_ids(self, skip_special_tokens: bool, kept: frozenset[int] = frozenset()) -> frozenset[int]:
+        """Return the tokens that are left out of texts."""
+        return self.special_token_ids - kept if skip_special_tokens else frozenset()
 
     def pack_token_bytes(self) -> TokenBytes | None:
         """Return the bytes of the whole vocabulary, or None as `token_bytes`. 0.2 s for 151,643 tokens."""

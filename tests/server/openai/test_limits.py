@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec import msgpack
 
 from quire.server.options import Limits
 from support.http_app import ask, make_app
@@ -41,6 +42,20 @@ def messages(num: int) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "x"}] * num, "max_tokens": 1}
 
 
+def with_tools(*tools: dict[str, Any]) -> dict[str, Any]:
+    return messages(1) | {"tools": [{"type": "function", "function": {"name": "f"} | tool} for tool in tools]}
+
+
+def with_tool_bytes(num: int) -> dict[str, Any]:
+    num_bytes = len(msgpack.encode(with_tools({"description": "x" * 100})["tools"]))
+    return with_tools({"description": "x" * (100 + num - num_bytes)})
+
+
+def with_arguments(num: int) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "x" * num}}
+    return {"messages": [{"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}
+
+
 BODIES: dict[str, list[Case]] = {
     "max_n": [Case(3, "n", COMPLETIONS, lambda n: completion(n=n))],
     "max_choices": [
@@ -54,6 +69,9 @@ BODIES: dict[str, list[Case]] = {
     "max_output_candidates": [
         Case(12, "logprobs", COMPLETIONS, lambda n: completion(max_tokens=n, ignore_eos=True, logprobs=0)),
     ],
+    "max_tools": [Case(3, "tools", path, lambda n: with_tools(*[{}] * n)) for path in (CHAT, "/tokenize")],
+    "max_tool_bytes": [Case(200, "tools", path, with_tool_bytes) for path in (CHAT, "/tokenize")],
+    "max_argument_bytes": [Case(10, "messages", path, with_arguments) for path in (CHAT, "/tokenize")],
     "max_messages": [Case(3, "messages", path, messages) for path in (CHAT, "/tokenize")],
     "max_stop_strings": [Case(3, "stop", COMPLETIONS, lambda n: completion(stop=["x"] * n))],
     "max_stop_chars": [

@@ -78,14 +78,18 @@ def array_from_values(values: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
 
 
 def joined(pieces: Iterable[bytes], least_bytes: int) -> Iterator[bytes]:
-    """Yield the same bytes in slices of bounded work: at least `least_bytes`, or two pieces of a long value."""
+    """Yield the same bytes in slices of bounded work: at least `least_bytes`, or two pieces of a long value.
+
+    An empty piece stands for a slice of work that has written nothing yet. A slice may be empty then.
+    """
     held: list[bytes] = []
     num_bytes = 0
     for piece in pieces:
         held.append(piece)
-        num_bytes += len(piece) if len(piece) < _SLICE_BYTES else max(len(piece), least_bytes // 2)
+        is_slice = not piece or len(piece) >= _SLICE_BYTES
+        num_bytes += max(len(piece), least_bytes // 2) if is_slice else len(piece)
         if num_bytes >= least_bytes:
             yield b"".join(held)
             held, num_bytes = [], 0
-    if num_bytes:
+    if any(held):
         yield b"".join(held)

@@ -75,7 +75,8 @@ class LongResponse(Response):
 
     async def _send_pieces(self, send: Send) -> None:
         async for piece in self._service.slices.iterate(joined(self._pieces, MAX_SLICE_BYTES)):
-            await send(_body(piece))
+            if piece:
+                await send(_body(piece))
         await send(_body(b"", more_body=False))
 
 
@@ -128,7 +129,8 @@ class EventStream(Response):
             return
         self._is_within_event = True
         async for piece in self._service.slices.iterate(joined(chunks, MAX_SLICE_BYTES)):
-            await send(_body(piece))
+            if piece:
+                await send(_body(piece))
         self._is_within_event = False
 
 

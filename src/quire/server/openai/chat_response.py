@@ -1,10 +1,13 @@
 """Responses of /v1/chat/completions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from quire.core.outputs import CompletionOutput
-from quire.server.api.json_encoding import JsonStream
+from quire.server.api.json_encoding import JsonStream, encode_streamed
+from quire.server.api.output_formats import OutputReading
+from quire.server.api.usage import TokenUsage
 from quire.server.openai.logprobs import TokenNames, WholeChatLogprobs, chat_logprobs, prompt_logprobs
+from quire.server.openai.parsed_message import ParsedMessage, whole_message
 from quire.server.openai.response_builder import Json, OpenAIRequest, OpenAIResponseBuilder
 from quire.text.tokenizer import Tokenizer
 
@@ -23,40 +26,99 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
 
     def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer | None) -> None:
         super().__init__(request)
+        self._tokenizer = tokenizer
         self._names = TokenNames(tokenizer)
         self._num_begun = 0                      # messages with a role sent
+        self._parsed: dict[int, ParsedMessage] = {}  # messages that are read for tool calls and reasoning, by index
+
+    def _choice_pieces(self, prompt_index: int, output: CompletionOutput) -> Iterable[bytes]:
+        if self.request.reading is None:
+            return super()._choice_pieces(prompt_index, output)
+        return self._parsed_choice(self.request.reading, output)
 
     def _choice(self, prompt_index: int, output: CompletionOutput) -> Json:
+        return self._whole_choice(output, {"content": output.text}, output.finish_reason)
+
+    def _parsed_choice(self, reading: OutputReading, output: CompletionOutput) -> Iterator[bytes]:
+        """Yield the JSON of a choice, and an empty piece after each slice of reading its text."""
+        parsed, message = self._parsed_message(reading, output), Json()
+        for message in whole_message(parsed.deltas(output, is_last=True)):
+            if not message:
+                yield b""
+        yield from encode_streamed(self._whole_choice(output, message, parsed.finish_reason(output.finish_reason)))
+
+    def _whole_choice(self, output: CompletionOutput, message: Json, finish_reason: str | None) -> Json:
         return {
             "index": output.index,
-            "message": {"content": output.text, "role": ROLE, "refusal": None},
+            "message": message | {"role": ROLE, "refusal": None},
             "logprobs": self._logprobs(output),
-            "finish_reason": output.finish_reason,
+            "finish_reason": finish_reason,
             "stop_reason": output.stop_reason,
         } | self._tokens(output)
 
-    def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Sequence[Json]:
+    def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Iterable[Json]:
+        if self.request.reading is not None:
+            return self._parsed_choices(self.request.reading, piece)
         if not self._is_shown(piece):
             return ()
-        is_first = piece.index >= self._num_begun
-        delta = {"content": piece.text} if is_first or piece.text else {}
-        choice = _chunk(piece.index, {"role": ROLE} | delta if is_first else delta)
-        choice |= {"logprobs": self._logprobs(piece), "finish_reason": piece.finish_reason}
+        delta = {"content": piece.text} if piece.text or self._is_first(piece) else {}
+        return (*self._start_messages(piece.index), self._last_chunk_choice(piece, delta, piece.finish_reason))
+
+    def _parsed_choices(self, reading: OutputReading, piece: CompletionOutput) -> Iterator[Json]:
+        """Yield the choices of a piece that is read for tool calls and reasoning, a choice for each slice of text."""
+        parsed, is_last = self._parsed_message(reading, piece), piece.finish_reason is not None
+        shown: Json = {}
+        for delta in parsed.deltas(piece, is_last=is_last):
+            if shown:
+                yield from self._start_messages(piece.index)
+                yield _chunk(piece.index, self._with_role(piece, shown))
+            shown = delta
+        if shown or is_last or (piece.token_ids and self.request.shows_tokens):
+            yield from self._start_messages(piece.index)
+            yield self._last_chunk_choice(piece, shown, parsed.finish_reason(piece.finish_reason))
+
+    def _last_chunk_choice(self, piece: CompletionOutput, delta: Json, finish_reason: str | None) -> Json:
+        """Return the last choice of a piece, with what belongs to all of it."""
+        choice = _chunk(piece.index, self._with_role(piece, delta))
+        choice |= {"logprobs": self._logprobs(piece), "finish_reason": finish_reason}
         if piece.finish_reason is not None:
             choice["stop_reason"] = piece.stop_reason
-        choice |= self._tokens(piece)
-        return (*self._start_messages(piece.index), choice) if is_first else (choice,)
+        return choice | self._tokens(piece)
+
+    def _parsed_message(self, reading: OutputReading, piece: CompletionOutput) -> ParsedMessage:
+        parsed = self._parsed.get(piece.index)
+        if parsed is None:
+            prompt = self.request.requests[0].prompt
+            parsed = self._parsed[piece.index] = ParsedMessage(reading, self._tokenizer, prompt.token_ids)
+        return parsed
+
+    def _is_first(self, piece: CompletionOutput) -> bool:
+        return piece.index >= self._num_begun
+
+    def _with_role(self, piece: CompletionOutput, delta: Json) -> Json:
+        """Return a delta, with the role if it is the first one of its message."""
+        if not self._is_first(piece):
+            return delta
+        self._num_begun = piece.index + 1
+        return {"role": ROLE, "content": None if delta else ""} | delta
 
     def _start_messages(self, index: int) -> Iterator[Json]:
         """Yield an empty piece of each message that must start before `index`."""
         for earlier in range(self._num_begun, index):
             yield _chunk(earlier, {"role": ROLE, "content": ""})
-        self._num_begun = index + 1
+        self._num_begun = max(self._num_begun, index)
 
     def _logprobs(self, piece: CompletionOutput) -> JsonStream | WholeChatLogprobs | None:
         if piece.packed_logprobs is None:
             return None
         return chat_logprobs(self._names, piece.packed_logprobs, self.request.params.logprobs or 0)
+
+    def _usage(self, usage: TokenUsage) -> Json:
+        written = super()._usage(usage)
+        if self.request.reading is not None and self.request.reading.reasoning_end is not None:
+            num_tokens = sum(parsed.num_reasoning_tokens for parsed in self._parsed.values())
+            written["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
+        return written
 
     def _prompt_fields(self) -> Json:
         fields: Json = {}

@@ -11,15 +11,16 @@ from typing import Any
 from quire.core.checks import refuse
 from quire.core.sampling_params import SamplingParams
 from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
-from quire.server.errors import invalid
-from quire.server.openai.request_models import ChatBody, ChatMessage, TemplateOptions
+from quire.server.errors import invalid, unsupported
+from quire.server.openai.request_models import EFFORTS, ChatBody, ChatMessage, TemplateOptions
 from quire.server.openai.response_builder import OpenAIRequest
 from quire.server.options import Limits
 from quire.server.service import Service
 from quire.text.conversation import Message
+from quire.text.tools import check_tools
 
 Prompt = str | list[int]
-_TEMPLATE_ARGUMENTS = frozenset(("messages", "add_generation_prompt", "continue_final_message"))
+_TEMPLATE_ARGUMENTS = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message"))
 
 
 def parse_prompts(prompt: Any) -> list[Prompt]:  # noqa: ANN401 (JSON)
@@ -54,8 +55,9 @@ async def prepare_prompts(service: Service, call: OpenAIRequest, prompts: list[P
 
 
 async def prepare_chat(service: Service, call: OpenAIRequest, body: ChatBody) -> OpenAIRequest:
-    """Return the call with the engine request for its conversation."""
+    """Return the call with the engine request for its conversation, and the reading of its outputs."""
     text = await rendered(service, body.messages, body, call.client_id)
+    call = _with_reading(service, call, body, text)
     tokenize = partial(service.client.inputs.tokenize_rendered, add_special_tokens=bool(body.add_special_tokens))
     return await _prepared(service, call, tokenize, [text])
 
@@ -64,7 +66,7 @@ async def rendered(service: Service, messages: list[ChatMessage], options: Templ
     """Return the text of a conversation, by the chat template. InvalidRequestError if it cannot be rendered."""
     continues = bool(options.continue_final_message)
     begins = options.add_generation_prompt
-    variables = options.chat_template_kwargs or {}
+    variables = _effort_variables(options.reasoning_effort) | (options.chat_template_kwargs or {})
     for name in _TEMPLATE_ARGUMENTS.intersection(variables):
         refuse("chat_template_kwargs", name, "variables that are no fields of the body")
     return await service.templates.render(
@@ -72,9 +74,35 @@ async def rendered(service: Service, messages: list[ChatMessage], options: Templ
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,
         variables=variables,
+        tools=check_tools(options.tools) if options.tools else None,
         limits=service.options,
         client_id=client_id,
     )
+
+
+def _effort_variables(effort: str | None) -> dict[str, Any]:
+    """Return the variables of templates that depend on reasoning_effort; templates ignore those that they do not know.
+
+    `enable_thinking` is that of Qwen3 and GLM, `thinking` of DeepSeek V3.1 and Granite, `reasoning_effort` of gpt-oss.
+    """
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        refuse("reasoning_effort", effort, f"one of {', '.join(EFFORTS)}")
+    if effort == "none":
+        return {"enable_thinking": False, "thinking": False}
+    return {"reasoning_effort": effort, "enable_thinking": True, "thinking": True}
+
+
+def _with_reading(service: Service, call: OpenAIRequest, body: ChatBody, prompt: str) -> OpenAIRequest:
+    """Return the call with the reading of outputs that continue a rendered prompt, and the grammar of forced calls."""
+    if service.formats is None:
+        return call
+    use = call.tools
+    if use.is_constrained:
+        unsupported("tool_choice", body.tool_choice)
+    reading = service.formats.reading(prompt, use, shows_reasoning=body.include_reasoning is not False)
+    return replace(call, reading=reading)
 
 
 def _as_message(message: ChatMessage) -> Message:
@@ -101,8 +129,10 @@ async def _prepared(
             num_tokens += len(tokenized[-1].token_ids)
             _check_total(num_tokens, params, service.options)
         weight = service.options.weight_of(call.key_number)
+        kept = service.formats.kept_token_ids if service.formats and call.reading else frozenset[int]()
         return [
-            service.client.prepare(prompt, call.checked, call.client_id, weight) for prompt in tokenized
+            service.client.prepare(prompt, call.checked, call.client_id, weight)._replace(kept_token_ids=kept)
+            for prompt in tokenized
         ]
 
     return replace(call, requests=await service.threads.run(sum(map(len, prompts)), prepare, call.client_id))

@@ -21,8 +21,10 @@ from quire.core.sampling_params import (
     MIN_SEED,
 )
 from quire.engine.input_processor import MAX_PRIORITY
+from quire.text.tools import NAME_PATTERN
 
 Schema = dict[str, Any]
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _NULL: Schema = {"type": "null"}
 _TEXT: Schema = {"type": "string", "minLength": 1}
 _TOKEN: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
@@ -69,6 +71,43 @@ _BIAS: Schema = {
     "propertyNames": {"pattern": "^[0-9]{1,10}$"},
     "additionalProperties": {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
 }
+_TOOL: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": f"^{NAME_PATTERN}$"},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
+                "strict": {"type": ["boolean", "null"]},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+_NAMED_TOOL: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+_ALLOWED_TOOLS: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "properties": {"mode": {"enum": ["auto", "required"]}, "tools": _list_of(_NAMED_TOOL, least=1)},
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", "allowed_tools"],
+}
 _ONE_PROMPT = ({"type": "string"}, _list_of(_TOKEN, least=1))
 
 Prompt = Annotated[Any, _as(*_ONE_PROMPT, _list_of({"anyOf": list(_ONE_PROMPT)}, least=1))]
@@ -113,6 +152,8 @@ class TemplateOptions(Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[Any, _as(_list_of(_TOOL), _NULL)] = None
+    reasoning_effort: Annotated[str | None, _as({"enum": [*EFFORTS]}, _NULL)] = None
 
 
 class GenerationBody(Body):
@@ -165,6 +206,9 @@ class ChatBody(GenerationBody, TemplateOptions):
     max_completion_tokens: Annotated[int | None, _integer(1)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, _integer(0)] = None
+    tool_choice: Annotated[Any, _as({"enum": ["none", "auto", "required"]}, _NAMED_TOOL, _ALLOWED_TOOLS, _NULL)] = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
 
 class TokenizeBody(Body, TemplateOptions):

@@ -56,7 +56,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True,),
+    "parallel_tool_calls": (True,),            # without tools, as the next four
     "prediction": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),

@@ -15,6 +15,7 @@ from quire.core.logprob_table import Logprobs
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.core.version import __version__
 from quire.server.api.json_encoding import JsonStream, array_from_values, encode, encode_streamed
+from quire.server.api.output_formats import NO_TOOLS, ToolUse
 from quire.server.api.request import ApiRequest
 from quire.server.api.usage import TokenUsage
 from quire.server.errors import ApiError
@@ -49,6 +50,7 @@ class OpenAIRequest(ApiRequest):
     """A call of /v1/completions or /v1/chat/completions, with the body that its response depends on."""
 
     body: CompletionBody | ChatBody
+    tools: ToolUse = NO_TOOLS
 
     @property
     def include_usage(self) -> bool:
@@ -88,12 +90,21 @@ class OpenAIResponseBuilder(ABC):
         for prompt_index, output in enumerate(outputs):
             self._prompt_logprobs[prompt_index] = output.packed_prompt_logprobs
         choices = (
-            encode_streamed(self._choice(prompt_index, piece))
+            self._choice_pieces(prompt_index, piece)
             for prompt_index, output in enumerate(outputs)
             for piece in output.outputs
         )
         envelope = self._envelope(self.OBJECT, JsonStream(array_from_values(choices)))
-        yield from encode_streamed(envelope | {"usage": usage_json(usage)} | self._prompt_fields())
+        usage_pieces = (encode(self._usage(usage)) for _ in range(1))  # read after the choices
+        yield from encode_streamed(envelope | {"usage": JsonStream(usage_pieces)} | self._prompt_fields())
+
+    def _choice_pieces(self, prompt_index: int, output: CompletionOutput) -> Iterable[bytes]:
+        """Return the JSON of a choice, in slices of bounded work."""
+        return encode_streamed(self._choice(prompt_index, output))
+
+    def _usage(self, usage: TokenUsage) -> Json:
+        """Return the usage object, once all choices were built."""
+        return usage_json(usage)
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
         """Yield the events for the new part of an output; nothing if there is nothing to show."""
@@ -124,7 +135,7 @@ class OpenAIResponseBuilder(ABC):
         """Return the end of a stream, after the usage if the client asked for it."""
         if not self.request.include_usage:
             return DONE
-        return event(self._envelope(self.CHUNK_OBJECT, []) | {"usage": usage_json(usage)}) + DONE
+        return event(self._envelope(self.CHUNK_OBJECT, []) | {"usage": self._usage(usage)}) + DONE
 
     def error_chunk(self, error: ApiError) -> bytes:
         """Return the end of a stream that failed."""
@@ -135,7 +146,7 @@ class OpenAIResponseBuilder(ABC):
         """Return a choice from all of its output."""
 
     @abstractmethod
-    def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Sequence[Json]:
+    def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Iterable[Json]:
         """Return the choice of a chunk, after choices that must precede it; none if there is nothing to show."""
 
     def _prompt_fields(self) -> Json:

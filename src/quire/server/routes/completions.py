@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 from quire.core.owner_labels import OPERATOR
 from quire.engine.input_processor import check_cache_salt
 from quire.server.api.generation import Generation
+from quire.server.api.output_formats import NO_TOOLS
 from quire.server.api.responses import create_response
 from quire.server.errors import invalid
 from quire.server.http.api_keys import client_id_of, key_number_of
@@ -24,6 +25,7 @@ from quire.server.openai.request_models import ChatBody, CompletionBody, request
 from quire.server.openai.request_parsing import read_body
 from quire.server.openai.response_builder import OpenAIRequest
 from quire.server.openai.sampling_params import checked_params, field_names
+from quire.server.openai.tool_choice import tool_use
 from quire.server.service import Service
 
 router = APIRouter()
@@ -95,6 +97,7 @@ def _checked_request(
         id=request_id, model=model, created=int(time.time()), checked=checked, stream=bool(body.stream),
         hides_output=body.max_tokens == 0, cache_salt=body.cache_salt, key_number=key_number,
         client_id=client_id_of(request.scope), body=body,
+        tools=tool_use(body, service.formats) if isinstance(body, ChatBody) else NO_TOOLS,
     )  # fmt: skip
     return call, record
 

@@ -4,6 +4,7 @@ from quire.server.api.output_events import Arguments, CallBegan, CallEnded, Cont
 from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
 from quire.server.tool_formats.table import FALLBACK, REASONING_FORMATS, TOOL_FORMATS, find_format, find_reasoning
 from quire.server.tools.output_parser import OutputParser
+from quire.server.tools.served_formats import served_formats
 
 __all__ = [
     "FALLBACK",
@@ -20,4 +21,5 @@ __all__ = [
     "ToolFormat",
     "find_format",
     "find_reasoning",
+    "served_formats",
 ]

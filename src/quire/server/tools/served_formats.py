@@ -1,0 +1,99 @@
+"""Formats of the served model: by its chat template or by name, and how they are applied to a call."""
+
+import logging
+import secrets
+import string
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import partial
+
+from quire.core.errors import ConfigError
+from quire.server.api.output_formats import OutputReading, ToolUse
+from quire.server.options import ServerOptions
+from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
+from quire.server.tool_formats.table import FALLBACK, find_format, find_reasoning
+from quire.server.tools.output_parser import OutputParser
+from quire.text.chat_template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_MISTRAL_ID_CHARS, _MISTRAL_ID_LENGTH = string.ascii_letters + string.digits, 9  # what its templates accept
+
+
+class ServedFormats:
+    """Formats in which the served model writes tool calls and reasoning: the interface `OutputFormats`."""
+
+    def __init__(self, tokenizer: Tokenizer | None, options: ServerOptions) -> None:
+        template = None if tokenizer is None else tokenizer.chat_template
+        try:
+            self.calls = find_format(options.tool_call_parser, template)
+            self.reasoning = find_reasoning(options.reasoning_parser, template)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        is_described = template is not None and ChatTemplate(template).is_given_format
+        if self.calls is None and is_described and options.tool_call_parser == "auto":
+            self.calls = FALLBACK
+        self.special_texts = {} if tokenizer is None else {
+            tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_token_ids
+        }  # fmt: skip
+        texts = [*_marker_texts(self.calls or FALLBACK), *_marker_texts(self.reasoning)]
+        self.kept_token_ids = frozenset(
+            token_id for special, token_id in self.special_texts.items() if any(special in text for text in texts)
+        )
+
+    def reading(self, prompt: str, use: ToolUse, *, shows_reasoning: bool) -> OutputReading | None:
+        """Return how to read outputs that continue a rendered prompt; None if they are content alone."""
+        calls, reasoning = self._calls_of(use), self.reasoning
+        if calls is None and reasoning is None:
+            return None
+        starts_in_reasoning = reasoning is not None and reasoning.starts(prompt)
+        return OutputReading(
+            new_parser=lambda: OutputParser(calls, use.allowed, starts_in_reasoning, reasoning),
+            call_id=partial(_call_id, calls),
+            shows_reasoning=shows_reasoning,
+            reasoning_end=None if reasoning is None or reasoning.has_channels else reasoning.markers[0][1],
+        )
+
+    def _calls_of(self, use: ToolUse) -> ToolFormat | None:
+        """Return the format of the calls in an output that may use tools so."""
+        if not use.allowed:
+            return None
+        return self.calls or (FALLBACK if use.is_required else None)
+
+
+def served_formats(tokenizer: Tokenizer | None, options: ServerOptions) -> ServedFormats:
+    """Return the formats of a server's model. ConfigError if the options name one that does not exist."""
+    formats = ServedFormats(tokenizer, options)
+    names = [None if row is None else row.name for row in (formats.calls, formats.reasoning)]
+    log.info("format of tool calls: %s; of reasoning: %s", *(name or "none" for name in names))
+    if options.enable_auto_tool_choice:
+        log.info("enable_auto_tool_choice has no effect: tool_choice auto is always served")
+    return formats
+
+
+_NOT_WRITTEN = ("name", "models", "aliases", "fingerprints", "model_types")
+
+
+def _marker_texts(row: ToolFormat | ReasoningFormat | None) -> Iterator[str]:
+    """Yield the texts of a row that an output contains."""
+    if row is not None:
+        yield from _texts([getattr(row, field.name) for field in fields(row) if field.name not in _NOT_WRITTEN])
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+
+
+def _call_id(row: ToolFormat | None, name: str, index: int) -> str:
+    """Return a new id of a call, in the form that the model's template expects where it expects one."""
+    family = "" if row is None else row.name
+    if family.startswith("mistral"):
+        return "".join(secrets.choice(_MISTRAL_ID_CHARS) for _ in range(_MISTRAL_ID_LENGTH))
+    if family.startswith("kimi"):
+        return f"functions.{name}:{index}"
+    return f"call_{secrets.token_hex(12)}"

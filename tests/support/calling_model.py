@@ -1,0 +1,64 @@
+"""A reciting model whose texts have tool calls and reasoning, each after a prompt of its own, and each with an end."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import AddedToken, Tokenizer
+
+from support import small_tokenizers
+from support.reciting_model import write_reciter
+from support.small_tokenizers import BOS, CHAT_TEMPLATE, EOS
+
+# Knows tools and calls of Hermes' format, and writes neither: prompts have the same length with tools and without.
+KNOWING_TEMPLATE = (
+    CHAT_TEMPLATE + "{% if tools and messages[0].tool_calls %}<tool_call></tool_call><think></think>{% endif %}"
+    "{% if thinks %}<think>{% endif %}"
+)
+SPECIAL = ("<tool_call>", "</tool_call>", "<|other|>")
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
+CLOCK = {"type": "function", "function": {"name": "get_time", "parameters": CITY}}
+
+
+def call_text(name: str, arguments: object) -> str:
+    """Return a call in Hermes' format."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
+
+
+class CallingModel(NamedTuple):
+    """A model's folder, and a conversation after which each text is recited, by its name."""
+
+    folder: Path
+    messages: Mapping[str, list[dict[str, str]]]
+    num_tokens: Mapping[str, int]   # of each text, with the end of the sequence
+
+
+def write_calling_model(folder: Path, texts: Mapping[str, str]) -> CallingModel:
+    """Write the model. Greedily it recites a text after its conversation, and then ends."""
+    tokenizer = small_tokenizers.byte_level()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    write_reciter(folder, tokenizer, "".join(text + EOS for text in texts.values()))
+    config_path = folder / "tokenizer_config.json"
+    config = json.loads(config_path.read_text()) | {"chat_template": KNOWING_TEMPLATE}
+    config_path.write_text(json.dumps(config))
+    num_tokens = {name: _length(tokenizer, text + EOS) for name, text in texts.items()}
+    messages, start = {}, sum(num_tokens.values())
+    for name, length in num_tokens.items():
+        messages[name] = _conversation(tokenizer, start)
+        start += length
+    return CallingModel(folder, messages, num_tokens)
+
+
+def _conversation(tokenizer: Tokenizer, length: int) -> list[dict[str, str]]:
+    """Return a conversation of that many tokens."""
+    content = "x" * length
+    while (excess := _length(tokenizer, f"{BOS}user: {content}\nassistant:") - length) > 0:
+        content = content[:-excess]
+    assert excess == 0, "no conversation has this length"
+    return [{"role": "user", "content": content}]
+
+
+def _length(tokenizer: Tokenizer, text: str) -> int:
+    return len(tokenizer.encode(text, add_special_tokens=False).ids)
