@@ -44,8 +44,8 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
     The engine process loads no tokenizer: the server has it.
     """
     folder = resolve_model(options.model)
-    has_tokenizer = resolve_tokenizer(options.tokenizer, folder)
-    tokenizer = Tokenizer.from_folder_if_any(has_tokenizer) if loads_tokenizer else None
+    text_source = resolve_tokenizer(options.tokenizer, folder)
+    tokenizer = Tokenizer.from_folder_if_any(text_source) if loads_tokenizer else None
     return build_engine(options, load(options, folder), tokenizer)
 
 

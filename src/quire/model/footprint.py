@@ -1,6 +1,7 @@
-"""Footprint: the bytes that a model takes once it is loaded, from its shapes alone. No torch, no file but config.json.
+"""Footprint: parameters, bytes of weights and bytes of keys and values, from a spec alone. No torch, no file.
 
-Counts what `WeightReader` tallies, the bytes of linear weights by their scheme (`weight_formats.sizes`).
+`weight_bytes` equals the bytes that `WeightReader` tallies; those of linear weights depend on their scheme
+(`weight_formats.sizes`).
 """
 
 from quire.core.errors import ConfigError

@@ -61,7 +61,7 @@ class ModuleRule:
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """StoredQuantization of a checkpoint: its method, as the config names it, and a scheme for each module."""
+    """Quantization of a checkpoint: its method, as the config names it, and the rules that give modules a scheme."""
 
     method: str
     rules: tuple[ModuleRule, ...]
