@@ -479,3 +479,4 @@ def test_engine_at_rest_uses_no_processor(client: EngineClient, runner: asyncio.
     runner.run(answer(client, "x", GREEDY))
     runner.run(until(lambda: is_at_rest(client)))
     wait_until(lambda: is_quiet(client._connection.engine.process.pid))
+    assert client.is_alive

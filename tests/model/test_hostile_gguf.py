@@ -1,14 +1,11 @@
 """GGUF files from hostile hands: each loads, runs and tokenizes, or ends in a ModelError that names the file."""
 
 import random
-import resource
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
-from quire.core.errors import ModelError
 from quire.kernels.back_end import TORCH
 from quire.model.loader import load_model
 from quire.model.resolve import resolve_model
@@ -18,11 +15,10 @@ from support import small_tokenizers
 from support.fuzz_seeds import fuzz
 from support.gguf_blocks import random_blocks
 from support.gguf_files import converted
+from support.hostile_models import is_refused
 from support.random_folder import write_random_folder
 from support.spoilt_gguf import Contents, spoil
 
-MAX_SECONDS = 20.0  # of CPU, for what takes 0.02 s: a bound, not a speed
-MAX_GROWTH_BYTES = 1 << 30
 TOKENS = [5, 6, 7]
 KINDS = {
     "byte-level, K-quants": (small_tokenizers.byte_level, random_blocks({"attn_v.weight": "Q6_K"}, "Q4_K")),
@@ -60,19 +56,7 @@ def run_spoilt(whole: Contents, seed: int, paged_runner: type) -> bool:
     with tempfile.TemporaryDirectory() as parent:
         path = Path(parent) / "model.gguf"
         done = spoil(whole, path, random.Random(seed))
-        size, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-        is_refused = False
-        try:
-            use(path, paged_runner)
-        except ModelError as error:
-            assert str(path) in str(error), done  # noqa: PT017 (loading may go well, too)
-            is_refused = True
-        except BaseException as fault:
-            fault.add_note(f"seed {seed}: {done}")
-            raise
-        assert time.process_time() - start < MAX_SECONDS, done
-        assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - size) * 1024 < MAX_GROWTH_BYTES, done
-        return is_refused
+        return is_refused(lambda: use(path, paged_runner), path, f"seed {seed}: {done}")
 
 
 def test_a_spoilt_file_runs_or_is_refused_by_name(whole: Contents, paged_runner: type) -> None:
@@ -82,4 +66,6 @@ def test_a_spoilt_file_runs_or_is_refused_by_name(whole: Contents, paged_runner:
 
 @pytest.mark.fuzz
 def test_many_spoilt_files(whole: Contents, paged_runner: type) -> None:
-    fuzz(lambda seed: [run_spoilt(whole, 500 * seed + i, paged_runner) for i in range(500)], 1000)
+    refused = list[bool]()
+    fuzz(lambda seed: refused.extend(run_spoilt(whole, 500 * seed + i, paged_runner) for i in range(500)), 1000)
+    assert sum(refused) > len(refused) // 4

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 WIDTH, HEADS, KV_HEADS, INNER, LAYERS, VOCAB = 64, 4, 2, 104, 2, 99
@@ -90,6 +90,15 @@ def write_pair(
         values[name], twin[f"{name}.weight"] = module.values, module.values.to(dtype)
     with_format = {**config, "quantization_config": quantization_config}
     return Pair(_write(parent / "quantized", with_format, stored), _write(parent / "twin", config, twin), values)
+
+
+def change_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor] | None) -> None:
+    """Change a tensor of a folder, or with None remove it."""
+    tensors = load_file(folder / "model.safetensors")
+    found = tensors.pop(name)
+    if change is not None:
+        tensors[name] = change(found).contiguous()
+    save_file(tensors, folder / "model.safetensors")
 
 
 def _write(folder: Path, config: object, tensors: dict[str, Tensor]) -> Path:

@@ -16,6 +16,7 @@ from quire.model.quantization import Activations
 from quire.model.weight_formats.format import ModuleRows
 from quire.model.weight_formats.quantization_config import quantization_from_config
 from quire.model.weight_formats.quantized import QuantizedFormat
+from support.quantized_folder import Pair, linears
 
 
 def weight_format(folder: Path, activations: Activations | None = "bfloat16") -> QuantizedFormat:
@@ -43,3 +44,13 @@ def read(
 def values(weight: LinearWeight) -> Tensor:
     """Return the values of a weight, in float32."""
     return torch.cat(weight.data) if weight.format == DENSE else expand(weight)
+
+
+def misread(pair: Pair, weight_format: str) -> list[str]:
+    """Return the linear layers that are read in another format, or with other values than the definition gives."""
+    found = {name: read(pair.folder, (name, num_rows), width=width) for name, num_rows, width in linears()}
+    return [
+        name
+        for name, weight in found.items()
+        if weight.format != weight_format or not torch.equal(values(weight), pair.values[name])
+    ]

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from quire.core.errors import ModelError
 from quire.kernels.back_end import TORCH
 from quire.model.loader import load_model
-from support.quantized_folder import INNER, WIDTH, Pair, Quantize, e4m3, fp8, fp8_config, linears, write_pair
-from support.quantized_reading import read, values
+from support.quantized_folder import INNER, WIDTH, Pair, Quantize, e4m3, fp8, fp8_config, write_pair
+from support.quantized_reading import misread, read, values
 
 UP, DOWN = "model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj"
 KINDS: dict[str, tuple[Quantize, dict[str, object]]] = {
@@ -38,10 +38,7 @@ def test_elements_are_those_of_the_dtype() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_are_those_of_the_definition(tmp_path: Path, kind: str) -> None:
     pair = write(tmp_path, kind)
-    for name, num_rows, width in linears():
-        weight = read(pair.folder, (name, num_rows), width=width)
-        assert weight.format == "fp8"
-        assert torch.equal(values(weight), pair.values[name])
+    assert misread(pair, "fp8") == []
 
 
 @pytest.mark.parametrize("kind", ["tensor", "channel", "blocks"])

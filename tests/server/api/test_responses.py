@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -35,14 +36,22 @@ def has_open(server: OpenAIServer, count: int) -> bool:
     return len(server.service.client._streams) == count
 
 
+def num_aborted(server: OpenAIServer) -> int:
+    """Return the requests that have been aborted so far."""
+    (line,) = re.findall(r"^quire:requests_aborted_total (.*)$", server.http.get("/metrics").text, re.MULTILINE)
+    return int(float(line))
+
+
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_client_that_goes_aborts_all_of_its_branches(server: OpenAIServer, stream: bool) -> None:
+    before = num_aborted(server)
     connection = connect(server, COMPLETIONS, prompt=["a", "b"], n=2, stream=stream, **LONG)
     server.wait_until(lambda: has_open(server, 2) and server.service.client.state.num_running > 0)
     if stream:
         assert connection.recv(1)
     connection.close()
     server.wait_until(server.is_idle)
+    assert num_aborted(server) == before + 2  # one for each prompt
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])

@@ -386,6 +386,7 @@ def test_reader_who_takes_nothing_is_dropped_and_his_answer_ends() -> None:
     with serving(app, send_timeout=0.1) as port, connect(port, receive_buffer=4096) as connection:
         connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
         wait_until(lambda: app.state.num_ended == 1)
+        assert not read_all(connection).endswith(b"0\r\n\r\n"), "the answer is whole"
 
 
 @pytest.mark.parametrize("rest", [b"", LAST, LAST * 3, HEAD + b"Content-Length: 5\r\n\r\n{"])
@@ -400,6 +401,7 @@ def test_client_that_goes_is_missed_whatever_it_has_sent_ahead(rest: bytes, ends
             if ends == "resets":
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         wait_until(lambda: app.state.num_ended == 1)
+    assert app.state.num_begun == 1, "a request was begun for a client that had gone"
 
 
 def test_reader_who_is_slow_but_reads_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,7 @@ def test_engine_at_rest_uses_no_processor(server: ServerProcess) -> None:
         return cpu_ticks(engine) - before <= 1  # of 10 ms
 
     wait_until(is_quiet)  # once it has looked for lost blocks
+    assert server.engine_pid() == engine, "the engine has ended"
 
 
 def test_limits_are_kept_by_a_clock_that_nobody_sets() -> None:
