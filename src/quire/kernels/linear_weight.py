@@ -89,6 +89,10 @@ class LinearWeight:
         """Dtype of the layer's inputs and results: the model's."""
         return self.data[0].dtype if self.dtype is None else self.dtype
 
+    def elements(self) -> Tensor:
+        """Return the elements [out_features, in_features]: its only part itself, or all parts in a copy."""
+        return self.data[0] if len(self.data) == 1 else torch.cat(self.data)
+
     def dense_parts(self) -> tuple[Tensor, ...]:
         """Return the parts of a dense weight; ConfigError for any other format, which the caller does not serve."""
         if self.format != DENSE:

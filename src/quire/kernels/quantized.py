@@ -30,7 +30,7 @@ def expand(weight: LinearWeight) -> Tensor:
     They are in float32 for any other dtype, not rounded to it. Some rows are expanded at a time: a few tensors in
     float32 are made of them.
     """
-    elements, num_rows = torch.cat(weight.data), max(ELEMENTS_AT_ONCE // weight.in_features, 1)
+    elements, num_rows = weight.elements(), max(ELEMENTS_AT_ONCE // weight.in_features, 1)
     dtype = torch.bfloat16 if weight.value_dtype == torch.bfloat16 else torch.float32
     values = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=elements.device)
     for start in range(0, weight.out_features, num_rows):
@@ -95,7 +95,7 @@ def a8_sums(x: Tensor, weight: LinearWeight, product: Callable[[Tensor, Tensor],
     x = x if order is None else x[:, order]
     assert weight.scales is not None
     elements, scales = quantize_activations(x, weight.activation_group_size)
-    data, minimums = torch.cat(weight.data), weight.minimums
+    data, minimums = weight.elements(), weight.minimums
     zeros = _grouped_zeros(weight)
     sums = torch.zeros(len(x), weight.out_features, device=x.device)
     for number, (inputs, group) in enumerate(_activation_groups(weight)):

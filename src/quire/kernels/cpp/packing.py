@@ -54,31 +54,11 @@ def _pack_quantized(weight: LinearWeight, num_layers: int, memory: PackedMemory)
     """Return a weight of integers for int8 activations: its groups are those of the activations."""
     weight, long_order = in_group_order(weight)
     order = None if long_order is None else long_order.int()
-    tag = _kernels.WEIGHT_FORMATS[kernel_format(weight)]
     quantization = _quantization(weight, weight.activation_group_size, order=order)
-    scales, offsets = _headers(weight)
-    layer_rows, width = weight.out_features // num_layers, weight.in_features
-    strip_bytes = _kernels.quantized_size(tag, quantization, 1, width)
-    packed = memory.take(num_layers * _kernels.quantized_size(tag, quantization, layer_rows, width), torch.uint8)
-
-    def pack_piece(piece: Tensor, row: int, place: Tensor) -> None:
-        _kernels.pack_quantized(
-            tag,
-            quantization,
-            piece.data_ptr(),
-            piece.stride(0),
-            len(piece),
-            width,
-            scales[row].data_ptr(),
-            address(None if offsets is None else offsets[row]),
-            weight.num_groups,
-            min(weight.group_size, width),
-            place.data_ptr(),
-            num_layers,
-        )
-
-    _pack_pieces(weight.data, num_layers, packed, strip_bytes, pack_piece)
-    return PackedWeight(packed, (tag, quantization), (order,))
+    kernel = _kernels.WEIGHT_FORMATS[kernel_format(weight)], quantization
+    pack, scales_at = _kernels.pack_quantized, (weight.num_groups, min(weight.group_size, weight.in_features))
+    packed = _pack_strips(weight, kernel, num_layers, memory, _kernels.quantized_size, pack, scales_at)
+    return PackedWeight(packed, kernel, (order,))
 
 
 def _pack_expanded(weight: LinearWeight, num_layers: int, memory: PackedMemory) -> PackedWeight:
@@ -86,30 +66,33 @@ def _pack_expanded(weight: LinearWeight, num_layers: int, memory: PackedMemory) 
     groups = None if weight.group_index is None else weight.group_index.contiguous()
     assert groups is None or 0 <= groups.min() <= groups.max() < weight.num_groups, "an input of no group"
     codebook = None if weight.codebook is None else weight.codebook.masked_fill(weight.codebook.isnan(), torch.nan)
-    tag = _kernels.WEIGHT_FORMATS[kernel_format(weight)]
     quantization = _quantization(weight, weight.group_size, groups=groups, codebook=codebook)
+    kernel = _kernels.WEIGHT_FORMATS[kernel_format(weight)], quantization
+    packed = _pack_strips(weight, kernel, num_layers, memory, _kernels.expanded_size, _kernels.pack_expanded)
+    return PackedWeight(packed, kernel, (groups, codebook))
+
+
+def _pack_strips(
+    weight: LinearWeight,
+    kernel: tuple[int, _kernels.Quantization],
+    num_layers: int,
+    memory: PackedMemory,
+    size: Callable[..., int],
+    pack: Callable[..., None],
+    scales_at: tuple[int, ...] = (),
+) -> Tensor:
+    """Return the strips of a quantized weight. `size` and `pack` are of the extension, as is `scales_at` for `pack`."""
     scales, offsets = _headers(weight)
     layer_rows, width = weight.out_features // num_layers, weight.in_features
-    strip_bytes = _kernels.expanded_size(tag, quantization, 1, width)
-    packed = memory.take(num_layers * _kernels.expanded_size(tag, quantization, layer_rows, width), torch.uint8)
+    packed = memory.take(num_layers * size(*kernel, layer_rows, width), torch.uint8)
 
     def pack_piece(piece: Tensor, row: int, place: Tensor) -> None:
-        offset_rows = address(None if offsets is None else offsets[row])
-        _kernels.pack_expanded(
-            tag,
-            quantization,
-            piece.data_ptr(),
-            piece.stride(0),
-            len(piece),
-            width,
-            scales[row].data_ptr(),
-            offset_rows,
-            place.data_ptr(),
-            num_layers,
-        )
+        rows = piece.data_ptr(), piece.stride(0), len(piece), width
+        headers = scales[row].data_ptr(), address(None if offsets is None else offsets[row])
+        pack(*kernel, *rows, *headers, *scales_at, place.data_ptr(), num_layers)
 
-    _pack_pieces(weight.data, num_layers, packed, strip_bytes, pack_piece)
-    return PackedWeight(packed, (tag, quantization), (groups, codebook))
+    _pack_pieces(weight.data, num_layers, packed, size(*kernel, 1, width), pack_piece)
+    return packed
 
 
 def _headers(weight: LinearWeight) -> tuple[Tensor, Tensor | None]:
