@@ -5,8 +5,8 @@
 
 Decoding: bytes of keys and values over time, as a share of what a plain parallel read of as many bytes reaches in the
 same run; kernel and read take turns, because the speed of a shared machine drifts. The caches of many layers are read
-in turn, so that nothing comes from the processor's own caches. A chunk: arithmetic over time, beside tiles multiplied
-without a pause. Medians, and in brackets the quartiles.
+in turn, so that nothing comes from the processor's own caches; --cache-mib must be well above the last of those. A
+chunk: arithmetic over time, beside tiles multiplied without a pause. Medians, and in brackets the quartiles.
 """
 
 import statistics
@@ -31,7 +31,7 @@ from quire.kernels.paged_attention import AttentionMetadata, build_metadata
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 14, 2, 64  # of bench-0.5b
 DECODES = [(1, 2048), (1, 8192), (1, 32768), (8, 2048), (8, 8192), (32, 2048), (32, 4096), (32, 8192)]  # batch, context
 CHUNKS = [(0, 2048), (6144, 2048)]  # tokens before, tokens of the chunk
-MIN_BYTES = 1 << 30  # of all layers' caches together: more than the last-level cache holds
+CACHE_MIB = 256  # of all layers' caches together, more than most last-level caches hold
 
 
 def random_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -75,11 +75,11 @@ def spread(values: list[float]) -> str:
     return f"{median:8.3f} [{low:.3f}, {high:.3f}]"
 
 
-def bench_decode(batch: int, context: int, block_size: int, dtype: torch.dtype, repeats: int) -> None:
+def bench_decode(batch: int, context: int, block_size: int, dtype: torch.dtype, repeats: int, cache_bytes: int) -> None:
     metadata = make_metadata(batch, context - 1, 1, block_size)
     shapes = cache_shapes(metadata.block_tables.numel(), block_size, NUM_KV_HEADS, HEAD_DIM, dtype)
     layer_bytes = 2 * dtype.itemsize * int(np.prod(shapes[0]))
-    num_layers = max(2, -(-MIN_BYTES // layer_bytes))
+    num_layers = max(2, -(-cache_bytes // layer_bytes))
     layers = [tuple(random_cache(shape, dtype) for shape in shapes) for _ in range(num_layers)]
     words = [cache.flatten().view(torch.int64) for pair in layers for cache in pair]
     query = torch.randn(batch, NUM_HEADS, HEAD_DIM).to(dtype)
@@ -126,7 +126,7 @@ def attend_all(query: Tensor, layers: list[tuple[Tensor, ...]], metadata: Attent
         paged_attention(query, keys, values, metadata, HEAD_DIM**-0.5)
 
 
-def compare_storages(dtype: torch.dtype, name: str, block_size: int, repeats: int) -> None:
+def compare_storages(dtype: torch.dtype, name: str, block_size: int, repeats: int, cache_bytes: int) -> None:
     """Print the times of chunks and of decoding over two storages."""
     for before, num_tokens in CHUNKS:
         metadata = make_metadata(1, before, num_tokens, block_size)
@@ -134,7 +134,7 @@ def compare_storages(dtype: torch.dtype, name: str, block_size: int, repeats: in
     for batch, context in DECODES:
         metadata = make_metadata(batch, context - 1, 1, block_size)
         layer_bytes = 4 * batch * context * NUM_KV_HEADS * HEAD_DIM
-        found = bench_storage(metadata, batch, dtype, name, repeats, max(2, -(-MIN_BYTES // layer_bytes)))
+        found = bench_storage(metadata, batch, dtype, name, repeats, max(2, -(-cache_bytes // layer_bytes)))
         print(f"decode {batch:3} x {context:6}: {found}", flush=True)
 
 
@@ -155,17 +155,18 @@ def main(
     block_size: Annotated[int, typer.Option(help="tokens per block")] = 16,
     repeats: Annotated[int, typer.Option(help="timed rounds")] = 15,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or a storage to compare with --dtype")] = "auto",
+    cache_mib: Annotated[int, typer.Option(help="MiB of all layers' caches, of --dtype, while decoding")] = CACHE_MIB,
 ) -> None:
     """Measure and print."""
     _kernels.use_isa(isa)
     print(f"{isa}, {dtype}, blocks of {block_size}, {torch.get_num_threads()} threads")
     if kv_cache_dtype != "auto":
-        compare_storages(getattr(torch, dtype), kv_cache_dtype, block_size, repeats)
+        compare_storages(getattr(torch, dtype), kv_cache_dtype, block_size, repeats, cache_mib << 20)
         return
     for before, num_tokens in CHUNKS:
         bench_chunk(before, num_tokens, block_size, getattr(torch, dtype), repeats)
     for batch, context in DECODES:
-        bench_decode(batch, context, block_size, getattr(torch, dtype), repeats)
+        bench_decode(batch, context, block_size, getattr(torch, dtype), repeats, cache_mib << 20)
 
 
 if __name__ == "__main__":
