@@ -230,7 +230,10 @@ class BlockTable:
         self.num_tokens = self.num_dropped = self._num_stored = self._writable_end = 0
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return (block, offset in the block) of a token. IndexError past the end and where the block was dropped."""
+        """Return (block, offset in the block) of a token. IndexError past the end and where the block was dropped.
+
+        The map by its definition, one token at a time; steps compute the slots of all their tokens from whole tables.
+        """
         if not 0 <= position < self.num_tokens:
             raise IndexError(f"position {position} is outside of a table of {self.num_tokens} tokens")
         column, offset = divmod(position, self._block_size)

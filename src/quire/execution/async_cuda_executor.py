@@ -15,11 +15,6 @@ class AsyncCudaExecutor:
         self.worker = worker
         self._steps = deque[StepInFlight]()
 
-    @property
-    def num_steps_in_flight(self) -> int:
-        """Steps that were submitted and not collected."""
-        return len(self._steps)
-
     def submit(self, plan: StepPlan) -> None:
         """Launch a step."""
         assert len(self._steps) < self.max_steps_in_flight, "too many steps in flight"

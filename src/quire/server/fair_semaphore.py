@@ -18,11 +18,6 @@ class FairSemaphore:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next client first
 
     @property
-    def num_waiting(self) -> int:
-        """Count the jobs that wait for a slot."""
-        return sum(map(len, self._waiting.values()))
-
-    @property
     def is_full(self) -> bool:
         """Return whether the next job would have to wait."""
         return not self._num_free
@@ -37,7 +32,7 @@ class FairSemaphore:
             self._release()
 
     async def _acquire(self, client_id: str) -> None:
-        if self._num_free:
+        if not self.is_full:
             self._num_free -= 1
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
