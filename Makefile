@@ -56,8 +56,10 @@ endef
 $(CLIENTS)/.set-up: $(STAMP)
 	$(call over_venv,$(CLIENTS))
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt \
-	  langchain-openai fastuuid h2 python-dotenv importlib-metadata pydantic-settings
-	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt --no-deps litellm
+	  langchain-openai fastuuid h2 python-dotenv importlib-metadata pydantic-settings 'pydantic-ai-slim[openai]' \
+	  docstring-parser mcp griffelib
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt --no-deps \
+	  litellm instructor openai-agents
 	@touch $@
 
 # The oldest Triton that is served, which torch 2.11 pins. Its interpreter does what NumPy deprecates, and needs one before 2.4.
@@ -72,8 +74,9 @@ test: $(STAMP) ## run the tests in JOBS=2 processes (under 15 minutes on 2 cores
 test-quick: $(STAMP) ## run the tests that tests/quick.txt names, some of each package (under 90 s on 2 cores)
 	$(BIN)/python -m pytest @tests/quick.txt -m "not fuzz and not matrix" -n $(JOBS) --dist loadfile $(ARGS)
 
-clients: $(CLIENTS)/.set-up ## run the tests of client libraries that have an environment of their own: langchain, litellm
-	$(CLIENTS)/bin/python -m pytest tests/e2e/test_clients_langchain.py tests/e2e/test_clients_litellm.py $(ARGS)
+clients: $(CLIENTS)/.set-up ## run the tests of client libraries that have an environment of their own: langchain, litellm, agents
+	$(CLIENTS)/bin/python -m pytest tests/e2e/test_clients_langchain.py tests/e2e/test_clients_litellm.py \
+	  tests/e2e/test_clients_tools.py $(ARGS)
 
 triton-3.6: $(TRITON)/.set-up ## run the tests of the Triton kernels with the oldest Triton that is served
 	PYTEST_ADDOPTS='-W "ignore:Conversion of an array with ndim:DeprecationWarning"' \

@@ -31,8 +31,20 @@ class CallingModel(NamedTuple):
     """A model's folder, and a conversation after which each text is recited, by its name."""
 
     folder: Path
+    tokenizer: Tokenizer
     messages: Mapping[str, list[dict[str, str]]]
     num_tokens: Mapping[str, int]   # of each text, with the end of the sequence
+
+    def result_before(self, name: str, called_after: str, content: str = "") -> str:
+        """Return the result of a call, after which a text is recited.
+
+        `called_after`: the text with the call. `content`: the content of that message.
+        """
+        total = sum(self.num_tokens.values())
+        before = list(self.num_tokens).index(name)
+        length = 2 * total + sum(list(self.num_tokens.values())[:before])
+        called = f"{self.messages[called_after][0]['content']}\nassistant: {content}\ntool: "
+        return _filled(self.tokenizer, length, f"{BOS}user: {called}", "\nassistant:")
 
 
 def write_calling_model(folder: Path, texts: Mapping[str, str]) -> CallingModel:
@@ -48,16 +60,21 @@ def write_calling_model(folder: Path, texts: Mapping[str, str]) -> CallingModel:
     for name, length in num_tokens.items():
         messages[name] = _conversation(tokenizer, start)
         start += length
-    return CallingModel(folder, messages, num_tokens)
+    return CallingModel(folder, tokenizer, messages, num_tokens)
 
 
 def _conversation(tokenizer: Tokenizer, length: int) -> list[dict[str, str]]:
     """Return a conversation of that many tokens."""
+    return [{"role": "user", "content": _filled(tokenizer, length, f"{BOS}user: ", "\nassistant:")}]
+
+
+def _filled(tokenizer: Tokenizer, length: int, before: str, after: str) -> str:
+    """Return the text between two others that makes that many tokens of all three."""
     content = "x" * length
-    while (excess := _length(tokenizer, f"{BOS}user: {content}\nassistant:") - length) > 0:
+    while (excess := _length(tokenizer, before + content + after) - length) > 0:
         content = content[:-excess]
-    assert excess == 0, "no conversation has this length"
-    return [{"role": "user", "content": content}]
+    assert excess == 0, "no text has this length"
+    return content
 
 
 def _length(tokenizer: Tokenizer, text: str) -> int:
