@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 import quire
 from quire.core import structured_outputs as module
 from quire.core.errors import InvalidRequestError
-from quire.core.grammar_text import WHITESPACE_PATTERN, after_reasoning
+from quire.core.grammar_text import WHITESPACE_PATTERN, after_reasoning, either, marker_text
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
 
@@ -175,9 +175,34 @@ def test_reasoning_needs_a_list_of_grammars() -> None:
 
 
 def test_a_special_token_can_end_the_reasoning() -> None:
-    reasoned = after_reasoning(grammar(regex="a"), "<|end|>", is_special_token=True)
-    is_error, notes = LLMatcher.validate_grammar_with_warnings(reasoned)
-    assert (is_error, notes) == (False, ["no tokenizer - can't validate <special_token>"])
+    reasoned = after_reasoning(grammar(regex="a"), "<|end|>", special={"<|end|>": 7, "end": 8})
+    assert "TEXT <[7]>" in reasoned
+    matcher = LLMatcher(BYTES, reasoned, log_level=0)
+    assert matcher.try_consume_tokens([*b"Well", 7, *b"\n\na"]) == 8
+    assert matcher.is_accepting()
+
+
+def test_reasoning_with_a_start_marker_may_be_left_out() -> None:
+    reasoned = after_reasoning(grammar(json=PERSON), "</think>", start_marker="<think>")
+    answer = '{"name":"Ada","age":36}'
+    assert accepts(reasoned, answer)
+    assert accepts(reasoned, f"<think>Well</think>\n\n{answer}")
+    assert not accepts(reasoned, f"Well</think>{answer}")
+
+
+def test_marker_has_special_tokens_by_their_ids() -> None:
+    assert marker_text("<|a|>\nb", {"<|a|>": 5, "<|": 6}) == '<[5]> "\\nb"'
+    assert marker_text("<b>") == '"<b>"'
+
+
+def test_one_of_two_grammars() -> None:
+    first, second = grammar(json=PERSON), after_reasoning(grammar(choice=["a"]), "!", start_marker="?")
+    for text in (either(first, second), either(second, first), either(second, either(first, first))):
+        assert accepts(text, '{"name":"Ada","age":36}')
+        assert accepts(text, "?Well!a")
+        assert not accepts(text, "Well!a")
+    with pytest.raises(ValueError, match="same names: answer_0"):
+        either(second, second)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,13 @@ referenced by `@name`. Pure text functions: nothing is compiled here.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
+from types import MappingProxyType
 from typing import Any
+
+NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 # At most one line break with its indentation, or two blanks: small models would write blanks until max_tokens.
 WHITESPACE_PATTERN = r"\n[ \t]{0,16}|[ \t]{0,2}"
@@ -117,21 +121,53 @@ def lark_from(grammar: str) -> str:
         raise ValueError(f"the grammar cannot be converted from GBNF: {error}") from error
 
 
-def after_reasoning(grammar: str, end_marker: str, *, is_special_token: bool = False) -> str:
-    """Return the grammar of any text up to and including `end_marker`, then `grammar`.
+def after_reasoning(
+    grammar: str, end_marker: str, *, start_marker: str | None = None, special: Mapping[str, int] = NO_TOKENS
+) -> str:
+    """Return the grammar of any text up to and including `end_marker`, at most two line breaks, then `grammar`.
 
-    `is_special_token`: the tokenizer has the marker, such as `</think>`, as a special token. ValueError for a grammar
-    in JSON that has no list of grammars.
+    With `start_marker` the text begins with that, and all of it may be left out. `special`: ids of the tokenizer's
+    special tokens, by their texts. ValueError for a grammar in JSON that has no list of grammars.
     """
-    parts = _grammars(grammar)
-    names = {part.get("name") for part in parts}
-    answer = next(name for number in count() if (name := f"answer_{number}") not in names)
-    if is_special_token:
-        reasoning = f"start: TEXT {end_marker} @{answer}\nTEXT: /(?s:.*)/\n"
+    parts, answer = _referable(grammar, "answer", set())
+    end = marker_text(end_marker, special)
+    before = "" if start_marker is None else f"{marker_text(start_marker, special)} "
+    start = f"{before}reasoning GAP @{answer}" + ("" if start_marker is None else f" | @{answer}")
+    if end == literal_text(end_marker):
+        reasoning = f"reasoning[suffix={end}]: /(?s:.*)/"
     else:
-        reasoning = f"start: reasoning @{answer}\nreasoning[suffix={literal_text(end_marker)}]: /(?s:.*)/\n"
-    parts[0] |= {"name": answer}
-    return compact_json({"grammars": [{"lark_grammar": reasoning}, *parts]})
+        reasoning = f"reasoning: TEXT {end}\nTEXT: /(?s:.*)/"
+    first = f"start: {start}\n{reasoning}\nGAP: /\\n{{0,2}}/\n"
+    return compact_json({"grammars": [{"lark_grammar": first}, *parts]})
+
+
+def either(first: str, second: str) -> str:
+    """Return the grammar of the texts of two grammars. No text of one may begin as a free text of the other does.
+
+    ValueError for JSON as `after_reasoning`, and for grammars that have the same names.
+    """
+    parts, name = _referable(first, "first", {part.get("name") for part in _grammars(second)})
+    others, other_name = _referable(second, "second", {part.get("name") for part in parts})
+    shared = {part.get("name") for part in parts} & {part.get("name") for part in others}
+    if shared:
+        raise ValueError(f"two grammars have the same names: {', '.join(map(str, shared))}")
+    return compact_json({"grammars": [{"lark_grammar": f"start: @{name} | @{other_name}\n"}, *parts, *others]})
+
+
+def marker_text(text: str, special: Mapping[str, int] = NO_TOKENS) -> str:
+    """Return an expression for a text that may contain special tokens: as text, those would be other tokens."""
+    longest_first = sorted(special, key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if special else [text]
+    return " ".join(f"<[{special[piece]}]>" if piece in special else literal_text(piece) for piece in pieces if piece)
+
+
+def _referable(grammar: str, name: str, taken: set[Any]) -> tuple[list[dict[str, Any]], str]:
+    """Return the grammars of a text, of which the first has a name by which others refer to it, and that name."""
+    parts = _grammars(grammar)
+    taken = taken | {part.get("name") for part in parts}
+    free = next(numbered for number in count() if (numbered := f"{name}_{number}") not in taken)
+    parts[0] = parts[0] | {"name": free}
+    return parts, free
 
 
 def _grammars(text: str) -> list[dict[str, Any]]:
