@@ -16,8 +16,12 @@ class BrokenStreamError(EngineError):
     """A server sent what is no part of an OpenAI answer."""
 
 
-class _Delta(Struct):
+class Delta(Struct):
+    """Piece of a chat's answer."""
+
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None     # the same, under an older name
 
 
 class Choice(Struct):
@@ -25,7 +29,7 @@ class Choice(Struct):
 
     text: str | None = None
     token_ids: list[int] | None = None
-    delta: _Delta | None = None
+    delta: Delta | None = None
     finish_reason: str | None = None
 
 

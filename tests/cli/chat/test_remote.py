@@ -77,6 +77,13 @@ def test_text_comes_in_pieces_then_usage(server: ChatServer) -> None:
     assert updates[-1] == Update("", 4, 9, None)
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_is_apart(server: ChatServer, name: str) -> None:
+    thought = frame(choices=[{"index": 0, "delta": {name: "Hm."}, "finish_reason": None}])
+    updates = ask(server, Reply((thought, said("Yes", "stop"), DONE)))
+    assert [(update.reasoning, update.text) for update in updates] == [("Hm.", ""), ("", "Yes")]
+
+
 def test_frames_may_be_cut_inside_a_character(server: ChatServer) -> None:
     whole = said("日本😀") + said("", "stop") + DONE
     pieces = tuple(whole[at : at + 1] for at in range(len(whole)))

@@ -26,11 +26,14 @@ class ScriptedPerson(Screen):
 
     def __init__(self, *lines: str | type[BaseException]) -> None:
         self._lines = list(lines)
-        self.answers = ""
+        self.answers = self.asides = ""
         self.shown: list[tuple[Tone, str]] = []
 
     def write(self, text: str) -> None:
         self.answers += text
+
+    def write_aside(self, text: str) -> None:
+        self.asides += text
 
     def show(self, text: str, tone: Tone = "plain") -> None:
         self.shown.append((tone, text))
@@ -231,6 +234,23 @@ class Failing:
         for text in self._texts:
             on_update(Update(text))
         raise ChatError("the server is gone")
+
+
+class Reasoning:
+    """Reasons, and answers."""
+
+    greeting = ""
+
+    def answer(self, messages: Sequence[Message], on_update: Callable[[Update], None]) -> None:
+        for update in (Update(reasoning="So "), Update(reasoning="it is."), Update("Yes"), Update(".")):
+            on_update(update)
+
+
+def test_reasoning_is_shown_and_not_kept() -> None:
+    screen = ScriptedPerson("a")
+    assert talk(Reasoning(), screen).exchanges == [Exchange("a", "Yes.")]
+    assert screen.asides == "So it is.\n"
+    assert screen.answers == "Yes.\n"
 
 
 def test_failure_keeps_the_text_that_came_and_the_question_if_none_did() -> None:

@@ -19,12 +19,13 @@ class ChatError(EngineError):
 
 
 class Update(NamedTuple):
-    """New text of an answer, and the counts so far, where they are known."""
+    """New text of an answer and of its reasoning, and the counts so far, where they are known."""
 
     text: str = ""
     num_prompt_tokens: int | None = None
     num_tokens: int | None = None
     finish_reason: str | None = None
+    reasoning: str = ""
 
 
 class BackEnd(Protocol):

@@ -112,8 +112,10 @@ def _update(event: bytes) -> Update:
     if (error := openai_stream.error_of(frame)) is not None:
         raise _as_error(error, "the server ended the answer with an error: ")
     choice, usage = frame.choices[0] if frame.choices else openai_stream.Choice(), frame.usage or openai_stream.Usage()
-    text = choice.delta.content if choice.delta else None
-    return Update(text or "", usage.prompt_tokens, usage.completion_tokens, choice.finish_reason)
+    delta = choice.delta or openai_stream.Delta()
+    reasoning = delta.reasoning or delta.reasoning_content or ""
+    counts = usage.prompt_tokens, usage.completion_tokens
+    return Update(delta.content or "", *counts, choice.finish_reason, reasoning)
 
 
 def _refusal(response: HTTPResponse) -> EngineError:

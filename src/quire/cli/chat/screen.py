@@ -45,6 +45,12 @@ class Screen:
         sys.stdout.write(_printable(text))
         sys.stdout.flush()
 
+    def write_aside(self, text: str) -> None:
+        """Show a piece of what is no answer, such as reasoning, at once; in a pipe not at all."""
+        if self.is_interactive and text:
+            console = Console(highlight=False)
+            console.print(_printable(text), style="dim", end="", markup=False, emoji=False, soft_wrap=True)
+
     def show(self, text: str, tone: Tone = "plain") -> None:
         """Show a line that is no answer, in the style of its tone; in a pipe, on standard error."""
         if self.is_interactive:

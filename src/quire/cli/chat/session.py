@@ -84,8 +84,15 @@ class ChatSession:
         """Ask, show the answer as it arrives, and keep the result."""
         answer = self._last_answer = Answer(time.monotonic())
 
+        is_reasoning = False
+
         def take(update: Update) -> None:
+            nonlocal is_reasoning
             answer.take(update, time.monotonic())
+            self._screen.write_aside(update.reasoning)
+            if update.text and is_reasoning:
+                self._screen.write_aside("\n")
+            is_reasoning = bool(update.reasoning) or (is_reasoning and not update.text)
             self._screen.write(update.text)
 
         try:
