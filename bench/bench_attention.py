@@ -58,16 +58,23 @@ def make_metadata(batch: int, before: int, num_tokens: int, block_size: int) -> 
     return build_metadata(tables, starts, torch.full((batch,), length).int(), block_size)
 
 
-def in_turns(calls: list[Callable[[], object]], repeats: int) -> list[list[float]]:
+def in_turns(
+    calls: list[Callable[[], object]], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> list[list[float]]:
     """Return the seconds of each call, all of them in every round."""
     seconds: list[list[float]] = [[] for _ in calls]
     for turn in range(repeats + 2):
         for call, times in zip(calls, seconds, strict=True):
-            begin = time.perf_counter()
+            begin = clock()
             call()
             if turn > 1:
-                times.append(time.perf_counter() - begin)
+                times.append(clock() - begin)
     return seconds
+
+
+def clock_of_threads() -> Callable[[], float]:
+    """Return the clock of one thread's running time, or wall time of more."""
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def spread(values: list[float]) -> str:
@@ -113,7 +120,7 @@ def bench_storage(
         layers = [tuple(random_cache(shape, element) for shape in shapes) for _ in range(num_layers)]
         sizes.append(2 * element.itemsize * int(np.prod(shapes[0])) / 1e6)
         calls.append(partial(attend_all, query, layers, metadata))
-    own, other = in_turns(calls, repeats)
+    own, other = in_turns(calls, repeats, clock_of_threads())
     ratios = [a / b for a, b in zip(own, other, strict=True)]
     own_ms, other_ms = (statistics.median(seconds) / num_layers * 1e3 for seconds in (own, other))
     return (f"{dtype_name(dtype)} {own_ms:.3f} ms of {sizes[0]:.1f} MB, {name} {other_ms:.3f} ms of {sizes[1]:.1f} MB, "
@@ -154,11 +161,13 @@ def main(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
     block_size: Annotated[int, typer.Option(help="tokens per block")] = 16,
     repeats: Annotated[int, typer.Option(help="timed rounds")] = 15,
+    threads: Annotated[int, typer.Option(help="threads of the kernels")] = torch.get_num_threads(),
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or a storage to compare with --dtype")] = "auto",
     cache_mib: Annotated[int, typer.Option(help="MiB of all layers' caches, of --dtype, while decoding")] = CACHE_MIB,
 ) -> None:
     """Measure and print."""
     _kernels.use_isa(isa)
+    torch.set_num_threads(threads)
     print(f"{isa}, {dtype}, blocks of {block_size}, {torch.get_num_threads()} threads")
     if kv_cache_dtype != "auto":
         compare_storages(getattr(torch, dtype), kv_cache_dtype, block_size, repeats, cache_mib << 20)

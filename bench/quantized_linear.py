@@ -1,25 +1,27 @@
-"""The C++ linear kernels alone: int8 and int4 weights with int8 activations beside bfloat16, in turns in one run.
+"""The C++ linear kernels alone: quantized weights beside bfloat16, in turns in one run.
 
     python bench/quantized_linear.py [--isa avx2] [--threads 2] [--rows 1,16,64,2048] [--layers 24] [--head]
+    python bench/quantized_linear.py --threads 1 --formats q8_0,q4_0,fp8    # some formats
 
 The layers of bench-0.5b, one after the other as in a step: qkv, attention output, gate and up with their product, down;
 or with --head the output head alone. One row is bound by reading, so the packed weights are also read plainly, in the
-same run; many rows are bound by arithmetic. Medians, and in brackets the quartiles.
+same run; many rows are bound by arithmetic. Medians, and in brackets the quartiles: of wall time, or with one thread of
+the time that it ran, so that other processes matter little.
 """
 
 import statistics
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
+from torch import Tensor
 
-from bench_attention import in_turns, spread
+from bench_attention import clock_of_threads, in_turns, spread
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
-from quire.kernels.quantized import round_to_nearest
 
 WIDTH = 896
 Shape = tuple[int, int, Activation]  # outputs, inputs
@@ -27,28 +29,75 @@ SHAPES: list[Shape] = [
     (WIDTH + 256, WIDTH, "none"), (WIDTH, WIDTH, "none"), (2 * 4864, WIDTH, "silu_and_mul"), (WIDTH, 4864, "none"),
 ]  # fmt: skip
 HEAD: list[Shape] = [(151_936, WIDTH, "none")]
+WHOLE = 1 << 20  # a group longer than any row
+
+
+class Format(NamedTuple):
+    """How weights are stored, and the inputs that share a scale of int8 activations: 0 where they are expanded."""
+
+    element: str
+    group: int = WHOLE
+    activations: int = 0
+    correction: str = "constant"
+
+
 FORMATS = {
-    "bfloat16": ("dense", 0), "int8 in groups of 128": ("int8", 128), "int8 in groups of 256": ("int8", 256),
-    "int8 by rows": ("int8", 1 << 20), "int4 in groups of 128": ("int4", 128), "int4 in groups of 64": ("int4", 64),
-}  # fmt: skip
+    "bfloat16": Format("dense"),
+    "int8 in groups of 128": Format("int8", 128, 128),
+    "int8 in groups of 256": Format("int8", 256, 256),
+    "int8 by rows": Format("int8", WHOLE, 256),
+    "int4 in groups of 128": Format("int4", 128, 128),
+    "int4 in groups of 64": Format("int4", 64, 64),
+    "int4 by rows": Format("int4", WHOLE, 256),
+    "Q8_0": Format("int8", 32, 32),
+    "Q4_0": Format("int4", 32, 32),
+    "Q4_K": Format("int4", 32, 32, "minimums"),
+    "Q6_K": Format("int8", 16, 16),
+    "Q8_0 expanded": Format("int8", 32),
+    "Q4_0 expanded": Format("int4", 32),
+    "Q4_K expanded": Format("int4", 32, correction="minimums"),
+    "Q6_K expanded": Format("int8", 16),
+    "int8 in groups of 128 expanded": Format("int8", 128),
+    "int4 in groups of 128 expanded": Format("int4", 128),
+    "int4 with zeros expanded": Format("int4", 128, correction="zeros"),
+    "fp8 by rows": Format("fp8"),
+    "fp8 in groups of 128": Format("fp8", 128),
+    "codebook in groups of 64": Format("codebook4", 64),
+}
+
+
+def random_weight(out: int, width: int, form: Format) -> LinearWeight:
+    """Return a weight [out, width] of random elements; their scales make it about as large as a trained one."""
+    generator = torch.Generator().manual_seed(0)
+    if form.element == "dense":
+        return LinearWeight.dense(torch.randn(out, width, generator=generator).bfloat16())
+    top = 16 if form.element in ("int4", "codebook4") else 120 if form.element == "fp8" else 256
+    elements = torch.randint(top, (out, width), generator=generator, dtype=torch.uint8)
+    grouped = out, -(-width // min(form.group, width))
+    offsets: Tensor | int | None = None
+    if form.element in ("int8", "int4") and form.correction != "minimums":
+        offsets = top // 2 if form.correction == "constant" else torch.randint(top, grouped, dtype=torch.uint8)
+    return LinearWeight(
+        form.element, (elements,), out, width, torch.rand(grouped, generator=generator) / top, offsets, form.group,
+        activation_group_size=form.activations,
+        minimums=torch.rand(grouped, generator=generator) if form.correction == "minimums" else None,
+        codebook=torch.linspace(-1, 1, 16) if form.element == "codebook4" else None, dtype=torch.bfloat16,
+    )  # fmt: skip
 
 
 class Step:
     """All layers in one format."""
 
-    def __init__(self, shapes: list[Shape], num_layers: int, weight_format: str, group: int) -> None:
+    def __init__(self, shapes: list[Shape], num_layers: int, form: Format) -> None:
         memory = PackedMemory()
         self.layers = []
         for out, width, activation in shapes:
-            dense = torch.randn(out, width, generator=torch.Generator().manual_seed(0)).bfloat16()
-            weight = LinearWeight.dense(dense)
-            if weight_format != "dense":
-                weight = round_to_nearest(dense, weight_format, group, activation_group_size=group)
+            weight = random_weight(out, width, form)
             self.layers.append([CppLinear(weight, activation=activation, memory=memory) for _ in range(num_layers)])
         self.num_bytes = sum(layer.num_bytes for layers in self.layers for layer in layers)
         self.words = [layer._weight.packed.view(torch.int32) for layers in self.layers for layer in layers]
 
-    def multiply(self, rows: dict[int, torch.Tensor]) -> None:
+    def multiply(self, rows: dict[int, Tensor]) -> None:
         for layers in zip(*self.layers, strict=True):
             for layer in layers:
                 layer(rows[layer.sizes[0]])
@@ -62,11 +111,11 @@ def bench(steps: dict[str, Step], num_rows: int, macs: int, repeats: int) -> Non
     rows = {width: torch.randn(num_rows, width).bfloat16() for width in (WIDTH, 4864)}
     calls = [lambda step=step: step.multiply(rows) for step in steps.values()]
     reads = [step.read for step in steps.values()] if num_rows == 1 else []
-    times = in_turns(calls + reads, repeats)
+    times = in_turns(calls + reads, repeats, clock_of_threads())
     base = statistics.median(times[0])
     for i, (name, step) in enumerate(steps.items()):
         ms, median = [s * 1e3 for s in times[i]], statistics.median(times[i])
-        line = f"{num_rows:5} rows {name:22} ms {spread(ms)}, of bfloat16 {median / base:.3f}, "
+        line = f"{num_rows:5} rows {name:30} ms {spread(ms)}, of bfloat16 {median / base:.3f}, "
         line += f"GB/s {step.num_bytes / median * 1e-9:.1f}, GMAC/s {macs * num_rows / median * 1e-9:.1f}"
         if reads:
             line += f", plain read ms {spread([s * 1e3 for s in times[len(calls) + i]])}"
@@ -86,10 +135,11 @@ def main(
     _kernels.use_isa(isa)
     torch.set_num_threads(threads)
     shapes, num_layers = (HEAD, 1) if head else (SHAPES, layers)
+    wanted = [word.lower() for word in formats.split(",")]
     chosen = {
-        name: form for name, form in FORMATS.items() if name == "bfloat16" or any(w in name for w in formats.split(","))
+        name: form for name, form in FORMATS.items() if name == "bfloat16" or any(w in name.lower() for w in wanted)
     }
-    steps = {name: Step(shapes, num_layers, *form) for name, form in chosen.items()}
+    steps = {name: Step(shapes, num_layers, form) for name, form in chosen.items()}
     macs = num_layers * sum(out * width for out, width, _ in shapes)
     print(f"{isa}, {threads} threads, {'the head' if head else f'{layers} layers'}")
     for num_rows in map(int, rows.split(",")):

@@ -88,7 +88,10 @@ inline RegisterIntegers multiply_bytes(RegisterIntegers a, RegisterIntegers b) {
 #endif
 
 // The even or the odd bytes of four, as int16.
-inline RegisterWords pair_of(RegisterWords quads, bool is_odd) { return (is_odd ? quads >> 8 : quads) & 0x00ff00ffu; }
+inline RegisterWords pair_of(RegisterWords quads, bool is_odd) {
+    typedef std::uint16_t Pairs __attribute__((vector_size(4 * REGISTER_LANES)));
+    return is_odd ? (RegisterWords)((Pairs)quads >> 8) : quads & 0x00ff00ffu;
+}
 
 #if defined(__AVX512VNNI__)
 template <>
@@ -135,6 +138,48 @@ struct Multiplier<Nibbles<quads>> {
     static RegisterIntegers add(RegisterIntegers values, RegisterIntegers factor, RegisterIntegers sums) { return Each::add(values, factor, sums); }
 };
 
+// Sums of one strip, several of each output: of few rows, a product would wait for the one before it.
+template <int rows>
+struct Chains {
+#if defined(__AVX512VNNI__)
+    static constexpr int COUNT = rows > 2 ? 2 : 4;
+#else
+    static constexpr int COUNT = 1;  // only the last addition of several instructions would wait
+#endif
+    RegisterIntegers parts[COUNT][rows][PARTS] = {};
+
+    // Add a word's products to the chains from `chain` on, those of each turn to one of them.
+    template <typename W>
+    void add(int chain, const W* words, const Factor<W>* factors, long stride) {
+        using Each = Multiplier<W>;
+#pragma GCC unroll 4
+        for (int turn = 0; turn < Each::TURNS; turn++)
+            for (int p = 0; p < PARTS; p++) {
+                const RegisterIntegers lanes = Each::values(words + p * REGISTER_LANES * 4, turn);
+                for (int r = 0; r < rows; r++) {
+                    RegisterIntegers& sum = parts[(chain + turn) % COUNT][r][p];
+                    sum = Each::add(lanes, Each::factor(factors + r * stride, turn), sum);
+                }
+            }
+    }
+
+    // Add the products of `count` words, a multiple of four.
+    template <typename W, long ahead>
+    void add_all(const W* words, const Factor<W>* factors, long stride, long count) {
+        for (long i = 0; i < count; i += 4)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                __builtin_prefetch(words + (i + j) * 4 * STRIP + ahead);
+                add(j * Multiplier<W>::TURNS, words + (i + j) * 4 * STRIP, factors + (i + j) * 4, stride);
+            }
+    }
+    void add_to(IntegerSums<rows, 1>& sums) const {
+        for (int r = 0; r < rows; r++)
+            for (int p = 0; p < PARTS; p++)
+                for (int c = 0; c < COUNT; c++) sums.parts[r][p] += parts[c][r][p];
+    }
+};
+
 // The products of some tiles, tiles of `tile_quads` quads; X are the factors.
 template <typename W>
 struct TileProducts;
@@ -145,7 +190,13 @@ struct TileProducts<Byte> {
 
     template <long ahead, int rows, int columns>
     static void add(IntegerSums<rows, columns>& sums, const Byte* const (&weights)[columns], const X* x, long stride, long num_quads) {
-        sums.template add<Byte, ahead>(weights, 4 * STRIP, x, stride, num_quads);
+        if constexpr (columns > 1 || ahead == 0) {
+            sums.template add<Byte, ahead>(weights, 4 * STRIP, x, stride, num_quads);
+        } else {
+            Chains<rows> chains;
+            chains.template add_all<Byte, ahead>(weights[0], x, stride, num_quads);
+            chains.add_to(sums);
+        }
     }
 };
 
@@ -196,10 +247,17 @@ struct TileProducts<Nibbles<quads>> {
 
     template <long ahead, int rows, int columns>
     static void add(IntegerSums<rows, columns>& sums, const Nibbles<quads>* const (&weights)[columns], const X* x, long stride, long num_quads) {
-        for (long tile = 0; tile < num_quads; tile += 2 * quads) {
-            const Nibbles<quads>* of_tile[columns];
-            for (int c = 0; c < columns; c++) of_tile[c] = weights[c] + tile / 2 * 4 * STRIP;
-            sums.template add<Nibbles<quads>, ahead>(of_tile, 4 * STRIP, x + tile * 4, stride, quads);
+        if constexpr (columns > 1 || ahead == 0) {
+            for (long tile = 0; tile < num_quads; tile += 2 * quads) {
+                const Nibbles<quads>* of_tile[columns];
+                for (int c = 0; c < columns; c++) of_tile[c] = weights[c] + tile / 2 * 4 * STRIP;
+                sums.template add<Nibbles<quads>>(of_tile, 4 * STRIP, x + tile * 4, stride, quads);
+            }
+        } else {
+            Chains<rows> chains;
+            for (long tile = 0; tile < num_quads; tile += 2 * quads)
+                chains.template add_all<Nibbles<quads>, ahead>(weights[0] + tile / 2 * 4 * STRIP, x + tile * 4, stride, quads);
+            chains.add_to(sums);
         }
     }
 };

@@ -21,7 +21,7 @@ struct QuantizedRows {
     const X* values;
     long stride;                // of values, from row to row
     const float* scales;        // [row][group]
-    const std::int32_t* sums;   // [row][group], of the rounded values
+    const std::int32_t* sums;   // [row][group], of the rounded values; if one zero point serves all, times its negative
     long num_groups;
 };
 
@@ -99,12 +99,13 @@ QuantizedRows<X> quantize_rows(const Linear<T>& op, const QuantizedLayout& layou
     X* to = values.at_least((op.num_rows + spare) * stride);
     float* scale = scales.at_least(op.num_rows * groups);
     std::int32_t* sum = sums.at_least(op.num_rows * groups);
+    const std::int32_t times = op.quantization.offsets == Offsets::zero_point ? static_cast<std::int32_t>(-op.quantization.zero_point) : 1;
     constexpr long rows_at_once = 16;
     share_range(op.num_rows, rows_at_once, [&](long begin, long end) {
         for (long row = begin; row < end; row++) {
             const T* x = in_order(op, row);
             for (long group = 0; group < groups; group++)
-                sum[row * groups + group] = quantize_group(
+                sum[row * groups + group] = times * quantize_group(
                     x + group * layout.group_size, layout.num_inputs(group), layout.num_tiles(group) * layout.tile_inputs,
                     to + row * stride + group * layout.padded_group, scale[row * groups + group]);
         }

@@ -105,10 +105,20 @@ private:
         const std::int8_t* rows = x.values + (row + top) * x.stride + group * layout.padded_group + tile * layout.tile_inputs;
         four.add(rows, x.stride, weights, count(group, tile), layout.tile_inputs, tile == 0);
         if (tile + TILES_AT_ONCE < layout.num_tiles(group)) return;
-        const long at = (row + top) * x.num_groups + group;
-        GroupScales{op.quantization, layout.header_bytes, layout.strip_bytes, headers(left, group), x.scales + at, x.sums + at, x.num_groups}
-            .add(four.dots, TileDots::STRIDE, sums + top * SUMS_STRIDE + left * STRIP, SUMS_STRIDE,
-                 std::min(PAIR_ROWS, num_rows - top), std::min(PAIR_STRIPS, num_strips - left));
+        with_offsets(op.quantization.offsets, [&](auto offsets) { end_group<offsets>(four, top, left, group); });
+    }
+
+    template <Offsets offsets>
+    void end_group(const TileDots& four, long top, long left, long group) const {
+        for (long s = 0; s < std::min(PAIR_STRIPS, num_strips - left); s++) {
+            const GroupScales<offsets> scales(headers(left + s, group), 0);
+            for (long r = 0; r < std::min(PAIR_ROWS, num_rows - top); r++) {
+                const long at = (row + top + r) * x.num_groups + group;
+                float* to = sums + (top + r) * SUMS_STRIDE + (left + s) * STRIP;
+                const RegisterIntegers dots = (RegisterIntegers)load(four.dots + r * TileDots::STRIDE + s * STRIP);
+                store(to, scales.add(dots + scales.first(x.sums[at]), x.scales[at], x.sums[at], load(to)));
+            }
+        }
     }
 };
 

@@ -1,5 +1,5 @@
 // Linear layers of quantized weights by vectors, in the blocks of dense ones (linear_vectors.hpp): a group's integer sums
-// stay in registers, then are scaled and added to the outputs' float sums.
+// stay in registers, from which they are scaled and added to the outputs' float sums.
 #pragma once
 
 #include "linear_vectors.hpp"
@@ -8,74 +8,65 @@
 
 namespace quire::ISA {
 
-constexpr long INPUTS_AT_ONCE = 1024;  // of many rows: the weights of so many stay in the first-level cache
+constexpr long INPUTS_AT_ONCE = 1024;  // of many rows: the weights of so many stay in the caches next to the core
+constexpr long BYTES_AHEAD = 4096;     // of few rows: weights that are asked for
 
-// Add one group to the float sums [rows][strips][16 outputs] of a block, each step rounded by itself. `dots` are the bits of
-// the int32 sums of products, [rows][strips][16], too; rows are `stride` apart.
+// Some outputs and one group: how its sums of products begin, and how they are added to the outputs' float sums, each step
+// rounded by itself.
+template <Offsets offsets>
 struct GroupScales {
-    Quantization quantization;
-    long header_bytes, strip_bytes;
-    const std::uint8_t* headers;  // of the first strip
-    const float* row_scales;
-    const std::int32_t* row_sums;
-    long num_groups;              // from row to row of the two
+    Register scales, own;  // own: zero points, as integers, or minimums
 
-    void add(const float* dots, long dots_stride, float* sums, long stride, long rows, long strips) const {
-        switch (quantization.offsets) {
-            case Offsets::minimums: return add<Offsets::minimums>(dots, dots_stride, sums, stride, rows, strips);
-            case Offsets::zero_points: return add<Offsets::zero_points>(dots, dots_stride, sums, stride, rows, strips);
-            default: return add<Offsets::zero_point>(dots, dots_stride, sums, stride, rows, strips);
-        }
+    GroupScales(const std::uint8_t* header, long lane) {
+        std::memcpy(&scales, header + lane * sizeof(float), sizeof scales);
+        if constexpr (offsets != Offsets::zero_point) std::memcpy(&own, header + (STRIP + lane) * sizeof(float), sizeof own);
     }
-
-private:
-    template <Offsets offsets>
-    void add(const float* dots, long dots_stride, float* sums, long stride, long rows, long strips) const {
-        for (long s = 0; s < strips; s++) {
-            const float* header = reinterpret_cast<const float*>(headers + s * strip_bytes);
-            const Floats scales = load(header);
-            Floats own = {};
-            if constexpr (offsets != Offsets::zero_point) own = load(header + STRIP);
-            for (long r = 0; r < rows; r++) {
-                const Integers dot = (Integers)load(dots + r * dots_stride + s * STRIP);
-                const float row_scale = row_scales[r * num_groups];
-                const std::int32_t row_sum = row_sums[r * num_groups];
-                float* to = sums + r * stride + s * STRIP;
-                Floats sum = load(to);
-                if constexpr (offsets == Offsets::minimums) {
-                    sum = sum + __builtin_convertvector(dot, Floats) * (splat(row_scale) * scales);
-                    sum = sum - splat(static_cast<float>(row_sum)) * (splat(row_scale) * own);
-                } else {
-                    const std::int32_t zero_point = static_cast<std::int32_t>(quantization.zero_point);
-                    const Integers taken = offsets == Offsets::zero_point ? zero_point * row_sum - Integers{} : (Integers)own * row_sum;
-                    sum = sum + __builtin_convertvector(dot - taken, Floats) * (splat(row_scale) * scales);
-                }
-                store(to, sum);
-            }
-        }
+    RegisterIntegers first(std::int32_t row_sum) const {
+        if constexpr (offsets == Offsets::zero_point) return row_sum - RegisterIntegers{};
+        if constexpr (offsets == Offsets::zero_points) return (RegisterIntegers)own * -row_sum;
+        return RegisterIntegers{};
+    }
+    Register add(RegisterIntegers dots, float row_scale, std::int32_t row_sum, Register sums) const {
+        sums = sums + __builtin_convertvector(dots, Register) * (row_scale * scales);
+        if constexpr (offsets == Offsets::minimums) sums = sums - static_cast<float>(row_sum) * (row_scale * own);
+        return sums;
     }
 };
 
-// Some rows x up to four strips.
-template <typename W, typename T>
-struct QuantizedBlock {
+// Call work(offsets, as a constant).
+template <typename Work>
+inline void with_offsets(Offsets offsets, Work&& work) {
+    switch (offsets) {
+        case Offsets::minimums: return work(std::integral_constant<Offsets, Offsets::minimums>());
+        case Offsets::zero_points: return work(std::integral_constant<Offsets, Offsets::zero_points>());
+        default: return work(std::integral_constant<Offsets, Offsets::zero_point>());
+    }
+}
+
+// Sums of some rows x up to four strips.
+template <typename W, Offsets offsets>
+struct QuantizedSums {
     using Products = TileProducts<W>;
-    const Linear<T>& op;
+    using Rows = QuantizedRows<typename Products::X>;
     const QuantizedLayout& layout;
-    const QuantizedRows<typename Products::X>& x;
-    long row, num_rows, strip, num_strips;
+    const Rows& x;
+    const std::uint8_t* packed;  // the first strip
+    long row, num_rows, num_strips;
     float* sums;  // [row][strip][16]
 
     void compute() const {
-        const long heights = (num_rows + MAX_ROWS - 1) / MAX_ROWS, width = strips_beside((num_rows + heights - 1) / heights);
-        const long at_once = heights == 1 ? layout.num_groups : std::max(1L, INPUTS_AT_ONCE / layout.group_size);
         std::memset(sums, 0, num_rows * SUMS_STRIDE * sizeof(float));
+        if (num_rows <= MAX_ROWS)
+            return in_groups<MAX_ROWS>(num_rows, [&](auto rows, long) {
+                for (long strip = 0; strip < num_strips; strip++) add<rows, 1, BYTES_AHEAD>(0, strip, 0, layout.num_groups);
+            });
+        const long heights = (num_rows + MAX_ROWS - 1) / MAX_ROWS, width = strips_beside((num_rows + heights - 1) / heights);
+        const long at_once = std::max(1L, INPUTS_AT_ONCE / layout.group_size);
         for (long first = 0; first < num_strips; first += width)
             for (long group = 0; group < layout.num_groups; group += at_once)
                 in_groups<MAX_ROWS>(num_rows, [&](auto rows, long top) {
                     add<rows>(top, first, std::min(first + width, num_strips), group, std::min(group + at_once, layout.num_groups));
                 });
-        finish_block(op, row, num_rows, strip, num_strips, sums);
     }
 
 private:
@@ -89,22 +80,38 @@ private:
         }
     }
 
-    template <int rows, int strips>
+    template <int rows, int strips, long ahead = 0>
     long add(long top, long first, long group, long end_group) const {
-        const std::uint8_t* packed = reinterpret_cast<const std::uint8_t*>(op.packed) + (strip + first) * layout.strip_bytes;
         const long at = (row + top) * x.num_groups;
         for (; group < end_group; group++) {
-            const std::uint8_t* headers = packed + group * layout.group_bytes;
+            const std::uint8_t* headers = packed + first * layout.strip_bytes + group * layout.group_bytes;
+            const float* row_scales = x.scales + at + group;
+            const std::int32_t* row_sums = x.sums + at + group;
             const W* weights[strips];
+            IntegerSums<rows, strips> dots;
+#pragma GCC unroll 8
+            for (int c = 0; c < strips * PARTS; c++) {
+                const GroupScales<offsets> scales(headers + c / PARTS * layout.strip_bytes, c % PARTS * REGISTER_LANES);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++) dots.parts[r][c] = scales.first(row_sums[r * x.num_groups]);
+            }
             for (int s = 0; s < strips; s++)
                 weights[s] = reinterpret_cast<const W*>(headers + s * layout.strip_bytes + layout.header_bytes);
-            IntegerSums<rows, strips> block;
-            Products::template add<strips == 1 ? 2048 : 0>(block, weights, x.values + (row + top) * x.stride + group * layout.padded_group,
-                                                           x.stride, layout.num_tiles(group) * layout.tile_inputs / 4);
-            alignas(64) float dots[rows * strips * STRIP];  // bits of int32
-            block.store(dots, strips * STRIP);
-            GroupScales{op.quantization, layout.header_bytes, layout.strip_bytes, headers, x.scales + at + group, x.sums + at + group, x.num_groups}
-                .add(dots, strips * STRIP, sums + top * SUMS_STRIDE + first * STRIP, SUMS_STRIDE, rows, strips);
+            if constexpr (ahead > 0) __builtin_prefetch(headers + ahead);
+            Products::template add<ahead>(dots, weights, x.values + (row + top) * x.stride + group * layout.padded_group,
+                                          x.stride, layout.num_tiles(group) * layout.tile_inputs / 4);
+#pragma GCC unroll 8
+            for (int c = 0; c < strips * PARTS; c++) {
+                const GroupScales<offsets> scales(headers + c / PARTS * layout.strip_bytes, c % PARTS * REGISTER_LANES);
+                float* to = sums + top * SUMS_STRIDE + first * STRIP + c * REGISTER_LANES;
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++) {
+                    Register sum;
+                    std::memcpy(&sum, to + r * SUMS_STRIDE, sizeof sum);
+                    sum = scales.add(dots.parts[r][c], row_scales[r * x.num_groups], row_sums[r * x.num_groups], sum);
+                    std::memcpy(to + r * SUMS_STRIDE, &sum, sizeof sum);
+                }
+            }
         }
         return strips;
     }
@@ -113,8 +120,12 @@ private:
 template <typename W, typename T>
 void quantized_by_vectors(const Linear<T>& op, const QuantizedLayout& layout) {
     const auto x = quantize_rows<typename TileProducts<W>::X>(op, layout);
+    const std::uint8_t* packed = reinterpret_cast<const std::uint8_t*>(op.packed);
     share_blocks(op, layout.strip_bytes, [&](long row, long num_rows, long strip, long num_strips, float* sums) {
-        QuantizedBlock<W, T>{op, layout, x, row, num_rows, strip, num_strips, sums}.compute();
+        with_offsets(op.quantization.offsets, [&](auto offsets) {
+            QuantizedSums<W, offsets>{layout, x, packed + strip * layout.strip_bytes, row, num_rows, num_strips, sums}.compute();
+        });
+        finish_block(op, row, num_rows, strip, num_strips, sums);
     });
 }
 
