@@ -26,15 +26,15 @@ def types_of(schema: object, key: str) -> frozenset[str]:
             return frozenset(types)
         part = parts.pop()
         if isinstance(part, Mapping):
-            types |= _own_types(part)
+            types |= own_types(part)
             for keyword in ("anyOf", "oneOf", "allOf"):
                 branches = part.get(keyword)
                 parts += branches[:_MAX_SCHEMAS] if isinstance(branches, list) else []
-            parts.append(_referenced(schema, part.get("$ref")))
+            parts.append(referenced(schema, part.get("$ref")))
     return frozenset(types)
 
 
-def _own_types(part: Mapping[str, Any]) -> set[str]:
+def own_types(part: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema names itself."""
     written = part.get("type")
     types = {name for name in (written if isinstance(written, list) else [written]) if isinstance(name, str)}
@@ -47,8 +47,8 @@ def _own_types(part: Mapping[str, Any]) -> set[str]:
     return types
 
 
-def _referenced(schema: Mapping[str, Any], reference: object) -> object:
-    """Return the part of a schema that a reference into it names."""
+def referenced(schema: Mapping[str, Any], reference: object) -> object:
+    """Return the part of a schema that a reference into it names, or None."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     part: object = schema

@@ -17,7 +17,7 @@ def split(template: str) -> list[str]:
     return re.split(r"\{([^}]*)\}", template)
 
 
-def _marker(text: str) -> str:
+def marker_of(text: str) -> str:
     """Return the marker that a text begins with: all up to the first white space inside of it."""
     return re.match(r"\s*\S*", text)[0]  # type: ignore[index]
 
@@ -38,14 +38,14 @@ class ParameterSyntax:
             head += [f"(?P<_{field}>{KEY})", *atoms(text.removesuffix("\n"))]
         line = [r"\n?+"] if pieces[-3].endswith("\n") else []
         closing = [*line, *atoms(pieces[-1].strip())]
-        ends = [[SPACE, *atoms(text)] for text in (_marker(pieces[0]), close)]
+        ends = [[SPACE, *atoms(text)] for text in (marker_of(pieces[0]), close)]
         self.head = any_of(
             sequence("parameter", [*head, *line], [[r"[\s\S]"]]) if line else sequence("parameter", head),
             sequence("close", [SPACE, *atoms(close)]),
         )
         values = [sequence("end", closing, ends)]
         if line:  # at the start of a line, the next parameter ends a value that was not closed
-            values.append(sequence("next", [], [[r"\n", *atoms(_marker(pieces[0]))]]))
+            values.append(sequence("next", [], [[r"\n", *atoms(marker_of(pieces[0]))]]))
         values.append(sequence("unclosed", line, [[*atoms(close), SPACE, *atoms(text)] for text in nexts if text]))
         self.value_end = any_of(*values)
         self.value_end_at_end = re.compile(rf"{''.join([*line, *atoms(close)])}\s*\Z")
@@ -70,10 +70,10 @@ class Syntax:
     def _add_calls(self, row: ToolFormat) -> list[str]:
         """Compile the patterns of calls; return the sequences that begin calls, and sections of calls."""
         templates = [split(template) for template in (row.call, *row.variants)]
-        self.markers = list(dict.fromkeys(_marker(pieces[0]) for pieces in templates))
+        self.markers = list(dict.fromkeys(marker_of(pieces[0]) for pieces in templates))
         self.markers.sort(key=lambda marker: not marker)  # the empty one last
         tail = templates[0][-1]
-        close = _marker(tail).strip()
+        close = marker_of(tail).strip()
         tails = {pieces[-1].strip() for pieces in templates}
         if row.notation == "tagged":
             rest = tail.strip().removeprefix(close).strip()
@@ -81,7 +81,7 @@ class Syntax:
             self.parameter = ParameterSyntax(row, close, [rest, *self.markers, row.section[1]])
         self.heads = [self._heads(row, marker, templates, close) for marker in self.markers]
         self.bare = len(self.markers) - 1
-        self.separator = any_of(sequence("separator", [SPACE, *atoms(row.separator.strip())], [[r"\S"]]))
+        self.separator = any_of(sequence("separator", [SPACE, *atoms(row.separator.strip())], [[SPACE, r"[\[{]"]]))
         space = "\n" if row.skips_space else ""
         begins = _literals("call", (space + marker for marker in self.markers if marker))
         ahead = [[SPACE, *atoms(text)] for text in (*self.markers, row.section[1]) if text]
@@ -99,7 +99,7 @@ class Syntax:
         """Return the pattern of what follows a marker: a name as `head__N` for template N, or the start of JSON."""
         heads = []
         for number, (before, *rest) in enumerate(templates):
-            if _marker(before) != marker:
+            if marker_of(before) != marker:
                 continue
             parts = [*atoms(before.removeprefix(marker))]
             if rest[0] in ("call", "calls", "list"):
@@ -117,7 +117,7 @@ class Syntax:
                 parts.pop()
             aheads: list[list[str]] = [[SPACE, r"\{"]] if body == "arguments" else []
             if body == "parameters":
-                aheads = [[SPACE, *atoms(text)] for text in (_marker(split(row.parameter)[0]), close)]
+                aheads = [[SPACE, *atoms(text)] for text in (marker_of(split(row.parameter)[0]), close)]
             heads.append(sequence(f"head__{number}", parts, aheads))
         return any_of(*heads)
 

@@ -49,7 +49,7 @@ class Notation:
 
 
 PYTHON = Notation(
-    key=r"[^\W\d]\w{0,127}+", key_end="=", close=r"\)", bare=r"[\w+\-.]{1,64}+", quotes=("'", '"'),
+    key=r"[^\W\d]\w{0,127}+", key_end="=", close=r"\)", bare=r"[\w+\-.]{1,400}+", quotes=("'", '"'),
     has_escapes=True, has_bare_keys=False,
 )  # fmt: skip
 GEMMA = Notation(

@@ -1,6 +1,7 @@
 """Entry point of tool calls and reasoning: formats, the parser of outputs, its events, grammars that force calls."""
 
 from quire.server.api.output_events import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
+from quire.server.call_grammars.forcing import forcing_grammar
 from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
 from quire.server.tool_formats.table import FALLBACK, REASONING_FORMATS, TOOL_FORMATS, find_format, find_reasoning
 from quire.server.tools.output_parser import OutputParser
@@ -21,5 +22,6 @@ __all__ = [
     "ToolFormat",
     "find_format",
     "find_reasoning",
+    "forcing_grammar",
     "served_formats",
 ]

@@ -1,0 +1,73 @@
+"""Rules of a grammar in llguidance's Lark, and the texts that they are made of."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from quire.core.grammar_text import literal_text, marker_text
+
+ANY_TEXT = "/(?s:.*)/"
+
+
+class Rules:
+    """Collects rules. Texts that are special tokens become ids: as text, they would match other tokens."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special  # ids of special tokens, by their texts
+        self._pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        self._rules: dict[str, str] = {}  # by their names, with attributes
+        self._names: dict[str, str] = {}  # of rules, by what they are
+
+    def add(self, expression: str, attribute: str = "") -> str:
+        """Return the name of a rule for an expression; the same one for the same expression."""
+        key = f"{attribute}: {expression}"
+        if key not in self._names:
+            is_terminal = " & " in expression and not attribute  # only terminals may be intersections
+            self._names[key] = f"{'R' if is_terminal else 'r'}{len(self._names)}"
+            self._rules[self._names[key] + attribute] = expression
+        return self._names[key]
+
+    def reserve(self) -> str:
+        """Return the name of a rule that `define` gives its expression: recursive rules need one before."""
+        name = f"r{len(self._names)}"
+        self._names[f"reserved {name}"] = name
+        return name
+
+    def define(self, name: str, expression: str) -> None:
+        """Define a reserved rule."""
+        self._rules[name] = expression
+
+    def is_special(self, text: str) -> bool:
+        """Return whether a text is a special token."""
+        return text in self._special
+
+    def free_text(self, specials: Sequence[str]) -> str:
+        """Return an expression for texts with some special tokens between them, up to the last of these."""
+        if not specials:
+            return ""
+        tokens = alternatives([self.literal(text) for text in specials])
+        return self.add(f"({ANY_TEXT} {tokens})*")
+
+    def literal(self, text: str) -> str:
+        """Return an expression for a text."""
+        return marker_text(text, self._special)
+
+    def text_before(self, end: str, without: Sequence[str] = (), body: str = ANY_TEXT) -> str:
+        """Return an expression for text by a regular expression, up to and including `end`, and without some texts."""
+        if found := self._pattern.search(end):  # ends the text, whose last characters are the end's first ones
+            return f"{body[:-1]}{_escape(end[: found.start()])}/ {self.literal(end[found.start() :])}"
+        terminal = " & ".join([body, *(f"~/(?s:.*){_escape(text)}(?s:.*)/" for text in without)])
+        return self.add(terminal, f"[suffix={literal_text(end)}]")
+
+    def text(self, start: str) -> str:
+        """Return the grammar that starts with an expression."""
+        rules = [f"start: {start}", *(f"{name}: {expression}" for name, expression in self._rules.items())]
+        return "\n".join(rules) + "\n"
+
+
+def _escape(text: str) -> str:
+    return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
+
+
+def alternatives(expressions: Sequence[str]) -> str:
+    """Return one expression for any of some."""
+    return expressions[0] if len(expressions) == 1 else f"({' | '.join(expressions)})"

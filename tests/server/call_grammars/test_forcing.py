@@ -1,0 +1,167 @@
+"""Grammars that force calls: what they allow, the parser of the same row reads as calls with valid arguments."""
+
+import json
+import re
+
+import jsonschema
+import pytest
+
+from quire.server.tools.output_format import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    Arguments,
+    CallBegan,
+    CallEnded,
+    Content,
+    ToolFormat,
+    find_format,
+    forcing_grammar,
+)
+from support.fuzz_seeds import fuzz
+from support.grammar_walks import GrammarWalk
+from support.outputs import ended_calls, parse, texts
+
+SCHEMAS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 6},
+            "unit": {"enum": ["c", "f"]},
+            "days": {"type": "integer", "minimum": 0, "maximum": 99},
+            "exact": {"type": "boolean"},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+            "place": {"$ref": "#/$defs/place"},
+            "note": {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}]},
+        },
+        "required": ["city", "place"],
+        "additionalProperties": False,
+        "$defs": {
+            "place": {
+                "type": "object",
+                "properties": {
+                    "lat": {"type": "integer", "minimum": 0, "maximum": 9},
+                    "name": {"type": ["string", "null"], "maxLength": 4},
+                },
+                "required": ["lat"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    "now": {"type": "object", "maxProperties": 0},
+    "echo": {
+        "type": "object",
+        "properties": {"text": {"type": "string", "maxLength": 8}, "how": {"enum": ["x", "y</b>"]}},
+        "required": ["text"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "strict": True, "parameters": schema if name != "now" else None}}
+    for name, schema in SCHEMAS.items()
+]
+TEXT = "Hello, a < b [1] {x}: "
+
+
+def markers(row: ToolFormat) -> list[str]:
+    """Return the parts of a format that real tokenizers have as special tokens."""
+    pattern = r"<\|?[\w:]+\|?>|\[[A-Z_]{2,}\]|<｜[^｜]*｜>|｜DSML｜"
+    found = {token for text in row.marker_texts for token in re.findall(pattern, text)}
+    return sorted(found | ({'<|"|>'} & set(row.marker_texts)))
+
+
+def check_calls(row: ToolFormat, output: str, is_parallel: bool) -> None:
+    events = parse(row.name, [output], tools=TOOLS)
+    calls = ended_calls(events)
+    assert len(calls) == sum(isinstance(event, CallBegan) for event in events), output
+    assert len(calls) == 1 or (is_parallel and calls), output
+    for name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+def walk(row: ToolFormat, seed: int, is_special: bool) -> None:
+    """Draw outputs from the grammars of a row, and parse them; those that do not end are left out."""
+    walks = GrammarWalk(markers(row) if is_special else ())
+    is_parallel = bool(seed % 2)
+    grammar = forcing_grammar(row, TOOLS, is_parallel=is_parallel, special=walks.special)
+    output = walks.draw(grammar, seed)
+    if output is not None:
+        check_calls(row, output, is_parallel)
+        if not row.has_channels:
+            assert not texts(parse(row.name, [output], tools=TOOLS), Content), output
+    grammar = forcing_grammar(row, TOOLS, is_parallel=is_parallel, special=walks.special, is_triggered=True)
+    output = walks.draw(grammar, seed, beginning(row, walks.special, seed), max_tokens=600)
+    if output is not None:
+        check_calls(row, output, is_parallel)
+
+
+def beginning(row: ToolFormat, special: dict[str, int], seed: int) -> list[str | int]:
+    """Return text, and what a call begins with, as tokens."""
+    if row.is_bare:
+        return [{"{call}": '{"name": "', "{list}": ("[echo(", "[now(")[seed % 2]}[row.call]]
+    start = "<|channel|>commentary to=functions." if row.has_channels else f"{TEXT}{first_marker(row)}"
+    pieces = re.split("|".join(f"({re.escape(text)})" for text in special) or r"(?!)", start)
+    return [special.get(piece, piece) for piece in pieces if piece]
+
+
+def first_marker(row: ToolFormat) -> str:
+    return re.match(r"\S*", re.split(r"\{", row.section[0] or row.call)[0].lstrip())[0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("is_special", [False, True], ids=["text", "special tokens"])
+@pytest.mark.parametrize("row", TOOL_FORMATS, ids=lambda row: row.name)
+def test_forced_outputs_are_calls_with_valid_arguments(row: ToolFormat, is_special: bool) -> None:
+    for seed in (0, 1):
+        walk(row, seed, is_special)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("row", TOOL_FORMATS, ids=lambda row: row.name)
+def test_many_forced_outputs_are_calls_with_valid_arguments(row: ToolFormat) -> None:
+    fuzz(lambda seed: walk(row, seed, bool(seed % 3)), 50_000)
+
+
+@pytest.mark.parametrize("row", TOOL_FORMATS, ids=lambda row: row.name)
+def test_triggered_grammar_allows_any_text(row: ToolFormat) -> None:
+    walks = GrammarWalk()
+    grammar = forcing_grammar(row, TOOLS, is_triggered=True)
+    start = "<|channel|>final<|message|>" if row.has_channels else ""
+    for text in (TEXT, "", '{"a": 1}', "A list: [1, 2].", "é <tool_c"):
+        assert walks.accepts(grammar, start + text), text
+
+
+def test_tools_that_are_not_strict_take_any_object_when_triggered() -> None:
+    tools = [{"type": "function", "function": {"name": "echo", "parameters": SCHEMAS["echo"]}}]
+    output = '<tool_call>\n{"name": "echo", "arguments": {"other": [1]}}\n</tool_call>'
+    walks = GrammarWalk()
+    assert walks.accepts(forcing_grammar(find_format("hermes"), tools, is_triggered=True), output)
+    assert not walks.accepts(forcing_grammar(find_format("hermes"), tools), output)
+
+
+def test_one_call_is_the_end_without_parallel_calls() -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    walks = GrammarWalk()
+    for is_triggered in (False, True):
+        one = forcing_grammar(None, TOOLS, is_triggered=is_triggered, is_parallel=False)
+        several = forcing_grammar(None, TOOLS, is_triggered=is_triggered)
+        assert walks.accepts(one, call)
+        assert not walks.accepts(one, f"{call}\n{call}")
+        assert walks.accepts(several, f"{call}\n{call}")
+
+
+def test_unknown_tools_cannot_be_called() -> None:
+    call = '<tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call>'
+    assert not GrammarWalk().accepts(forcing_grammar(None, TOOLS), call)
+
+
+def test_special_reasoning_markers_may_be_in_the_text_around_calls() -> None:
+    walks = GrammarWalk(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    grammar = forcing_grammar(
+        find_format("hermes"), TOOLS, is_triggered=True, special=walks.special, reasoning=REASONING_FORMATS[-1]
+    )
+    special = walks.special
+    prefix = [special["<think>"], "Hm.", special["</think>"], "\n\n", special["<tool_call>"], '\n{"name": "now"']
+    output = walks.draw(grammar, 1, prefix)
+    assert output is not None
+    events = parse("hermes", [output], "qwen3")
+    assert events[1:3] == [CallBegan(0, "now"), Arguments(0, events[2].text)]  # type: ignore[union-attr]
+    assert CallEnded(0) in events
