@@ -36,8 +36,8 @@ from torch.autograd import DeviceType  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import quire.engine.loading  # noqa: E402
+import quire.model.checkpoints.tensor_reader  # noqa: E402
 import quire.model.loader  # noqa: E402
-import quire.model.weights  # noqa: E402
 from quire import LLM, SamplingParams  # noqa: E402
 from quire.kernels.back_end import cuda_back_end  # noqa: E402
 from quire.kernels.paged_attention import build_metadata  # noqa: E402
@@ -190,7 +190,7 @@ def move_rows(bandwidth: float) -> Iterator[Row]:
 
 
 class RandomCheckpoint:
-    """The place and the names of a checkpoint without files; `random_rows` reads it."""
+    """The place, the names and the dtype of a checkpoint without files; `random_rows` reads it."""
 
     names = frozenset({"model.embed_tokens.weight"})
 
@@ -200,10 +200,16 @@ class RandomCheckpoint:
     def location(self, name: str | None = None) -> str:
         return str(self._folder / (name or ""))
 
+    def dtype(self, name: str) -> str:
+        return "F16" if DRY_RUN else "BF16"
 
-def random_rows(checkpoint: RandomCheckpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return small random numbers on the device for any tensor of a `RandomCheckpoint`."""
-    return random(*shape) * 0.02
+
+def random_rows(
+    checkpoint: RandomCheckpoint, name: str, shape: tuple[int, ...], rows: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """Return small random numbers on the device for rows of any tensor of a `RandomCheckpoint`, or for all of them."""
+    start, stop = rows or (0, shape[0])
+    return random(stop - start, *shape[1:]) * 0.02
 
 
 def model_rows(bandwidth: float) -> Iterator[Row]:
@@ -367,7 +373,7 @@ def main() -> None:
         raise SystemExit("torch sees no GPU; --dry-run works without one")
     deadline_s = time.monotonic() + BUDGET_S
     quire.model.loader.SafetensorsCheckpoint = RandomCheckpoint  # type: ignore[assignment,misc]
-    quire.model.weights.read_rows = random_rows  # type: ignore[assignment]
+    quire.model.checkpoints.tensor_reader.read_rows = random_rows  # type: ignore[assignment]
     if DRY_RUN:
         quire.engine.loading.choose_back_end = lambda *args, **kwargs: cuda_back_end()  # type: ignore[attr-defined]
     bandwidth = copy_bandwidth()
