@@ -69,6 +69,7 @@ def held_out_tokens(folder: Path, text: Path | None) -> list[int]:
     return tokenizer.encode("".join(modules))
 
 
+@torch.inference_mode()
 def log_probs(model: Decoder, window: Tensor) -> tuple[Tensor, Tensor]:
     """Return logprobs of the next token at each place of a window, float32 [length, vocab], and logits."""
     length, num_blocks = len(window), -(-len(window) // BLOCK_SIZE)
@@ -136,24 +137,23 @@ def main(
     ids = held_out_tokens(folder, text)
     num_windows = min(windows, len(ids) // length)
     tokens = torch.tensor(ids[: num_windows * length], dtype=torch.int64).view(num_windows, length)
-    with torch.inference_mode():
-        plain = load(None)
-        expected = [log_probs(plain, window) for window in tokens]
-        found = quality(plain, tokens, expected)
-        print(f"{folder.name}, {dtype}, {num_windows} windows of {length} tokens; perplexity {found.perplexity:.4f}")
-        if kv_cache:
-            print("| KV cache | KL, nats/token | perplexity | rms error of logits |")
-            print("| --- | --- | --- | --- |")
-            for name in QUANTIZED:
-                print(f"| {name} | {quality(load(None, name), tokens, expected)} |", flush=True)
-            return
-        print("| weights | group | activation group | KL, nats/token | perplexity | rms error of logits |")
-        print("| --- | --- | --- | --- | --- | --- |")
-        for layers, head in schemes(formats.split(","), [int(size) for size in group_sizes.split(",")]):
-            found = quality(load(Quantization("measured", layers, head)), tokens, expected)
-            group = "row" if layers.group_size == WHOLE_ROW else layers.group_size
-            activations = {0: "-", 1 << 16: "row"}.get(layers.activation_group_size, layers.activation_group_size)
-            print(f"| {layers.format} | {group} | {activations} | {found} |", flush=True)
+    plain = load(None)
+    expected = [log_probs(plain, window) for window in tokens]
+    found = quality(plain, tokens, expected)
+    print(f"{folder.name}, {dtype}, {num_windows} windows of {length} tokens; perplexity {found.perplexity:.4f}")
+    if kv_cache:
+        print("| KV cache | KL, nats/token | perplexity | rms error of logits |")
+        print("| --- | --- | --- | --- |")
+        for name in QUANTIZED:
+            print(f"| {name} | {quality(load(None, name), tokens, expected)} |", flush=True)
+        return
+    print("| weights | group | activation group | KL, nats/token | perplexity | rms error of logits |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for layers, head in schemes(formats.split(","), [int(size) for size in group_sizes.split(",")]):
+        found = quality(load(Quantization("measured", layers, head)), tokens, expected)
+        group = "row" if layers.group_size == WHOLE_ROW else layers.group_size
+        activations = {0: "-", 1 << 16: "row"}.get(layers.activation_group_size, layers.activation_group_size)
+        print(f"| {layers.format} | {group} | {activations} | {found} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 //
 // Quantized: [strip][group of inputs], and of each group float32 scales [16 outputs]; zero points (int32) or minimums
 // (float32) [16 outputs] unless one zero point serves all; then its elements as tiles of 64 inputs (32 where a group has no
-// more), [quad of inputs][16 outputs][4], a byte each. Of int4 a byte's low four bits are of the first half of a tile's
+// more; 16 of int8), [quad of inputs][16 outputs][4], a byte each. Of int4 a byte's low four bits are of the first half of a tile's
 // quads, the high ones of the second half. Groups are padded to whole tiles with zeros. So a product reads one stream.
 #pragma once
 
@@ -39,7 +39,7 @@ struct QuantizedLayout {
         : in_features(in_features),
           group_size(quantization.group_size),
           num_groups((in_features + group_size - 1) / group_size),
-          tile_inputs(group_size > 32 ? 64 : 32),
+          tile_inputs(group_size > 32 ? 64 : group_size > 16 || format == WeightFormat::int4_a8 ? 32 : 16),
           tile_bytes(tile_inputs * STRIP / (format == WeightFormat::int4_a8 ? 2 : 1)),
           header_bytes(STRIP * 4 * (quantization.offsets == Offsets::zero_point ? 1 : 2)),
           padded_group(rounded_up(group_size, tile_inputs)),

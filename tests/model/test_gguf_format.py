@@ -1,6 +1,7 @@
 """Quantized GGUF files: layers are those of the folder with the same values to the bit, whatever types meet."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from quire.kernels.quantized import expand
 from quire.model.checkpoints.gguf import GGUFCheckpoint
 from quire.model.checkpoints.gguf_blocks import READERS, read_blocks
 from quire.model.checkpoints.tensor_reader import TensorReader
-from quire.model.gguf_quantization import SCHEMES
+from quire.model.gguf_quantization import SCHEMES, block_scheme
 from quire.model.loader import load_model
-from quire.model.quantization import Activations, QuantizationOptions
+from quire.model.quantization import Activations, Quantization, QuantizationOptions
 from quire.model.source import read_source
 from quire.model.weight_formats.format import ModuleRows
 from quire.model.weight_formats.gguf import GGUFFormat
@@ -33,6 +34,7 @@ LLAMA = {
     "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
 }  # fmt: skip
+EXPANDED = QuantizationOptions(activations="bfloat16")
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama, tied": LLAMA | {"tie_word_embeddings": True},
@@ -63,7 +65,7 @@ def test_quantized_file_equals_the_dequantized_folder_to_the_bit(
     file = convert(folder, tmp_path / "model.gguf", random_blocks(*MIXTURES[mixture]))
     twin = dequantized(folder, file, tmp_path / "twin", torch.bfloat16)
     assert read_source(file).dtype() == "bfloat16"
-    ours = logits_of(file, back_end, paged_runner)
+    ours = logits_of(file, back_end, paged_runner, quantization=EXPANDED)
     assert ours.std() > 0
     assert torch.equal(ours, logits_of(twin, back_end, paged_runner))
 
@@ -76,7 +78,7 @@ def test_quantized_file_of_each_family(
     folder = write_random_folder(tmp_path / "model", CONFIGS[family])
     file = convert(folder, tmp_path / "model.gguf", random_blocks(*MIXTURES["as Q4_K_M"]))
     twin = dequantized(folder, file, tmp_path / "twin", getattr(torch, dtype))
-    ours = logits_of(file, back_end, paged_runner, dtype=dtype)
+    ours = logits_of(file, back_end, paged_runner, dtype=dtype, quantization=EXPANDED)
     assert torch.equal(ours, logits_of(twin, back_end, paged_runner))
 
 
@@ -106,7 +108,7 @@ def test_file_quantized_by_the_gguf_package(
     writer.write_tensors_to_file()
     writer.close()
     dequantized_file = write_gguf(tmp_path / "twin.gguf", metadata | {"general.architecture": "llama"}, twin)
-    ours = logits_of(path, back_end, paged_runner)
+    ours = logits_of(path, back_end, paged_runner, quantization=EXPANDED)
     assert torch.equal(ours, logits_of(dequantized_file, back_end, paged_runner))
     exact = logits_of(folder, back_end, paged_runner, dtype="bfloat16")
     assert torch.corrcoef(torch.stack([ours.flatten(), exact.flatten()]))[0, 1] > 0.9
@@ -183,11 +185,24 @@ def file(tmp_path: Path) -> Path:
     return convert(folder, tmp_path / "model.gguf", random_blocks(*MIXTURES["as Q4_K_M"]))
 
 
+@pytest.mark.parametrize("kinds", [["IQ4_NL", "Q4_0"], ["Q4_K", "Q6_K"], ["Q4_0", "Q8_0"]], ids="-".join)
+@pytest.mark.parametrize("activations", [None, "int8", "bfloat16"])
+def test_scheme_of_fused_types_is_that_of_their_weight(
+    activations: Activations | None, kinds: list[str], tmp_path: Path
+) -> None:
+    weight, _ = read_fused(tmp_path, kinds, activations=activations)
+    modules = {kind: block_scheme(kind, activations) for kind in kinds}
+    scheme = Quantization("gguf", activations=activations, modules=modules).scheme(kinds)
+    assert (scheme.format, scheme.group_size) == (weight.format, weight.group_size)
+    assert scheme.activation_group_size == weight.activation_group_size
+
+
 def test_log_names_types_and_arithmetic(file: Path, back_end: BackEnd, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     load_model(file, back_end=back_end)
     assert (
-        "quantization gguf (Q4_K, Q6_K): int4 weights in groups of 32, expanded to the model's dtype; output head: int4"
+        "quantization gguf (Q4_K, Q6_K): int4 weights in groups of 32, int8 activations in groups of 32; "
+        "output head: int4 weights in groups of 32, int8"
     ) in caplog.text
 
 
@@ -202,14 +217,14 @@ def test_option_that_contradicts_the_file_is_refused(file: Path, tmp_path: Path)
     assert floats.quantization(QuantizationOptions("int8")).method == "int8"
 
 
-def test_int8_activations_are_those_of_the_groups(
+def test_activations_are_rounded_in_the_groups_of_blocks_unless_bfloat16_is_asked_for(
     file: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
 ) -> None:
-    asked = QuantizationOptions(activations="int8")
-    found = read_source(file).quantization(asked)
+    found = read_source(file).quantization(QuantizationOptions())
     assert (found.layers.activation_group_size, found.head.activation_group_size) == (32, 32)
-    expanded = logits_of(file, back_end, paged_runner).log_softmax(1)
-    rounded = logits_of(file, back_end, paged_runner, quantization=asked).log_softmax(1)
+    assert found == replace(read_source(file).quantization(QuantizationOptions(activations="int8")), activations=None)
+    expanded = logits_of(file, back_end, paged_runner, quantization=EXPANDED).log_softmax(1)
+    rounded = logits_of(file, back_end, paged_runner).log_softmax(1)
     assert not torch.equal(rounded, expanded)
     assert (expanded.exp() * (expanded - rounded)).sum(1).mean() < 0.05
 

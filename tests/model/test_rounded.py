@@ -120,8 +120,11 @@ def test_parameters_are_those_of_the_float_model(tmp_path: Path, method: Method)
 @pytest.mark.parametrize(
     ("group_size", "activations", "expected"),
     [
-        (32, None, 0),
-        (32, "int8", 32),
+        (8, None, 0),
+        (8, "int8", 8),
+        (16, None, 16),
+        (32, None, 32),
+        (32, "bfloat16", 0),
         (64, None, 64),
         (96, None, 96),
         (128, None, 128),
@@ -168,7 +171,8 @@ def test_description_names_format_and_arithmetic() -> None:
         "int4: int4 weights in groups of 128, int8 activations in groups of 128; "
         "output head: int8 weights in groups of 128, int8 activations in groups of 128"
     )
-    assert "int8 weights in groups of 32, expanded to the model's dtype" in str(quantization("int8", 32))
+    expanded = resolve(QuantizationOptions("int8", 32, "bfloat16"), {}, "config.json")
+    assert "int8 weights in groups of 32, expanded to the model's dtype" in str(expanded)
     assert "a scale for each output" in str(quantization("int8", WHOLE_ROW))
 
 

@@ -76,7 +76,7 @@ class EngineOptions:
         None, "arithmetic of integer weights: int8 activations, or weights expanded to bfloat16", metavar="DTYPE",
         shown_default="int8 for groups of at least 64",
         row="arithmetic of layers with integer weights: `int8`, activations are rounded to int8; `bfloat16`, weights "
-        "are expanded to the model's dtype as they are used; `None`: `int8` where groups have at least 64 inputs",
+        "are expanded to the model's dtype as they are used; `None`: `int8` where groups have at least 16 inputs",
     )  # fmt: skip
     device: Device = _engine(
         "auto", "where the model runs",

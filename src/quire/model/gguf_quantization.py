@@ -1,6 +1,7 @@
 """Quantization of a GGUF file: the schemes of its tensors' types. Loads no torch.
 
-Groups have 32 elements or fewer, so that weights are expanded as they are used unless int8 activations are asked for.
+Activations of integers are rounded to int8 in the groups of their blocks, 16 or 32 inputs, unless bfloat16 is asked
+for; codes are expanded as they are used.
 """
 
 import math
@@ -56,17 +57,18 @@ def gguf_quantization(
     kinds = ", ".join(dict.fromkeys([*found, *([head_kind] if head_kind in SCHEMES else [])]))
     if asked.method not in (None, GGUF):
         raise ConfigError(f"quantization {asked.method!r} contradicts {file.path}, which is quantized to {kinds}")
-    layers = _scheme(counts.most_common(1)[0][0] if counts else "F32", asked.activations)
-    of_head = _scheme(head_kind, asked.activations)
+    layers = block_scheme(counts.most_common(1)[0][0] if counts else "F32", asked.activations)
+    of_head = block_scheme(head_kind, asked.activations)
     modules = {
-        name.removesuffix(".weight"): _scheme(entry.type.name, asked.activations)
+        name.removesuffix(".weight"): block_scheme(entry.type.name, asked.activations)
         for name, entry in file.tensors.items()
         if name.endswith(".weight")
     }
     return Quantization(f"{GGUF} ({kinds})", layers, of_head, activations=asked.activations, modules=modules)
 
 
-def _scheme(kind: str, activations: Activations | None) -> WeightScheme:
+def block_scheme(kind: str, activations: Activations | None) -> WeightScheme:
+    """Return the scheme of tensors of a type; dense for types of floats."""
     stored = SCHEMES.get(kind, WeightScheme())
     if stored.format not in ("int8", "int4"):
         return stored

@@ -24,7 +24,8 @@ CONFIG_KEY = "quantization_config"
 DEFAULT_GROUP_SIZE = 128
 MIN_GROUP_SIZE = 32
 WHOLE_ROW = -1           # the group size that means all inputs of an output
-MIN_INT8_ACTIVATION_GROUP = 64  # weights in smaller groups are expanded by default: each group ends with float work
+MIN_INT8_ACTIVATION_GROUP = 16  # weights in smaller groups are expanded by default: each group ends with float work
+MIN_PART_OF_GROUP = 64          # inputs that share a scale of int8 activations where a weight's group is cut for them
 MAX_TOKEN_INPUTS = 1 << 16      # inputs that share a scale where checkpoints say one for each token: all, up to these
 MAX_ACTIVATION_GROUP = 256      # inputs that share a scale of int8 activations; decision 0018 has the measurement
 
@@ -66,7 +67,7 @@ class Quantization:
         if self.modules is None:
             return self.layers
         schemes = {self.modules.get(module, WeightScheme()) for module in modules}
-        return schemes.pop() if len(schemes) == 1 else _fused_blocks(schemes)
+        return schemes.pop() if len(schemes) == 1 else _fused_blocks(schemes, self.activations)
 
     def __str__(self) -> str:
         """Return the description in logs."""
@@ -145,14 +146,14 @@ def stored_scheme(scheme: StoredScheme | None, activations: Activations | None) 
     return WeightScheme(scheme.element, group_size, activation_groups, correction)
 
 
-def _fused_blocks(schemes: Collection[WeightScheme]) -> WeightScheme:
+def _fused_blocks(schemes: Collection[WeightScheme], activations: Activations | None) -> WeightScheme:
     """Return the scheme of blocks of several types as one layer: 8-bit integers in the smallest groups, or dense."""
     if any(scheme.format == "dense" for scheme in schemes):
         return WeightScheme()
     group_size = min(scheme.group_size for scheme in schemes)
     has_minimums = any(scheme.correction == "minimums" for scheme in schemes)
-    activations = min(scheme.activation_group_size for scheme in schemes)
-    return WeightScheme("int8", group_size, activations, "minimums" if has_minimums else "zeros")
+    correction = "minimums" if has_minimums else "zeros"
+    return WeightScheme("int8", group_size, activation_group_size(group_size, activations), correction)
 
 
 def online_scheme(weight_format: str, asked: QuantizationOptions) -> WeightScheme:
@@ -171,4 +172,4 @@ def activation_group_size(group_size: int, activations: Activations | None = Non
     if group_size == WHOLE_ROW:
         return MAX_ACTIVATION_GROUP
     common = math.gcd(group_size, MAX_ACTIVATION_GROUP)
-    return common if common >= MIN_INT8_ACTIVATION_GROUP else group_size
+    return common if common >= MIN_PART_OF_GROUP else group_size

@@ -123,8 +123,8 @@ def test_a_checkpoint_decides_its_quantization() -> None:
     assert (found.method, found.layers) == ("gptq", WeightScheme("int4", 128, 128, "zeros"))
     assert found.head == WeightScheme()
     assert resolved(gptq_config(4, 128), method="gptq").layers.activation_group_size == 128
-    assert resolved(gptq_config(4, 32)).layers.activation_group_size == 0
-    assert resolved(gptq_config(4, 32), activations="int8").layers.activation_group_size == 32
+    assert resolved(gptq_config(4, 32)).layers.activation_group_size == 32
+    assert resolved(gptq_config(4, 32), activations="bfloat16").layers.activation_group_size == 0
     assert resolved(gptq_config(8, -1), activations="bfloat16").layers == WeightScheme("int8", WHOLE_ROW)
 
 

@@ -7,7 +7,8 @@ from quire.model.quantization import WHOLE_ROW, WeightScheme
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ELEMENT_BITS = {"int8": 8, "int4": 4, "fp8": 8, "codebook4": 4}
-STRIP_ROWS, TILE_INPUTS, SMALL_TILE_INPUTS = 16, 64, 32  # of packed quantized weights; small: for groups of up to 32
+STRIP_ROWS = 16                                   # of packed quantized weights
+TILE_INPUTS = {"int8": (16, 32, 64), "int4": (32, 64)}  # the smallest that holds a group, or else the largest
 CACHE_LINE = 64  # bytes
 
 
@@ -59,7 +60,8 @@ def _quantized_bytes(scheme: WeightScheme, num_rows: int, width: int) -> int:
         return -(-num_rows // STRIP_ROWS) * _expanded_strip_bytes(scheme, size, width)
     size = min(size, scheme.activation_group_size)
     num_groups, last = -(-width // size), width % size or size
-    tile_inputs = TILE_INPUTS if size > SMALL_TILE_INPUTS else SMALL_TILE_INPUTS
+    tiles = TILE_INPUTS[scheme.format]
+    tile_inputs = next((inputs for inputs in tiles if inputs >= size), tiles[-1])
     num_tiles = (num_groups - 1) * -(-size // tile_inputs) + -(-last // tile_inputs)
     elements = num_tiles * tile_inputs * ELEMENT_BITS[scheme.format] // 8
     return -(-num_rows // STRIP_ROWS) * STRIP_ROWS * (num_groups * _scale_bytes(scheme) + elements)
