@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.server.tools.call_reader import MAX_KEPT
 from quire.server.tools.output_format import (
     TOOL_FORMATS,
     Arguments,
@@ -124,3 +125,23 @@ def test_end_of_the_prompt_says_if_the_output_starts_in_reasoning(name: str, pro
     row = find_reasoning(name)
     assert row is not None
     assert row.starts(prompt) is starts
+
+
+def test_start_marker_is_no_reasoning_where_reasoning_is_open_already() -> None:
+    for pieces in (["<think>\nHm.</think>Yes."], "<think>\nHm.</think>Yes."):
+        assert parse("hermes", pieces, "deepseek_r1", in_reasoning=True) == [Reasoning("Hm."), Content("Yes.")]
+
+
+HOSTILE = ["<", " ", "\n", "<tool_call>", '<tool_call>{"a": [', '<tool_call>{"id": "x", ', "</", '{"', "[", "\\"]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json", "pythonic", "gpt_oss"])
+def test_little_is_held_back_of_any_output(name: str) -> None:
+    """So the work for a token is bounded, and that for an output is proportional to its length."""
+    for unit in HOSTILE:
+        parser = OutputParser(find_format(name), TOOLS)
+        most = 0
+        for _ in range(80_000 // 400):
+            parser.feed(unit * (400 // len(unit)))
+            most = max(most, parser.num_held)
+        assert most <= MAX_KEPT + 1_000, unit

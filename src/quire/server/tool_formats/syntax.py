@@ -63,6 +63,7 @@ class Syntax:
         starts = _literals("reasoning", ("\n" + start for start, _ in pairs))
         ends = _literals("end", ("\n" + end for _, end in pairs))
         ends += [sequence("other", [SPACE], [atoms(text) for text in others])] if others else []
+        self.start = any_of(*starts)
         self.content = any_of(*calls, *drops, *starts)
         self.reasoning = any_of(*ends, *(calls if reasoning and reasoning.may_call else ()))
         self.space = any_of(sequence("text", [SPACE], [[r"\S"]]))

@@ -219,7 +219,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         notation="python",
         variants=("<|python_start|>{list}<|python_end|>",),
         aliases=("llama4_pythonic",),
-        fingerprints=(("[func_name1(", ")]"), ("<|python_start|>",)),
+        fingerprints=(("[func_name1(", ")]"),),
         model_types=("llama4",),
     ),
     ToolFormat(
@@ -228,7 +228,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         call="{call}",
         separator="; ",
         keys=("name", "parameters"),
-        variants=("<|python_tag|>{call}",),
+        variants=("<|python_tag|>{call}", "<|python_start|>{call}<|python_end|>"),
         aliases=("llama4_json",),
         fingerprints=(('{"name": function name, "parameters":',), ('"parameters": ', "ipython")),
         model_types=("llama", "mllama"),
@@ -277,29 +277,26 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ),
     ReasoningFormat(
         "deepseek_r1",
-        "DeepSeek R1, QwQ, MiniMax M2 and others that always reason, the start marker in the prompt or left out",
+        "models that always reason, with the start marker in the prompt or left out (DeepSeek R1, QwQ, MiniMax M2)",
         markers=_THINK,
-        is_open_from_start=True,
+        is_open_from_start=True,  # so only by name: with a start marker in the prompt or the output, `qwen3` serves
         aliases=("minimax_m2", "step3", "step3p5"),
-        fingerprints=(("content.split('</think>')[-1]", "<｜Assistant｜>"), ("<minimax:tool_call>",)),
-        model_types=("minimax_m2",),
     ),
     ReasoningFormat(
         "qwen3",
-        "Qwen 3, GLM, Kimi K2, DeepSeek V3.1 and later, and others that write `<think>` in the prompt or themselves",
+        "models with `<think>` in the prompt or in the output (Qwen 3, GLM, Kimi K2, DeepSeek, MiniMax and others)",
         markers=_THINK,
         aliases=(
             "glm45", "glm47", "kimi_k2", "deepseek_v3", "deepseek_v4", "deepseek_v41", "mimo", "nemotron_v3", "holo2",
             "ernie45", "hunyuan_a13b", "olmo3", "hy_v3",
         ),
         fingerprints=(("<think>",), ("</think>",)),
-        model_types=("qwen3", "qwen3_moe", "deepseek_v32", "deepseek_v4", "deepseek_v41"),
+        model_types=("qwen3", "qwen3_moe", "minimax_m2", "deepseek_v32", "deepseek_v4", "deepseek_v41"),
     ),
 )  # fmt: skip
-FALLBACK = next(
-    row for row in TOOL_FORMATS if row.name == "hermes"
-)  # for calls that are forced where a template has no known format
 
+# Of calls that are required where a template has no known format.
+FALLBACK = next(row for row in TOOL_FORMATS if row.name == "hermes")
 
 Row = TypeVar("Row", bound=ToolFormat | ReasoningFormat)
 

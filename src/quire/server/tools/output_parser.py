@@ -83,6 +83,7 @@ class OutputParser:
             yield from read_messages(reader, self._calls, self._row is not None)
             return
         if self._is_reasoning:
+            yield from reader.match(self._syntax.start)  # written although the prompt ends with it, or implies it
             yield from reader.skip_space()
         if self._is_bare and not self._is_reasoning:
             yield from self._read_bare_calls()
