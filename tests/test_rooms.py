@@ -61,7 +61,7 @@ def test_engine_generates_without_any_one_room(demo_model: Path, environment: di
 
 
 def test_server_answers_without_all_rooms(demo_model: Path, environment: dict[str, str]) -> None:
-    """Completions, streams and chats are served; the routes of the inspection answer 404."""
+    """Completions, streams and chats are served; tools are refused, and the routes of the inspection answer 404."""
     environment["ABSENT_ROOMS"] = " ".join(ROOMS)
     with running_server(str(demo_model), "--enable-debug", env=environment) as server:
         body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -70,6 +70,9 @@ def test_server_answers_without_all_rooms(demo_model: Path, environment: dict[st
         assert server.post("/v1/completions", body | {"stream": True}).text.endswith("data: [DONE]\n\n")
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
         assert server.post("/v1/chat/completions", chat).status_code == 200
+        tool = {"type": "function", "function": {"name": "f"}}
+        refused = server.post("/v1/chat/completions", chat | {"tools": [tool]})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_parameter")
         for path in (f"/v1/requests/{completion['id']}/explain", "/debug/kv", "/debug/blocks"):
             assert server.get(path).status_code == 404, path
 

@@ -9,6 +9,7 @@ from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens
 from quire.engine.client import PreparedRequest
 from quire.engine.input_processor import CheckedParams, TokenizedPrompt
+from quire.server.api.output_formats import OutputReading
 from quire.server.openai.request_models import CompletionBody, StreamOptions
 from quire.server.openai.response_builder import OpenAIRequest
 
@@ -21,6 +22,7 @@ def call_of(
     include_usage: bool = False,
     return_token_ids: bool = False,
     return_prompt_logprobs: bool = False,
+    reading: OutputReading | None = None,
     **params: Any,  # noqa: ANN401 (JSON)
 ) -> OpenAIRequest:
     """Return a call with prompts of token ids, or with `texts` that became them."""
@@ -39,7 +41,8 @@ def call_of(
         stream_options=StreamOptions(include_usage=include_usage),
     )
     checked = CheckedParams(sampling, None, 0, None)
-    return OpenAIRequest(id="call", model=model, created=0, checked=checked, requests=requests, body=body)
+    return OpenAIRequest(id="call", model=model, created=0, checked=checked, requests=requests, body=body,
+                         reading=reading)  # fmt: skip
 
 
 def events_in(stream: bytes) -> list[dict[str, Any]]:

@@ -10,8 +10,9 @@ from typing import Any
 
 from quire.core.checks import refuse
 from quire.core.sampling_params import SamplingParams
-from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
-from quire.server.errors import invalid, unsupported
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.engine.input_processor import CheckedParams, PreparedRequest, TokenizedPrompt
+from quire.server.errors import invalid
 from quire.server.openai.request_models import EFFORTS, ChatBody, ChatMessage, TemplateOptions
 from quire.server.openai.response_builder import OpenAIRequest
 from quire.server.options import Limits
@@ -57,7 +58,7 @@ async def prepare_prompts(service: Service, call: OpenAIRequest, prompts: list[P
 async def prepare_chat(service: Service, call: OpenAIRequest, body: ChatBody) -> OpenAIRequest:
     """Return the call with the engine request for its conversation, and the reading of its outputs."""
     text = await rendered(service, body.messages, body, call.client_id)
-    call = _with_reading(service, call, body, text)
+    call = await _with_formats(service, call, body, text)
     tokenize = partial(service.client.inputs.tokenize_rendered, add_special_tokens=bool(body.add_special_tokens))
     return await _prepared(service, call, tokenize, [text])
 
@@ -94,15 +95,24 @@ def _effort_variables(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": True, "thinking": True}
 
 
-def _with_reading(service: Service, call: OpenAIRequest, body: ChatBody, prompt: str) -> OpenAIRequest:
-    """Return the call with the reading of outputs that continue a rendered prompt, and the grammar of forced calls."""
-    if service.formats is None:
+async def _with_formats(service: Service, call: OpenAIRequest, body: ChatBody, prompt: str) -> OpenAIRequest:
+    """Return the call with the reading of outputs that continue a rendered prompt, and with their grammar."""
+    formats, use = service.formats, call.tools
+    if formats is None:
         return call
-    use = call.tools
-    if use.is_constrained:
-        unsupported("tool_choice", body.tool_choice)
-    reading = service.formats.reading(prompt, use, shows_reasoning=body.include_reasoning is not False)
-    return replace(call, reading=reading)
+    reading = formats.reading(prompt, use, shows_reasoning=body.include_reasoning is not False)
+    answer = call.params.structured_outputs
+    if answer is None and not use.is_constrained:
+        return replace(call, reading=reading)
+
+    def checked() -> CheckedParams:
+        text = formats.grammar(prompt, use, None if answer is None else answer.to_grammar())
+        if text is None:
+            return call.checked
+        params = replace(call.params, structured_outputs=StructuredOutputsParams(grammar=text))
+        return service.client.inputs.check_params(params, call.checked.beam, call.checked.priority)
+
+    return replace(call, reading=reading, checked=await service.threads.run(len(prompt), checked, call.client_id))
 
 
 def _as_message(message: ChatMessage) -> Message:

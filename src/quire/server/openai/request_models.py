@@ -88,6 +88,7 @@ _TOOL: Schema = {
     },
     "required": ["type", "function"],
 }
+_CHOICE: Schema = {"type": "string", "enum": ["none", "auto", "required"]}
 _NAMED_TOOL: Schema = {
     "type": "object",
     "properties": {
@@ -153,7 +154,7 @@ class TemplateOptions(Strict):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[Any, _as(_list_of(_TOOL), _NULL)] = None
-    reasoning_effort: Annotated[str | None, _as({"enum": [*EFFORTS]}, _NULL)] = None
+    reasoning_effort: Annotated[str | None, _as({"type": "string", "enum": [*EFFORTS]}, _NULL)] = None
 
 
 class GenerationBody(Body):
@@ -206,7 +207,7 @@ class ChatBody(GenerationBody, TemplateOptions):
     max_completion_tokens: Annotated[int | None, _integer(1)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, _integer(0)] = None
-    tool_choice: Annotated[Any, _as({"enum": ["none", "auto", "required"]}, _NAMED_TOOL, _ALLOWED_TOOLS, _NULL)] = None
+    tool_choice: Annotated[Any, _as(_CHOICE, _NAMED_TOOL, _ALLOWED_TOOLS, _NULL)] = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
 

@@ -3,14 +3,14 @@
 import logging
 import secrets
 import string
-from collections.abc import Iterator
-from dataclasses import fields
 from functools import partial
 
 from quire.core.errors import ConfigError
+from quire.core.grammar_text import after_reasoning, either
 from quire.server.api.output_formats import OutputReading, ToolUse
+from quire.server.call_grammars.forcing import forcing_grammar
 from quire.server.options import ServerOptions
-from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
+from quire.server.tool_formats.rows import ToolFormat
 from quire.server.tool_formats.table import FALLBACK, find_format, find_reasoning
 from quire.server.tools.output_parser import OutputParser
 from quire.text.chat_template import ChatTemplate
@@ -18,6 +18,7 @@ from quire.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+_END_CHARS = 256        # of a prompt, in which reasoning may end
 _MISTRAL_ID_CHARS, _MISTRAL_ID_LENGTH = string.ascii_letters + string.digits, 9  # what its templates accept
 
 
@@ -34,12 +35,13 @@ class ServedFormats:
         is_described = template is not None and ChatTemplate(template).is_given_format
         if self.calls is None and is_described and options.tool_call_parser == "auto":
             self.calls = FALLBACK
-        self.special_texts = {} if tokenizer is None else {
+        self._special = {} if tokenizer is None else {
             tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_token_ids
         }  # fmt: skip
-        texts = [*_marker_texts(self.calls or FALLBACK), *_marker_texts(self.reasoning)]
+        texts = (self.calls or FALLBACK).marker_texts
+        texts += () if self.reasoning is None else self.reasoning.marker_texts
         self.kept_token_ids = frozenset(
-            token_id for special, token_id in self.special_texts.items() if any(special in text for text in texts)
+            token_id for special, token_id in self._special.items() if any(special in text for text in texts)
         )
 
     def reading(self, prompt: str, use: ToolUse, *, shows_reasoning: bool) -> OutputReading | None:
@@ -54,6 +56,35 @@ class ServedFormats:
             shows_reasoning=shows_reasoning,
             reasoning_end=None if reasoning is None or reasoning.has_channels else reasoning.markers[0][1],
         )
+
+    def grammar(self, prompt: str, use: ToolUse, answer: str | None, *, is_for_check: bool = False) -> str | None:
+        """Return the grammar of an output that continues a rendered prompt; None if it is free.
+
+        Calls that may come are constrained where they begin, and what an output has to be follows its reasoning.
+        """
+        calls, reasoning = self._calls_of(use), self.reasoning
+        special = {} if is_for_check else self._special
+        if reasoning is not None and (reasoning.has_channels or self._is_over(prompt)):
+            reasoning = None
+        force = partial(forcing_grammar, calls, use.allowed, is_parallel=use.is_parallel, special=special)
+        if answer is None and calls is not None and use.is_constrained and not use.is_required:
+            return force(is_triggered=True, reasoning=reasoning)
+        grammar = answer
+        if use.is_required:
+            grammar = force()
+        elif answer is not None and calls is not None:
+            grammar = either(force(), answer)
+        if grammar is None or reasoning is None:
+            return grammar
+        start, end = reasoning.markers[0]
+        return after_reasoning(
+            grammar, end, start_marker=None if reasoning.starts(prompt) else start, special=special
+        )
+
+    def _is_over(self, prompt: str) -> bool:
+        """Return whether a rendered prompt ends with the end of reasoning, which an output does not begin again."""
+        assert self.reasoning is not None, "only reasoning can be over"
+        return prompt[-_END_CHARS:].rstrip().endswith(tuple(end.rstrip() for _, end in self.reasoning.markers))
 
     def _calls_of(self, use: ToolUse) -> ToolFormat | None:
         """Return the format of the calls in an output that may use tools so."""
@@ -70,23 +101,6 @@ def served_formats(tokenizer: Tokenizer | None, options: ServerOptions) -> Serve
     if options.enable_auto_tool_choice:
         log.info("enable_auto_tool_choice has no effect: tool_choice auto is always served")
     return formats
-
-
-_NOT_WRITTEN = ("name", "models", "aliases", "fingerprints", "model_types")
-
-
-def _marker_texts(row: ToolFormat | ReasoningFormat | None) -> Iterator[str]:
-    """Yield the texts of a row that an output contains."""
-    if row is not None:
-        yield from _texts([getattr(row, field.name) for field in fields(row) if field.name not in _NOT_WRITTEN])
-
-
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each)
 
 
 def _call_id(row: ToolFormat | None, name: str, index: int) -> str:

@@ -1,0 +1,99 @@
+"""Formats of a served model: recognized or named, and what they say of an output."""
+
+import re
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken
+
+from quire.core.errors import ConfigError
+from quire.server.api.output_formats import NO_TOOLS, OutputReading, ToolUse
+from quire.server.options import ServerOptions
+from quire.server.tools.output_format import served_formats
+from quire.server.tools.served_formats import ServedFormats
+from quire.text.tokenizer import Tokenizer
+from support import small_tokenizers
+from support.calling_model import CLOCK, KNOWING_TEMPLATE, SPECIAL, WEATHER
+
+PROMPT = "user: hi\nassistant:"
+STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+AUTO, REQUIRED = ToolUse([WEATHER], [WEATHER]), ToolUse([WEATHER], [WEATHER], is_required=True)
+UNKNOWN = "{% if tools %}{{ messages[0].tool_calls }}{% endif %}"
+CONSTRAINED = [
+    ToolUse([STRICT], [STRICT]), ToolUse([WEATHER, CLOCK], [CLOCK]), ToolUse([WEATHER], [WEATHER], is_parallel=False),
+]  # fmt: skip
+
+
+def formats(folder: Path, template: str = KNOWING_TEMPLATE, **options: str) -> ServedFormats:
+    tokenizer = small_tokenizers.byte_level()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    small_tokenizers.save(tokenizer, folder, chat_template=template)
+    return served_formats(Tokenizer.from_folder(folder), ServerOptions(**options))
+
+
+def reading_of(served: ServedFormats, use: ToolUse, prompt: str = PROMPT) -> OutputReading | None:
+    return served.reading(prompt, use, shows_reasoning=True)
+
+
+@pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])
+def test_unknown_names_are_refused(tmp_path: Path, option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option.replace('_', '-')} 'hermit' is unknown; choose auto, none"):
+        formats(tmp_path, **{option: "hermit"})
+
+
+def test_markers_remain_in_the_text(tmp_path: Path) -> None:
+    served = formats(tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert {tokenizer.token_text(token_id) for token_id in served.kept_token_ids} == {*SPECIAL[:2]}
+
+
+@pytest.mark.parametrize(
+    ("parser", "pattern"),
+    [("hermes", r"call_[0-9a-f]{24}"), ("mistral", r"[a-zA-Z0-9]{9}"), ("kimi_k2", r"functions\.f:2")],
+)
+def test_ids_are_those_that_templates_expect(tmp_path: Path, parser: str, pattern: str) -> None:
+    reading = reading_of(formats(tmp_path, tool_call_parser=parser), AUTO)
+    assert reading is not None
+    assert re.fullmatch(pattern, reading.call_id("f", 2))
+
+
+def test_calls_of_no_known_format_are_content_unless_they_are_forced(tmp_path: Path) -> None:
+    served = formats(tmp_path, UNKNOWN)
+    assert reading_of(served, AUTO) is None
+    assert reading_of(served, REQUIRED) is not None
+    assert "<tool_call>" in str(served.grammar(PROMPT, REQUIRED, None, is_for_check=True))
+
+
+def test_template_without_tools_is_given_a_format(tmp_path: Path) -> None:
+    plain = small_tokenizers.CHAT_TEMPLATE
+    assert reading_of(formats(tmp_path, plain), AUTO) is not None
+    assert reading_of(formats(tmp_path, plain, tool_call_parser="none"), AUTO) is None
+    assert reading_of(formats(tmp_path, plain), NO_TOOLS) is None
+
+
+def test_output_is_free_unless_something_constrains_it(tmp_path: Path) -> None:
+    served = formats(tmp_path)
+    assert served.grammar(PROMPT, AUTO, None) is None
+    assert served.grammar(PROMPT, NO_TOOLS, None) is None
+    for use in (*CONSTRAINED, REQUIRED):
+        assert served.grammar(PROMPT, use, None) is not None
+
+
+def test_answer_is_the_grammar_of_an_output_without_calls(tmp_path: Path) -> None:
+    answer = "start: /[ab]/\n"
+    served = formats(tmp_path, reasoning_parser="none")
+    assert served.grammar(PROMPT, NO_TOOLS, answer) == answer
+    assert "get_weather" in str(served.grammar(PROMPT, AUTO, answer))
+    assert "[ab]" in str(served.grammar(PROMPT, AUTO, answer))
+    assert "[ab]" not in str(served.grammar(PROMPT, REQUIRED, answer))
+
+
+def test_grammar_follows_the_reasoning(tmp_path: Path) -> None:
+    served, answer = formats(tmp_path), "start: /[ab]/\n"
+    optional, begun = served.grammar(PROMPT, NO_TOOLS, answer), served.grammar(f"{PROMPT}<think>\n", NO_TOOLS, answer)
+    assert optional is not None
+    assert begun is not None
+    assert "<think>" in optional
+    assert "<think>" not in begun
+    assert "</think>" in begun
+    assert served.grammar(f"{PROMPT}<think>\n\n</think>\n\n", NO_TOOLS, answer) == answer
