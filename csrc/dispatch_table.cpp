@@ -11,6 +11,7 @@ void attention(const Attention<T>&);
 template <typename T>
 void kv_write(const KVWrite<T>&);
 void choose_tokens(const TokenChoice&);
+void mask_logits(const TokenMasks&);
 void top_logprobs(const TopLogprobs&);
 template <typename T>
 void layer_norm(const Norm<T>&);
@@ -23,6 +24,7 @@ const Kernels kernels = {
     {attention<bf16>, attention<float>},
     {kv_write<bf16>, kv_write<float>},
     choose_tokens,
+    mask_logits,
     top_logprobs,
     {layer_norm<bf16>, layer_norm<float>},
     {embedding<bf16>, embedding<float>},

@@ -144,6 +144,7 @@ struct Kernels {
     ForBoth<Attention> attention;
     ForBoth<KVWrite> kv_write;
     void (*choose_tokens)(const TokenChoice&);
+    void (*mask_logits)(const TokenMasks&);
     void (*top_logprobs)(const TopLogprobs&);
     ForBoth<Norm> layer_norm;
     ForBoth<Embedding> embedding;

@@ -182,6 +182,7 @@ NB_MODULE(_kernels, module) {
     def(module, "attention", &Kernels::attention);
     def(module, "kv_write", &Kernels::kv_write);
     def(module, "choose_tokens", &Kernels::choose_tokens);
+    def(module, "mask_logits", &Kernels::mask_logits);
     def(module, "top_logprobs", &Kernels::top_logprobs);
     def(module, "swap_blocks", swap_blocks);
     def(module, "draw_uniforms", draw_uniforms);

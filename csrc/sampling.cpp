@@ -118,11 +118,33 @@ void record(const TopLogprobs& op, long entry, Scratch& s) {
             s.maxima.has_distribution() ? static_cast<float>((row[ids[i]] - highest) - log_total) : __builtin_nanf("");
 }
 
+void mask(const TokenMasks& op, long entry) {
+    const std::uint32_t* words = op.bits + entry * op.num_words;
+    float* row = op.logits + op.rows[entry] * op.stride;
+    const Words forbidden = (Words)splat(-__builtin_inff()), numbers = (Words)LANE_NUMBERS;
+    for (long i = 0; i < op.vocab_size; i += LANES) {
+        const std::uint32_t bits = words[i / 32] >> (i % 32) & 0xffffu;
+        if (bits == 0xffffu) continue;
+        Words lanes = forbidden;
+        if (bits) {
+            const Words is_allowed = 0u - ((bits >> numbers) & 1u);
+            lanes = ((Words)load_some(row + i, op.vocab_size - i) & is_allowed) | (forbidden & ~is_allowed);
+        }
+        store_some(row + i, (Floats)lanes, op.vocab_size - i);
+    }
+}
+
 }  // namespace
 
 void choose_tokens(const TokenChoice& op) {
     share_range(op.num_rows, 1, [&](long begin, long end) {
         for (long row = begin; row < end; row++) op.tokens[row] = choose(op, row, scratch());
+    });
+}
+
+void mask_logits(const TokenMasks& op) {
+    share_range(op.num_entries, 1, [&](long begin, long end) {
+        for (long entry = begin; entry < end; entry++) mask(op, entry);
     });
 }
 

@@ -17,6 +17,16 @@ struct TokenChoice {
     std::int64_t* tokens;
 };
 
+// Masks of tokens: of some rows of logits, in place, minus infinity for every token that has no bit. Entry i edits row
+// `rows[i]`; the bit of token t is bit t % 32 of word t / 32 of its `num_words` words, as many as the vocabulary needs or more.
+struct TokenMasks {
+    float* logits;
+    long vocab_size, stride, num_entries;
+    const std::int64_t* rows;
+    const std::uint32_t* bits;
+    long num_words;
+};
+
 // Of some rows of logits, the logprob and the rank of one token and of the `counts[i]` most likely ones. ids, logprobs and
 // ranks [num_rows, width]; entries past a row's 1 + counts[i] are left unchanged.
 struct TopLogprobs {

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels import penalties, philox, ranking, sampling
+from quire.kernels import penalties, philox, ranking, sampling, token_masks
 
 Tokens = NDArray[np.int64] | Tensor  # one per row; a tensor where the device has yet to choose them
 
@@ -20,6 +20,7 @@ class SamplingOps:
     uniforms: Callable[[NDArray[np.uint64], NDArray[np.int64]], NDArray[np.float64]]
     top_logprobs: Callable[..., ranking.TopLogprobs]
     penalize: Callable[[Tensor, penalties.Penalties], None]
+    mask_logits: Callable[[Tensor, NDArray[np.int64], NDArray[np.uint32]], None]
 
 
 TORCH = SamplingOps(
@@ -27,4 +28,5 @@ TORCH = SamplingOps(
     uniforms=philox.uniforms,
     top_logprobs=ranking.top_logprobs,
     penalize=penalties.penalize,
+    mask_logits=token_masks.mask_logits,
 )

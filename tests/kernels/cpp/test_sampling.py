@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels import penalties, philox, ranking, sampling
+from quire.kernels import penalties, philox, ranking, sampling, token_masks
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.sampling import choose_tokens, penalize, top_logprobs, uniforms
+from quire.kernels.cpp.sampling import choose_tokens, mask_logits, penalize, top_logprobs, uniforms
 from quire.kernels.sampling import SamplingInputs
 
 VOCAB_SIZES = [1, 2, 16, 17, 1000, 1025, 20_011]
@@ -272,6 +272,33 @@ def test_penalties_are_the_plain_ones_to_the_bit(num_threads: int) -> None:
         found = logits.clone()
         penalize(found, arguments)
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("vocab_size", [1, 15, 16, 31, 33, 96, 1025, 20_011])
+def test_masks_are_the_plain_ones_to_the_bit(isa: str, vocab_size: int, num_threads: int) -> None:
+    rng = np.random.default_rng(0)
+    wide = torch.from_numpy(rng.normal(0, 2, (9, vocab_size + 7)).astype(np.float32))
+    wide[3, vocab_size // 2 :] = torch.nan
+    rows = np.array([8, 0, 3, 4, 7])
+    bits = rng.integers(0, 2**32, (5, token_masks.num_words(vocab_size) + 1), dtype=np.uint32)
+    bits[1], bits[2, ::2], bits[3, 1::3], bits[4] = 0, 0, 2**32 - 1, 2**32 - 1
+    expected = wide.clone()
+    token_masks.mask_logits(expected[:, 3:-4], rows, bits)
+    found = wide.clone()
+    mask_logits(found[:, 3:-4], rows, bits)
+    assert found.numpy().tobytes() == expected.numpy().tobytes()  # what lies around the rows, too
+    is_allowed = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size] > 0
+    assert (found[rows, 3:-4].isneginf().numpy() == ~is_allowed).all()
+
+
+def test_masks_that_do_not_fit_are_refused() -> None:
+    logits, bits = torch.zeros(3, 50), np.zeros((1, 2), np.uint32)
+    mask_logits(logits, np.array([2]), bits)
+    for rows, masks in (([3], bits), ([-1], bits), ([0, 1], bits), ([0], bits[:, :1]), ([0], bits.view(np.int32))):
+        with pytest.raises(AssertionError):
+            mask_logits(logits, np.array(rows), masks)
+    mask_logits(logits, np.zeros(0, np.int64), bits[:0])
 
 
 def test_uniforms_are_philoxs() -> None:

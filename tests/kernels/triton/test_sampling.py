@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels import penalties, ranking
+from quire.kernels import penalties, ranking, token_masks
 from quire.kernels.back_end import cuda_back_end
 from quire.kernels.sampling import SamplingInputs, choose_tokens
 
@@ -73,3 +73,15 @@ def test_penalties_are_those_of_the_reference(device: torch.device) -> None:
     OPS.penalize(on_device, penalties.Penalties(*rows, *floats))
     penalties.penalize(logits, penalties.Penalties(*rows, *floats))
     torch.testing.assert_close(on_device.cpu(), logits)
+
+
+@pytest.mark.parametrize("vocab_size", [3, 96, 5000])
+def test_masks_are_those_of_the_reference(vocab_size: int, device: torch.device) -> None:
+    chooser = np.random.default_rng(0)
+    logits = torch.randn(6, vocab_size + 5, generator=torch.Generator().manual_seed(0))
+    bits = chooser.integers(0, 2**32, (4, token_masks.num_words(vocab_size) + 1), dtype=np.uint32)
+    bits[1], bits[2] = 0, 2**32 - 1
+    rows, on_device = np.array([5, 0, 2, 3]), logits.clone().to(device)
+    OPS.mask_logits(on_device[:, 2:-3], rows, bits)
+    token_masks.mask_logits(logits[:, 2:-3], rows, bits)
+    assert torch.equal(on_device.cpu(), logits)

@@ -50,6 +50,9 @@ def choose_tokens(
     uniforms: int,
     tokens: int,
 ) -> None: ...
+def mask_logits(
+    logits: int, vocab_size: int, stride: int, num_entries: int, rows: int, bits: int, num_words: int
+) -> None: ...
 def top_logprobs(
     logits: int,
     vocab_size: int,

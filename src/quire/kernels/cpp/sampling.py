@@ -13,6 +13,7 @@ from quire.kernels.penalties import Penalties
 from quire.kernels.ranking import TopLogprobs, empty
 from quire.kernels.sampling import SamplingInputs
 from quire.kernels.sampling_ops import SamplingOps
+from quire.kernels.token_masks import num_words
 
 _DRAW_DTYPES = (np.float32, np.float32, np.int32, np.float64, np.float64)  # of `SamplingInputs`
 
@@ -86,6 +87,21 @@ def penalize(logits: Tensor, penalties: Penalties) -> None:
     )
 
 
+def mask_logits(logits: Tensor, rows: NDArray[np.int64], bits: NDArray[np.uint32]) -> None:
+    """Edit what `token_masks.mask_logits` edits."""
+    num, (num_rows, vocab_size) = len(rows), logits.shape
+    assert logits.dtype == torch.float32
+    assert logits.stride(1) == 1, "rows with gaps cannot be edited in place"
+    assert rows.min(initial=0) >= 0, f"row {rows.min()}"
+    assert rows.max(initial=0) < num_rows or not num, f"row {rows.max()} of {num_rows}"
+    assert bits.dtype == np.uint32, f"masks of {bits.dtype}"
+    assert bits.shape[0] == num, f"{len(bits)} masks for {num} rows"
+    assert bits.shape[1] >= num_words(vocab_size), f"{bits.shape[1]} words for {vocab_size} tokens"
+    (rows,), bits = _arrays((rows,), (np.int64,), num), np.ascontiguousarray(bits)
+    sizes = vocab_size, logits.stride(0), num
+    _kernels.mask_logits(logits.data_ptr(), *sizes, _address(rows), _address(bits), bits.shape[1])
+
+
 def _in_rows(logits: Tensor) -> Tensor:
     """Return [num_rows, vocab] with the logits of a row end to end."""
     assert logits.dtype == torch.float32, f"logits {logits.dtype}"
@@ -104,4 +120,4 @@ def _address(values: NDArray[Any]) -> int:
     return address
 
 
-OPS = SamplingOps(choose_tokens, uniforms, top_logprobs, penalize)
+OPS = SamplingOps(choose_tokens, uniforms, top_logprobs, penalize, mask_logits)

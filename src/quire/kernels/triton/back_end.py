@@ -4,7 +4,7 @@ from typing import Any
 
 from quire.kernels import cache_layout, philox
 from quire.kernels.sampling_ops import SamplingOps
-from quire.kernels.triton import attention, block_copy, kv_cache_write, linear, logprobs, norm, sampling
+from quire.kernels.triton import attention, block_copy, kv_cache_write, linear, logprobs, norm, sampling, token_masks
 
 
 def triton_ops() -> dict[str, Any]:
@@ -21,5 +21,6 @@ def triton_ops() -> dict[str, Any]:
             uniforms=philox.uniforms,
             top_logprobs=logprobs.top_logprobs,
             penalize=logprobs.penalize,
+            mask_logits=token_masks.mask_logits,
         ),
     }
