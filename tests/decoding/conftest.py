@@ -1,12 +1,14 @@
 """What the sampler's tests share: rows put into a fresh state and sampled as one batch, by every back end's ops."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
 
 from quire.core.plan import NewRow
+from quire.decoding.row_grammars import TokenMasks
 from quire.decoding.sampler import SampledTokens, sample
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import SamplingState
@@ -14,7 +16,7 @@ from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.sampling_ops import SamplingOps
 
-SampleRows = Callable[[Sequence[NewRow], np.ndarray], SampledTokens]
+SampleRows = Callable[..., SampledTokens]
 
 
 @pytest.fixture(scope="session", params=["cpp", "torch"])
@@ -26,9 +28,14 @@ def ops(request: pytest.FixtureRequest) -> SamplingOps:
 
 @pytest.fixture(scope="session")
 def sample_rows(ops: SamplingOps) -> SampleRows:
-    """Sample each of `new_rows` once from float32 `logits` [num_rows, vocab], one batch in the order given."""
+    """Sample each of `new_rows` once from float32 `logits` [num_rows, vocab], one batch in the order given.
 
-    def sample_rows(new_rows: Sequence[NewRow], logits: np.ndarray) -> SampledTokens:
+    `allowed`: the tokens of rows with grammars, by place in `new_rows`.
+    """
+
+    def sample_rows(
+        new_rows: Sequence[NewRow], logits: np.ndarray, allowed: Mapping[int, Collection[int]] = MappingProxyType({})
+    ) -> SampledTokens:
         vocab_size = logits.shape[1]
         state = SamplingState(max(new.row for new in new_rows) + 1, vocab_size)
         longest = max(len(new.token_ids) for new in new_rows)
@@ -39,6 +46,17 @@ def sample_rows(ops: SamplingOps) -> SampleRows:
             token_ids[new.row, : len(new.token_ids)] = new.token_ids
         rows = np.array([new.row for new in new_rows])
         num_tokens = np.array([len(new.token_ids) for new in new_rows])
-        return sample(SamplingBatch.of(state, rows, token_ids, num_tokens), torch.from_numpy(logits.copy()), ops)
+        masks = masks_of(allowed, vocab_size) if allowed else None
+        batch = SamplingBatch.of(state, rows, token_ids, num_tokens, masks)
+        return sample(batch, torch.from_numpy(logits.copy()), ops)
 
     return sample_rows
+
+
+def masks_of(allowed: Mapping[int, Collection[int]], vocab_size: int) -> TokenMasks:
+    """Return masks that allow these tokens, by sample, and tokens that the model does not have."""
+    bits = np.zeros((len(allowed), -(-vocab_size // 32) * 32), np.uint8)
+    bits[:, vocab_size:] = 1
+    for own, tokens in zip(bits, (allowed[place] for place in sorted(allowed)), strict=True):
+        own[list(tokens)] = 1
+    return TokenMasks(np.array(sorted(allowed)), np.packbits(bits, axis=1, bitorder="little").view(np.uint32), {})

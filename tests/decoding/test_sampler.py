@@ -1,7 +1,7 @@
 """The sampler against the same steps written out in plain Python, one row and one token at a time."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import product
 
@@ -13,22 +13,26 @@ from hypothesis import strategies as st
 
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
-from quire.decoding.sampler import SampledTokens, sample
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.decoding.sampler import NOTHING_ALLOWED, SampledTokens, sample
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import SamplingState
 from quire.kernels.philox import uniforms
 from quire.kernels.sampling_ops import SamplingOps
 
-SampleRows = Callable[[list[NewRow], np.ndarray], SampledTokens]
+SampleRows = Callable[..., SampledTokens]
+ANY_GRAMMAR = StructuredOutputsParams(regex=".*")  # the masks are made by the tests
 
 TOLERANCE = 1e-5  # of a float32 softmax over a few thousand tokens, in probability
 SLACKS = (1.0, 1 - TOLERANCE, 1 + TOLERANCE)
 
 
-def plain_edit(new: NewRow, raw: np.ndarray) -> np.ndarray:
-    """Masks, bias and penalties in float32, token by token."""
+def plain_edit(new: NewRow, raw: np.ndarray, grammar: Collection[int] | None) -> np.ndarray:
+    """Masks, bias and penalties in float32, token by token. `grammar`: the tokens that it allows."""
     params, output = new.params, new.token_ids[new.num_prompt_tokens :]
     logits = raw.copy()
+    if grammar is not None:
+        logits[[token for token in range(len(raw)) if token not in grammar]] = -np.inf
     if params.allowed_token_ids is not None:
         logits[[token for token in range(len(raw)) if token not in params.allowed_token_ids]] = -np.inf
     forbidden = {word[-1] for word in new.bad_words_token_ids if (*output, word[-1])[-len(word) :] == word}
@@ -61,9 +65,9 @@ def plain_probabilities(params: SamplingParams, logits: np.ndarray, min_p: float
     return weights / weights.sum()
 
 
-def check_token(new: NewRow, raw: np.ndarray, token: int) -> None:
+def check_token(new: NewRow, raw: np.ndarray, token: int, grammar: Collection[int] | None) -> None:
     """Check that `token` is the one at the draw's place in the distribution, give or take rounding at a border."""
-    logits, params = plain_edit(new, raw), new.params
+    logits, params = plain_edit(new, raw, grammar), new.params
     if params.temperature == 0:
         assert token == int(np.argmax(logits))
         return
@@ -94,6 +98,7 @@ def new_rows(vocab_size: int) -> st.SearchStrategy[NewRow]:
         stop_token_ids=st.none() | st.lists(token, max_size=3),
         logit_bias=st.none() | st.dictionaries(token, st.floats(-100, 100), max_size=3),
         allowed_token_ids=st.none() | st.lists(token, min_size=1, max_size=5),
+        structured_outputs=st.none() | st.just(ANY_GRAMMAR),
     )
     return st.builds(
         lambda prompt, output, **fields: NewRow(0, prompt + output, len(prompt), [], **fields),
@@ -116,9 +121,42 @@ def test_tokens_are_those_of_the_plain_steps(sample_rows: SampleRows, data: st.D
     value = st.sampled_from([-1.0, 0.0, 1.0, 1.5]) | st.floats(-30, 30, width=32)
     values = data.draw(st.lists(value, min_size=vocab_size, max_size=vocab_size))
     logits = np.stack([np.roll(np.array(values, dtype=np.float32), shift) for shift in range(len(rows))])
-    sampled = sample_rows(rows, logits)
-    for new, row_logits, token in zip(rows, logits, sampled.token_ids, strict=True):
-        check_token(new, row_logits, token)
+    tokens = st.frozensets(st.integers(0, vocab_size - 1), min_size=1)
+    grammars = {index: data.draw(tokens) for index, new in enumerate(rows) if new.params.structured_outputs}
+    sampled = sample_rows(rows, logits, grammars)
+    for index, (new, row_logits, token) in enumerate(zip(rows, logits, sampled.token_ids, strict=True)):
+        own, listed = grammars.get(index), new.params.allowed_token_ids
+        if own is not None and listed is not None and own.isdisjoint(listed):
+            assert sampled.failures[index] == NOTHING_ALLOWED
+        else:
+            assert index not in sampled.failures
+            check_token(new, row_logits, token, own)
+
+
+def test_grammar_holds_when_the_other_masks_leave_nothing(sample_rows: SampleRows) -> None:
+    """Of bad words, an end before min_tokens and the bias of a token that is not allowed, none wins."""
+    logits = np.zeros((2, 40), dtype=np.float32)
+    params = SamplingParams(
+        temperature=0.0, min_tokens=3, logit_bias={9: 100.0}, structured_outputs=ANY_GRAMMAR, logprobs=1
+    )
+    ends, words = frozenset({7}), ((8,),)
+    new_rows = [NewRow(row, [5], 1, [], params, 0, eos_token_ids=ends, bad_words_token_ids=words) for row in range(2)]
+    found = sample_rows(new_rows, logits, {0: {7, 8}, 1: {7, 8, 30}})
+    assert found.token_ids == [7, 30]
+    assert found.logprobs is not None
+    for record in found.logprobs:
+        assert record is not None
+        assert record.logprobs == pytest.approx([-np.log(40)] * 2)  # of the raw logits
+        assert record.token_ids[1] == 0
+
+
+def test_row_with_a_grammar_is_not_drawn_without_its_mask(sample_rows: SampleRows) -> None:
+    params = SamplingParams(structured_outputs=ANY_GRAMMAR)
+    new_rows = [NewRow(row, [5], 1, [], params if row else SamplingParams(), seed=0) for row in range(2)]
+    for allowed in ({}, {0: {1}}, {0: {1}, 1: {1}}):
+        with pytest.raises(AssertionError, match="masks"):
+            sample_rows(new_rows, np.zeros((2, 40), dtype=np.float32), allowed)
+    assert sample_rows(new_rows, np.zeros((2, 40), dtype=np.float32), {1: {3}}).token_ids[1] == 3
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0])
@@ -130,7 +168,7 @@ def test_nuclei_of_any_size_are_the_plain_ones(sample_rows: SampleRows, spread: 
         for row, (top_p, top_k) in enumerate(product([0.01, 0.2, 0.9, 0.999], [0, 1, 64, 65, 1024, 1025] * 2))
     ]
     for new, row_logits, token in zip(rows, logits, sample_rows(rows, logits).token_ids, strict=True):
-        check_token(new, row_logits, token)
+        check_token(new, row_logits, token, None)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 15, 16, 17, 63, 4096, 4099])

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.core.sequence import Request
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
@@ -23,6 +23,7 @@ from quire.scheduling.plan_builder import PlanBuilder
 from support.answers import Answer, answers_of
 from support.pairwise import pairwise
 from support.random_model import write_random_model
+from support.small_tokenizers import write_byte_tokenizer
 
 NUM_TOKENS = 8
 PREFIX_LENS = {"random": 270, "demo_model": 150, "stories260k": 150}  # 270: past the border of a kernel's partition
@@ -42,7 +43,7 @@ AXES = {
     "branches": ("one", "four", "beams"),
     "sampling": ("greedy", "top_p", "top_k", "min_p"),
     "company": ("none", "three"),                                           # other requests, one of which is aborted
-    "grammar": ("none",),
+    "grammar": ("none", "masked", "forced"),                                # forced: and tokens are appended unsampled
     "speculation": ("none",),
     "tensor_parallel": (1,),
     "adapter": ("none",),
@@ -52,6 +53,13 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 0.8, "seed": 3, "top_p": 0.9},
     "top_k": {"temperature": 1.1, "seed": 4, "top_k": 20, "repetition_penalty": 1.2},
     "min_p": {"temperature": 1.0, "seed": 5, "min_p": 0.05, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+}
+
+
+GRAMMARS = {  # none of them ends within NUM_TOKENS
+    "none": None,
+    "masked": StructuredOutputsParams(regex="[a-z ]{60}"),
+    "forced": StructuredOutputsParams(regex="one [a-z ]{60}"),
 }
 
 
@@ -95,10 +103,11 @@ class Model(NamedTuple):
     weights: str
     isa: str
     kv_dtype: str
+    tokenizer: str | None  # of another model, for one that has none
 
     def llm(self, **options: Any) -> LLM:  # noqa: ANN401
         return LLM(
-            self.folder, dtype=self.dtype, cpu_isa=self.isa, kv_cache_dtype=self.kv_dtype,
+            self.folder, tokenizer=self.tokenizer, dtype=self.dtype, cpu_isa=self.isa, kv_cache_dtype=self.kv_dtype,
             quantization=None if self.weights == "dense" else self.weights,
             max_model_len=self.max_model_len, **options,
         )  # fmt: skip
@@ -127,25 +136,29 @@ def prompt_for(hit: str, prefix: tuple[int, ...], block_size: int) -> tuple[int,
     return prefix[:num_common] + (() if hit == "all" else random_tokens(2, 5))
 
 
-def params_of(sampling: str, branches: str = "one") -> SamplingParams:
-    num = 4 if branches == "four" else 1
-    return SamplingParams(n=num, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2, **SAMPLING[sampling])
+def params_of(sampling: str, branches: str = "one", grammar: str = "none") -> SamplingParams:
+    num, logprobs = 4 if branches == "four" else 1, None if grammar == "forced" else 2
+    constraint = GRAMMARS[grammar]
+    return SamplingParams(
+        n=num, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=logprobs, structured_outputs=constraint,
+        **SAMPLING[sampling],
+    )  # fmt: skip
 
 
-def ask(llm: LLM, prompt: tuple[int, ...], branches: str, sampling: str) -> RequestOutput:
+def ask(llm: LLM, prompt: tuple[int, ...], branches: str, sampling: str, grammar: str = "none") -> RequestOutput:
     if branches == "beams":
         params = BeamSearchParams(4, NUM_TOKENS, ignore_eos=True)
         (output,) = llm.beam_search([list(prompt)], params, use_tqdm=False)
     else:
-        (output,) = llm.generate([list(prompt)], params_of(sampling, branches), use_tqdm=False)
+        (output,) = llm.generate([list(prompt)], params_of(sampling, branches, grammar), use_tqdm=False)
     return output
 
 
 @cache
-def alone(model: Model, prompt: tuple[int, ...], branches: str, sampling: str) -> list[Answer]:
+def alone(model: Model, prompt: tuple[int, ...], branches: str, sampling: str, grammar: str = "none") -> list[Answer]:
     torch.set_num_threads(1)
-    with model.llm(enable_prefix_caching=False) as llm:
-        return answers_of(ask(llm, prompt, branches, sampling))
+    with model.llm(enable_prefix_caching=False, enable_jump_forward=False) as llm:
+        return answers_of(ask(llm, prompt, branches, sampling, grammar))
 
 
 def preempt_at_every_position(llm: LLM) -> None:
@@ -179,11 +192,14 @@ def num_blocks(row: Row, model: Model) -> int:
 def check_row(row: Row, folder: Path) -> None:
     if (row.kv_dtype, row.weights) != ("auto", "dense") and torch.cuda.is_available():
         pytest.skip("a GPU has no quantized weights and no KV cache in 8 bits yet")
-    model = Model(str(folder), PREFIX_LENS[row.model], row.dtype, row.weights, row.isa, row.kv_dtype)
+    grammar = "none" if row.branches == "beams" else row.grammar
+    tokenizer = write_byte_tokenizer(folder) if row.model == "random" else None
+    model = Model(str(folder), PREFIX_LENS[row.model], row.dtype, row.weights, row.isa, row.kv_dtype, tokenizer)
     prefix = random_tokens(1, model.prefix_len)
     prompt, is_swap = prompt_for(row.hit, prefix, row.block_size), row.preemption == "swap"
     beside = COMPANY if row.company == "three" else []
-    expected = alone(model, prompt, row.branches, "greedy" if row.branches == "beams" else row.sampling)
+    sampling = "greedy" if row.branches == "beams" else row.sampling
+    expected = alone(model, prompt, row.branches, sampling, grammar)
     expected_beside = [alone(model, other, "one", sampling) for other, sampling in beside]
     torch.set_num_threads(row.num_threads)
     with model.llm(
@@ -200,7 +216,7 @@ def check_row(row: Row, folder: Path) -> None:
         last = [next(stream) for stream in streams]
         if row.preemption in ("recompute", "swap"):
             preempt_at_every_position(llm)
-        output = ask(llm, prompt, row.branches, row.sampling)
+        output = ask(llm, prompt, row.branches, row.sampling, grammar)
         for stream in streams[:1]:
             stream.close()  # type: ignore[attr-defined]
         last[1:] = [[latest, *stream][-1] for latest, stream in zip(last[1:], streams[1:], strict=True)]
@@ -211,7 +227,8 @@ def check_row(row: Row, folder: Path) -> None:
     if row.preemption == "crowded":
         return
     assert (output.num_cached_tokens > 0) == (row.hit not in ("off", "cold", "no block"))
-    num_preemptions = 0 if row.preemption == "none" else NUM_TOKENS - 1
+    num_steps = NUM_TOKENS - (len("ne ") if grammar == "forced" else 0)  # at least
+    num_preemptions = 0 if row.preemption == "none" else num_steps - 1
     assert stats.preemptions.get("swap" if is_swap else "recompute", 0) >= num_preemptions
     assert (stats.swapped_out_blocks > 0) == is_swap
 

@@ -77,3 +77,20 @@ def save(tokenizer: Tokenizer, folder: Path, **config: Any) -> Path:  # noqa: AN
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
     (folder / "tokenizer_config.json").write_text(json.dumps(named | config), encoding="utf-8")
     return folder
+
+
+def write_byte_tokenizer(folder: Path) -> str:
+    """Write a tokenizer of the 256 bytes and the special tokens beside a model; return its folder."""
+    own = folder / "tokenizer"
+    if not own.exists():
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([BOS, EOS, PAD])
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(
+            vocab_size=259, special_tokens=[BOS, EOS, PAD], initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator([], trainer)
+        save(tokenizer, own)
+    return str(own)

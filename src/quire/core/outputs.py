@@ -9,8 +9,10 @@ from quire.core.logprob_table import Logprobs, LogprobTable
 
 FinishReason = Literal["stop", "length", "abort"]
 # What keeps a request waiting: no seats, no blocks, a step that is full, its own prefix being computed, swapped ones,
-# the blocks that other requests of its client hold.
-WaitReason = Literal["max_num_seqs", "kv_blocks", "token_budget", "pending_prefix", "swapped_first", "kv_share"]
+# the blocks that other requests of its client hold, its grammar being compiled.
+WaitReason = Literal[
+    "max_num_seqs", "kv_blocks", "token_budget", "pending_prefix", "swapped_first", "kv_share", "grammar"
+]
 WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 MAX_PREEMPTIONS_KEPT = 64  # records of one request, the newest; RequestMetrics.num_preemptions counts all
 
@@ -45,6 +47,7 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     cumulative_logprob: float | None = None             # of a whole answer, where no logprobs were requested
     error: str | None = None                            # why the whole request has failed: its last delta
     pooled: bytes | None = None                         # float32 vector of the request's hidden states
+    ends_with_text: bool = False                        # "stop" without a stop token: the last token is text, too
 
 
 class Admission(NamedTuple):

@@ -1,8 +1,9 @@
-"""Logits processors: allowed_token_ids, bad_words, min_tokens, logit_bias and penalties, in this order.
+"""Logits processors: grammars, allowed_token_ids, bad_words, min_tokens, logit_bias and penalties, in this order.
 
 A forbidden token gets a logit of minus infinity. If bad_words and min_tokens forbid every allowed token of a row, they
-are ignored for this draw, but allowed_token_ids never is: a row always has a token to draw. No counts are kept between
-steps, so a sequence that was preempted and resumed is penalized the same.
+are ignored for this draw, but grammars and allowed_token_ids never are: a row that has only one of them always has a
+token to draw, a row with both may have none and fails. No counts are kept between steps, so a sequence that was
+preempted and resumed is penalized the same.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.decoding.sampling_batch import SamplingBatch
-from quire.decoding.sampling_state import ALLOWED, BAD_WORDS, BIAS, MIN_TOKENS, PENALTIES, TOKEN_LISTS
+from quire.decoding.sampling_state import ALLOWED, BAD_WORDS, BIAS, GRAMMAR, MIN_TOKENS, PENALTIES, TOKEN_LISTS
 from quire.kernels.penalties import Penalties
 from quire.kernels.sampling_ops import SamplingOps
 from quire.kernels.upload import upload
@@ -24,6 +25,7 @@ LogitIndices = tuple[Tensor, Tensor]  # sample and token id of each index, both 
 
 def process_logits(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> None:
     """Process `logits` [num_samples, vocab] in place."""
+    _mask(samples, logits, ops)
     lists = {i: samples.state.token_lists(samples.rows[i]) for i in samples.using(TOKEN_LISTS).tolist()}
     _keep_allowed(logits, {i: lists[i].allowed_ids for i in samples.using(ALLOWED).tolist()})
     forbidden = {i: lists[i].early_stop_ids for i in samples.using(MIN_TOKENS).tolist()}
@@ -34,6 +36,16 @@ def process_logits(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> 
     biased = samples.using(BIAS).tolist()
     _add_bias(logits, {i: lists[i].bias_ids for i in biased}, [lists[i].bias_values for i in biased])
     _penalize(samples, logits, ops)
+
+
+def _mask(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> None:
+    """Forbid what the grammars of samples do not allow."""
+    masked = samples.using(GRAMMAR)
+    if not masked.size:
+        return
+    assert samples.masks is not None, "rows with grammars, and no masks"
+    assert np.array_equal(samples.masks.samples, masked), f"masks of {samples.masks.samples}, not of {masked}"
+    ops.mask_logits(logits, masked, samples.masks.bits)
 
 
 def _logit_indices(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> LogitIndices:

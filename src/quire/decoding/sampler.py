@@ -2,7 +2,7 @@
 
 The order of operations, for each row on its own:
 
-1. allowed_token_ids, bad_words, min_tokens (masks), logit_bias;
+1. grammar, allowed_token_ids, bad_words, min_tokens (masks), logit_bias;
 2. repetition, frequency and presence penalties;
 3. temperature 0: the highest logit, of equal ones the lowest id, and no further operation;
 4. temperature, min_p, top_k, top_p;
@@ -27,11 +27,13 @@ from torch import Tensor
 from quire.core.outputs import TokenLogprobs
 from quire.decoding.logits_processors import process_logits
 from quire.decoding.sampling_batch import SamplingBatch
-from quire.decoding.sampling_state import LOGITS_PROCESSED, LOGPROBS, SAMPLED, SCALED
+from quire.decoding.sampling_state import ALLOWED, GRAMMAR, LOGITS_PROCESSED, LOGPROBS, SAMPLED, SCALED
 from quire.kernels.sampling import SamplingInputs
 from quire.kernels.sampling_ops import TORCH, SamplingOps, Tokens
 
 NOT_FINITE = "the model gave logits that are NaN or infinite"
+BOTH_MASKS = GRAMMAR | ALLOWED
+NOTHING_ALLOWED = "its grammar and allowed_token_ids leave no token"
 
 
 class SampledTokens(NamedTuple):
@@ -59,6 +61,8 @@ def sample(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = TORCH) -> 
     choice = _choose(samples, logits, wanted, ops)
     chosen = choice.numpy(force=True) if isinstance(choice, Tensor) else choice
     failures = _without_distribution(logits, chosen)
+    for index in failures.keys() & set(np.flatnonzero(samples.features & BOTH_MASKS == BOTH_MASKS).tolist()):
+        failures[index] = NOTHING_ALLOWED
     if not asking.size:
         return SampledTokens(chosen.tolist(), None, failures)
     counts = samples.take(asking).settings()["num_logprobs"].astype(np.int64)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.decoding.row_grammars import TokenMasks
 from quire.decoding.sampling_state import MIN_TOKENS, SamplingState
 
 
@@ -13,7 +14,8 @@ class SamplingBatch(NamedTuple):
 
     features uint32 [num_samples], the flags of `SamplingState` that each uses in this step; rows int64 [num_samples],
     the row of `state` and `token_ids` that each is for; token_ids [max_rows, max_len], the known tokens of every row;
-    num_tokens int64 [num_samples], how many of them each sample has, prompt and output.
+    num_tokens int64 [num_samples], how many of them each sample has, prompt and output; masks of the samples whose rows
+    have grammars.
     """
 
     state: SamplingState
@@ -21,6 +23,7 @@ class SamplingBatch(NamedTuple):
     rows: NDArray[np.int64]
     token_ids: NDArray[np.int32]
     num_tokens: NDArray[np.int64]
+    masks: TokenMasks | None = None
 
     @classmethod
     def of(
@@ -29,6 +32,7 @@ class SamplingBatch(NamedTuple):
         rows: NDArray[np.int64],
         token_ids: NDArray[np.int32],
         num_tokens: NDArray[np.int64],
+        masks: TokenMasks | None = None,
     ) -> "SamplingBatch":
         """Collect the features of each sample in this step: min_tokens only below that number of tokens."""
         features = state.features[rows]
@@ -37,7 +41,7 @@ class SamplingBatch(NamedTuple):
             settings = state.settings[rows[early]]
             has_enough = num_tokens[early] - settings["num_prompt_tokens"] >= settings["min_tokens"]
             features[early[has_enough]] &= ~np.uint32(MIN_TOKENS)
-        return cls(state, features, rows, token_ids, num_tokens)
+        return cls(state, features, rows, token_ids, num_tokens, masks)
 
     @property
     def wanted(self) -> int:
@@ -49,8 +53,10 @@ class SamplingBatch(NamedTuple):
         return np.flatnonzero(self.features & features)
 
     def take(self, which: NDArray[np.int64]) -> "SamplingBatch":
-        """Return some of the samples, in the order given."""
-        return self._replace(features=self.features[which], rows=self.rows[which], num_tokens=self.num_tokens[which])
+        """Return some of the samples, in the order given, without masks."""
+        return SamplingBatch(
+            self.state, self.features[which], self.rows[which], self.token_ids, self.num_tokens[which]
+        )
 
     def settings(self) -> NDArray[np.void]:
         """Return each sample's settings, ROW_DTYPE [num_samples]."""

@@ -24,8 +24,9 @@ BIAS = 1 << 4
 PENALTIES = 1 << 5
 LOGPROBS = 1 << 6
 SCALED = 1 << 7  # the logprobs are of logits divided by the temperature
+GRAMMAR = 1 << 8  # a mask of tokens comes with each step
 TOKEN_LISTS = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS  # they name tokens
-LOGITS_PROCESSED = TOKEN_LISTS | PENALTIES                        # they change logits
+LOGITS_PROCESSED = TOKEN_LISTS | PENALTIES | GRAMMAR            # they change logits
 
 ROW_DTYPE = np.dtype(
     [
@@ -117,6 +118,7 @@ def _features(new: NewRow) -> int:
         BIAS: bool(params.logit_bias),
         PENALTIES: _penalties(params) != (1.0, 0.0, 0.0),
         LOGPROBS: params.logprobs is not None or new.beam is not None,
+        GRAMMAR: params.structured_outputs is not None,
         SCALED: new.beam is not None and params.temperature not in (0, 1),
     }
     return sum(flag for flag, is_used in flags.items() if is_used)

@@ -1,9 +1,14 @@
 """Engine assembly: load the model, size the cache, build the scheduler and the executor."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.errors import ModelError
+from quire.core.sequence import Request
+from quire.decoding.row_grammars import RowGrammars
 from quire.engine.device_sizing import configs_for
 from quire.engine.engine import Engine
 from quire.engine.input_processor import InputProcessor
@@ -24,7 +29,14 @@ from quire.model.language_model import LanguageModel
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
 from quire.scheduling.scheduler import Scheduler
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import Tokenizer, has_tokenizer
+
+try:
+    from quire.decoding.grammars.constrained import ConstrainedDecoding, TokenizerText
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith(("quire.decoding.grammars", "llguidance")):
+        raise
+    ConstrainedDecoding = None  # type: ignore[assignment,misc]  # optional: without it requests with grammars are refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +57,62 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
     """
     folder = resolve_model(options.model)
     text_source = resolve_tokenizer(options.tokenizer, folder)
-    tokenizer = Tokenizer.from_folder_if_any(text_source) if loads_tokenizer else None
-    return build_engine(options, load(options, folder), tokenizer)
+    if loads_tokenizer:
+        return build_engine(options, load(options, folder), Tokenizer.from_folder_if_any(text_source))
+    read = partial(Tokenizer.from_folder, text_source) if has_tokenizer(text_source) else None
+    return build_engine(options, load(options, folder), read_tokenizer=read)
 
 
-def build_engine(options: EngineOptions, loaded: LoadedModel, tokenizer: Tokenizer | None = None) -> AssembledEngine:
-    """Return an engine for any loaded model."""
+def build_engine(
+    options: EngineOptions, loaded: LoadedModel, tokenizer: Tokenizer | None = None,
+    read_tokenizer: Callable[[], Tokenizer] | None = None,
+) -> AssembledEngine:  # fmt: skip
+    """Return an engine for any loaded model. `read_tokenizer`, without a `tokenizer`: called for the first grammar."""
     cache, scheduling = configs_for(options, loaded.limits, loaded.model, loaded.meter)
-    engine = _build(options, loaded.model, cache, scheduling)
+    read = read_tokenizer if tokenizer is None else lambda: tokenizer
+    grammars = None if read is None else _grammars(options, loaded, read)
+    engine = _build(options, loaded.model, cache, scheduling, grammars)
     if tokenizer is not None:
         engine.token_bytes = tokenizer.pack_token_bytes
     ready = _ready(loaded, engine, cache, scheduling)
     return AssembledEngine(engine, InputProcessor(tokenizer, ready, options), tokenizer, loaded.model, ready)
 
 
-def _build(options: EngineOptions, model: LanguageModel, cache: CacheConfig, scheduling: SchedulerConfig) -> Engine:
+def _grammars(
+    options: EngineOptions, loaded: LoadedModel, read_tokenizer: Callable[[], Tokenizer]
+) -> "ConstrainedDecoding | None":
+    """Return the grammars of an engine; None where they are not installed, and for static batches."""
+    if ConstrainedDecoding is None or options.batching == "static":
+        return None
+
+    def tokenizer_text() -> TokenizerText:
+        tokenizer = read_tokenizer()
+        json = tokenizer.exact_json()
+        if json is None:
+            raise ModelError("the tokenizer's tokens cannot be decoded one by one, which grammars need")
+        return TokenizerText(json, tokenizer.vocab_size, tokenizer.eos_token_id)
+
+    return ConstrainedDecoding(
+        tokenizer_text, loaded.model.vocab_size, loaded.eos_token_ids, jumps_forward=options.enable_jump_forward
+    )
+
+
+def _build(
+    options: EngineOptions, model: LanguageModel, cache: CacheConfig, scheduling: SchedulerConfig,
+    grammars: "ConstrainedDecoding | None",
+) -> Engine:  # fmt: skip
     """Allocate the KV cache, the batch and the swap space; return the engine over them."""
     vocab_size, allocator = model.vocab_size, device_allocator(model.device)
     batch = PersistentBatch(scheduling.max_num_seqs, scheduling.max_model_len, cache.block_size, vocab_size)
     kv = KVCache.allocate(model.kv_geometry, cache.num_blocks, cache.block_size, model.back_end, allocator)
     swapper = None if cache.num_swap_blocks == 0 else _swapper(options, cache, model, kv)
-    executor = _executor(model, kv, batch, swapper)
-    return Engine(_scheduler(scheduling, cache), executor)
+    executor = _executor(model, kv, batch, swapper, None if grammars is None else grammars.rows)
+
+    def is_prepared(request: Request) -> bool:
+        structured_outputs = request.params.structured_outputs
+        return structured_outputs is None or grammars is None or grammars.is_compiled(structured_outputs)
+
+    return Engine(_scheduler(scheduling, cache, is_prepared), executor, grammars)
 
 
 def _ready(loaded: LoadedModel, engine: Engine, cache: CacheConfig, scheduling: SchedulerConfig) -> Ready:
@@ -88,21 +134,25 @@ def _ready(loaded: LoadedModel, engine: Engine, cache: CacheConfig, scheduling: 
     )
 
 
-def _scheduler(config: SchedulerConfig, cache_config: CacheConfig) -> Scheduler:
+def _scheduler(
+    config: SchedulerConfig, cache_config: CacheConfig, is_prepared: Callable[[Request], bool]
+) -> Scheduler:
     """Return the scheduler over its cache; the baselines are loaded only if the settings name one of them."""
     if cache_config.memory_policy == "paged" and config.batching == "continuous":
-        return Scheduler(config, KVCacheManager(cache_config))
+        return Scheduler(config, KVCacheManager(cache_config), is_prepared=is_prepared)
     from quire.cache.baselines.contiguous import make_manager  # noqa: PLC0415 (a room: it can be absent)
     from quire.scheduling.baselines.static_batching import make_scheduler  # noqa: PLC0415
 
-    return make_scheduler(config, make_manager(cache_config))
+    return make_scheduler(config, make_manager(cache_config), is_prepared)
 
 
-def _executor(model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None) -> Executor:
+def _executor(
+    model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None, grammars: RowGrammars | None
+) -> Executor:
     """Return the executor for the model's device: on a GPU one that takes the next step while one runs."""
     if model.device.type == "cuda":
-        return AsyncCudaExecutor(CudaWorker(model, cache, batch, swapper))
-    return LocalExecutor(Worker(model, cache, batch, swapper))
+        return AsyncCudaExecutor(CudaWorker(model, cache, batch, swapper, grammars))
+    return LocalExecutor(Worker(model, cache, batch, swapper, grammars))
 
 
 def _swapper(options: EngineOptions, config: CacheConfig, model: LanguageModel, cache: KVCache) -> Swapper:

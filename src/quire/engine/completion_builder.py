@@ -52,7 +52,7 @@ class CompletionBuilder:
         self.has_new_output = True
         if self._stops is None:
             self._append_tokens(delta.token_ids, delta.logprobs)
-            visible = self._text_tokens(delta.token_ids, delta.finish_reason)
+            visible = self._text_tokens(delta)
             if self._detokenizer is not None and visible:
                 self._pieces.append(self._detokenizer.append(visible))
         else:
@@ -118,17 +118,18 @@ class CompletionBuilder:
         elif self._logprobs is not None:
             self._logprobs += [logprob_dict(position, self._tokenizer) for position in logprobs]
 
-    def _text_tokens(self, token_ids: list[int], finish_reason: FinishReason | None) -> list[int]:
+    def _text_tokens(self, delta: SequenceDelta) -> list[int]:
         """Return the tokens that become text: all but a stop token, unless include_stop_str_in_output is set."""
-        if finish_reason == "stop" and not self._params.include_stop_str_in_output:
-            return token_ids[:-1]
-        return token_ids
+        has_stop_token = delta.finish_reason == "stop" and not delta.ends_with_text
+        if has_stop_token and not self._params.include_stop_str_in_output:
+            return delta.token_ids[:-1]
+        return delta.token_ids
 
     def _extend_to_stop(self, delta: SequenceDelta) -> None:
         """Append tokens one by one, up to the one that completes a stop string."""
         assert self._detokenizer is not None, "stop strings are found in text"
         assert self._stops is not None, "there are stop strings"
-        num_visible = len(self._text_tokens(delta.token_ids, delta.finish_reason))
+        num_visible = len(self._text_tokens(delta))
         for position, token_id in enumerate(delta.token_ids):
             logprobs = None if delta.logprobs is None else delta.logprobs[position : position + 1]
             self._append_tokens([token_id], logprobs)

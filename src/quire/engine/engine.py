@@ -4,8 +4,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Protocol
 
 from quire.core.block_map import BlockMap, Tier
+from quire.core.errors import InvalidRequestError
 from quire.core.outputs import Admission, KVStats, SequenceDelta
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
@@ -15,15 +17,25 @@ from quire.execution.executor import Executor
 from quire.scheduling.isolation import PROBE_ID, Isolation
 from quire.scheduling.scheduler import Scheduler
 
+GRAMMAR_WAIT_S = 0.005  # that a step waits for a grammar if nothing else is to be done; commands are handled between
+
+
+class Grammars(Protocol):
+    """Grammars that are being compiled."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the next one is compiled, at most this long. No request runs."""
+
 
 class Engine:
     """A scheduler and an executor. Requests are added; each step returns deltas of their sequences."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, grammars: "Grammars | None" = None) -> None:
         self.scheduler = scheduler
+        self.grammars = grammars            # None: requests with grammars are refused
         self.num_computed_tokens = 0        # by the last step
         self.on_submit: Callable[[StepPlan], None] = lambda plan: None  # called with each plan before it is submitted
-        self.token_bytes: Callable[[], TokenBytes | None] = lambda: None  # of the vocabulary, for grammars
+        self.token_bytes: Callable[[], TokenBytes | None] = lambda: None  # of the vocabulary
         self._isolation = Isolation(scheduler)
         self._suspects: list[int] = []      # requests that may have made the last step fail
         self._is_certain = False            # the only suspect was being planned or recorded
@@ -33,6 +45,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError if it could never run."""
+        if request.params.structured_outputs is not None and self.grammars is None:
+            message = "structured_outputs cannot be used: the model has no tokenizer, or this installation no grammars"
+            raise InvalidRequestError(message, param="structured_outputs")
         self.scheduler.add(request)
 
     def abort(self, request_id: int) -> bool:
@@ -55,6 +70,8 @@ class Engine:
         try:
             plan = self.scheduler.schedule()
             if plan.is_empty:
+                if self.grammars is not None and self.scheduler.has_requests:
+                    self.grammars.wait(GRAMMAR_WAIT_S)
                 return self.scheduler.take_deltas()
             if not self._in_flight:
                 self._submit(plan)

@@ -219,9 +219,9 @@ class InputProcessor:
             raise InvalidRequestError("the model has no tokenizer: use stop_token_ids instead of stop", param="stop")
         if self._tokenizer is None and params.bad_words:
             raise InvalidRequestError("the model has no tokenizer: bad_words cannot be used", param="bad_words")
-        if params.structured_outputs is not None:
-            message = "structured_outputs is not supported yet"
-            raise InvalidRequestError(message, param="structured_outputs", code="unsupported_parameter")
+        if params.structured_outputs is not None and (beam is not None or self._tokenizer is None):
+            reason = "the model has no tokenizer" if beam is None else "a beam search takes no grammar"
+            raise InvalidRequestError(f"structured_outputs cannot be used: {reason}", param="structured_outputs")
         check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if priority != 0 and self._policy == "fcfs":
             message = f"priority must be 0, the only one with scheduling_policy fcfs, got {priority}"

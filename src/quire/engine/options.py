@@ -139,6 +139,11 @@ class EngineOptions:
         True, "keep what has been computed, and find it again for prompts that begin alike",
         row="`True`: what has been computed is kept while there is room, and found again by prompts that begin alike",
     )  # fmt: skip
+    enable_jump_forward: bool = _engine(
+        True, "append tokens that a grammar forces without sampling them, and compute them as one chunk",
+        row="`True`: a token that is the only one that a grammar allows is appended without sampling, and a run of "
+        "them is computed as a chunk; the same tokens",
+    )  # fmt: skip
     preemption_mode: PreemptionMode = _engine(
         "auto", "how a preempted request comes back",
         row="how a preempted request is resumed: `recompute`; `swap`, its blocks are moved out and back in; `auto`, "

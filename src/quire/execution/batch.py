@@ -5,6 +5,7 @@ writes sampled tokens into the rows itself, so a decode step sends no token. Per
 with NumPy, without a Python loop over sequences.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.core.plan import NewRow, RowDrafts, RowFork, StepPlan
+from quire.decoding.row_grammars import StepGrammars
 from quire.decoding.sampling_state import SamplingState
 from quire.model.batch import ForwardBatch
 
@@ -31,6 +33,7 @@ class StepInputs(NamedTuple):
     sample_num_tokens: IntArray  # [N] tokens of that row before the sample, so also the position of the sampled token
     logit_rows: IntArray        # [N] the token of the flat batch behind which it is drawn
     drafts: list[RowDrafts]     # those rows have several samples, in the order of positions
+    grammars: StepGrammars | None = None  # None: no sample is masked
 
 
 class PersistentBatch:
@@ -123,6 +126,10 @@ class PersistentBatch:
             has_place &= owners == self._owners[inputs.sample_rows]
         rows, positions = inputs.sample_rows[has_place], inputs.sample_num_tokens[has_place]
         self.token_ids[rows, positions] = np.array(sampled, dtype=np.int32)[has_place]
+
+    def append(self, row: int, position: int, token_ids: Sequence[int]) -> None:
+        """Write the known tokens of a row from `position` on; there are positions for them."""
+        self.token_ids[row, position : position + len(token_ids)] = token_ids
 
 
 def _touched_zeros(num_rows: int, num_columns: int) -> NDArray[np.int32]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.plan import StepPlan, StepResult
+from quire.decoding.row_grammars import RowGrammars
 from quire.decoding.sampler import SampledTokens, sample_async, to_sampled_tokens
 from quire.decoding.sampling_state import LOGPROBS
 from quire.execution.batch import PersistentBatch, StepInputs
@@ -45,9 +46,10 @@ class CudaWorker(Worker):
     """A worker whose steps are launched in order, and completed in the same order."""
 
     def __init__(
-        self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None
-    ) -> None:
-        super().__init__(model, cache, batch, swapper)
+        self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
+        grammars: RowGrammars | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(model, cache, batch, swapper, grammars)
         self._last_tokens = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=model.device)  # by row
         self._completed_s = 0.0
         self._graphs: CudaGraphRunner | None = None

@@ -8,9 +8,12 @@ import logging
 import time
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
+from quire.core.outputs import TokenLogprobs
 from quire.core.plan import MeasuredRates, PromptLogprobsChunk, RowResult, StepPlan, StepResult
+from quire.decoding.row_grammars import RowGrammars, RowProgress, StepGrammars
 from quire.decoding.sampler import NOT_FINITE, SampledTokens, is_finite, join, prompt_logprobs, sample
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.verification import num_accepted
@@ -30,14 +33,16 @@ class Worker:
     """Turns a plan into tensors, runs the forward pass, samples."""
 
     def __init__(
-        self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None
-    ) -> None:
+        self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
+        grammars: RowGrammars | None = None,
+    ) -> None:  # fmt: skip
         self._model = model
         self._cache = cache           # of every model that shares the block tables; the first layers are the model's
         num_layers = model.kv_geometry.num_layers
         self._own_cache, _ = cache.split([num_layers, len(cache.keys) - num_layers])
         self._batch = batch
         self._swapper = swapper
+        self._grammars = grammars     # None: no request has a grammar
         self._prefill_rate = Rate()
 
     @torch.inference_mode()
@@ -57,9 +62,18 @@ class Worker:
         return self._model.forward(batch, self._own_cache)
 
     def _prepare(self, plan: StepPlan) -> tuple[StepInputs, float]:
-        """Apply a plan up to the forward pass; return its inputs, and the seconds spent on swapping."""
+        """Apply a plan up to the forward pass; return its inputs, and the seconds spent on swapping.
+
+        From here on masks are filled by other threads, until the samples are drawn.
+        """
         self._batch.apply(plan)
         inputs = self._batch.inputs(plan)
+        if self._grammars is not None:
+            self._grammars.apply(plan)
+            step = self._grammars.start_step(
+                inputs.sample_rows, inputs.sample_num_tokens, self._batch.token_ids, inputs.drafts
+            )
+            inputs = inputs._replace(grammars=step)
         swap_s = 0.0 if self._swapper is None else self._swapper.move(plan, inputs.forward.slot_mapping)
         if plan.copies:
             src, dst = torch.tensor(plan.copies).unbind(dim=1)
@@ -69,8 +83,12 @@ class Worker:
 
     def _result(self, inputs: StepInputs, hidden: Tensor, sampled: SampledTokens, swap_s: float) -> StepResult:
         results, rejected = _verified(inputs, sampled) if inputs.drafts else ({}, set())
-        failed = {index: why for index, why in sampled.failures.items() if index not in rejected}
-        failures = {int(inputs.sample_rows[index]): why for index, why in failed.items()}
+        failed = dict(sampled.failures)
+        if inputs.grammars is not None:
+            failed |= inputs.grammars.masks().failures
+        failures = {int(inputs.sample_rows[index]): why for index, why in failed.items() if index not in rejected}
+        if inputs.grammars is not None:
+            results |= self._advance_grammars(inputs, inputs.grammars, sampled, results, failures)
         return StepResult(
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
@@ -80,6 +98,30 @@ class Worker:
             failures=failures,
             rows=results,
         )
+
+    def _advance_grammars(
+        self, inputs: StepInputs, grammars: StepGrammars, sampled: SampledTokens, results: dict[int, RowResult],
+        failures: dict[int, str],
+    ) -> dict[int, RowResult]:  # fmt: skip
+        """Return the results of rows whose grammars have ended, or force tokens, which are written into their rows.
+
+        `results`: of rows with drafts. Adds the rows whose grammars cannot continue to `failures`.
+        """
+        changed, max_len = dict[int, RowResult](), self._batch.token_ids.shape[1]
+        for index in grammars.masks().samples.tolist():
+            row = int(inputs.sample_rows[index])
+            if row in changed or row in failures:
+                continue
+            result = results.get(row) or RowResult([sampled.token_ids[index]], _record_of(sampled, index))
+            behind = int(inputs.sample_num_tokens[index]) + len(result.token_ids)
+            progress = grammars.advance(row, result.token_ids, max_len - behind)
+            assert progress is not None, f"row {row} has a mask and no grammar"
+            if progress.failure is not None:
+                failures[row] = progress.failure
+            elif progress.has_ended or progress.forced or row in results:
+                changed[row] = _with_progress(result, progress)
+                self._batch.append(row, behind, progress.forced)
+        return changed
 
     def _sample(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens:
         """Draw all samples at once; if that fails, one by one. hidden [T, hidden], logit_rows [N]."""
@@ -102,10 +144,11 @@ class Worker:
         return sample(self._samples(inputs, which), logits, self._model.back_end.sampling)
 
     def _samples(self, inputs: StepInputs, which: slice) -> SamplingBatch:
-        batch = self._batch
-        return SamplingBatch.of(
-            batch.sampling, inputs.sample_rows[which], batch.token_ids, inputs.sample_num_tokens[which]
-        )
+        batch, rows = self._batch, inputs.sample_rows[which]
+        masks = None if inputs.grammars is None else inputs.grammars.masks()
+        if masks is not None and len(rows) < len(inputs.sample_rows):
+            masks = masks.part(which.start, which.stop)
+        return SamplingBatch.of(batch.sampling, rows, batch.token_ids, inputs.sample_num_tokens[which], masks)
 
     def _rates(self) -> MeasuredRates:
         swapper = self._swapper
@@ -163,3 +206,19 @@ def _verified(inputs: StepInputs, sampled: SampledTokens) -> tuple[dict[int, Row
         results[row] = RowResult(sampled.token_ids[kept], logprobs or None, start - starts[row] + num_kept - 1)
         rejected.update(range(first + num_kept, end))
     return results, rejected
+
+
+def _record_of(sampled: SampledTokens, index: int) -> list[TokenLogprobs] | None:
+    """Return the logprobs of one sample as those of a row."""
+    record = None if sampled.logprobs is None else sampled.logprobs[index]
+    return None if record is None else [record]
+
+
+def _with_progress(result: RowResult, progress: RowProgress) -> RowResult:
+    """Return the result of a row up to the end of its grammar, with the tokens that are forced."""
+    kept = progress.num_kept
+    logprobs = None if result.logprobs is None else result.logprobs[:kept]
+    forced = list(progress.forced)
+    return structs.replace(
+        result, token_ids=result.token_ids[:kept], logprobs=logprobs, has_ended=progress.has_ended, forced=forced
+    )

@@ -5,7 +5,7 @@ row's next token, which the executor then has. Prompts continue with their next 
 nothing else in it can depend on the tokens: no waiting request fits, none forks, and there are free blocks for all
 that is computed. In all other cases the next step is planned when the tokens are known. A sequence that ends by a token
 of the running step is computed once more, for nothing. A request that needs the tokens before the next draw pauses for
-one step: beams, penalties, bad words, logprobs.
+one step: beams, penalties, bad words, grammars, logprobs.
 """
 
 from collections.abc import Iterable
@@ -66,6 +66,7 @@ def must_see_tokens(request: Request) -> bool:
     return (
         isinstance(request.task, BeamSearch)
         or params.logprobs is not None
+        or params.structured_outputs is not None
         or bool(request.bad_words_token_ids)
         or (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
     )

@@ -10,7 +10,7 @@ could not finish alone: every accepted request finishes. `RequestQueues` has the
 Pure Python: no torch, no clock, no I/O.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 
@@ -39,11 +39,15 @@ from quire.scheduling.step_rollback import affected_by, release_affected
 
 
 class Scheduler:
-    """Chooses the requests of each step, and records the results. The only writer of a sequence's tokens."""
+    """Chooses the requests of each step, and records the results. The only writer of a sequence's tokens.
+
+    `is_prepared` tells whether a waiting request may be admitted: its grammar is compiled, or it has none.
+    """
 
     def __init__(
-        self, config: SchedulerConfig, cache: KVCacheManager, admission: type[AdmissionControl] = AdmissionControl
-    ) -> None:
+        self, config: SchedulerConfig, cache: KVCacheManager, admission: type[AdmissionControl] = AdmissionControl,
+        is_prepared: Callable[[Request], bool] = lambda request: True,
+    ) -> None:  # fmt: skip
         self.config = config
         self.cache = cache
         self.limits = AdmissionLimits(
@@ -56,7 +60,8 @@ class Scheduler:
         max_blocks = None if config.max_kv_share == 1 else int(config.max_kv_share * cache.num_blocks)
         self._shares = KVShares(max_blocks, self.running, self.admission.known_blocks, self.admission.head_room)
         self.planner = Planner(
-            config.max_num_batched_tokens, self.queues, self.admission, self.preemption, self.order, cache, self._shares
+            config.max_num_batched_tokens, self.queues, self.admission, self.preemption, self.order, cache,
+            self._shares, is_prepared,
         )
         self._step = PlanBuilder()                  # that is being planned, or is under way
         self._ahead: PlanBuilder | None = None      # the step after the one under way, if it has been planned already
@@ -198,7 +203,7 @@ class Scheduler:
     # --- the plan -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plan the next step. The plan is empty only if no request waits or runs.
+        """Plan the next step. The plan is empty only if no request runs, and those that wait do so for their grammars.
 
         Returns the plan of `schedule_next`, which admits no request, if there is one.
         """
@@ -211,7 +216,8 @@ class Scheduler:
         self.planner.preempt_excess(step)
         self._admit(step, self.planner.plan_running(step, self.config.max_num_batched_tokens))
         step.at = None
-        assert not plan.is_empty or not self.queues.requests, "requests are here, but none of them can run"
+        is_idle = not self.queues.requests or self.wait_reason == "grammar"
+        assert not plan.is_empty or is_idle, "requests are here, but none of them can run"
         return plan
 
     def schedule_next(self) -> StepPlan | None:

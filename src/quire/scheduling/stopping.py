@@ -28,7 +28,10 @@ def check_stop(request: Request, sequence: Sequence, token: int, logprobs: Token
 
 
 def append_tokens(request: Request, sequence: Sequence, row: RowResult) -> SequenceDelta:
-    """Append a row's tokens to its sequence up to the first that ends it, and return them as one delta."""
+    """Append a row's tokens to its sequence up to the first that ends it, and return them as one delta.
+
+    A row that has ended with its last token ends by "stop", also where that token is the last of max_tokens.
+    """
     asks_logprobs = request.params.logprobs is not None
     assert not (asks_logprobs and row.forced), "a forced token has no logprobs"
     assert not asks_logprobs or len(row.logprobs or ()) == len(row.token_ids), "a token without logprobs"
@@ -43,7 +46,8 @@ def append_tokens(request: Request, sequence: Sequence, row: RowResult) -> Seque
             whole.logprobs = (whole.logprobs or []) + delta.logprobs
         if delta.finish_reason is not None:
             whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
-            return whole
-    if row.has_ended:
-        whole.finish_reason = "stop"
+            break
+    is_whole = len(whole.token_ids) == len(row.token_ids) + len(row.forced)
+    if row.has_ended and is_whole and whole.finish_reason != "stop":
+        whole.finish_reason, whole.ends_with_text = "stop", True
     return whole

@@ -19,6 +19,7 @@ from quire.core.errors import InvalidRequestError, ModelError
 from quire.core.gguf import GGUFFile, is_gguf
 from quire.core.token_bytes import TokenBytes
 from quire.text.chat_template import ChatTemplate
+from quire.text.exact_tokenizer import exact_tokenizer_json
 from quire.text.gguf_tokenizer import has_gguf_tokenizer, read_gguf_tokenizer
 from quire.text.longest_token import LongestToken, longest_token
 from quire.text.text_settings import TOKENIZER_FILE, TextSettings, read_text_settings
@@ -28,6 +29,11 @@ from quire.text.tokenizer_files import read_backend, tokenizer_file, warn_missin
 _ANCHOR_TEXT = "a"
 _SHORT_TOKENS = 4096
 _PANIC = "PanicException"  # of the library's Rust side; its type cannot be imported
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a model folder or GGUF file has a tokenizer."""
+    return has_gguf_tokenizer(GGUFFile(folder)) if is_gguf(folder) else tokenizer_file(folder) is not None
 
 
 class Tokenizer:
@@ -78,11 +84,7 @@ class Tokenizer:
     @classmethod
     def from_folder_if_any(cls, folder: Path) -> Self | None:
         """Load the tokenizer of a model, or warn and return None if it has none: the model takes token ids."""
-        if is_gguf(folder):
-            file = GGUFFile(folder)
-            if has_gguf_tokenizer(file):
-                return cls._load(str(folder), lambda: read_gguf_tokenizer(file))
-        elif tokenizer_file(folder) is not None:
+        if has_tokenizer(folder):
             return cls.from_folder(folder)
         warn_missing_tokenizer(folder)
         return None
@@ -157,6 +159,10 @@ class Tokenizer:
     def hidden_token_ids(self, skip_special_tokens: bool, kept: frozenset[int] = frozenset()) -> frozenset[int]:
         """Return the tokens that are left out of texts."""
         return self.special_token_ids - kept if skip_special_tokens else frozenset()
+
+    def exact_json(self) -> str | None:
+        """Return the text of a tokenizer.json that spells every text exactly, for grammars; None as `token_bytes`."""
+        return None if self._rule is None else exact_tokenizer_json(self._backend)
 
     def pack_token_bytes(self) -> TokenBytes | None:
         """Return the bytes of the whole vocabulary, or None as `token_bytes`. 0.2 s for 151,643 tokens."""

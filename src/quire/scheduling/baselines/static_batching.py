@@ -6,6 +6,8 @@ is returned when the batch is over (the baseline of Kwon et al. 2023, section 6.
 FasterTransformer leaves that out, too. Only where each sequence has the longest length reserved: padding must fit.
 """
 
+from collections.abc import Callable
+
 from quire.cache.baselines.contiguous import ContiguousManager
 from quire.cache.manager import KVCacheManager
 from quire.core.config import SchedulerConfig
@@ -83,7 +85,14 @@ class StaticScheduler(Scheduler):
             self._finish(request, sequence)
 
 
-def make_scheduler(config: SchedulerConfig, cache: KVCacheManager) -> Scheduler:
-    """Return the scheduler of the configuration's way of batching and of the cache's memory policy."""
-    make = Scheduler if config.batching == "continuous" else StaticScheduler
-    return make(config, cache, ReservingAdmission if isinstance(cache, ContiguousManager) else AdmissionControl)
+def make_scheduler(
+    config: SchedulerConfig, cache: KVCacheManager, is_prepared: Callable[[Request], bool] = lambda request: True
+) -> Scheduler:
+    """Return the scheduler of the configuration's way of batching and of the cache's memory policy.
+
+    A static batch has no request that has to be prepared.
+    """
+    admission = ReservingAdmission if isinstance(cache, ContiguousManager) else AdmissionControl
+    if config.batching == "static":
+        return StaticScheduler(config, cache, admission)
+    return Scheduler(config, cache, admission, is_prepared)

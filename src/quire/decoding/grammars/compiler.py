@@ -1,0 +1,196 @@
+"""Compiler: grammars compiled in a thread, and a cache of them, bounded in entries and bytes.
+
+llguidance releases the interpreter lock while it compiles, so steps go on meanwhile. What it does for one grammar is
+bounded by LIMITS, in its own units of work: a grammar past them is an error, which fails its requests alone.
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from weakref import WeakSet
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from quire.core.errors import EngineError
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.kernels.token_masks import num_words
+
+MAX_ENTRIES = 64            # that no row uses
+MAX_PENDING = 16            # grammars that wait to be compiled
+MAX_BYTES = 512 * 2**20     # of all grammars: pending, cached, and in use by rows
+BYTES_PER_CHAR = 256        # measured: a schema of 3,000 properties, 75 kB of text, takes 19 MB
+BASE_BYTES = 2 * 2**20      # lexer states that are added while masks are filled: nearly always none, at most 6 MB
+LIMITS = LLParserLimits(
+    max_lexer_states=4_000,   # of 1 to 2 kB each; the schemas of SchemaStore need less than 2,000
+    step_lexer_fuel=100_000,  # of one mask, 14,000 per ms
+    step_max_items=20_000,    # of one mask, 20,000 per ms
+    max_grammar_size=200_000,
+    verbose_errors=False,     # they would quote the output of a request
+)
+_NICENESS = 10              # of the compiling thread: steps come first
+_MAX_REASON_CHARS = 300
+_PANIC = "PanicException"   # of the library's Rust side; its type cannot be imported
+
+
+class GrammarError(EngineError):
+    """A grammar that cannot be used, or does not allow what was sampled."""
+
+
+def reason_of(error: BaseException | str) -> str:
+    """Return the first line of an error of the library. Raises `error` if it is none, such as KeyboardInterrupt."""
+    if isinstance(error, BaseException) and not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+        raise error
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else repr(error))[:_MAX_REASON_CHARS]
+
+
+def error_of(matcher: LLMatcher) -> str | None:
+    """Return why a matcher cannot continue; None if it can, or if its grammar has ended."""
+    return reason_of(matcher.get_error()) if matcher.is_error() else None
+
+
+class CompiledGrammar:
+    """A grammar for one vocabulary. Matchers of it share its lexer, whose states are bounded by LIMITS in all."""
+
+    def __init__(self, tokenizer: LLTokenizer, text: str) -> None:
+        self.num_bytes = num_bytes_of(text)
+        self._matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+        first = self.start()  # some limits show only when a mask is filled
+        mask = np.empty(num_words(tokenizer.vocab_size), np.uint32)
+        if not first.is_error():
+            first.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if (error := error_of(first)) is not None:
+            raise GrammarError(error)
+
+    def start(self) -> LLMatcher:
+        """Return a matcher at the beginning of an output."""
+        return self._matcher.deep_copy()
+
+
+def num_bytes_of(text: str) -> int:
+    """Return the memory that is charged for the grammar of a text."""
+    return BASE_BYTES + BYTES_PER_CHAR * len(text)
+
+
+class GrammarCache:
+    """Compiled grammars by their parameters, the least recently used first. Used by the step's and the mask's threads.
+
+    `load_tokenizer` runs in the compiling thread, when the first grammar arrives or `load` is called.
+    """
+
+    def __init__(self, load_tokenizer: Callable[[], LLTokenizer]) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._tokenizer: Future[LLTokenizer] | None = None
+        self._pool = ThreadPoolExecutor(1, "grammars", initializer=_lower_priority)
+        self._lock = threading.Lock()
+        self._entries = OrderedDict[StructuredOutputsParams, Future[CompiledGrammar]]()
+        self._pending = dict[Future[CompiledGrammar], int]()  # with the bytes that they are charged
+        self._alive = WeakSet[CompiledGrammar]()
+        self.num_compiled = 0  # since start
+
+    def load(self) -> Future[LLTokenizer]:
+        """Return the tokenizer of the vocabulary, which is loaded once."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._pool.submit(self._load_tokenizer)
+            return self._tokenizer
+
+    def is_compiled(self, params: StructuredOutputsParams) -> bool:
+        """Return whether a grammar has been compiled, or has failed; else have it compiled as soon as there is room."""
+        self.load()
+        with self._lock:
+            future = self._find(params)
+            if future is None and self._make_room(_num_bytes(params)):
+                future = self._submit(params)
+            return future is not None and future.done()
+
+    def get(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        """Return a grammar, once it is compiled; GrammarError if it cannot be."""
+        self.load()
+        with self._lock:
+            future = self._find(params) or self._submit(params)
+        return future.result()
+
+    def discard(self, params: StructuredOutputsParams, grammar: CompiledGrammar) -> None:
+        """Have a grammar compiled anew for the next request, if this one is still cached: its lexer is full."""
+        with self._lock:
+            future = self._entries.get(params)
+            if future is not None and future.done() and not future.exception() and future.result() is grammar:
+                del self._entries[params]
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a pending grammar is compiled, at most this long."""
+        with self._lock:
+            pending = list(self._pending)
+        wait(pending, timeout_s, FIRST_COMPLETED)
+
+    @property
+    def num_words(self) -> int:
+        """Words of a mask; 0 if the tokenizer cannot be loaded. Waits until it is."""
+        tokenizer = self.load()
+        return 0 if tokenizer.exception() else num_words(tokenizer.result().vocab_size)
+
+    @property
+    def num_entries(self) -> int:
+        """Grammars that are cached, or pending."""
+        return len(self._entries)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes charged for all grammars: pending, cached, and in use by rows."""
+        return sum(self._pending.values()) + sum(grammar.num_bytes for grammar in self._alive)
+
+    def _find(self, params: StructuredOutputsParams) -> Future[CompiledGrammar] | None:
+        future = self._entries.get(params)
+        if future is not None:
+            self._entries.move_to_end(params)
+        return future
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict what was not used for longest; return whether one more grammar may be compiled now.
+
+        The first one always may, however large: there is no other to wait for.
+        """
+        if len(self._pending) >= MAX_PENDING:
+            return False
+        evictable = [params for params, future in self._entries.items() if future not in self._pending]
+        for params in evictable:
+            if len(self._entries) < MAX_ENTRIES and self.num_bytes + num_bytes <= MAX_BYTES:
+                break
+            del self._entries[params]
+        return self.num_bytes + num_bytes <= MAX_BYTES or self.num_bytes == 0
+
+    def _submit(self, params: StructuredOutputsParams) -> Future[CompiledGrammar]:
+        future = self._pool.submit(self._compile, params)
+        self._entries[params], self._pending[future] = future, _num_bytes(params)
+        self.num_compiled += 1
+        future.add_done_callback(self._record)
+        return future
+
+    def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        assert self._tokenizer is not None, "the tokenizer is the first job of the thread"
+        try:
+            return CompiledGrammar(self._tokenizer.result(), params.to_grammar())
+        except BaseException as error:
+            raise GrammarError(reason_of(error)) from error
+
+    def _record(self, future: Future[CompiledGrammar]) -> None:
+        with self._lock:
+            if not future.exception():
+                self._alive.add(future.result())
+            del self._pending[future]
+
+
+def _num_bytes(params: StructuredOutputsParams) -> int:
+    """Return an estimate of what a grammar will be charged, from its parameters."""
+    texts = (params.json, params.regex, params.grammar, params.structural_tag, *(params.choice or ()))
+    return BASE_BYTES + BYTES_PER_CHAR * sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _lower_priority() -> None:
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,0 +1,41 @@
+"""Constrained decoding of one engine: the door of this room. See `quire.decoding.row_grammars` for the protocol."""
+
+from collections.abc import Callable
+
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.decoding.grammars.compiler import GrammarCache
+from quire.decoding.grammars.rows import GrammarRows
+from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
+
+__all__ = ["ConstrainedDecoding", "TokenizerText"]
+
+
+class ConstrainedDecoding:
+    """The grammars of an engine: `rows` for its worker, the rest for its scheduler.
+
+    `load_tokenizer` is called once, in a thread, when the first grammar arrives, or by `load`.
+    """
+
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], TokenizerText],
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        *,
+        jumps_forward: bool,
+    ) -> None:
+        self._cache = GrammarCache(lambda: read_vocabulary(load_tokenizer(), vocab_size, eos_token_ids))
+        self.rows = GrammarRows(self._cache, vocab_size, jumps_forward=jumps_forward)
+
+    def load(self) -> None:
+        """Start to load the tokenizer."""
+        self._cache.load()
+
+    def is_compiled(self, params: StructuredOutputsParams) -> bool:
+        """Return whether a request with this grammar can be admitted; else the grammar is being compiled, or waits."""
+        return self._cache.is_compiled(params)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a grammar while no request runs, at most this long. Rows keep no state meanwhile."""
+        self.rows.drop_idle(num_steps=0)
+        self._cache.wait(timeout_s)

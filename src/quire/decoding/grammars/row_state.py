@@ -1,0 +1,143 @@
+"""Row state: the matcher of one row's grammar, a function of the tokens of its output.
+
+It is made, or caught up, where a mask is filled, from the known tokens of the row. So a row that resumes after a
+preemption, or whose state was dropped, needs nothing but its tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from quire.core.plan import NewRow
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.decoding.grammars.compiler import CompiledGrammar, GrammarCache, GrammarError, error_of
+from quire.decoding.row_grammars import RowProgress
+
+MAX_FORCED = 32          # tokens that one step forces: each takes some microseconds between two steps
+MAX_FORCED_BYTES = 4096  # longer runs of forced bytes are sampled: tokenizing them again for each token takes long
+LEXER_IS_FULL = "too many states"  # in the library's error
+NOTHING_FOLLOWS = "NoExtensionBias"
+ALL_BITS = 0xFFFFFFFF
+
+Result = TypeVar("Result")
+
+
+class RowState:
+    """The grammar of one row, from when it gets its owner. `failure`: why it cannot continue."""
+
+    def __init__(self, new: NewRow, params: StructuredOutputsParams) -> None:
+        self._params = params
+        self._num_prompt_tokens = new.num_prompt_tokens
+        self._may_force = new.params.logprobs is None  # forced tokens have no logprobs
+        self._grammar: CompiledGrammar | None = None
+        self._matcher: LLMatcher | None = None
+        self._num_consumed = 0
+        self.last_step = 0
+        self.failure: str | None = None
+
+    def drop(self) -> None:
+        """Free the matcher; it is made again for the next mask."""
+        self._grammar = self._matcher = None
+
+    def fill(
+        self, cache: GrammarCache, known: NDArray[np.int32], drafts: Sequence[int], bits: NDArray[np.uint32]
+    ) -> None:
+        """Fill the masks behind the known tokens, int32 [num_tokens], and behind each draft.
+
+        bits uint32 [1 + num_drafts, num_words]; behind a draft that is forbidden all tokens are allowed, for no sample
+        there is kept. GrammarError if the grammar cannot be used.
+        """
+
+        def fill_all() -> None:
+            matcher = self._caught_up(cache, known)
+            _fill_mask(matcher, bits[0])
+            _check(matcher)
+            if drafts:
+                _fill_behind(matcher.deep_copy(), drafts, bits[1:])
+
+        self._with_own_lexer(cache, fill_all)
+
+    def advance(
+        self, cache: GrammarCache, known: NDArray[np.int32], token_ids: Sequence[int], max_forced: int, vocab_size: int
+    ) -> RowProgress:
+        """Take the tokens that were sampled behind the known ones, and those that then are forced.
+
+        A token is forced if it is the only one that the next mask would have: the library forces the tokens of the
+        bytes that must follow, tokenized as one text. GrammarError if a token is not allowed.
+        """
+
+        def advance_all() -> RowProgress:
+            matcher = self._caught_up(cache, known)
+            for index, token in enumerate(token_ids, start=1):
+                if self._consume(matcher, token):
+                    return RowProgress(index, has_ended=True)
+            return self._force(matcher, len(token_ids), max_forced, vocab_size)
+
+        return self._with_own_lexer(cache, advance_all)
+
+    def _force(self, matcher: LLMatcher, num_kept: int, max_forced: int, vocab_size: int) -> RowProgress:
+        """Take the tokens that are forced."""
+        forced, most = list[int](), min(max_forced, MAX_FORCED) if self._may_force else 0
+        while len(forced) < most and len(matcher.compute_ff_bytes()) <= MAX_FORCED_BYTES:
+            following = matcher.compute_ff_tokens()
+            if not following or following[0] >= vocab_size:
+                break
+            forced.append(following[0])
+            if self._consume(matcher, following[0]):
+                return RowProgress(num_kept, has_ended=True, forced=tuple(forced))
+        return RowProgress(num_kept, forced=tuple(forced))
+
+    def _with_own_lexer(self, cache: GrammarCache, act: Callable[[], Result]) -> Result:
+        """Do something; if the lexer is full of the states of other rows, do it with a grammar that no row shares."""
+        try:
+            return act()
+        except GrammarError as error:
+            if LEXER_IS_FULL not in str(error) or self._grammar is None:
+                raise
+            cache.discard(self._params, self._grammar)
+            self.drop()
+        return act()
+
+    def _caught_up(self, cache: GrammarCache, known: NDArray[np.int32]) -> LLMatcher:
+        """Return the matcher behind the known tokens."""
+        if self._matcher is None:
+            self._grammar, self._num_consumed = cache.get(self._params), 0
+            self._matcher = self._grammar.start()
+        new = known[self._num_prompt_tokens + self._num_consumed :].tolist()
+        if new and not self._matcher.consume_tokens(new):
+            raise GrammarError(error_of(self._matcher) or f"it does not allow the tokens {new[:8]}")
+        self._num_consumed += len(new)
+        return self._matcher
+
+    def _consume(self, matcher: LLMatcher, token: int) -> bool:
+        """Take one token; return whether the output is complete with it."""
+        if not matcher.consume_token(token):
+            raise GrammarError(error_of(matcher) or f"it does not allow the token {token}")
+        self._num_consumed += 1
+        return matcher.is_stopped()
+
+
+def _fill_mask(matcher: LLMatcher, bits: NDArray[np.uint32]) -> None:
+    """Fill one mask, uint32 [num_words]."""
+    matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+
+
+def _check(matcher: LLMatcher) -> None:
+    """Raise GrammarError if the mask that was filled last is none: an error, or no token that could follow."""
+    if (error := error_of(matcher)) is not None:
+        raise GrammarError(error)
+    if matcher.stop_reason() == NOTHING_FOLLOWS:
+        raise GrammarError("no token of the vocabulary can follow")
+
+
+def _fill_behind(matcher: LLMatcher, drafts: Sequence[int], bits: NDArray[np.uint32]) -> None:
+    """Fill the masks behind drafts, uint32 [num_drafts, num_words], by a matcher in front of them."""
+    bits.fill(ALL_BITS)
+    for draft, own in zip(drafts, bits, strict=True):
+        if not matcher.try_consume_tokens([draft]) or matcher.is_stopped():
+            return
+        _fill_mask(matcher, own)
+        _check(matcher)

@@ -1,0 +1,261 @@
+"""Requests with grammars in an engine: the same bits in any company, no other request's changed, faults their own."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams, branch_seed
+from quire.core.errors import InvalidRequestError, RequestFailedError
+from quire.core.sequence import Request
+from quire.decoding.grammars import compiler
+from quire.engine.engine import Engine
+from quire.scheduling.plan_builder import PlanBuilder
+from support.answers import answers_of
+from support.random_model import write_random_model
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "description": {"type": "string", "maxLength": 12},
+        "classification": {"enum": ["something common", "something rare"]},
+        "quantity": {"type": "integer", "minimum": 0, "maximum": 999},
+    },
+    "required": ["description", "classification", "quantity"],
+    "additionalProperties": False,
+}
+JSON = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+KINDS = {
+    "json": JSON,
+    "json_object": StructuredOutputsParams(json_object=True),
+    "regex": StructuredOutputsParams(regex=r"[A-F]{2}-\d{4}(-[a-z]{3}){2,4}"),
+    "choice": StructuredOutputsParams(choice=["a first answer", "a second answer", "none"]),
+    "grammar": StructuredOutputsParams(
+        grammar='start: "Items: " item (", " item){3} "."\nitem: /[a-z]{1,5}/ "=" /[0-9]{2}/'
+    ),
+}
+PROMPTS = ["def f(x):", "import os\n", "class A:\n    ", "for i in range(3):"]
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 0.8, "seed": 8, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.4},
+    {"temperature": 1.2, "seed": 9, "top_k": 30, "logprobs": 2, "logit_bias": {40: 3.0}},
+)
+PLAIN = SamplingParams(max_tokens=30, temperature=0.9, seed=3, ignore_eos=True)
+
+
+def params(kind: str, **more: Any) -> SamplingParams:  # noqa: ANN401
+    return SamplingParams(max_tokens=90, structured_outputs=KINDS[kind], **more)
+
+
+def all_requests() -> list[tuple[str, SamplingParams]]:
+    kinds = [params(kind, **how) for how in SAMPLING for kind in KINDS]
+    return [(PROMPTS[index % len(PROMPTS)], each) for index, each in enumerate(kinds)]
+
+
+def run(llm: LLM, requests: list[tuple[str, SamplingParams]]) -> list[RequestOutput]:
+    prompts, settings = zip(*requests, strict=True)
+    return llm.generate(list(prompts), list(settings), use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def alone(demo_model: Path) -> list[RequestOutput]:
+    """Each request by itself, every token sampled."""
+    with LLM(demo_model, max_model_len=160, enable_prefix_caching=False, enable_jump_forward=False) as llm:
+        return [run(llm, [each])[0] for each in [*all_requests(), (PROMPTS[0], PLAIN)]]
+
+
+def test_outputs_are_what_their_grammars_say(alone: list[RequestOutput]) -> None:
+    for output, (_, asked) in zip(alone, all_requests(), strict=False):
+        text, reason = output.outputs[0].text, output.outputs[0].finish_reason
+        if reason != "stop":
+            assert (reason, len(output.outputs[0].token_ids)) == ("length", 90)
+        elif asked.structured_outputs in (JSON, KINDS["json_object"]):
+            assert isinstance(json.loads(text), dict)
+        elif asked.structured_outputs is KINDS["choice"]:
+            assert text in ("a first answer", "a second answer", "none")
+    assert sum(output.outputs[0].finish_reason == "stop" for output in alone) > len(alone) * 2 // 3
+
+
+@pytest.mark.parametrize("jumps_forward", [True, False])
+@pytest.mark.parametrize("mode", ["none", "recompute", "swap"])
+def test_bits_are_the_same_in_a_crowd(
+    demo_model: Path, alone: list[RequestOutput], mode: str, jumps_forward: bool
+) -> None:
+    """In a pool that is too small for all, with a plain request among them, whose answer is the same, too."""
+    requests = [*all_requests(), (PROMPTS[0], PLAIN)]
+    room = {"num_kv_blocks": 400} if mode == "none" else {"num_kv_blocks": 24, "preemption_mode": mode}
+    if mode == "swap":
+        room["num_swap_blocks"] = 200
+    with LLM(
+        demo_model, max_model_len=160, block_size=8, max_num_batched_tokens=48, enable_jump_forward=jumps_forward,
+        **room,
+    ) as llm:  # fmt: skip
+        for _ in range(2):  # the second time with hits in the cache
+            found = run(llm, requests)
+            assert [answers_of(each) for each in found] == [answers_of(each) for each in alone]
+        stats = llm.kv_stats()
+    assert stats.used_blocks == 0
+
+
+def test_branches_are_those_of_their_seeds(demo_model: Path) -> None:
+    with LLM(demo_model, max_model_len=160) as llm:
+        (forked,) = run(llm, [(PROMPTS[1], params("json", seed=5, n=4))])
+        single = run(llm, [(PROMPTS[1], params("json", seed=branch_seed(5, index))) for index in range(4)])
+    assert [branch.token_ids for branch in forked.outputs] == [each.outputs[0].token_ids for each in single]
+    assert len({tuple(branch.token_ids) for branch in forked.outputs}) > 1
+
+
+def test_forced_tokens_take_fewer_steps(demo_model: Path) -> None:
+    counts, tokens = list[int](), list[list[int]]()
+    for jumps_forward in (True, False):
+        with LLM(demo_model, max_model_len=160, enable_jump_forward=jumps_forward) as llm:
+            plans = list[object]()
+            llm._engine.engine.on_submit = plans.append
+            (output,) = run(llm, [(PROMPTS[0], params("json", seed=1))])
+            counts.append(len(plans))
+            tokens.append(output.outputs[0].token_ids)
+    assert tokens[0] == tokens[1]
+    assert counts[1] == len(tokens[1])
+    assert counts[0] <= 0.7 * counts[1]
+
+
+def test_end_of_the_grammar_ends_the_request_where_max_tokens_does(demo_model: Path) -> None:
+    with LLM(demo_model, max_model_len=160) as llm:
+        (whole,) = run(llm, [(PROMPTS[0], params("choice", temperature=0.0))])
+        num_tokens = len(whole.outputs[0].token_ids)
+        for jump in (0, 1):
+            exact = SamplingParams(max_tokens=num_tokens - jump, temperature=0.0, structured_outputs=KINDS["choice"])
+            (cut,) = run(llm, [(PROMPTS[0], exact)])
+            assert cut.outputs[0].finish_reason == ("length" if jump else "stop")
+            assert whole.outputs[0].text.startswith(cut.outputs[0].text)
+            assert (cut.outputs[0].text == whole.outputs[0].text) == (not jump)
+
+
+def test_stop_strings_and_tokens_and_min_tokens_hold_within_a_grammar(demo_model: Path) -> None:
+    with LLM(demo_model, max_model_len=160) as llm:
+        assert llm.tokenizer is not None
+        [dot] = llm.tokenizer.encode(".", add_special_tokens=False)
+        words = StructuredOutputsParams(regex="([a-z]{3} ){3}end[.]( [a-z]{3}){5}")
+        settings = [
+            SamplingParams(max_tokens=60, seed=2, structured_outputs=words, **more)
+            for more in ({"stop": "end"}, {"stop_token_ids": [dot]}, {"min_tokens": 3})
+        ]
+        cut, ended, short = (each.outputs[0] for each in run(llm, [(PROMPTS[0], each) for each in settings]))
+        assert (cut.finish_reason, cut.stop_reason) == ("stop", "end")
+        assert not cut.text.endswith("end")
+        assert ended.stop_reason in (dot, None)
+        assert ended.text.startswith(cut.text)
+        assert short.text.startswith(cut.text)
+        (brief,) = run(llm, [(PROMPTS[0], params("choice", min_tokens=50))])
+        assert brief.outputs[0].text in ("a first answer", "a second answer", "none"), "it ends before min_tokens"
+
+
+def test_grammar_that_cannot_be_used_fails_its_request_alone(demo_model: Path) -> None:
+    broken = SamplingParams(structured_outputs=StructuredOutputsParams(grammar='start: "a" b\nb: "c" unknown_rule'))
+    with LLM(demo_model, max_model_len=160) as llm:
+        (expected,) = run(llm, [(PROMPTS[0], PLAIN)])
+        stream = llm.stream([PROMPTS[0]], PLAIN)
+        first = next(stream)
+        with pytest.raises((RequestFailedError, InvalidRequestError), match="unknown_rule"):
+            run(llm, [(PROMPTS[1], broken)])
+        assert [first, *stream][-1].outputs == expected.outputs
+        assert run(llm, [(PROMPTS[2], params("choice"))])[0].outputs[0].finish_reason == "stop"
+        assert llm.kv_stats().used_blocks == 0
+
+
+def test_allowed_tokens_outside_of_the_grammar_fail_the_request(demo_model: Path) -> None:
+    with LLM(demo_model, max_model_len=160) as llm, pytest.raises(RequestFailedError, match="leave no token"):
+        run(llm, [(PROMPTS[0], params("choice", allowed_token_ids=[3]))])
+
+
+def test_beam_search_and_models_without_a_tokenizer_refuse_grammars(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    with LLM(demo_model, max_model_len=160) as llm:
+        checked = llm._engine.inputs.check_params
+        with pytest.raises(InvalidRequestError, match="a beam search takes no grammar") as error:
+            checked(params("json"), BeamSearchParams(2, 5))
+        assert error.value.param == "structured_outputs"
+    with LLM(write_random_model(tmp_path)) as llm:
+        with pytest.raises(InvalidRequestError, match="has no tokenizer") as error:
+            llm.generate([[5, 6]], params("json"), use_tqdm=False)
+        assert error.value.param == "structured_outputs"
+
+
+@pytest.fixture
+def held_compiler(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LLM, threading.Event]]:
+    """Yield an engine whose grammars are not compiled before the event is set."""
+    may_compile, compile_grammar = threading.Event(), compiler.CompiledGrammar
+
+    def compile_later(*given: Any) -> compiler.CompiledGrammar:  # noqa: ANN401
+        assert may_compile.wait(60)
+        return compile_grammar(*given)
+
+    monkeypatch.setattr(compiler, "CompiledGrammar", compile_later)
+    with LLM(demo_model, max_model_len=160) as llm:
+        yield llm, may_compile
+        may_compile.set()
+
+
+def test_others_run_while_a_grammar_is_compiled(held_compiler: tuple[LLM, threading.Event]) -> None:
+    """Requests before and behind it take as many steps as without it; it is admitted when its grammar is there."""
+    llm, may_compile = held_compiler
+    plans = list[object]()
+    llm._engine.engine.on_submit = plans.append
+    stream = llm.stream([PROMPTS[0]], params("choice", temperature=0.0))
+    prepared = llm._prepare(llm._tokenize([PROMPTS[0]]), params("choice", temperature=0.0))[0]
+    llm._engine.engine.add(prepared.request)
+    (plain,) = run(llm, [(PROMPTS[1], PLAIN)])
+    assert len(plans) == len(plain.outputs[0].token_ids) == 30
+    scheduler = llm._engine.engine.scheduler
+    assert scheduler.waiting == [prepared.request]
+    assert llm._engine.engine.step() == []
+    assert scheduler.wait_reason == "grammar"
+    assert len(plans) == 30, "nothing to compute"
+    may_compile.set()
+    [*_, output] = stream
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.metrics is not None
+    llm._engine.engine.abort(prepared.request.request_id)
+
+
+def test_request_can_be_aborted_while_its_grammar_is_compiled(held_compiler: tuple[LLM, threading.Event]) -> None:
+    llm, may_compile = held_compiler
+    stream = llm.stream([PROMPTS[0]], params("choice"))
+    prepared = llm._prepare(llm._tokenize([PROMPTS[0]]), params("choice"))[0]
+    engine: Engine = llm._engine.engine
+    engine.add(prepared.request)
+    engine.step()
+    assert engine.abort(prepared.request.request_id)
+    assert not engine.scheduler.has_requests
+    engine.scheduler.check()
+    may_compile.set()
+    assert [*stream][-1].outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_state_is_made_again_after_each_preemption(demo_model: Path, mode: Any) -> None:  # noqa: ANN401
+    """Preempted in every step that has a new token, and resumed from its tokens alone."""
+    num_swap_blocks = 100 if mode == "swap" else None
+    with LLM(demo_model, max_model_len=160, preemption_mode=mode, num_swap_blocks=num_swap_blocks) as llm:
+        (expected,) = run(llm, [(PROMPTS[0], params("json", seed=4))])
+        scheduler = llm._engine.engine.scheduler
+        plan_running: Callable[[PlanBuilder, int], int] = scheduler.planner.plan_running
+        seen = dict[int, int]()
+
+        def preempt_first(step: PlanBuilder, budget: int) -> int:
+            requests: list[Request] = scheduler.running[::-1]
+            for request in requests:
+                if seen.get(request.request_id) != (length := request.live[0].num_output_tokens) > 0:
+                    seen[request.request_id] = length
+                    scheduler.planner.preempt(step, request)
+            return plan_running(step, budget)
+
+        scheduler.planner.plan_running = preempt_first  # type: ignore[method-assign]
+        (found,) = run(llm, [(PROMPTS[0], params("json", seed=4))])
+        assert found.outputs == expected.outputs
+        assert llm.kv_stats().preemptions[mode] > 5
