@@ -145,3 +145,64 @@ def test_little_is_held_back_of_any_output(name: str) -> None:
             parser.feed(unit * (400 // len(unit)))
             most = max(most, parser.num_held)
         assert most <= MAX_KEPT + 1_000, unit
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"text": "a\nb\tc\\\nd"}', '{"text": "a\\nb\\tc\\nd"}'),  # control characters, one behind a backslash
+        ('"{\\"text\\": \\"a\\"}"', '{"text": "a"}'),  # JSON in a string
+        ("null", "{}"),
+        ("{ }", "{ }"),
+    ],
+)
+def test_arguments_become_a_json_object(arguments: str, expected: str) -> None:
+    for output in (f'{{"name": "echo", "arguments": {arguments}}}', f'{{"arguments": {arguments}, "name": "echo"}}'):
+        for pieces in ([f"<tool_call>{output}</tool_call>"], f"<tool_call>{output}</tool_call>"):
+            assert parse("hermes", pieces) == [CallBegan(0, "echo"), Arguments(0, expected), CallEnded(0)]
+
+
+def test_call_without_arguments_has_an_empty_object() -> None:
+    assert parse("hermes", ['<tool_call>{"name": "now"}</tool_call>'])[1:] == [Arguments(0, "{}"), CallEnded(0)]
+    assert parse("glm47", ["<tool_call>now</tool_call>"])[1:] == [Arguments(0, "{}"), CallEnded(0)]
+
+
+def test_call_with_invalid_json_does_not_end_and_the_next_one_is_read() -> None:
+    good = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    events = parse("hermes", ['<tool_call>{"name": "echo", "arguments": {"text": `a`}}</tool_call>', good, "Done."])
+    assert events[0] == CallBegan(0, "echo")
+    assert CallEnded(0) not in events
+    assert events[-4:] == [CallBegan(1, "now"), Arguments(1, "{}"), CallEnded(1), Content("Done.")]
+
+
+def test_parameters_have_the_types_of_the_schema() -> None:
+    text, nothing = {"type": "string"}, {"type": "null"}
+    properties = {"s": text, "i": {"type": "integer"}, "n": {"anyOf": [nothing, text]}, "r": {"$ref": "#/$defs/r"}}
+    parameters = {"properties": properties, "$defs": {"r": {"type": "array"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    values = {"s": "1", "i": "2", "n": "null", "r": "[3]", "other": "4"}
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    events = parse("qwen3_coder", f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>", tools=tools)
+    assert events[1] == Arguments(0, '{"s": "1", "i": 2, "n": null, "r": [3], "other": 4}')
+    events = parse("qwen3_coder", [f"<function=f>{written.replace('2', 'two')}{written}</function>"], tools=tools)
+    first_of_each_key = '{"s": "1", "i": "two", "n": null, "r": [3], "other": 4}'
+    assert events[1] == Arguments(0, first_of_each_key)
+
+
+def test_calls_in_reasoning_are_calls_unless_the_format_forbids_it() -> None:
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    events = [CallBegan(0, "now"), Arguments(0, "{}"), CallEnded(0)]
+    assert parse("hermes", [f"Hm. {call} So"], "qwen3", True) == [Reasoning("Hm."), *events, Reasoning(" So")]
+    assert parse("hermes", [f"Hm. {call} So"], "mistral", True) == [Reasoning(f"Hm. {call} So")]
+
+
+def test_reasoning_marker_inside_of_content_is_content() -> None:
+    assert parse("hermes", ["Write <think> and </think>."], "qwen3") == [Content("Write <think> and </think>.")]
+
+
+def test_bare_calls_are_calls_of_known_tools_alone() -> None:
+    known, unknown = '{"name": "now", "parameters": {}}', '{"name": "Paris", "parameters": {}}'
+    assert parse("llama3_json", [known], tools=TOOLS)[0] == CallBegan(0, "now")
+    assert parse("llama3_json", [unknown], tools=TOOLS) == [Content(unknown)]
+    assert parse("pythonic", ["[Paris()]"], tools=TOOLS) == [Content("[Paris()]")]
+    assert parse("llama3_json", [f"So: {known}"], tools=TOOLS) == [Content(f"So: {known}")]

@@ -5,6 +5,7 @@ of it that stands at the end of the buffer, so that exactly the text is held bac
 for. Every run is bounded and possessive: held text is short, and reading takes linear time.
 """
 
+import json
 import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
@@ -14,6 +15,7 @@ Steps = Generator[None, None, T]  # suspended while all text is consumed or held
 
 SPACE = r"\s{0,32}+"
 _STRING = re.compile(r'[^"\\]*+(?:\\[\s\S][^"\\]*+)*+')
+_JSON_STRING = re.compile(r'[^"\\\x00-\x1f]*+(?:\\[^\x00-\x1f][^"\\\x00-\x1f]*+)*+')
 _SPACE = re.compile(r"\s*+")
 _OUTSIDE = re.compile(r"[\s\w+\-.,:]*+")
 
@@ -65,6 +67,44 @@ def _stop(found: re.Match[str]) -> int:
     assert found.lastgroup is not None
     boundary = f"_after_{found.lastgroup.rpartition('__')[0]}"
     return found.end(boundary) if boundary in found.re.groupindex else found.end()
+
+
+class _JsonScan:
+    """The place in a JSON value: how deep in brackets, and if in a string."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self.is_broken = False
+        self._depth = 0
+        self._is_in_string = False
+
+    def advance(self, buffer: str, at: int, emit: Callable[[str], None]) -> int:
+        """Emit the text from `at` on, with control characters in strings escaped; return the place where it stops."""
+        start = at
+        while True:
+            at = (_JSON_STRING if self._is_in_string else _OUTSIDE).match(buffer, at).end()  # type: ignore[union-attr]
+            character = buffer[at : at + 1]
+            escaped = buffer[at + 1 : at + 2] if self._is_in_string and character == "\\" else character
+            if not escaped or (not self._is_in_string and character not in '"{[]}'):
+                self.is_broken = bool(escaped)
+                break
+            if self._is_in_string and character != '"':  # a control character, maybe behind a backslash
+                if at > start:
+                    emit(buffer[start:at])
+                emit(json.dumps(escaped)[1:-1])
+                start = at = at + (2 if character == "\\" else 1)
+                continue
+            at += 1
+            if character == '"':
+                self._is_in_string = not self._is_in_string
+                continue
+            self._depth += 1 if character in "{[" else -1
+            if self._depth == 0:
+                self.is_closed = True
+                break
+        if at > start:
+            emit(buffer[start:at])
+        return at
 
 
 class Reader:
@@ -166,39 +206,15 @@ class Reader:
         """
         if self.buffer[self.at : self.at + 1] not in ("{", "["):
             return False
-        depth = 0
-        is_in_string = False
+        scan = _JsonScan()
         while True:
-            start, buffer, size = self.at, self.buffer, len(self.buffer)
-            at = start
-            is_legal = True
-            while at < size:
-                at = (_STRING if is_in_string else _OUTSIDE).match(buffer, at).end()  # type: ignore[union-attr]
-                if at == size or (is_in_string and buffer[at] == "\\"):
-                    break
-                character = buffer[at]
-                if character == '"':
-                    is_in_string = not is_in_string
-                elif character in "{[":
-                    depth += 1
-                elif character in "}]":
-                    depth -= 1
-                else:
-                    is_legal = False
-                    break
-                at += 1
-                if depth == 0 and not is_in_string:
-                    break
-            if at > start:
-                emit(buffer[start:at])
-                self._consume(at)
-                limit = None if limit is None else limit - (at - start)
-            if limit is not None and limit < 0:
-                return False
-            if not is_legal or (depth == 0 and not is_in_string and at > start):
-                return is_legal
+            at = scan.advance(self.buffer, self.at, emit)
+            limit = None if limit is None else limit - (at - self.at)
+            self._consume(at)
+            if scan.is_closed or scan.is_broken or (limit is not None and limit < 0):
+                return scan.is_closed
             if self.is_last:
-                self._consume(size)
+                self._consume(len(self.buffer))
                 return False
             yield
 

@@ -1,0 +1,78 @@
+"""Outputs with calls, mutated: pieces of any size give the same events, and each call that ended has a JSON object."""
+
+import json
+import random
+
+import pytest
+
+from quire.server.tools.output_format import TOOL_FORMATS, ToolFormat, forcing_grammar
+from support.fuzz_seeds import fuzz
+from support.grammar_walks import GrammarWalk
+from support.outputs import ended_calls, parse
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "text": {"type": "string", "maxLength": 9},
+                    "number": {"type": "integer", "maximum": 999},
+                    "list": {"type": "array", "maxItems": 2, "items": {"type": ["boolean", "null"]}},
+                },
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("echo", "now")
+]
+INSERTED = [*'"\'\\\n <{}]é1\x01', "</", "<|", "<think>", "</think>", ", ", ": "]
+
+
+def mutate(output: str, generator: random.Random, row: ToolFormat) -> str:
+    """Delete, repeat or insert something at random places."""
+    inserted = [*INSERTED, *row.marker_texts]
+    for _ in range(generator.choice((0, 1, 1, 2, 3, 5))):
+        start = generator.randrange(len(output) + 1)
+        stop = min(len(output), start + generator.choice((1, 3, 20)))
+        kept = generator.choice(("", output[start:stop] * 2, generator.choice(inserted) + output[start:stop]))
+        output = output[:start] + kept + output[stop:]
+    return output
+
+
+def pieces(output: str, generator: random.Random) -> list[str]:
+    """Cut an output at random places."""
+    result = []
+    while output:
+        length = generator.choice((1, 2, 5, 40))
+        result.append(output[:length])
+        output = output[length:]
+    return result
+
+
+def run(row: ToolFormat, seed: int) -> None:
+    generator = random.Random(seed)
+    drawn = GrammarWalk().draw(forcing_grammar(row, TOOLS), seed % 100) or ""
+    output = mutate(drawn, generator, row)
+    reasoning = generator.choice(("none", "qwen3", "mistral"))
+    in_reasoning = generator.random() < 0.3
+    whole = parse(row.name, [output], reasoning, in_reasoning, TOOLS)
+    assert parse(row.name, pieces(output, generator), reasoning, in_reasoning, TOOLS) == whole, output
+    assert parse(row.name, output, reasoning, in_reasoning, TOOLS) == whole, output
+    if row.notation != "json":  # JSON is the model's own
+        for _, arguments in ended_calls(whole):
+            assert isinstance(json.loads(arguments), dict), output
+
+
+@pytest.mark.parametrize("row", TOOL_FORMATS, ids=lambda row: row.name)
+def test_mutated_output_in_any_pieces_gives_the_same_events(row: ToolFormat) -> None:
+    for seed in range(8):
+        run(row, seed)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("row", TOOL_FORMATS, ids=lambda row: row.name)
+def test_many_mutated_outputs_in_any_pieces_give_the_same_events(row: ToolFormat) -> None:
+    fuzz(lambda seed: run(row, seed), 100_000)
