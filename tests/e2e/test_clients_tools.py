@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 os.environ["LANGSMITH_TRACING"] = "false"
 os.environ["OPENAI_AGENTS_DISABLE_TRACING"] = "1"
@@ -83,10 +83,25 @@ def test_openai_stream_helper(client: OpenAI, model: CallingModel, asked: dict[s
     assert json.loads(call.function.arguments) == ULM
 
 
+def test_openai_parse(client: OpenAI, asked: dict[str, Any]) -> None:
+    """The helper sends strict functions, and reads their arguments."""
+    choice = {"type": "function", "function": {"name": "Trip"}}
+    fields = {"tools": [openai.pydantic_function_tool(Trip)], "tool_choice": choice}
+    (parsed,) = client.chat.completions.parse(**asked | fields).choices[0].message.tool_calls or ()
+    assert isinstance(parsed.function.parsed_arguments, Trip)
+
+
 class Weather(BaseModel):
     """Weather of a city."""
 
     city: str
+
+
+class Trip(BaseModel):
+    """A trip to a city."""
+
+    city: Literal["Ulm", "Rome"]
+    days: Literal[1, 2, 3]
 
 
 # --- langchain --------------------------------------------------------------------------------------------------------
@@ -127,6 +142,27 @@ def test_langchain_stream(langchain_model: Any, model: CallingModel) -> None:  #
     assert [(call["name"], call["args"]) for call in first.tool_calls] == [("get_weather", ULM)]
 
 
+def test_langchain_forced_calls(langchain_model: Any) -> None:  # noqa: ANN401
+    for choice in ("any", "Trip"):
+        bound = langchain_model.bind_tools([Trip], tool_choice=choice, parallel_tool_calls=False)
+        (call,) = bound.invoke("hi").tool_calls
+        assert call["name"] == "Trip"
+        assert Trip(**call["args"])
+    for strict in (True, None):
+        structured = langchain_model.with_structured_output(Trip, method="function_calling", strict=strict)
+        assert isinstance(structured.invoke("hi"), Trip)
+
+
+# --- instructor -------------------------------------------------------------------------------------------------------
+
+
+def test_instructor(client: OpenAI) -> None:
+    instructor = pytest.importorskip("instructor", reason="instructor is not installed: make clients runs this test")
+    asking = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
+    fields = {"model": "calling", "temperature": 0, "messages": [{"role": "user", "content": "hi"}]}
+    assert isinstance(asking.create(**fields, response_model=Trip, max_retries=0), Trip)
+
+
 # --- pydantic-ai ------------------------------------------------------------------------------------------------------
 
 
@@ -150,6 +186,22 @@ def test_pydantic_ai_agent(server: ServerProcess, model: CallingModel) -> None:
             return answer.output, cities
 
     assert asyncio.run(run()) == (TEXTS["plain"], ["Ulm"])
+
+
+def test_pydantic_ai_output(server: ServerProcess) -> None:
+    pytest.importorskip("pydantic_ai", reason="pydantic-ai is not installed: make clients runs this test")
+    from pydantic_ai import Agent, ToolOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async def run() -> object:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S) as client:
+            chat = OpenAIChatModel("calling", provider=OpenAIProvider(openai_client=client))
+            settings = {"temperature": 0, "parallel_tool_calls": False}
+            agent = Agent(chat, output_type=ToolOutput(Trip), model_settings=settings)
+            return (await agent.run("hi")).output
+
+    assert isinstance(asyncio.run(run()), Trip)
 
 
 # --- openai-agents ----------------------------------------------------------------------------------------------------
@@ -191,7 +243,10 @@ def test_litellm_tools(server: ServerProcess, model: CallingModel, monkeypatch: 
         monkeypatch.setattr(litellm, "client_session", session)
         message = litellm.completion(**common).choices[0].message
         chunks = list(litellm.completion(**common, stream=True))
+        fields = {"tools": [openai.pydantic_function_tool(Trip)], "tool_choice": "required"}
+        (forced,) = litellm.completion(**common | fields, parallel_tool_calls=False).choices[0].message.tool_calls
         litellm.in_memory_llm_clients_cache.flush_cache()
+    assert Trip(**json.loads(forced.function.arguments))
     assert message.content == "Let me see."
     assert message.reasoning_content == "Ulm, is it?"
     assert json.loads(message.tool_calls[0].function.arguments) == ULM

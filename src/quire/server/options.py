@@ -124,6 +124,11 @@ class Limits:
     )  # fmt: skip
     max_tools: int = _count(128, "tools of a request", row="`tools`", **_REFUSED)
     max_tool_bytes: int = _size(512 << 10, "tools of a request", row="`tools`, as msgpack", **_REFUSED)
+    max_schema_bytes: int = _size(128 << 10, "longest JSON schema", row="each JSON schema, without blanks", **_REFUSED)
+    max_schema_depth: int = _count(
+        32, "lists and objects inside of each other in a JSON schema", **_REFUSED
+    )
+    max_schema_properties: int = _count(1024, "properties of a JSON schema, in all of its objects", **_REFUSED)
     max_argument_bytes: int = _size(
         1 << 20, "arguments of a tool call in a message", row="the arguments of each tool call in `messages`",
         **_REFUSED,

@@ -5,6 +5,7 @@ the process: its request is refused, and the next one gets a new process. If the
 not be the template: the request fails with 500.
 """
 
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
 from quire.server.errors import overloaded
 from quire.server.options import DEFAULT_LIMITS, Limits
-from quire.server.sandbox import JobLimitError, SandboxKind, SandboxLane
+from quire.server.sandbox import JobLimitError, SandboxEndedError, SandboxKind, SandboxLane
 from quire.text import template_worker as worker
 from quire.text.chat_template import MAX_RENDERED_CHARS
 from quire.text.conversation import Message
@@ -58,11 +59,13 @@ class TemplateRenderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Tool] | None = None,
+        forced: Sequence[Tool] = (),
         limits: Limits = DEFAULT_LIMITS,
         client_id: str = "",
     ) -> str:
         """Return the text of a conversation. InvalidRequestError for errors of the messages or the template.
 
+        The schemas of `forced`, some of the tools, are checked: a grammar must be able to express them.
         ApiError 429 when too many conversations wait, 503 when closed; RuntimeError when the process was killed or
         crashed. Cancelling the caller kills its render.
         """
@@ -75,19 +78,28 @@ class TemplateRenderer:
         _check_encoded("chat_template_kwargs", "template variables", variables or {}, most, name)
         known = {**self._tokenizer.named_tokens, **(variables or {})}
         _check_encoded("tools", "tools", tools or (), limits.max_tool_bytes, "max_tool_bytes")
-        bounds = ToolLimits(max_argument_bytes=limits.max_argument_bytes)
-        command = _frame(Render(messages, add_generation_prompt, continue_final_message, known, tools, bounds))
+        bounds = ToolLimits(
+            limits.max_schema_bytes, limits.max_schema_depth, limits.max_schema_properties, limits.max_argument_bytes
+        )
+        indices = [index for index, tool in enumerate(tools or ()) if any(tool is other for other in forced)]
+        command = _frame(Render(messages, add_generation_prompt, continue_final_message, known, tools, bounds, indices))
         most = limits.max_conversation_bytes
         _check_bytes("messages", "a conversation", len(command), most, "max_conversation_bytes")
         if self._num_waiting >= self._max_waiting:
             raise overloaded(self._num_waiting, self._max_waiting, retry_after_s=1)
         self._num_waiting += 1
-        lane = self._short if len(command) <= SHORT_BYTES else self._long
+        is_short = len(command) <= SHORT_BYTES and not indices  # grammars may take long however short they are
+        lane = self._short if is_short else self._long
         try:
             async with lane.semaphore.slot(client_id):
                 reply = worker.decode_reply(await lane.ask(command))
         except JobLimitError as error:
             raise InvalidRequestError(f"{_CANNOT_RENDER} {error}", param="messages") from error
+        except SandboxEndedError as error:
+            if not indices or error.status != -signal.SIGABRT:
+                raise
+            message = "the schemas of tools cannot be enforced within the limit on memory"
+            raise InvalidRequestError(message, param="tools") from error
         finally:
             self._num_waiting -= 1
         if isinstance(reply, RenderRefused):

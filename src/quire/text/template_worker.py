@@ -14,6 +14,7 @@ from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
 from quire.core.sandbox import serve_jobs
 from quire.text.chat_template import ChatTemplate
+from quire.text.schema_grammars import check_grammars
 from quire.text.tools import DEFAULT_TOOL_LIMITS, ToolLimits
 
 RENDER_LIMIT_S = 2.0        # a page of chat takes 0.1 ms, 4 MiB of messages about 100 ms
@@ -26,7 +27,10 @@ class LoadTemplate(msgspec.Struct, tag="load", array_like=True, frozen=True):
 
 
 class Render(msgspec.Struct, tag="render", array_like=True, frozen=True):
-    """A conversation and tools, unchecked, and the other variables of the template."""
+    """A conversation and tools, unchecked, and the other variables of the template.
+
+    `forced`: indices of the tools with schemas that become grammars, which is checked.
+    """
 
     messages: Any
     add_generation_prompt: bool
@@ -34,6 +38,7 @@ class Render(msgspec.Struct, tag="render", array_like=True, frozen=True):
     variables: dict[str, Any]
     tools: Any = None
     limits: ToolLimits = DEFAULT_TOOL_LIMITS
+    forced: list[int] = []
 
 
 class TemplateLoaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
@@ -88,6 +93,8 @@ def _rendered(template: ChatTemplate, command: Render) -> bytes:
             continue_final_message=command.continue_final_message,
             **command.variables,
         )
+        if command.forced:
+            check_grammars(command.tools, command.forced)
         return frame(Rendered(text))
     except InvalidRequestError as error:
         if isinstance(error.__cause__, MemoryError):

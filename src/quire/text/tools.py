@@ -25,7 +25,7 @@ class ToolLimits:
 
     max_schema_bytes: int = 128 << 10
     max_schema_depth: int = 32
-    max_schema_properties: int = 2048
+    max_schema_properties: int = 1024
     max_argument_bytes: int = 1 << 20
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from msgspec import msgpack
+from msgspec import json, msgpack
 
 from quire.server.options import Limits
 from support.http_app import ask, make_app
@@ -51,6 +51,23 @@ def with_tool_bytes(num: int) -> dict[str, Any]:
     return with_tools({"description": "x" * (100 + num - num_bytes)})
 
 
+def with_schema_bytes(num: int) -> dict[str, Any]:
+    schema = {"title": ""}
+    return with_tools({"parameters": {"title": "x" * (num - len(json.encode(schema)))}})
+
+
+def with_schema_depth(num: int) -> dict[str, Any]:
+    value: Any = {}
+    for _ in range(num - 1):
+        value = {"items": value}
+    return with_tools({"parameters": value})
+
+
+def with_properties(num: int) -> dict[str, Any]:
+    inner = {"properties": {key: {} for key in map(str, range(num - 1))}}
+    return with_tools({"parameters": {"properties": {"a": inner}}})
+
+
 def with_arguments(num: int) -> dict[str, Any]:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "x" * num}}
     return {"messages": [{"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}
@@ -71,6 +88,9 @@ BODIES: dict[str, list[Case]] = {
     ],
     "max_tools": [Case(3, "tools", path, lambda n: with_tools(*[{}] * n)) for path in (CHAT, "/tokenize")],
     "max_tool_bytes": [Case(200, "tools", path, with_tool_bytes) for path in (CHAT, "/tokenize")],
+    "max_schema_bytes": [Case(100, "tools", path, with_schema_bytes) for path in (CHAT, "/tokenize")],
+    "max_schema_depth": [Case(4, "tools", CHAT, with_schema_depth)],
+    "max_schema_properties": [Case(5, "tools", CHAT, with_properties)],
     "max_argument_bytes": [Case(10, "messages", path, with_arguments) for path in (CHAT, "/tokenize")],
     "max_messages": [Case(3, "messages", path, messages) for path in (CHAT, "/tokenize")],
     "max_stop_strings": [Case(3, "stop", COMPLETIONS, lambda n: completion(stop=["x"] * n))],

@@ -18,7 +18,7 @@ from quire.server.openai.response_builder import OpenAIRequest
 from quire.server.options import Limits
 from quire.server.service import Service
 from quire.text.conversation import Message
-from quire.text.tools import check_tools
+from quire.text.tools import Tool, check_tools
 
 Prompt = str | list[int]
 _TEMPLATE_ARGUMENTS = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message"))
@@ -57,14 +57,20 @@ async def prepare_prompts(service: Service, call: OpenAIRequest, prompts: list[P
 
 async def prepare_chat(service: Service, call: OpenAIRequest, body: ChatBody) -> OpenAIRequest:
     """Return the call with the engine request for its conversation, and the reading of its outputs."""
-    text = await rendered(service, body.messages, body, call.client_id)
+    text = await rendered(service, body.messages, body, call.client_id, _forced_tools(call))
     call = await _with_formats(service, call, body, text)
     tokenize = partial(service.client.inputs.tokenize_rendered, add_special_tokens=bool(body.add_special_tokens))
     return await _prepared(service, call, tokenize, [text])
 
 
-async def rendered(service: Service, messages: list[ChatMessage], options: TemplateOptions, client_id: str) -> str:
-    """Return the text of a conversation, by the chat template. InvalidRequestError if it cannot be rendered."""
+async def rendered(
+    service: Service, messages: list[ChatMessage], options: TemplateOptions, client_id: str,
+    forced: Sequence[Tool] = (),
+) -> str:  # fmt: skip
+    """Return the text of a conversation, by the chat template. InvalidRequestError if it cannot be rendered.
+
+    The schemas of the tools that are `forced` are checked, too.
+    """
     continues = bool(options.continue_final_message)
     begins = options.add_generation_prompt
     variables = _effort_variables(options.reasoning_effort) | (options.chat_template_kwargs or {})
@@ -76,6 +82,7 @@ async def rendered(service: Service, messages: list[ChatMessage], options: Templ
         continue_final_message=continues,
         variables=variables,
         tools=check_tools(options.tools) if options.tools else None,
+        forced=forced,
         limits=service.options,
         client_id=client_id,
     )
@@ -93,6 +100,14 @@ def _effort_variables(effort: str | None) -> dict[str, Any]:
     if effort == "none":
         return {"enable_thinking": False, "thinking": False}
     return {"reasoning_effort": effort, "enable_thinking": True, "thinking": True}
+
+
+def _forced_tools(call: OpenAIRequest) -> Sequence[Tool]:
+    """Return the tools with schemas that become part of the grammar of the output."""
+    use = call.tools
+    if use.is_required or call.params.structured_outputs is not None:
+        return use.allowed
+    return [tool for tool in use.allowed if tool["function"].get("strict")]
 
 
 async def _with_formats(service: Service, call: OpenAIRequest, body: ChatBody, prompt: str) -> OpenAIRequest:

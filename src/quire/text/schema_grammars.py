@@ -1,0 +1,25 @@
+"""Check of schemas that become grammars: the arguments of calls that are forced. For the template process alone."""
+
+from collections.abc import Iterable, Sequence
+
+from quire.core.errors import InvalidRequestError
+from quire.core.grammar_text import closed_objects, json_text
+from quire.text.tools import Tool, parameters_of
+
+_MAX_REASON_CHARS = 300
+
+
+def check_grammars(tools: Sequence[Tool], indices: Iterable[int]) -> None:
+    """Raise InvalidRequestError for a tool, of those with these indices, with a schema that no grammar can express.
+
+    Takes the time and the memory of compiling them, which only a process bounds.
+    """
+    from llguidance import LLMatcher  # noqa: PLC0415 (a compiled library, only for tools that are forced)
+
+    for index in indices:
+        text = f"start: {json_text(closed_objects(parameters_of(tools[index])))}\n"
+        error = LLMatcher.validate_grammar(text, None)
+        if error:
+            reason = error.partition("\n   1 |")[0].partition("JSON schema: ")
+            told = " ".join((reason[2] or reason[0]).split())[:_MAX_REASON_CHARS]
+            raise InvalidRequestError(f"tools[{index}].function.parameters cannot be enforced: {told}", param="tools")
