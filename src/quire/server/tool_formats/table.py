@@ -177,8 +177,17 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         call="<|tool_call|>{calls}",
         separator=", ",
         variants=("<tool_call>{calls}",),
+        drops=("<|/tool_call|>",),
         fingerprints=(("<|tool_call|>",),),
         model_types=("granite", "granitemoe"),
+    ),
+    ToolFormat(
+        "nemotron_json",
+        "Nemotron Nano 2, Llama Nemotron",
+        call="<TOOLCALL>{calls}</TOOLCALL>",
+        separator=", ",
+        skips_space=True,
+        fingerprints=(("<TOOLCALL>",),),
     ),
     ToolFormat(
         "granite-20b-fc",
