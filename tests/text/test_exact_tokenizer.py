@@ -1,0 +1,61 @@
+"""Tokenizers for grammars: the same tokens without what changes a text, and llguidance reads them as they decode."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, normalizers
+
+from quire.core.gguf import GGUFFile
+from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
+from quire.text.exact_tokenizer import exact_tokenizer_json
+from quire.text.gguf_tokenizer import read_gguf_tokenizer
+from quire.text.tokenizer import Tokenizer as ModelTokenizer
+from support import small_tokenizers
+from support.gguf_files import tokenizer_metadata, write_gguf
+
+TEXTS = ["def add(a, b):", "  two spaces ", "na\u00efve e\u0301 caf\u00e9", "\u65e5\u672c \U0001f600", '{"a": [1, 2]}']
+NAMES = ["byte_level", "byte_fallback", "gpt2", "mistral_v1", "stories260K"]
+
+
+@pytest.mark.parametrize("tokenizer", NAMES, indirect=True)
+def test_library_spells_texts_by_the_same_bytes(tokenizer: ModelTokenizer) -> None:
+    text = tokenizer.exact_json()
+    assert text is not None
+    library = read_vocabulary(TokenizerText(text, tokenizer.vocab_size), tokenizer.vocab_size + 70, frozenset({1}))
+    assert library.vocab_size == tokenizer.vocab_size + 70
+    assert library.eos_tokens == [1]
+    table = tokenizer.pack_token_bytes()
+    assert table is not None
+    for each in range(len(table)):
+        if each not in table.special_token_ids and table[each] != b"\xff":  # the library marks special ones by it
+            assert library.decode_bytes([each]) == table[each]
+    for each in TEXTS:
+        assert b"".join(table[token] for token in library.tokenize_str(each)) == each.encode()
+
+
+def test_tokenizer_of_a_gguf_file_is_read(demo_model: Path, tmp_path: Path) -> None:
+    metadata = tokenizer_metadata(demo_model, "gpt-2")
+    written = {key: value for key, value in metadata.items() if value is not None}
+    backend, settings = read_gguf_tokenizer(GGUFFile(write_gguf(tmp_path / "a.gguf", written, {})))
+    tokenizer = ModelTokenizer(backend, settings)
+    text = tokenizer.exact_json()
+    assert text is not None
+    library = read_vocabulary(TokenizerText(text, tokenizer.vocab_size), tokenizer.vocab_size, frozenset())
+    assert library.tokenize_str("def add(a, b):") == tokenizer.encode("def add(a, b):", add_special_tokens=False)
+
+
+def test_normalizers_that_change_texts_are_left_out() -> None:
+    backend = small_tokenizers.byte_fallback()
+    kept = json.loads(exact_tokenizer_json(backend))["normalizer"]
+    changing = [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace(Regex(" +"), " "), normalizers.Strip()]
+    backend.normalizer = normalizers.Sequence([*changing, normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    assert json.loads(exact_tokenizer_json(backend))["normalizer"] == kept
+    backend.normalizer = normalizers.NFC()
+    assert json.loads(exact_tokenizer_json(backend))["normalizer"] is None
+    assert isinstance(Tokenizer.from_str(exact_tokenizer_json(backend)), Tokenizer)
+
+
+@pytest.mark.parametrize("tokenizer", ["word_level", "metaspace"], indirect=True)
+def test_tokenizer_without_bytes_of_tokens_has_none(tokenizer: ModelTokenizer) -> None:
+    assert tokenizer.exact_json() is None
