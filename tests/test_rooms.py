@@ -3,17 +3,22 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from support.gguf_files import convert
+from support.quantized_folder import awq, awq_config, write_pair
+from support.random_model import write_random_model
 from support.server import running_server
 from support.tools import load_tool
 
 structure = load_tool("structure")
 ROOMS = structure.rooms()
 ABOVE = ("quire.cli", "quire.sim", "quire.paper")  # nothing rests on these
-ASSEMBLIES = ("quire.engine.assembly", "quire.server.app")  # these and ABOVE put together what is there
+# These and ABOVE put together what is there.
+ASSEMBLIES = ("quire.engine.assembly", "quire.engine.formats", "quire.server.app")
 
 # Module sitecustomize: every process that a test starts refuses to import the rooms that the environment names.
 BLOCK = """
@@ -41,6 +46,24 @@ for room in os.environ["ROOMS"].split():
     os.waitpid(child, 0)
 """
 
+# The same, but each child loads a model that needs the room, and prints the error.
+REFUSE = """
+import os, sys
+import torch
+for room, path in zip(sys.argv[1::2], sys.argv[2::2]):
+    child = os.fork()
+    if child == 0:
+        os.environ["ABSENT_ROOMS"] = room
+        from quire import LLM
+        from quire.core.errors import ModelError
+        try:
+            LLM(path)
+        except ModelError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
@@ -58,6 +81,28 @@ def test_engine_generates_without_any_one_room(demo_model: Path, environment: di
     lines = [line.split() for line in run.stdout.splitlines()]
     assert [room for room, *_ in lines] == list(ROOMS), run.stderr
     assert len({tuple(token_ids) for _, *token_ids in lines}) == 1
+
+
+def test_model_that_needs_an_absent_room_is_refused_by_name(environment: dict[str, str], tmp_path: Path) -> None:
+    for name in ("floats", "pair"):
+        (tmp_path / name).mkdir()
+    file = convert(write_random_model(tmp_path / "floats"), tmp_path / "model.gguf")
+    folder = write_pair(tmp_path / "pair", awq(32), awq_config(32)).folder
+    needs = {
+        "quire.formats.gguf": (file, f"{file}: a GGUF file"),
+        "quire.formats.gguf_tensors": (file, f"{file}: reading tensors of a GGUF file"),
+        "quire.formats.quantized": (folder, f"{folder}: quantized weights"),
+        "quire.formats.quantized_tensors": (folder, f"{folder}: reading awq weights"),
+    }
+    assert set(needs) == {room for room in ROOMS if room.startswith("quire.formats.")}
+    command = [sys.executable, "-c", REFUSE, *(str(word) for room, (path, _) in needs.items() for word in (room, path))]
+    run = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    expected = [
+        f"{words} needs the package {room}, which is not in this installation" for room, (_, words) in needs.items()
+    ]
+    assert run.stdout.splitlines() == expected, run.stderr
 
 
 def test_server_answers_without_all_rooms(demo_model: Path, environment: dict[str, str]) -> None:
@@ -88,9 +133,15 @@ def test_absent_room_cannot_be_imported(environment: dict[str, str], room: str) 
     assert f"{room} is absent" in run.stderr
 
 
+@pytest.fixture(scope="module")
+def import_graph() -> Mapping[str, set[str]]:
+    """Return the modules that each module imports."""
+    return structure.import_graph()
+
+
 @pytest.mark.parametrize("room", ROOMS)
-def test_room_is_entered_by_its_door_alone(room: str) -> None:
-    for module, imported in structure.import_graph().items():
+def test_room_is_entered_by_its_door_alone(room: str, import_graph: Mapping[str, set[str]]) -> None:
+    for module, imported in import_graph.items():
         if is_in(module, *ROOMS) or is_in(module, *ABOVE):
             continue
         entered = {name for name in imported if is_in(name, room)}

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src/quire"
 READING_GUIDE = ROOT / "docs/reading-guide.md"
 
-ENGINE_PACKAGES = ("core", "cache", "scheduling", "execution", "decoding", "model", "engine", "text")
+ENGINE_PACKAGES = ("core", "cache", "scheduling", "execution", "decoding", "model", "engine", "text", "formats")
 BUDGETS = {"one request's way": 3_000, "core to engine": 12_000, "kernels and csrc": 10_000}
 ROOM_BUDGET = 1_000
 MAX_ATTRIBUTES = 15

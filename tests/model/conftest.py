@@ -1,8 +1,7 @@
-"""A decoder driven the way the worker drives it, and a small Llama folder written by hand."""
+"""A small Llama folder written by hand, and the fixtures of tests that run a decoder."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.kernels.back_end import BackEnd, choose_back_end
-from quire.kernels.cpp.back_end import usable_isas
-from quire.model.batch import ForwardBatch
-from quire.model.decoder import Decoder
-from quire.model.kv_cache import KVCache
+from support.paged_runner import back_end, one_thread, paged_runner
+
+__all__ = ["back_end", "one_thread", "paged_runner"]
 
 LLAMA_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -30,77 +27,6 @@ LLAMA_CONFIG = {
     "hidden_act": "silu",
     "torch_dtype": "float32",
 }
-
-
-class PagedRunner:
-    """Runs token lists through a decoder and a paged cache whose blocks are handed out in a shuffled order."""
-
-    def __init__(self, decoder: Decoder, *, block_size: int = 8, num_blocks: int = 96) -> None:
-        self.decoder = decoder
-        self.cache = KVCache.allocate(decoder.kv_geometry, num_blocks, block_size, decoder.back_end)
-        self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
-        self._tables: dict[str, list[int]] = {}
-        self._lengths: dict[str, int] = {}
-
-    def step(self, pieces: dict[str, list[int]]) -> dict[str, Tensor]:
-        """Append each sequence's tokens in one forward pass; return the logits of each, [num_tokens, vocab_size]."""
-        starts = {name: self._grow(name, len(tokens)) for name, tokens in pieces.items()}
-        positions = {name: torch.arange(start, self._lengths[name]) for name, start in starts.items()}
-        tables = [torch.tensor(self._tables[name], dtype=torch.int32) for name in pieces]
-        batch = ForwardBatch(
-            token_ids=torch.tensor([token for tokens in pieces.values() for token in tokens]),
-            positions=torch.cat(list(positions.values())),
-            slot_mapping=torch.cat([self._slots(name, where) for name, where in positions.items()]),
-            query_starts=torch.tensor([0, *accumulate(map(len, pieces.values()))], dtype=torch.int32),
-            context_lens=torch.tensor([self._lengths[name] for name in pieces], dtype=torch.int32),
-            block_tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
-        )
-        logits = self.decoder.logits(self.decoder.forward(batch, self.cache))
-        return dict(zip(pieces, logits.split([len(tokens) for tokens in pieces.values()]), strict=True))
-
-    def run(self, name: str, tokens: Sequence[int], chunks: Sequence[int]) -> Tensor:
-        """Append the tokens chunk by chunk, what is left over one by one; return all logits."""
-        borders = [0, *accumulate(chunks)]
-        borders += range(borders[-1] + 1, len(tokens) + 1)
-        pieces = [list(tokens[start:stop]) for start, stop in pairwise(borders)]
-        return torch.cat([self.step({name: piece})[name] for piece in pieces])
-
-    def table(self, name: str) -> list[int]:
-        """Return a sequence's blocks."""
-        return self._tables[name]
-
-    def _grow(self, name: str, count: int) -> int:
-        start = self._lengths.get(name, 0)
-        table = self._tables.setdefault(name, [])
-        self._lengths[name] = start + count
-        while len(table) * self.cache.block_size < start + count:
-            table.append(self._free.pop())
-        return start
-
-    def _slots(self, name: str, positions: Tensor) -> Tensor:
-        block_size = self.cache.block_size
-        return torch.tensor(self._tables[name])[positions // block_size] * block_size + positions % block_size
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors here are too small to share out; threads that wait for each other only make the tests slow."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session", params=["torch", "cpp"])
-def back_end(request: pytest.FixtureRequest) -> BackEnd:
-    if request.param == "cpp" and not usable_isas():
-        pytest.skip("the C++ kernels were not built")
-    return choose_back_end(torch.device("cpu"), request.param)
-
-
-@pytest.fixture(scope="session")
-def paged_runner() -> type[PagedRunner]:
-    return PagedRunner
 
 
 def llama_tensors(config: dict[str, object]) -> dict[str, Tensor]:

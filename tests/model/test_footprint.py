@@ -50,9 +50,8 @@ def test_count_is_the_loaded_models_with_quantized_weights(
     back_end = choose_back_end(torch.device("cpu"), head_dim=spec.head_dim)
     if back_end.name != "cpp":
         pytest.skip("the C++ kernels were not built")
-    asked = QuantizationOptions(method, group_size)
-    decoder = load_model(write_zero_model(tmp_path, name, "bfloat16"), back_end=back_end, quantization=asked)
-    quantization = resolve(asked, {}, "config.json")
+    quantization = resolve(QuantizationOptions(method, group_size), "config.json")
+    decoder = load_model(write_zero_model(tmp_path, name, "bfloat16"), back_end=back_end, quantization=quantization)
     assert num_parameters(spec) == decoder.num_parameters
     assert weight_bytes(spec, "bfloat16", CPU_PACKING, quantization=quantization) == decoder.weight_bytes
 
@@ -93,30 +92,8 @@ def test_format_without_sizes_is_refused_by_name() -> None:
 @pytest.mark.parametrize(("method", "bits"), [("int8", 8 + 32 / 128), ("int4", 4 + 32 / 128)])
 def test_quantized_layers_take_their_bits_and_a_scale_for_each_group(method: Method, bits: float) -> None:
     spec = spec_of("Llama", hidden_size=256, head_dim=32, num_attention_heads=8, intermediate_size=512, vocab_size=512)
-    quantization = resolve(QuantizationOptions(method), {}, "config.json")
+    quantization = resolve(QuantizationOptions(method), "config.json")
     plain, found = weight_bytes(spec, "bfloat16"), weight_bytes(spec, "bfloat16", quantization=quantization)
     head_bits = 8 + 32 / 128
     saved = num_layer_weights(spec) * (16 - bits) / 8 + 512 * 256 * (16 - head_bits) / 8
     assert plain - found == saved
-
-
-def test_modules_of_several_types_are_counted_each_by_its_own() -> None:
-    """As in files that keep some tensors in more bits; what is fused of several is 8-bit integers, or dense."""
-    spec = spec_of("Llama", hidden_size=256, head_dim=32, num_attention_heads=8, intermediate_size=512, vocab_size=512)
-    int4, int8 = WeightScheme("int4", 32, 32, "minimums"), WeightScheme("int8", 32, 32)
-    names = spec.weights
-    query, key, value = names.qkv
-    schemes = {f"{names.prefixes[0]}layers.0.{name}": int4 for name in (query, key, value, *names.feed_forward_in)}
-    found = Quantization("gguf", int4, modules=schemes)
-    assert found.scheme([f"model.layers.0.{query}"]) == int4
-    assert found.scheme([f"model.layers.1.{query}"]) == WeightScheme()
-    plain = weight_bytes(spec, "bfloat16")
-    of_all = weight_bytes(spec, "bfloat16", quantization=found)
-    mixed = Quantization("gguf", int4, modules=schemes | {f"model.layers.0.{value}": int8})
-    assert mixed.scheme([f"model.layers.0.{name}" for name in names.qkv]) == WeightScheme("int8", 32, 32, "minimums")
-    dense = Quantization("gguf", int4, modules=schemes | {f"model.layers.0.{value}": WeightScheme()})
-    of_qkv = plain - weight_bytes(spec, "bfloat16", quantization=Quantization("gguf", int4, modules={
-        name: scheme for name, scheme in schemes.items() if name.endswith(names.qkv)
-    }))  # fmt: skip
-    assert weight_bytes(spec, "bfloat16", quantization=dense) == of_all + of_qkv
-    assert of_all < weight_bytes(spec, "bfloat16", quantization=mixed) < plain

@@ -105,7 +105,7 @@ def _sizes(scheme: WeightScheme) -> tuple[str, int, int]:
 def test_divergence_is_that_of_the_rounding_alone(demo_model: Path, tokens: Tensor, method: OnlineMethod) -> None:
     """The reference computes in float64, so what the engine's own arithmetic adds is in the difference."""
     tensors = load_file(demo_model / "model.safetensors")
-    quantization = resolve(QuantizationOptions(method), {}, "config.json")
+    quantization = resolve(QuantizationOptions(method), "config.json")
     plain, found = (log_probs(load(demo_model, tensors, each, torch.float32), tokens) for each in (None, quantization))
     expected = [reference_log_probs(demo_model, tokens, each) for each in (None, quantization)]
     assert divergence(expected[0], plain) < 1e-6
@@ -122,7 +122,7 @@ def test_outlier_channels_at_most_double_the_error_of_int4_weights(demo_model: P
     assert divergence(plain, log_probs(load(demo_model, tensors, None, torch.float32), tokens)) < 1e-6
     errors = {}
     for activations in ("int8", "bfloat16"):
-        quantization = resolve(QuantizationOptions("int4", activations=activations), {}, "config.json")
+        quantization = resolve(QuantizationOptions("int4", activations=activations), "config.json")
         found = log_probs(load(demo_model, tensors, quantization, torch.float32), tokens)
         errors[activations] = (found - plain).square().mean().sqrt().item()
     assert errors["bfloat16"] < errors["int8"] <= 2 * errors["bfloat16"]

@@ -37,7 +37,7 @@ from support.random_model import write_random_model
 
 
 def quantization(method: Method, group_size: int = DEFAULT_GROUP_SIZE) -> Quantization:
-    return resolve(QuantizationOptions(method, group_size), {}, "config.json")
+    return resolve(QuantizationOptions(method, group_size), "config.json")
 
 
 class CountedCheckpoint(MemoryCheckpoint):
@@ -112,7 +112,7 @@ def test_head_is_quantized_to_int8_and_the_embedding_table_is_not(is_tied: bool)
 def test_parameters_are_those_of_the_float_model(tmp_path: Path, method: Method) -> None:
     folder = write_random_model(tmp_path)
     plain = load_model(folder, back_end=TORCH)
-    found = load_model(folder, back_end=TORCH, quantization=QuantizationOptions(method))
+    found = load_model(folder, back_end=TORCH, quantization=quantization(method))
     assert found.num_parameters == plain.num_parameters
     assert found.weight_bytes < plain.weight_bytes / 2
 
@@ -151,19 +151,19 @@ def test_options_that_nothing_uses_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"quantization_group_size 64 is for quantization int8 or int4, got .*None"):
         QuantizationOptions(None, 64)
     with pytest.raises(ConfigError, match=r"quantization_activations 'int8' is for quantized weights, .*config.json"):
-        resolve(QuantizationOptions(None, activations="int8"), {}, "config.json")
+        resolve(QuantizationOptions(None, activations="int8"), "config.json")
 
 
 @pytest.mark.parametrize("method", CHECKPOINT_METHODS)
 def test_format_that_the_folder_does_not_have_is_refused_by_name(method: Method) -> None:
     with pytest.raises(ConfigError, match=f"{method}.* is the format of a checkpoint, and a/config.json has no quant"):
-        resolve(QuantizationOptions(method), {}, "a/config.json")
+        resolve(QuantizationOptions(method), "a/config.json")
 
 
 def test_every_method_is_resolved_or_refused() -> None:
     methods = {name for group in get_args(Method) for name in get_args(group) or (group,)}
     assert methods == {"none", *ONLINE_METHODS, *CHECKPOINT_METHODS}
-    assert resolve(QuantizationOptions("none"), {}, "config.json") == Quantization()
+    assert resolve(QuantizationOptions("none"), "config.json") == Quantization()
 
 
 def test_description_names_format_and_arithmetic() -> None:
@@ -171,7 +171,7 @@ def test_description_names_format_and_arithmetic() -> None:
         "int4: int4 weights in groups of 128, int8 activations in groups of 128; "
         "output head: int8 weights in groups of 128, int8 activations in groups of 128"
     )
-    expanded = resolve(QuantizationOptions("int8", 32, "bfloat16"), {}, "config.json")
+    expanded = resolve(QuantizationOptions("int8", 32, "bfloat16"), "config.json")
     assert "int8 weights in groups of 32, expanded to the model's dtype" in str(expanded)
     assert "a scale for each output" in str(quantization("int8", WHOLE_ROW))
 

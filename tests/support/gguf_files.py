@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.core.gguf_types import GGML_TYPES
-from quire.model.loader import open_checkpoint
-from quire.model.source import read_source
+from quire.formats.gguf.element_types import GGML_TYPES
+from quire.formats.gguf.source import read_gguf
+from quire.model.quantization import QuantizationOptions
 from quire.text.tokenizer import Tokenizer
 
 TYPE_IDS = {kind.name: type_id for type_id, kind in GGML_TYPES.items()}
@@ -192,10 +192,10 @@ def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str
 def dequantized(folder: Path, file: Path, twin: Path, dtype: torch.dtype) -> Path:
     """Write the folder that `file` was made from with the values of the file's tensors, in `dtype`; return it."""
     config = json.loads((folder / "config.json").read_text())
-    source = read_source(file)
-    checkpoint, tensors = open_checkpoint(source), {}
+    source = read_gguf(file)
+    checkpoint, tensors = source.open_tensors(source.quantization(QuantizationOptions())).checkpoint, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        renamed, moved = _stored(name, tensor, config, str(source.gguf.metadata["general.architecture"]))
+        renamed, moved = _stored(name, tensor, config, str(source.file.metadata["general.architecture"]))
         values = checkpoint.read(renamed, 0, len(moved))
         is_transposed = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
         tensors[name] = (values.T if is_transposed else values).to(dtype).contiguous()

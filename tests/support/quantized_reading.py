@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from quire.core.model_files import read_json_object
+from quire.formats.quantized.parsers import quantization_from_config
+from quire.formats.quantized_tensors.weight_format import QuantizedFormat
 from quire.kernels.linear import all_finite
 from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.quantized import expand
@@ -14,8 +16,6 @@ from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.quantization import Activations
 from quire.model.weight_formats.format import ModuleRows
-from quire.model.weight_formats.quantization_config import quantization_from_config
-from quire.model.weight_formats.quantized import QuantizedFormat
 from support.quantized_folder import Pair, linears
 
 

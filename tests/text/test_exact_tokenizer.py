@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, normalizers
 
-from quire.core.gguf import GGUFFile
 from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
+from quire.formats.gguf.file import GGUFFile
+from quire.formats.gguf.tokenizer import read_gguf_tokenizer
 from quire.text.exact_tokenizer import exact_tokenizer_json
-from quire.text.gguf_tokenizer import read_gguf_tokenizer
 from quire.text.tokenizer import Tokenizer as ModelTokenizer
 from support import small_tokenizers
 from support.gguf_files import tokenizer_metadata, write_gguf

@@ -10,6 +10,7 @@ from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_
 from quire.core.options import SIZE, parse_bytes, same_option
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import free_memory_bytes
+from quire.model.quantization import CHECKPOINT_METHODS
 from quire.server.ops.startup_banner import format_bytes
 from quire.sim.hardware import Hardware, read_hardware
 from quire.sim.models import Model, read_model
@@ -64,7 +65,7 @@ def plan(
     """Say what fits before anything is loaded: weights, KV blocks, requests by length, and what binds."""
     model = read_model(engine.model, engine.dtype, engine.quantization_options)
     found, refusals = device.plan(model, engine), device.not_servable_yet(model, engine)
-    is_packed = model.quantization.stored is not None  # elements of its files are no parameters
+    is_packed = model.quantization.method in CHECKPOINT_METHODS  # elements of its files are no parameters
     num_stored = 0 if model.folder is None or is_packed else stored_parameters(model.folder)
     report.print_rows(f"{found.model} on {found.num_devices} x {found.hardware}", _rows(found))
     if num_stored not in (0, found.num_parameters):

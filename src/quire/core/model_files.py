@@ -1,11 +1,23 @@
-"""Untrusted files of a model folder: never outside of it, never larger than such files are."""
+"""Untrusted files of models: never outside of the folder, never larger than such files are."""
 
 import json
 from pathlib import Path
 
 from quire.core.errors import ModelError
 
+GGUF_MAGIC = b"GGUF"  # the first bytes of llama.cpp's model files
 MAX_TEXT_BYTES = 64 * 2**20  # the largest real ones are tokenizers of a quarter of a million tokens: 33 MiB
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether `path` is a regular file that begins as a GGUF file does, or has the suffix of one."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return path.suffix == ".gguf" or file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    except OSError:
+        return False
 
 
 def file_inside(folder: Path, name: str) -> Path:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig, SchedulerConfig
@@ -11,6 +10,7 @@ from quire.core.sequence import Request
 from quire.decoding.row_grammars import RowGrammars
 from quire.engine.device_sizing import configs_for
 from quire.engine.engine import Engine
+from quire.engine.formats import load_tokenizer, tokenizer_loader
 from quire.engine.input_processor import InputProcessor
 from quire.engine.loading import LoadedModel, load
 from quire.engine.messages import Ready
@@ -29,7 +29,7 @@ from quire.model.language_model import LanguageModel
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
 from quire.scheduling.scheduler import Scheduler
-from quire.text.tokenizer import Tokenizer, has_tokenizer
+from quire.text.tokenizer import Tokenizer
 
 try:
     from quire.decoding.grammars.constrained import ConstrainedDecoding, TokenizerText
@@ -58,9 +58,8 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
     folder = resolve_model(options.model)
     text_source = resolve_tokenizer(options.tokenizer, folder)
     if loads_tokenizer:
-        return build_engine(options, load(options, folder), Tokenizer.from_folder_if_any(text_source))
-    read = partial(Tokenizer.from_folder, text_source) if has_tokenizer(text_source) else None
-    return build_engine(options, load(options, folder), read_tokenizer=read)
+        return build_engine(options, load(options, folder), load_tokenizer(text_source))
+    return build_engine(options, load(options, folder), read_tokenizer=tokenizer_loader(text_source))
 
 
 def build_engine(

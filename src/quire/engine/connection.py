@@ -8,6 +8,7 @@ from typing import Self, TypeVar
 
 from quire.core.frames import LENGTH_BYTES
 from quire.engine import messages
+from quire.engine.formats import load_tokenizer
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, Report
 from quire.engine.start_timeout import with_start_timeout
@@ -69,7 +70,7 @@ class EngineConnection:
 async def _handshake(reader: asyncio.StreamReader) -> tuple[Tokenizer | None, messages.Ready]:
     """Wait for the engine's two reports of its start; read the tokenizer between them."""
     located = await _expect(reader, messages.Located)
-    tokenizer = await asyncio.to_thread(Tokenizer.from_folder_if_any, Path(located.folder))
+    tokenizer = await asyncio.to_thread(load_tokenizer, Path(located.folder))
     return tokenizer, await _expect(reader, messages.Ready)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from quire.engine.device_sizing import positions_for
 from quire.engine.devices import resolve_device
+from quire.engine.formats import read_source
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits
 from quire.execution.device_memory import use_exact_products
@@ -17,7 +18,6 @@ from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
 from quire.model.quantization import UNQUANTIZED, Quantization
-from quire.model.source import read_source
 from quire.model.spec import DecoderSpec
 
 
@@ -33,7 +33,7 @@ class LoadedModel:
 
 
 def load(options: EngineOptions, folder: Path) -> LoadedModel:
-    """Load the model of a folder or GGUF file. ModelError and ConfigError name what is not supported."""
+    """Load the model of a folder or file. ModelError and ConfigError name what is not supported."""
     source = read_source(folder)
     spec = source.spec
     device = resolve_device(options.device)
@@ -44,13 +44,13 @@ def load(options: EngineOptions, folder: Path) -> LoadedModel:
     stored = back_end.cache_layout.stored_dtype(dtype, options.kv_cache_dtype)
     limits = _limits(spec, KVGeometry.of(spec, *stored))
     num_positions = positions_for(options, limits, meter)
+    quantization = source.quantization(options.quantization_options)
     model = load_model(
         source, dtype=options.dtype, device=device, back_end=back_end, max_positions=options.max_model_len,
         table_positions=num_positions, kv_cache_dtype=options.kv_cache_dtype,
-        quantization=options.quantization_options,
+        quantization=quantization,
     )  # fmt: skip
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
-    quantization = source.quantization(options.quantization_options)
     return LoadedModel(model, limits, source.eos_token_ids(), meter, quantization)
 
 

@@ -11,7 +11,6 @@ from quire.core.model_files import read_json_object
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
 from quire.model.families import FAMILIES, MODEL_TYPES
 from quire.model.spec import DecoderSpec, SpecError
-from quire.model.weight_formats.quantization_config import quantization_from_config
 from quire.model.weight_formats.sizes import DTYPE_BYTES
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -31,11 +30,9 @@ def read_config(folder: Path) -> dict[str, object]:
 def spec_from_config(config: Mapping[str, object], source: str = CONFIG_FILE) -> DecoderSpec:
     """Return the spec of the architecture that `config` names. `source` is what errors call the config.
 
-    Raises ModelError for an unknown architecture, with the known ones, for a quantization that is not supported, and
-    for any impossible value.
+    Raises ModelError for an unknown architecture, with the known ones, and for any impossible value.
     """
     reader = ConfigReader(config, source)
-    quantization_from_config(config, source)
     try:
         return FAMILIES[_architecture(reader)](reader)
     except SpecError as error:

@@ -1,17 +1,15 @@
 """Quantization of a model's linear layers: storage and arithmetic, known before any weight is read. No torch.
 
-It comes from the options of the engine, which quantize a float checkpoint while it is loaded, or from the checkpoint.
+It comes from the options of the engine, which quantize a float checkpoint while it is loaded, or from the checkpoint:
+the packages of `quire.formats` have subclasses for layers that differ.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from quire.core.errors import ConfigError
-from quire.model.weight_formats.options import HEAD
-from quire.model.weight_formats.quantization_config import quantization_from_config
-from quire.model.weight_formats.schemes import StoredQuantization, StoredScheme
 
 OnlineMethod = Literal["int8", "int4"]                                          # floats are rounded as they are read
 CheckpointMethod = Literal["awq", "gptq", "compressed-tensors", "fp8", "gguf"]  # vLLM's names of formats
@@ -19,14 +17,13 @@ Method = Literal["none", OnlineMethod, CheckpointMethod]
 Activations = Literal["int8", "bfloat16"]
 ONLINE_METHODS: tuple[OnlineMethod, ...] = get_args(OnlineMethod)
 CHECKPOINT_METHODS: tuple[CheckpointMethod, ...] = get_args(CheckpointMethod)
-CONFIG_KEY = "quantization_config"
+CONFIG_KEYS = ("quantization_config", "compression_config")  # of config.json; the second in old folders
 
 DEFAULT_GROUP_SIZE = 128
 MIN_GROUP_SIZE = 32
 WHOLE_ROW = -1           # the group size that means all inputs of an output
 MIN_INT8_ACTIVATION_GROUP = 16  # weights in smaller groups are expanded by default: each group ends with float work
 MIN_PART_OF_GROUP = 64          # inputs that share a scale of int8 activations where a weight's group is cut for them
-MAX_TOKEN_INPUTS = 1 << 16      # inputs that share a scale where checkpoints say one for each token: all, up to these
 MAX_ACTIVATION_GROUP = 256      # inputs that share a scale of int8 activations; decision 0018 has the measurement
 
 
@@ -56,18 +53,10 @@ class Quantization:
     method: str = "none"
     layers: WeightScheme = WeightScheme()  # of a checkpoint's, that of most
     head: WeightScheme = WeightScheme()
-    stored: StoredQuantization | None = None  # of a quantized checkpoint: the scheme of each module
-    activations: Activations | None = None    # asked for; None: the default for each module
-    modules: Mapping[str, WeightScheme] | None = None  # of a GGUF file: the scheme of each module
 
     def scheme(self, modules: Sequence[str]) -> WeightScheme:
         """Return the scheme of the layer that modules, by their full names in the checkpoint, are fused to."""
-        if self.stored is not None:
-            return stored_scheme(self.stored.fused_scheme(modules), self.activations)
-        if self.modules is None:
-            return self.layers
-        schemes = {self.modules.get(module, WeightScheme()) for module in modules}
-        return schemes.pop() if len(schemes) == 1 else _fused_blocks(schemes, self.activations)
+        return self.layers
 
     def __str__(self) -> str:
         """Return the description in logs."""
@@ -100,18 +89,15 @@ class QuantizationOptions:
             )
 
 
-def resolve(asked: QuantizationOptions, config: Mapping[str, object], source: str) -> Quantization:
-    """Return the quantization of a model, from its config.json and from the options; `source` names the config.
+def resolve(asked: QuantizationOptions, source: str) -> Quantization:
+    """Return the quantization of a model with floating-point weights; `source` names its config.
 
-    Raises ConfigError for options that contradict the config, ModelError for a config that is not supported.
+    Raises ConfigError for options of quantized weights.
     """
-    stored = quantization_from_config(config, source)
-    if stored is not None:
-        return _resolve_stored(asked, stored, source)
     method = asked.method or "none"
     if method in CHECKPOINT_METHODS:
         raise ConfigError(
-            f"quantization {method!r} is the format of a checkpoint, and {source} has no {CONFIG_KEY}; "
+            f"quantization {method!r} is the format of a checkpoint, and {source} has no {CONFIG_KEYS[0]}; "
             f"{' or '.join(ONLINE_METHODS)} quantize its weights while they are loaded"
         )
     if method == "none":
@@ -122,38 +108,6 @@ def resolve(asked: QuantizationOptions, config: Mapping[str, object], source: st
             )
         return UNQUANTIZED
     return Quantization(method, online_scheme(method, asked), online_scheme("int8", asked))
-
-
-def _resolve_stored(asked: QuantizationOptions, stored: StoredQuantization, source: str) -> Quantization:
-    """Return the quantization of a quantized checkpoint."""
-    if asked.method not in (None, stored.method):
-        raise ConfigError(f"quantization {asked.method!r} contradicts {source}: {CONFIG_KEY} says {stored.method!r}")
-    if asked.activations == "int8" and any(scheme.element == "fp8" for scheme in stored.schemes):
-        raise ConfigError(f"quantization_activations 'int8' is for integer weights, and {source} has fp8 weights")
-    layers = stored_scheme(stored.schemes[-1] if stored.schemes else None, asked.activations)
-    head = stored_scheme(stored.scheme(HEAD), asked.activations)
-    return Quantization(stored.method, layers, head, stored, asked.activations)
-
-
-def stored_scheme(scheme: StoredScheme | None, activations: Activations | None) -> WeightScheme:
-    """Return the scheme of a weight as a checkpoint has it; None is dense. activations: as of `QuantizationOptions`."""
-    if scheme is None:
-        return WeightScheme()
-    group_size, correction = scheme.group_size or WHOLE_ROW, "zeros" if scheme.has_zero_points else "constant"
-    activation_groups = 0 if scheme.element == "fp8" else activation_group_size(group_size, activations)
-    if scheme.quantizes_activations and activations != "bfloat16":
-        activation_groups = scheme.group_size or MAX_TOKEN_INPUTS
-    return WeightScheme(scheme.element, group_size, activation_groups, correction)
-
-
-def _fused_blocks(schemes: Collection[WeightScheme], activations: Activations | None) -> WeightScheme:
-    """Return the scheme of blocks of several types as one layer: 8-bit integers in the smallest groups, or dense."""
-    if any(scheme.format == "dense" for scheme in schemes):
-        return WeightScheme()
-    group_size = min(scheme.group_size for scheme in schemes)
-    has_minimums = any(scheme.correction == "minimums" for scheme in schemes)
-    correction = "minimums" if has_minimums else "zeros"
-    return WeightScheme("int8", group_size, activation_group_size(group_size, activations), correction)
 
 
 def online_scheme(weight_format: str, asked: QuantizationOptions) -> WeightScheme:

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from quire.core.errors import ModelError
-from quire.core.gguf import is_gguf
+from quire.core.model_files import is_gguf
 from quire.model.config_reader import CONFIG_FILE
 
 log = logging.getLogger(__name__)

@@ -1,59 +1,90 @@
-"""Model source: a folder in Hugging Face format or a GGUF file, its config read and checked. Loads no torch."""
+"""Model source: a model on disk, its config read and checked. Here, a folder of floats in Hugging Face format.
+
+Sources of other formats are in `quire.formats`. Reading one loads no torch, opening its tensors does.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from quire.core.gguf import GGUFFile, is_gguf
+from quire.core.errors import ModelError
 from quire.model.config import dtype_name, eos_token_ids, read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
-from quire.model.gguf_config import gguf_eos_token_ids, read_gguf_config, with_gguf_weights
-from quire.model.gguf_quantization import gguf_quantization
-from quire.model.quantization import Quantization, QuantizationOptions, resolve
+from quire.model.quantization import CONFIG_KEYS, Quantization, QuantizationOptions, resolve
 from quire.model.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from quire.model.weight_formats.format import StoredTensors
+
+
+class ModelSource(Protocol):
+    """A model on disk."""
+
+    @property
+    def path(self) -> Path:
+        """Folder or file."""
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """What the config describes."""
+
+    def dtype(self, asked: str = "auto") -> str:
+        """Return the name of the dtype asked for, or of the model's own. ConfigError, ModelError as `dtype_name`."""
+
+    def quantization(self, asked: QuantizationOptions) -> Quantization:
+        """Return the quantization of the model. ConfigError for options that contradict it."""
+
+    def eos_token_ids(self) -> frozenset[int]:
+        """Return the ids that end an answer. ModelError for anything but ids of the vocabulary."""
+
+    def open_tensors(self, quantization: Quantization) -> "StoredTensors":
+        """Return the tensors, and the format of linear weights; no weight is read yet. Loads torch.
+
+        quantization: as `quantization` returned it. Raises ModelError for files that are broken.
+        """
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSource:
-    """A model on disk. `config` has the keys of config.json; `config_place` is what errors call it."""
+class FolderSource:
+    """A `ModelSource` of a folder. `config`: its config.json, `config_place`: what errors call that."""
 
     path: Path
     config: Mapping[str, object]
     config_place: str
     spec: DecoderSpec
-    gguf: GGUFFile | None = None
 
     def dtype(self, asked: str = "auto") -> str:
-        """Return the name of the dtype asked for, or of the model's own. ConfigError, ModelError as `dtype_name`."""
+        """Return the dtype asked for, or the folder's own."""
         return dtype_name(asked, self.config, self.config_place)
 
     def quantization(self, asked: QuantizationOptions) -> Quantization:
-        """Return the quantization of the model. ConfigError for options that contradict it."""
-        if self.gguf is not None:
-            return gguf_quantization(self.gguf, self.spec, asked, self.config)
-        return resolve(asked, self.config, self.config_place)
+        """Return the quantization that is asked for: weights are rounded while they are read."""
+        return resolve(asked, self.config_place)
 
     def eos_token_ids(self) -> frozenset[int]:
-        """Return the ids that end an answer. ModelError for anything but ids of the vocabulary."""
-        if self.gguf is not None:
-            return gguf_eos_token_ids(self.gguf, self.spec.vocab_size)
+        """Return the ids of generation_config.json or config.json."""
         return eos_token_ids(self.path, self.config, self.spec.vocab_size)
 
+    def open_tensors(self, quantization: Quantization) -> "StoredTensors":
+        """Return the tensors of the safetensors files."""
+        from quire.model.checkpoints.safetensors import SafetensorsCheckpoint  # noqa: PLC0415 (loads torch)
+        from quire.model.weight_formats.rounded import tensors_of_floats  # noqa: PLC0415
 
-def read_source(path: Path) -> ModelSource:
-    """Read the config of the folder or file that `resolve_model` has found.
+        return tensors_of_floats(SafetensorsCheckpoint(self.path), quantization)
 
-    Raises ModelError for a folder or file that is no model of a known family, and names what is wrong.
+
+def read_folder(path: Path) -> FolderSource:
+    """Read the config of a folder with floating-point weights.
+
+    Raises ModelError for a folder that is no model of a known family, or has quantized weights; it names what is wrong.
     """
-    return _read_file(path) if is_gguf(path) else _read_folder(path)
+    config, place = read_config(path), str(path / CONFIG_FILE)
+    if is_quantized(config):
+        raise ModelError(f"{place}: weights are quantized, and only floating-point weights are read here")
+    return FolderSource(path, config, place, spec_from_config(config, place))
 
 
-def _read_folder(folder: Path) -> ModelSource:
-    config, place = read_config(folder), str(folder / CONFIG_FILE)
-    return ModelSource(folder, config, place, spec_from_config(config, place))
-
-
-def _read_file(path: Path) -> ModelSource:
-    file = GGUFFile(path)
-    config = read_gguf_config(file)
-    return ModelSource(path, config, str(path), with_gguf_weights(spec_from_config(config, str(path)), file), file)
+def is_quantized(config: Mapping[str, object]) -> bool:
+    """Return whether a config.json says that weights are quantized."""
+    return any(config.get(key) is not None for key in CONFIG_KEYS)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
+from quire.engine.formats import read_source
 from quire.model.config import dtype_name, spec_from_config
 from quire.model.quantization import UNQUANTIZED, Quantization, QuantizationOptions, resolve
 from quire.model.resolve import resolve_model
-from quire.model.source import read_source
 from quire.model.spec import DecoderSpec
 from quire.sim.cost import PAGED_ATTENTION_FACTOR, CostModel
 from quire.sim.hardware import HARDWARE, PAPER_SEQUENCE_S, PAPER_STEP_S
@@ -93,7 +93,7 @@ def read_model(name: str | None, dtype: str = "auto", asked: QuantizationOptions
     """
     asked = asked or QuantizationOptions()
     if name in CONFIGS:
-        config, found = CONFIGS[name], resolve(asked, CONFIGS[name], name)
+        config, found = CONFIGS[name], resolve(asked, name)
         return Model(name, spec_from_config(config, name), dtype_name(dtype, config, name), None, found)
     source = read_source(resolve_model(name, files=("*.json",)))
     found = source.quantization(asked)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
-from quire.core.gguf import GGUFFile, is_gguf
 from quire.core.kv_dtypes import QUANTIZED
-from quire.core.model_files import file_inside
+from quire.core.model_files import file_inside, is_gguf
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
 from quire.model.footprint import num_parameters, stored_kv_bytes_per_token, weight_bytes
@@ -140,7 +139,9 @@ def stored_parameters(folder: Path) -> int:
     0 if there is none. Raises ModelError for a file that is none.
     """
     if is_gguf(folder):
-        return sum(math.prod(entry.shape) for entry in GGUFFile(folder).tensors.values())
+        from quire.formats.gguf.source import num_elements  # noqa: PLC0415 (a room: it can be absent)
+
+        return num_elements(folder)
     return sum(_parameters_in(file_inside(folder, path.name)) for path in sorted(folder.glob("*.safetensors")))
 
 

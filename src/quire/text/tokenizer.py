@@ -1,8 +1,8 @@
 """Tokenizer of a model: text to token ids and back, equal to transformers for the same folder.
 
-A thin layer over the `tokenizers` library. It reads `tokenizer.json`, an older format (`tokenizer_files.py`) or a GGUF
-file, makes the tokens special that the other files of the folder declare special, and disables truncation and padding,
-which serve training and would cut prompts without an error. The post-processor in `tokenizer.json` decides on a
+A thin layer over the `tokenizers` library. It reads `tokenizer.json` or an older format (`tokenizer_files.py`), makes
+the tokens special that the other files of the folder declare special, and disables truncation and padding, which serve
+training and would cut prompts without an error. The post-processor in `tokenizer.json` decides on a
 beginning-of-sequence token; as in transformers from 5.0 on, `add_bos_token` of `tokenizer_config.json` is ignored
 beside it.
 """
@@ -16,11 +16,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from quire.core.errors import InvalidRequestError, ModelError
-from quire.core.gguf import GGUFFile, is_gguf
 from quire.core.token_bytes import TokenBytes
 from quire.text.chat_template import ChatTemplate
 from quire.text.exact_tokenizer import exact_tokenizer_json
-from quire.text.gguf_tokenizer import has_gguf_tokenizer, read_gguf_tokenizer
 from quire.text.longest_token import LongestToken, longest_token
 from quire.text.text_settings import TOKENIZER_FILE, TextSettings, read_text_settings
 from quire.text.token_bytes import TokenBytesCache, decoding_rule
@@ -29,11 +27,6 @@ from quire.text.tokenizer_files import read_backend, tokenizer_file, warn_missin
 _ANCHOR_TEXT = "a"
 _SHORT_TOKENS = 4096
 _PANIC = "PanicException"  # of the library's Rust side; its type cannot be imported
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether a model folder or GGUF file has a tokenizer."""
-    return has_gguf_tokenizer(GGUFFile(folder)) if is_gguf(folder) else tokenizer_file(folder) is not None
 
 
 class Tokenizer:
@@ -61,14 +54,12 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
-        """Load the tokenizer of a model folder or GGUF file. ModelError naming what is missing or broken."""
-        if is_gguf(folder):
-            return cls._load(str(folder), lambda: read_gguf_tokenizer(GGUFFile(folder)))
+        """Load the tokenizer of a model folder. ModelError naming what is missing or broken."""
         name, settings = tokenizer_file(folder) or TOKENIZER_FILE, read_text_settings(folder)
-        return cls._load(f"{folder}/{name}", lambda: (read_backend(folder, name), settings))
+        return cls.load(f"{folder}/{name}", lambda: (read_backend(folder, name), settings))
 
     @classmethod
-    def _load(cls, place: str, read: Callable[[], tuple[Backend, TextSettings]]) -> Self:
+    def load(cls, place: str, read: Callable[[], tuple[Backend, TextSettings]]) -> Self:
         """Return the tokenizer that `read` returns. ModelError naming the place for one that cannot be used."""
         try:
             tokenizer = cls(*read())
@@ -84,7 +75,7 @@ class Tokenizer:
     @classmethod
     def from_folder_if_any(cls, folder: Path) -> Self | None:
         """Load the tokenizer of a model, or warn and return None if it has none: the model takes token ids."""
-        if has_tokenizer(folder):
+        if tokenizer_file(folder) is not None:
             return cls.from_folder(folder)
         warn_missing_tokenizer(folder)
         return None

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from quire.kernels.linear_weight import LinearWeight
+from quire.model.checkpoints.checkpoint import Checkpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
 
 
@@ -46,3 +47,10 @@ class WeightFormat(Protocol):
 
         embedding: [stop - start, width], in the model's dtype, of a tied head; None: the head is not tied.
         """
+
+
+class StoredTensors(NamedTuple):
+    """Tensors of a model as stored, and the format of those that make linear layers."""
+
+    checkpoint: Checkpoint
+    weight_format: WeightFormat

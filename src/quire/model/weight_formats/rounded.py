@@ -9,10 +9,11 @@ from torch import Tensor
 
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import round_to_nearest
+from quire.model.checkpoints.checkpoint import Checkpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
-from quire.model.quantization import WHOLE_ROW, Quantization, WeightScheme
+from quire.model.quantization import UNQUANTIZED, WHOLE_ROW, Quantization, WeightScheme
 from quire.model.weight_formats.dense import DenseFormat, read_floats
-from quire.model.weight_formats.format import ModuleRows
+from quire.model.weight_formats.format import ModuleRows, StoredTensors
 
 
 class RoundedFormat:
@@ -36,6 +37,12 @@ class RoundedFormat:
         """Return the head; a tied one is quantized beside the embedding table, which stays as it is."""
         (weight,) = DenseFormat().read_head(tensors, module, width, embedding).data
         return _rounded(weight, self._quantization.head)
+
+
+def tensors_of_floats(checkpoint: Checkpoint, quantization: Quantization) -> StoredTensors:
+    """Return the tensors of a checkpoint of floats, whose weights are kept as they are or quantized."""
+    is_dense = quantization == UNQUANTIZED
+    return StoredTensors(checkpoint, DenseFormat() if is_dense else RoundedFormat(quantization))
 
 
 def _rounded(weight: Tensor, scheme: WeightScheme) -> LinearWeight:

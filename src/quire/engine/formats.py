@@ -1,0 +1,97 @@
+"""Formats of models: the package that reads a model's files. Those that can be absent are imported when one is needed.
+
+A model is a folder of floating-point weights, unless one of `FORMATS` recognizes it. Loads no torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from quire.core.model_files import is_gguf, read_json_object
+from quire.core.optional_package import needs_package
+from quire.model.config_reader import CONFIG_FILE
+from quire.model.source import ModelSource, is_quantized, read_folder
+from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import tokenizer_file, warn_missing_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of models besides folders of floats. `package` is what reads it, and `name` is for errors.
+
+    read: from the path to the model's source. tokenizer_loader: as the function below; None where tokenizer files are
+    those of any folder.
+    """
+
+    name: str
+    package: str
+    recognizes: Callable[[Path], bool]
+    read: Callable[[Path], ModelSource]
+    tokenizer_loader: Callable[[Path], Callable[[], Tokenizer] | None] | None = None
+
+
+def read_source(path: Path) -> ModelSource:
+    """Read the config of the folder or file that `resolve_model` has found.
+
+    Raises ModelError for a folder or file that is no model of a known family, and names what is wrong, or the package
+    that is missing.
+    """
+    found = _format_of(path)
+    if found is None:
+        return read_folder(path)
+    with needs_package(found.package, f"{path}: {found.name}"):
+        return found.read(path)
+
+
+def load_tokenizer(path: Path) -> Tokenizer | None:
+    """Load the tokenizer of a folder or file, or warn and return None if it has none: the model takes token ids.
+
+    Raises ModelError for one that is broken, or names the package that is missing.
+    """
+    load = tokenizer_loader(path)
+    if load is None:
+        warn_missing_tokenizer(path)
+        return None
+    return load()
+
+
+def tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
+    """Return what loads the tokenizer of a folder or file, or None if it has none. Errors as of `load_tokenizer`."""
+    for each in FORMATS:
+        if each.tokenizer_loader is not None and each.recognizes(path):
+            with needs_package(each.package, f"{path}: {each.name}"):
+                return each.tokenizer_loader(path)
+    return partial(Tokenizer.from_folder, path) if tokenizer_file(path) is not None else None
+
+
+def _format_of(path: Path) -> Format | None:
+    return next((each for each in FORMATS if each.recognizes(path)), None)
+
+
+def _read_gguf(path: Path) -> ModelSource:
+    from quire.formats.gguf.source import read_gguf  # noqa: PLC0415 (a room: it can be absent)
+
+    return read_gguf(path)
+
+
+def _gguf_tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
+    from quire.formats.gguf.source import gguf_tokenizer_loader  # noqa: PLC0415
+
+    return gguf_tokenizer_loader(path)
+
+
+def _is_quantized_folder(path: Path) -> bool:
+    return is_quantized(read_json_object(path, CONFIG_FILE))
+
+
+def _read_quantized(path: Path) -> ModelSource:
+    from quire.formats.quantized.source import read_quantized  # noqa: PLC0415
+
+    return read_quantized(path)
+
+
+FORMATS = (
+    Format("a GGUF file", "quire.formats.gguf", is_gguf, _read_gguf, _gguf_tokenizer_loader),
+    Format("quantized weights", "quire.formats.quantized", _is_quantized_folder, _read_quantized),
+)

@@ -1,0 +1,4 @@
+"""Formats of checkpoints besides folders of floating-point weights, each in packages that can be absent (rooms).
+
+`engine/formats.py` imports the one that a model needs. Packages named `_tensors` load torch, the others do not.
+"""

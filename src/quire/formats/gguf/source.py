@@ -1,0 +1,74 @@
+"""Model source of a GGUF file, and its tokenizer: the door of this package. Loads no torch."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.core.optional_package import needs_package
+from quire.formats.gguf.config import gguf_eos_token_ids, permuted_tensors, read_gguf_config, with_gguf_weights
+from quire.formats.gguf.file import GGUFFile
+from quire.formats.gguf.quantization import gguf_quantization
+from quire.formats.gguf.tokenizer import has_gguf_tokenizer, read_gguf_tokenizer
+from quire.model.config import dtype_name, spec_from_config
+from quire.model.quantization import Quantization, QuantizationOptions
+from quire.model.spec import DecoderSpec
+from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.model.weight_formats.format import StoredTensors
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFSource:
+    """A `ModelSource` of a file. `config` has the keys of config.json."""
+
+    file: GGUFFile
+    config: dict[str, object]
+    spec: DecoderSpec
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.file.path
+
+    def dtype(self, asked: str = "auto") -> str:
+        """Return the dtype asked for, or that of most of the file's elements."""
+        return dtype_name(asked, self.config, str(self.path))
+
+    def quantization(self, asked: QuantizationOptions) -> Quantization:
+        """Return the quantization of the file; one of floats may be quantized while it is loaded."""
+        return gguf_quantization(self.file, self.spec, asked)
+
+    def eos_token_ids(self) -> frozenset[int]:
+        """Return the ids that the metadata names, and those of tokens that are known to end an answer."""
+        return gguf_eos_token_ids(self.file, self.spec.vocab_size)
+
+    def open_tensors(self, quantization: Quantization) -> "StoredTensors":
+        """Return the tensors of the file."""
+        with needs_package("quire.formats.gguf_tensors", f"{self.path}: reading tensors of a GGUF file"):
+            from quire.formats.gguf_tensors.weight_format import open_gguf  # noqa: PLC0415 (loads torch)
+
+        permuted = permuted_tensors(self.spec, self.file)
+        return open_gguf(self.file, permuted, self.spec.weights.embedding, quantization)
+
+
+def read_gguf(path: Path) -> GGUFSource:
+    """Read the metadata of a file. ModelError names the key or tensor that is missing, wrong or not supported."""
+    file = GGUFFile(path)
+    config = read_gguf_config(file)
+    return GGUFSource(file, config, with_gguf_weights(spec_from_config(config, str(path)), file))
+
+
+def gguf_tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
+    """Return what loads the tokenizer of a file, or None if it has none. ModelError for a file that is broken."""
+    file = GGUFFile(path)
+    if not has_gguf_tokenizer(file):
+        return None
+    return lambda: Tokenizer.load(str(path), lambda: read_gguf_tokenizer(file))
+
+
+def num_elements(path: Path) -> int:
+    """Return the elements of all tensors of a file. ModelError for a file that is none."""
+    return sum(math.prod(entry.shape) for entry in GGUFFile(path).tensors.values())

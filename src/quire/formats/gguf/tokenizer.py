@@ -1,0 +1,190 @@
+"""Tokenizer, special tokens and chat template from the metadata of a GGUF file.
+
+Two kinds of vocabulary are read: byte-level BPE ("gpt2": tokens, merges, and the name of the rule by which a text is
+cut into words, "pre") and SentencePiece's BPE ("llama": pieces with scores). A file may also have a whole
+tokenizer.json. Token types are SentencePiece's: special tokens are of type control, unknown or user-defined.
+"""
+
+from typing import NamedTuple
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from quire.formats.gguf.file import GGUFFile
+from quire.text.byte_level_bpe import QWEN2_SPLIT
+from quire.text.sentencepiece import ADDED, BPE, NORMAL, SentencePieceModel, added_tokens, make_sentencepiece
+from quire.text.text_settings import TextSettings
+from quire.text.tokenizer_files import put_around
+
+MODEL_KEY, PRE_KEY = "tokenizer.ggml.model", "tokenizer.ggml.pre"
+TOKENS_KEY, TYPES_KEY = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+SCORES_KEY, MERGES_KEY = "tokenizer.ggml.scores", "tokenizer.ggml.merges"
+JSON_KEY, TEMPLATE_KEY = "tokenizer.huggingface.json", "tokenizer.chat_template"
+MAX_ADDED_TOKENS = 1 << 16  # Llama 3 has 256
+_NO_VOCABULARY = (None, "none", "no_vocab")
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator",
+          "pad_token": "padding", "mask_token": "mask"}  # fmt: skip
+_SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # where the metadata has none
+_LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class WordRule(NamedTuple):
+    """Rule by which byte-level BPE cuts a text into words; GPT-2's if `split` is empty."""
+
+    split: str = ""
+    splits_digits: bool = False
+    composes: bool = False        # normalizes to NFC first
+    keeps_words: bool = False     # a word that is a token is not merged from its parts
+    adds_bos: bool = False
+
+
+_GPT2, _DIGITS = WordRule(), WordRule(splits_digits=True)
+_QWEN2 = WordRule(QWEN2_SPLIT, composes=True)
+_LLAMA3 = WordRule(_LLAMA3_SPLIT, keeps_words=True, adds_bos=True)
+WORD_RULES = {
+    "gpt-2": _GPT2, "phi-2": _GPT2, "olmo": _GPT2, "mpt": _GPT2,
+    "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "megrez": _QWEN2,
+    "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "falcon3": _LLAMA3,
+    "dbrx": WordRule(_LLAMA3_SPLIT), "smaug-bpe": WordRule(_LLAMA3_SPLIT),
+    "smollm": _DIGITS, "starcoder": _DIGITS, "refact": _DIGITS, "codeshell": _DIGITS,
+    "tekken": WordRule(_TEKKEN_SPLIT, keeps_words=True, adds_bos=True),
+}  # fmt: skip
+_RULE_OF_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2"}  # of older files, which name none
+
+
+class Vocabulary(NamedTuple):
+    """Tokens of a file by their ids, with their types."""
+
+    tokens: list[str]
+    types: tuple[float, ...]
+
+    @classmethod
+    def read(cls, file: GGUFFile) -> "Vocabulary":
+        """Read the vocabulary. ModelError if tokens are missing or come twice, or types are of another number."""
+        tokens = file.strings(TOKENS_KEY)
+        types = file.numbers(TYPES_KEY) if TYPES_KEY in file.metadata else (NORMAL,) * len(tokens)
+        if len(types) != len(tokens):
+            raise file.error(f"{TYPES_KEY} has {len(types)} items, and {TOKENS_KEY} {len(tokens)}")
+        seen: set[str] = set()
+        for token in tokens:
+            if token in seen:
+                raise file.error(f"{TOKENS_KEY} has the token {token!r:.80} twice")
+            seen.add(token)
+        num_added = sum(kind in ADDED for kind in types)
+        if num_added > MAX_ADDED_TOKENS:
+            raise file.error(f"{TYPES_KEY} has {num_added} special or user-defined tokens, the limit is "
+                             f"{MAX_ADDED_TOKENS}")
+        return cls(tokens, types)
+
+
+def has_gguf_tokenizer(file: GGUFFile) -> bool:
+    """Return whether a file has a vocabulary."""
+    return file.metadata.get(MODEL_KEY) not in _NO_VOCABULARY or JSON_KEY in file.metadata
+
+
+def read_gguf_tokenizer(file: GGUFFile) -> tuple[Tokenizer, TextSettings]:
+    """Return the tokenizer of a file, its special tokens and its chat template.
+
+    Raises ModelError naming the key, or what the `tokenizers` library raises for a vocabulary that it refuses.
+    """
+    vocabulary, kind = Vocabulary.read(file), file.metadata.get(MODEL_KEY)
+    adds_bos: bool | None = None  # a tokenizer.json says it by itself
+    defaults: dict[str, int] = {}
+    if JSON_KEY in file.metadata:
+        tokenizer = Tokenizer.from_str(_text(file, JSON_KEY))
+    elif kind == "gpt2":
+        rule = _word_rule(file)
+        tokenizer, adds_bos = _byte_level(file, vocabulary, rule), rule.adds_bos
+    elif kind == "llama":
+        tokenizer, adds_bos, defaults = _sentencepiece(file, vocabulary), True, _SENTENCEPIECE_IDS
+    else:
+        raise file.error(f"{MODEL_KEY} must be gpt2 or llama, got {kind!r:.80}; --tokenizer FOLDER replaces it")
+    named = _named_tokens(file, vocabulary, defaults)
+    if adds_bos is not None:
+        first = named.get("bos_token") if _flag(file, "add_bos_token", adds_bos) else None
+        put_around(tokenizer, first, named.get("eos_token") if _flag(file, "add_eos_token", False) else None)
+    template = _text(file, TEMPLATE_KEY) if TEMPLATE_KEY in file.metadata else None
+    return tokenizer, TextSettings(named, tuple(dict.fromkeys(named.values())), template)
+
+
+def _word_rule(file: GGUFFile) -> WordRule:
+    name = file.metadata.get(PRE_KEY, "default")
+    if name == "default":
+        name = _RULE_OF_ARCHITECTURE.get(str(file.metadata.get("general.architecture")), name)
+    if not isinstance(name, str) or name not in WORD_RULES:
+        raise file.error(f"{PRE_KEY} {name!r:.80} is not supported; known are {', '.join(WORD_RULES)}; "
+                         "--tokenizer FOLDER replaces it")
+    return WORD_RULES[name]
+
+
+def _byte_level(file: GGUFFile, vocabulary: Vocabulary, rule: WordRule) -> Tokenizer:
+    merges = []
+    for index, merge in enumerate(file.strings(MERGES_KEY)):
+        first, _, second = merge.partition(" ")
+        if not first or not second or " " in second:
+            raise file.error(f"{MERGES_KEY} {index}: expected two tokens, got {merge!r:.80}")
+        merges.append((first, second))
+    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=rule.keeps_words))
+    tokenizer.add_tokens(added_tokens(zip(*vocabulary, strict=True)))
+    if rule.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rule.split)
+    cuts: list[pre_tokenizers.PreTokenizer] = []
+    if rule.splits_digits:
+        cuts.append(pre_tokenizers.Digits(individual_digits=True))
+    if rule.split:
+        cuts.append(pre_tokenizers.Split(Regex(rule.split), behavior="isolated"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, spell]) if cuts else spell
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(file: GGUFFile, vocabulary: Vocabulary) -> Tokenizer:
+    scores = file.numbers(SCORES_KEY)
+    if len(scores) != len(vocabulary.tokens):
+        raise file.error(f"{SCORES_KEY} has {len(scores)} items, and {TOKENS_KEY} {len(vocabulary.tokens)}")
+    pieces = [(token, score, int(kind)) for token, kind, score in zip(*vocabulary, scores, strict=True)]
+    model = SentencePieceModel(
+        pieces,
+        algorithm=BPE,
+        has_byte_fallback="<0x00>" in vocabulary.tokens,
+        unknown_id=_token_id(file, "unknown", len(pieces), _SENTENCEPIECE_IDS) or 0,
+        adds_space=_flag(file, "add_space_prefix", True),
+        joins_spaces=_flag(file, "remove_extra_whitespaces", False),
+    )
+    return make_sentencepiece(model, str(file.path), is_legacy=True)
+
+
+def _named_tokens(file: GGUFFile, vocabulary: Vocabulary, defaults: dict[str, int]) -> dict[str, str]:
+    """Return the texts of special tokens by the names that chat templates know."""
+    ids = {name: _token_id(file, key, len(vocabulary.tokens), defaults) for name, key in _NAMED.items()}
+    return {name: vocabulary.tokens[token_id] for name, token_id in ids.items() if token_id is not None}
+
+
+def _token_id(file: GGUFFile, name: str, num_tokens: int, defaults: dict[str, int]) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = file.metadata.get(key, defaults.get(name))
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_tokens:
+        raise file.error(f"{key} must be a token id from 0 to {num_tokens - 1}, got {value!r:.80}")
+    return value
+
+
+def _flag(file: GGUFFile, name: str, default: bool) -> bool:
+    value = file.metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, bool):
+        raise file.error(f"tokenizer.ggml.{name} must be true or false, got {value!r:.80}")
+    return value
+
+
+def _text(file: GGUFFile, key: str) -> str:
+    value = file.metadata[key]
+    if not isinstance(value, str):
+        raise file.error(f"{key} must be a string, got {value!r:.80}")
+    return value

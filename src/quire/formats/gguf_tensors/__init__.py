@@ -1,0 +1,1 @@
+"""Tensors of GGUF files, and the linear weights that their blocks become."""

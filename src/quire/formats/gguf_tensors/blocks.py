@@ -1,0 +1,154 @@
+"""Quantized blocks of GGUF tensors: elements, one per byte, with the scales of their groups.
+
+Bytes are arranged as in ggml's structures of these names. A value is a float32 function of its element, in the order of
+operations of ggml's dequantization: scale * (element - zero_point), scale * element - minimum, or
+scale * codebook[element]. Scales are float32 products of a block's float16 scale with the small integer of a group.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.formats.gguf.element_types import GGML_TYPES
+
+_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers of 4 bits, scales are half
+_LAYOUTS = {kind.name: kind for kind in GGML_TYPES.values()}
+
+
+class Blocks(NamedTuple):
+    """Rows of a quantized tensor. Element [row, i] has the scale and minimum [row, i // group_size].
+
+    elements uint8 [num_rows, width], below 16 unless `bits` is 8; scales and minimums float32 [num_rows, num_groups].
+    Codes have a codebook of 16 integers; others a zero point, or minimums instead.
+    """
+
+    bits: int  # of an element, 4 or 8
+    elements: Tensor
+    scales: Tensor
+    zero_point: int = 0
+    minimums: Tensor | None = None
+    codebook: tuple[int, ...] | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Elements that share a scale."""
+        return self.elements.shape[1] // self.scales.shape[1]
+
+    def is_finite(self) -> bool:
+        """Return whether no value is NaN or infinite."""
+        largest = 2.0**self.bits if self.codebook is None else max(map(abs, self.codebook))
+        bounds = self.scales.abs() * largest
+        bounds = bounds if self.minimums is None else bounds + self.minimums.abs()
+        return bool(bounds.isfinite().all())
+
+    def values(self) -> Tensor:
+        """Return the values, float32 [num_rows, width]."""
+        grouped = self.elements.view(*self.scales.shape, self.group_size)
+        if self.codebook is not None:
+            numbers = torch.tensor(self.codebook, dtype=torch.float32)[grouped.int()]
+        else:
+            numbers = grouped.float() - self.zero_point
+        products = numbers * self.scales[..., None]
+        if self.minimums is not None:
+            products -= self.minimums[..., None]
+        return products.flatten(1)
+
+
+def read_blocks(type_name: str, rows: Tensor) -> Blocks:
+    """Return the blocks in the bytes of some rows, uint8 [num_rows, bytes_per_row]; `type_name` is one of READERS."""
+    blocks = READERS[type_name](rows.reshape(-1, _LAYOUTS[type_name].block_bytes))
+    of_rows = blocks._replace(elements=blocks.elements.reshape(len(rows), -1),
+                              scales=blocks.scales.reshape(len(rows), -1))
+    return of_rows if blocks.minimums is None else of_rows._replace(minimums=blocks.minimums.reshape(len(rows), -1))
+
+
+def _q4_0(blocks: Tensor) -> Blocks:
+    return Blocks(4, _nibbles(blocks[:, 2:]), _halves(blocks[:, :2]), zero_point=8)
+
+
+def _q4_1(blocks: Tensor) -> Blocks:
+    return Blocks(4, _nibbles(blocks[:, 4:]), _halves(blocks[:, :2]), minimums=-_halves(blocks[:, 2:4]))
+
+
+def _q5_0(blocks: Tensor) -> Blocks:
+    elements = _nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4
+    return Blocks(8, elements, _halves(blocks[:, :2]), zero_point=16)
+
+
+def _q5_1(blocks: Tensor) -> Blocks:
+    elements = _nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4
+    return Blocks(8, elements, _halves(blocks[:, :2]), minimums=-_halves(blocks[:, 2:4]))
+
+
+def _q8_0(blocks: Tensor) -> Blocks:
+    return Blocks(8, blocks[:, 2:] ^ 0x80, _halves(blocks[:, :2]), zero_point=128)
+
+
+def _q4_k(blocks: Tensor) -> Blocks:
+    return Blocks(4, _nibbles(blocks[:, 16:], chunk=32), *_scales_and_minimums(blocks))
+
+
+def _q5_k(blocks: Tensor) -> Blocks:
+    high = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [num_blocks, 8, 32]
+    return Blocks(8, _nibbles(blocks[:, 48:], chunk=32) | high.flatten(1) << 4, *_scales_and_minimums(blocks))
+
+
+def _q6_k(blocks: Tensor) -> Blocks:
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
+    scales = _halves(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8).float()
+    return Blocks(8, _nibbles(blocks[:, :128], chunk=64) | high.flatten(1) << 4, scales, zero_point=32)
+
+
+def _iq4_nl(blocks: Tensor) -> Blocks:
+    return Blocks(4, _nibbles(blocks[:, 2:]), _halves(blocks[:, :2]), codebook=_IQ4_VALUES)
+
+
+def _iq4_xs(blocks: Tensor) -> Blocks:
+    low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], dim=2)                    # [num_blocks, 4, 2]
+    high = blocks[:, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3             # [num_blocks, 2, 4]
+    scales = (low.flatten(1) | high.flatten(1) << 4).float() - 32
+    return Blocks(4, _nibbles(blocks[:, 8:], chunk=16), _halves(blocks[:, :2]) * scales, codebook=_IQ4_VALUES)
+
+
+def _mxfp4(blocks: Tensor) -> Blocks:
+    """Scales are powers of two: 2 ** (byte - 128)."""
+    exponents = blocks[:, :1].int()
+    bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
+    return Blocks(4, _nibbles(blocks[:, 1:]), bits.int().view(torch.float32), codebook=_E2M1_VALUES)
+
+
+READERS: dict[str, Callable[[Tensor], Blocks]] = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k,
+    "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
+}  # fmt: skip
+
+
+def _halves(pairs: Tensor) -> Tensor:
+    """Return the float16 number of each two bytes [num_blocks, 2] as float32 [num_blocks, 1]."""
+    return pairs.contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor, chunk: int = 0) -> Tensor:
+    """Return the low halves of each `chunk` bytes, then their high halves; 0: of all bytes."""
+    chunks = packed.reshape(len(packed), -1, chunk or packed.shape[1])  # [num_blocks, num_chunks, chunk]
+    return torch.stack([chunks & 15, chunks >> 4], dim=2).flatten(1)
+
+
+def _bits(packed: Tensor) -> Tensor:
+    """Return the bits of bytes [num_blocks, n], lowest first, [num_blocks, 8 n]."""
+    return (packed[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
+
+
+def _scales_and_minimums(blocks: Tensor) -> tuple[Tensor, int, Tensor]:
+    """Return scales, zero point and minimums of the 8 groups of a Q4_K or Q5_K block.
+
+    Bytes 4 to 15: the low 6 bits of the first and second four bytes are scales and minimums of groups 0 to 3; the last
+    four bytes have the low 4 bits of those of groups 4 to 7, the high 2 bits are at the top of the first eight.
+    """
+    first, second, last = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat([first & 63, last & 15 | first >> 6 << 4], dim=1)
+    minimums = torch.cat([second & 63, last >> 4 | second >> 6 << 4], dim=1)
+    return _halves(blocks[:, :2]) * scales.float(), 0, _halves(blocks[:, 2:4]) * minimums.float()

@@ -1,0 +1,115 @@
+"""GGUF checkpoint: the tensors of one file, quantized ones as the numbers that they stand for or as their blocks.
+
+Pages that were read count as this process's memory while they are mapped, so they are dropped every so often.
+"""
+
+import math
+import mmap
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from quire.formats.gguf.file import GGUFFile
+from quire.formats.gguf_tensors.blocks import READERS, Blocks, read_blocks
+
+RESIDENT_BYTES = 64 << 20     # read before pages are dropped
+PORTION_ELEMENTS = 1 << 20    # dequantized at a time: temporary tensors stay in a CPU's cache
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8,
+           "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}  # fmt: skip
+
+
+class GGUFCheckpoint:
+    """A `Checkpoint` of a file. `permuted`: tensors with permuted heads, and the dimensions of a head of each.
+
+    A quantized tensor reads as float32.
+    """
+
+    def __init__(self, file: GGUFFile, permuted: Mapping[str, int]) -> None:
+        self._file = file
+        self._permuted = permuted
+        self._bytes_read = 0
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all tensors."""
+        return self._file.tensors.keys()
+
+    def location(self, name: str | None = None) -> str:
+        """Return the file."""
+        return str(self._file.path)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._file.tensors[name].shape
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of what `read` returns."""
+        return "F32" if self.is_quantized(name) else self._file.tensors[name].type.name
+
+    def is_quantized(self, name: str) -> bool:
+        """Return whether a tensor is stored in blocks. ModelError if they are of a type that is not read."""
+        kind = self._file.tensors[name].type.name
+        if kind not in READERS and kind not in _DTYPES:
+            raise self._file.error(f"tensor {name} has type {kind}, which is not supported; supported are "
+                                   f"{', '.join([*_DTYPES, *READERS])}")
+        return kind in READERS
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows [start, stop) of a tensor: whole ones that are not quantized in the file's memory."""
+        entry = self._file.tensors[name]
+        if not self.is_quantized(name):
+            return self._bytes(name, start, stop).view(_DTYPES[entry.type.name]).view(-1, *entry.shape[1:])
+        if len(entry.shape) == 1:  # all of it is one row of blocks
+            return next(self._portions(name, 0, 1)).values().flatten()[start:stop]
+        return torch.cat([blocks.values() for blocks in self._portions(name, start, stop)]).view(-1, *entry.shape[1:])
+
+    def blocks(self, name: str, start: int, stop: int) -> Blocks:
+        """Return rows [start, stop) of a quantized matrix, at least one, as elements and scales.
+
+        Raises ModelError if a value is NaN or infinite in float32.
+        """
+        portions = list(self._portions(name, start, stop))
+        minimums = [blocks.minimums for blocks in portions if blocks.minimums is not None]
+        whole = portions[0]._replace(
+            elements=torch.cat([blocks.elements for blocks in portions]),
+            scales=torch.cat([blocks.scales for blocks in portions]),
+            minimums=torch.cat(minimums) if minimums else None,
+        )
+        if not whole.is_finite():
+            raise self._file.error(f"tensor {name} has values that are NaN or infinite")
+        return whole
+
+    def _portions(self, name: str, start: int, stop: int) -> Iterator[Blocks]:
+        entry = self._file.tensors[name]
+        num_rows = max(PORTION_ELEMENTS // math.prod(entry.shape[1:]), 1)
+        for first in range(start, stop, num_rows):
+            yield read_blocks(entry.type.name, self._bytes(name, first, min(first + num_rows, stop)))
+
+    def _bytes(self, name: str, start: int, stop: int) -> Tensor:
+        """Return the bytes of some rows, uint8 [num_rows, bytes_per_row]."""
+        entry = self._file.tensors[name]
+        num_rows = entry.shape[0] if len(entry.shape) > 1 or not self.is_quantized(name) else 1
+        self._drop_pages(entry.num_bytes // num_rows * (stop - start))
+        whole = torch.frombuffer(self._file.map, dtype=torch.uint8, count=entry.num_bytes, offset=entry.offset)
+        rows = whole.view(num_rows, -1)
+        if name not in self._permuted:
+            return rows[start:stop]
+        return rows[stored_rows(torch.arange(start, stop), self._permuted[name])]
+
+    def _drop_pages(self, num_bytes: int) -> None:
+        """Count bytes that are about to be read; let the pages of earlier ones go if they are many."""
+        self._bytes_read += num_bytes
+        if self._bytes_read > RESIDENT_BYTES:
+            self._file.map.madvise(mmap.MADV_DONTNEED)
+            self._bytes_read = num_bytes
+
+
+def stored_rows(rows: Tensor, head_dim: int) -> Tensor:
+    """Return where the rows of heads of `head_dim` dimensions are stored, given as Hugging Face counts them.
+
+    llama.cpp stores dimension i of the first half of a head at 2 i, dimension i of the second half at 2 i + 1.
+    """
+    dimension, half = rows % head_dim, head_dim // 2
+    return rows - dimension + 2 * (dimension % half) + dimension // half

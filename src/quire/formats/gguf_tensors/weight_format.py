@@ -1,0 +1,143 @@
+"""GGUF weight format: blocks of a file as integers or codes with scales, tensor by tensor of a type of its own.
+
+Modules that are fused may be of several types (llama.cpp gives the value projection more bits): their elements become
+8-bit integers in the smallest groups, with the same values, or floats where no such integers stand for the same values.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.formats.gguf.file import GGUFFile
+from quire.formats.gguf.quantization import GGUFQuantization
+from quire.formats.gguf_tensors.blocks import Blocks
+from quire.formats.gguf_tensors.checkpoint import GGUFCheckpoint
+from quire.kernels.linear_weight import CODEBOOK4, INT4, INT8, LinearWeight
+from quire.model.checkpoints.checkpoint import require_tensor
+from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.quantization import Activations, Quantization, activation_group_size
+from quire.model.weight_formats.dense import DenseFormat, read_floats
+from quire.model.weight_formats.format import ModuleRows, StoredTensors
+from quire.model.weight_formats.rounded import tensors_of_floats
+
+INT8_ZERO_POINT = 128
+
+
+def open_gguf(
+    file: GGUFFile, permuted: Mapping[str, int], embedding: str, quantization: Quantization
+) -> StoredTensors:
+    """Return the tensors of a file; `permuted` as of `GGUFCheckpoint`, `embedding` as of `GGUFFormat`."""
+    checkpoint = GGUFCheckpoint(file, permuted)
+    if not isinstance(quantization, GGUFQuantization):
+        return tensors_of_floats(checkpoint, quantization)
+    return StoredTensors(checkpoint, GGUFFormat(checkpoint, embedding, quantization.activations))
+
+
+class GGUFFormat:
+    """A `WeightFormat` of GGUF files. `embedding`: the module of the embedding table, which a tied head shares."""
+
+    def __init__(self, checkpoint: GGUFCheckpoint, embedding: str, activations: Activations | None = None) -> None:
+        self._checkpoint = checkpoint
+        self._embedding = embedding
+        self._activations = activations
+
+    def read(
+        self, tensors: TensorReader, modules: Sequence[ModuleRows], width: int, *, is_transposed: bool
+    ) -> LinearWeight:
+        """Return the modules' weights as the parts of one; no tensor of a file is transposed."""
+        assert not is_transposed
+        if not all(map(self._is_quantized, modules)):
+            return LinearWeight.dense([read_floats(tensors, each, width) for each in modules])
+        parts = [self._blocks(tensors, each, width) for each in modules if each.start < each.stop]
+        alike = _made_alike(parts)
+        if alike is None:
+            return LinearWeight.dense([read_floats(tensors, each, width) for each in modules])
+        return self._stacked(alike, tensors)
+
+    def read_head(
+        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Tensor | None
+    ) -> LinearWeight:
+        """Return the head; a tied one has the blocks of the embedding table."""
+        if embedding is not None and f"{module.module}.weight" not in tensors.names:
+            module = module._replace(module=self._embedding)
+        if not self._is_quantized(module):
+            return DenseFormat().read_head(tensors, module, width, embedding)
+        return self._stacked([self._blocks(tensors, module, width)], tensors)
+
+    def _is_quantized(self, module: ModuleRows) -> bool:
+        name = f"{module.module}.weight"
+        return name in self._checkpoint.names and self._checkpoint.is_quantized(name)
+
+    def _blocks(self, tensors: TensorReader, module: ModuleRows, width: int) -> Blocks:
+        name = f"{module.module}.weight"
+        require_tensor(self._checkpoint, name, (module.num_rows, width))
+        tensors.names_read.add(name)
+        return self._checkpoint.blocks(name, *module.rows)
+
+    def _stacked(self, parts: list[Blocks], tensors: TensorReader) -> LinearWeight:
+        """Return blocks that are alike, but for their zero points, as one weight."""
+        has_zeros = len({each.zero_point for each in parts}) > 1
+        weights = [self._weight(each, tensors, zeros_as_tensor=has_zeros) for each in parts]
+        return LinearWeight.stack(weights)
+
+    def _weight(self, blocks: Blocks, tensors: TensorReader, *, zeros_as_tensor: bool) -> LinearWeight:
+        device, size, (num_rows, width) = tensors.device, blocks.group_size, blocks.elements.shape
+        scales = blocks.scales.to(device)
+        zeros: Tensor | int | None = blocks.zero_point if blocks.minimums is None else None
+        if zeros_as_tensor:
+            zeros = torch.full_like(scales, blocks.zero_point, dtype=torch.uint8)
+        is_code = blocks.codebook is not None
+        return LinearWeight(
+            CODEBOOK4 if is_code else INT4 if blocks.bits == 4 else INT8,
+            (blocks.elements.to(device),),
+            num_rows,
+            width,
+            scales=scales,
+            zero_points=None if is_code else zeros,
+            group_size=size,
+            activation_group_size=0 if is_code else activation_group_size(size, self._activations),
+            minimums=None if blocks.minimums is None else blocks.minimums.to(device),
+            codebook=None if blocks.codebook is None else torch.tensor(blocks.codebook, device=device).float(),
+            dtype=tensors.dtype,
+        )
+
+
+def _made_alike(parts: list[Blocks]) -> list[Blocks] | None:
+    """Return blocks of the same values that differ in nothing but zero points, or None if there are none."""
+    kinds = {(each.bits, each.group_size, each.zero_point, each.codebook, each.minimums is None) for each in parts}
+    if len(kinds) == 1:
+        return parts
+    size = min(each.group_size for each in parts)
+    wide = [_as_int8(each, size) for each in parts]
+    if all(each.minimums is None for each in wide):
+        return wide
+    moved = [_with_minimums(each) for each in wide]
+    return moved if all(torch.equal(new.values(), old.values()) for new, old in zip(moved, wide, strict=True)) else None
+
+
+def _as_int8(blocks: Blocks, group_size: int) -> Blocks:
+    """Return 8-bit integers, or codes as such, in smaller groups."""
+    times = blocks.group_size // group_size
+    elements, zero_point = blocks.elements, blocks.zero_point
+    if blocks.codebook is not None:
+        codes = torch.tensor(blocks.codebook) + INT8_ZERO_POINT
+        elements, zero_point = codes.to(torch.uint8)[elements.int()], INT8_ZERO_POINT
+    return Blocks(
+        8,
+        elements,
+        blocks.scales.repeat_interleave(times, dim=1),
+        zero_point,
+        None if blocks.minimums is None else blocks.minimums.repeat_interleave(times, dim=1),
+    )
+
+
+def _with_minimums(blocks: Blocks) -> Blocks:
+    """Return blocks with minimums in place of the zero point: the same values unless products overflow.
+
+    Scales have 16 significant bits at most, as products of a float16 and an integer to 32, or 18 beside elements of 6
+    bits, so that every product is exact.
+    """
+    if blocks.minimums is not None:
+        return blocks
+    return blocks._replace(zero_point=0, minimums=blocks.scales * blocks.zero_point)

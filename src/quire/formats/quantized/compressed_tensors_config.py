@@ -1,0 +1,130 @@
+"""Parser of the quantization_config of compressed-tensors: schemes of config groups, by the targets that they name.
+
+A module is ignored, or has the scheme of the target that is its name, else of the first pattern `re:` that matches its
+beginning, in alphabetical order as in the format's own library, else of its class, which is Linear here. No torch.
+"""
+
+from collections.abc import Mapping
+
+from quire.formats.quantized.options import (
+    FLOAT_ELEMENTS,
+    INTEGER_ELEMENTS,
+    block_of,
+    group_size,
+    matching_rule,
+    number_choice,
+)
+from quire.formats.quantized.schemes import ModuleRule, Storage, StoredScheme
+from quire.model.config_reader import ConfigReader
+
+CLASS = "Linear"
+PATTERN_SIGN = "re:"
+_STORAGES: Mapping[str, Storage] = {
+    "pack-quantized": "packed",
+    "int-quantized": "plain",
+    "float-quantized": "plain",
+    "naive-quantized": "plain",
+}
+_MIXED = "mixed-precision"  # groups name their formats
+_ORDERS = {"weight": False, "static": False, "group": True, "dynamic": True}
+_ARGUMENTS = (
+    "num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder",
+    "observer", "observer_kwargs", "scale_dtype", "zp_dtype",
+)  # fmt: skip
+
+
+def compressed_tensors_rules(config: ConfigReader) -> list[ModuleRule]:
+    """Return the rules of a quantization_config. Raises ModelError for what is not supported."""
+    config.allow_only(
+        *("quant_method", "format", "config_groups", "ignore", "quantization_status", "kv_cache_scheme", "version"),
+        *("global_compression_ratio", "sparsity_config", "transform_config", "moe_sparsity_config"),
+    )
+    config.choice("quantization_status", {"compressed": True, "frozen": True}, "compressed")
+    sparsity = config.nested("sparsity_config", config.section("sparsity_config"))
+    sparsity.reject("format", "dense", why="weights are read dense")
+    for key in ("transform_config", "moe_sparsity_config"):
+        config.reject(key, {}, why="weights are read as they are")
+    targets: list[tuple[str, StoredScheme]] = []
+    for group in config.sections("config_groups").values():
+        scheme = _scheme(config, group)
+        targets += [(name, scheme) for name in group.names("targets") if scheme is not None]
+    ignored = [_rule(config, name, None) for name in config.names("ignore")]
+    return [*ignored, *(_rule(config, name, scheme) for name, scheme in sorted(targets, key=_specificity))]
+
+
+def _specificity(target: tuple[str, StoredScheme]) -> tuple[int, str]:
+    """Return the sorting key of a target: names come first, then patterns, then the class."""
+    name = target[0]
+    return (2 if name == CLASS else 1 if name.startswith(PATTERN_SIGN) else 0, name)
+
+
+def _rule(config: ConfigReader, name: str, scheme: StoredScheme | None) -> ModuleRule:
+    if name.startswith(PATTERN_SIGN):
+        return matching_rule(config, "pattern", name.removeprefix(PATTERN_SIGN), scheme)
+    return ModuleRule("all" if name == CLASS else "name", name, scheme)
+
+
+def _scheme(config: ConfigReader, group: ConfigReader) -> StoredScheme | None:
+    """Return the scheme of a config group; None for one that leaves weights alone."""
+    group.allow_only("targets", "weights", "input_activations", "output_activations", "format")
+    if not group.has("weights"):
+        return None
+    group.reject("output_activations", why="outputs are not quantized")
+    form = group if group.has("format") else config
+    known = {**_STORAGES} if form is group else {**_STORAGES, _MIXED: None}
+    storage = form.choice("format", known)
+    if storage is None:
+        raise group.error(f"format is missing; {_MIXED} needs one in each group")
+    weights = group.nested("weights", group.section("weights"))
+    weights.allow_only(*_ARGUMENTS)
+    weights.reject("dynamic", False, why="weights are quantized in the file")
+    return _weight_scheme(weights, storage, quantizes_activations=_quantizes_activations(group))
+
+
+def _weight_scheme(weights: ConfigReader, storage: Storage, *, quantizes_activations: bool) -> StoredScheme:
+    is_float = weights.choice("type", {"int": False, "float": True}, "int")
+    is_symmetric = weights.flag("symmetric", True)
+    element = number_choice(weights, "num_bits", FLOAT_ELEMENTS if is_float else INTEGER_ELEMENTS, 8)
+    if is_float and (storage == "packed" or not is_symmetric):
+        raise weights.error("type = 'float' is supported without zero points and not packed")
+    inputs, rows = _granularity(weights)
+    if rows > 1 and not is_symmetric:
+        raise weights.error("symmetric = False is not supported with blocks")
+    order = weights.raw("actorder")
+    return StoredScheme(
+        storage,
+        element,
+        inputs,
+        rows,
+        has_zero_points=not is_symmetric,
+        has_input_order=weights.choice("actorder", _ORDERS, "weight") if order is not False else False,
+        quantizes_activations=quantizes_activations and not is_float,
+    )
+
+
+def _granularity(weights: ConfigReader) -> tuple[int, int]:
+    """Return the inputs and the outputs that share a scale; 0 inputs: a scale per output, or for all."""
+    size = group_size(weights, "group_size") if weights.has("group_size") else 0
+    default = "group" if size else "channel" if weights.has("group_size") else "tensor"
+    strategy = weights.choice("strategy", {name: name for name in ("tensor", "channel", "group", "block")}, default)
+    if strategy == "block":
+        if not weights.has("block_structure"):
+            raise weights.error("block_structure is missing")
+        rows, inputs = block_of(weights, "block_structure")
+        return inputs, rows
+    if (strategy == "group") != bool(size):
+        raise weights.error(f"strategy = {strategy!r} with group_size = {weights.raw('group_size')!r:.40}")
+    return size, 1
+
+
+def _quantizes_activations(group: ConfigReader) -> bool:
+    """Return whether a group's activations are int8; float ones are left in 16 bits."""
+    if not group.has("input_activations"):
+        return False
+    inputs = group.nested("input_activations", group.section("input_activations"))
+    inputs.allow_only(*_ARGUMENTS)
+    inputs.flag("dynamic", False)
+    inputs.flag("symmetric", True)
+    number_choice(inputs, "num_bits", {8: 8}, 8)
+    inputs.choice("strategy", {"token": True, "tensor": True}, "tensor")
+    return inputs.choice("type", {"int": True, "float": False}, "int")

@@ -1,0 +1,1 @@
+"""Tensors of folders with quantized weights, and the linear weights that they become."""

@@ -1,0 +1,109 @@
+"""Tensors of quantized checkpoints as stored: scales, and integers packed into words."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.formats.quantized.schemes import StoredScheme
+from quire.model.checkpoints.checkpoint import FLOAT_DTYPES
+from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.weight_formats.format import ModuleRows
+
+WORD_BITS = 32
+MAX_SCALE = 1e30  # far past any weight; products with elements of a byte stay finite in float32 and bfloat16
+BITS = {"int4": 4, "int8": 8}
+SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
+
+
+class StoredModule(NamedTuple):
+    """Outputs of a quantized module to read: the tensors are named `{rows.module}.` and as the format says."""
+
+    tensors: TensorReader
+    scheme: StoredScheme
+    rows: ModuleRows
+    width: int
+
+    def name(self, tensor: str) -> str:
+        """Return the full name of a tensor of the module."""
+        return f"{self.rows.module}.{tensor}"
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs to read."""
+        return self.rows.stop - self.rows.start
+
+    @property
+    def columns(self) -> slice:
+        """The outputs to read, where tensors have them in columns."""
+        return slice(*self.rows.rows)
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale, at most all of a row."""
+        return min(self.scheme.group_size or self.width, self.width)
+
+    @property
+    def num_groups(self) -> int:
+        """Scales of an output; the last group may be short."""
+        return -(-self.width // self.group_size)
+
+    def read(self, tensor: str, shape: tuple[int, ...], dtype: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """Return a tensor, or rows of it, as stored."""
+        return self.tensors.raw(self.name(tensor), shape, (dtype,), rows)
+
+    def read_any(self, tensor: str, shapes: Sequence[tuple[int, ...]], dtypes: Collection[str]) -> Tensor:
+        """Return a tensor that has one of several shapes; error messages name the first."""
+        name = self.name(tensor)
+        shape = self.tensors.shape(name) if name in self.tensors.names else shapes[0]
+        return self.tensors.raw(name, shape if shape in shapes else shapes[0], dtypes)
+
+    def scales(self, tensor: str, *shapes: tuple[int, ...]) -> Tensor:
+        """Return a tensor of scales, of one of several shapes, as float32; ModelError where one is no number."""
+        scales = self.read_any(tensor, shapes, SCALE_DTYPES).float()
+        if not bool((scales.abs() <= MAX_SCALE).all()):
+            raise self.tensors.error(self.name(tensor), f"has scales that are NaN or greater than {MAX_SCALE}")
+        return scales
+
+    def zero_points(self, whole: Tensor) -> Tensor | int:
+        """Return zero points of all outputs, uint8 [num_rows, num_groups], cut to those read, or one for all if equal.
+
+        All of the tensor decides, so that every part of a weight has the same form.
+        """
+        low, high = (int(end) for end in whole.aminmax())
+        return low if low == high else whole[self.columns].contiguous()
+
+    def group_index(self, tensor: str) -> Tensor | None:
+        """Return the group of each input, int32 [width]; None where groups are of consecutive inputs.
+
+        A tensor of -1 alone is none: tools write it that reserve one. Raises ModelError for groups of other sizes than
+        consecutive ones.
+        """
+        name = self.name(tensor)
+        if name not in self.tensors.names and not self.scheme.has_input_order:
+            return None
+        index = self.read(tensor, (self.width,), "I32")
+        consecutive = torch.arange(self.width, dtype=torch.int32, device=index.device) // self.group_size
+        if torch.equal(index, consecutive) or bool((index == -1).all()):
+            return None
+        if not torch.equal(index.sort().values, consecutive):
+            sizes = f"{self.num_groups} groups of {self.group_size}, the last for the rest"
+            raise self.tensors.error(name, f"does not divide {self.width} inputs into {sizes}")
+        return index.clone()
+
+
+def num_words(count: int, bits: int) -> int:
+    """Return the words that `count` elements of some bits take."""
+    return -(-count * bits // WORD_BITS)
+
+
+def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+    """Return the first `count` elements, uint8, of each row of words, int32 [..., num_words]; low bits come first."""
+    elements = words.flatten().view(torch.uint8)
+    if bits == 4:
+        pairs = elements.to(torch.int16)
+        pairs |= pairs << 4
+        pairs &= 0x0F0F  # in memory two bytes, the low nibble and the high one
+        elements = pairs.view(torch.uint8)
+    return elements.view(*words.shape[:-1], -1)[..., :count]

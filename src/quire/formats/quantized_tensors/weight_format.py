@@ -1,0 +1,121 @@
+"""Weight format of folders with quantized weights: each module as its scheme says, fused modules as one weight.
+
+The door of this package is `open_quantized`.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.formats.quantized.quantization import FolderQuantization, weight_scheme
+from quire.formats.quantized.schemes import Storage, StoredQuantization, StoredScheme
+from quire.formats.quantized_tensors.awq import read_awq
+from quire.formats.quantized_tensors.compressed_tensors import read_packed
+from quire.formats.quantized_tensors.gptq import read_gptq
+from quire.formats.quantized_tensors.plain import read_plain
+from quire.formats.quantized_tensors.stored import StoredModule
+from quire.kernels.linear_weight import DENSE, LinearWeight
+from quire.kernels.quantized import expand
+from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
+from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.quantization import Activations
+from quire.model.weight_formats.dense import DenseFormat, read_floats
+from quire.model.weight_formats.format import ModuleRows, StoredTensors
+
+log = logging.getLogger(__name__)
+
+_READERS: Mapping[Storage, Callable[[StoredModule], LinearWeight]] = {
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "packed": read_packed,
+    "plain": read_plain,
+}
+_WORDS = ("gptq", "awq")  # quantized modules have no tensor `.weight`
+
+
+def open_quantized(folder: Path, quantization: FolderQuantization) -> StoredTensors:
+    """Return the tensors of a folder with quantized weights."""
+    weight_format = QuantizedFormat(quantization.stored, quantization.activations)
+    return StoredTensors(SafetensorsCheckpoint(folder), weight_format)
+
+
+class QuantizedFormat:
+    """A `WeightFormat` of quantized checkpoints. `activations`: asked for; None: the default for each module."""
+
+    def __init__(self, quantization: StoredQuantization, activations: Activations | None) -> None:
+        self._quantization = quantization
+        self._activations = activations
+        self._has_warned = False  # of modules of one layer that differ
+
+    def read(
+        self, tensors: TensorReader, modules: Sequence[ModuleRows], width: int, *, is_transposed: bool
+    ) -> LinearWeight:
+        """Return the modules' weights as one, quantized where all modules are, in the same way."""
+        parts = [self._module(tensors, each, width, is_transposed=is_transposed) for each in modules]
+        weight = fused(parts)
+        if weight.format == DENSE and {part.format for part in parts} != {DENSE} and not self._has_warned:
+            names = ", ".join(each.module for each in modules)
+            log.warning("%s differ in format: such layers are expanded to %s", names, tensors.dtype)
+            self._has_warned = True
+        return weight
+
+    def read_head(
+        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Tensor | None
+    ) -> LinearWeight:
+        """Return the head as the checkpoint has it."""
+        has_tensors = any(name.startswith(f"{module.module}.") for name in tensors.names)
+        if self._scheme(tensors, module) is None or (embedding is not None and not has_tensors):
+            return DenseFormat().read_head(tensors, module, width, embedding)
+        return self._module(tensors, module, width, is_transposed=False)
+
+    def _module(
+        self, tensors: TensorReader, module: ModuleRows, width: int, *, is_transposed: bool
+    ) -> LinearWeight:
+        scheme = self._scheme(tensors, module)
+        if scheme is None:
+            return LinearWeight.dense(read_floats(tensors, module, width, is_transposed=is_transposed))
+        weight = _READERS[scheme.storage](StoredModule(tensors, scheme, module, width))
+        return replace(weight, activation_group_size=weight_scheme(scheme, self._activations).activation_group_size)
+
+    def _scheme(self, tensors: TensorReader, module: ModuleRows) -> StoredScheme | None:
+        """Return the scheme of a module; None for dense ones, also those that only the tensors show to be dense."""
+        scheme, name = self._quantization.scheme(module.module), module.module
+        is_dense = f"{name}.weight" in tensors.names and f"{name}.qweight" not in tensors.names
+        return None if scheme is not None and scheme.storage in _WORDS and is_dense else scheme
+
+
+def fused(parts: Sequence[LinearWeight]) -> LinearWeight:
+    """Return one weight with the rows of all parts; of expanded values where the parts differ in their formats."""
+    if len(parts) == 1:
+        return parts[0]
+    if not all(_is_alike(part, parts[0]) for part in parts[1:]):
+        return LinearWeight.dense([_values(part) for part in parts])
+    if parts[0].format == DENSE:
+        return LinearWeight.dense([tensor for part in parts for tensor in part.data])
+    zeros = {part.zero_points if isinstance(part.zero_points, int) else None for part in parts}
+    return LinearWeight.stack(parts if len(zeros) == 1 else [_with_zero_points(part) for part in parts])
+
+
+def _is_alike(part: LinearWeight, other: LinearWeight) -> bool:
+    for field in ("format", "group_size", "activation_group_size"):
+        if getattr(part, field) != getattr(other, field):
+            return False
+    if part.group_index is None or other.group_index is None:
+        return part.group_index is other.group_index
+    return torch.equal(part.group_index, other.group_index)
+
+
+def _with_zero_points(part: LinearWeight) -> LinearWeight:
+    """Return a weight with a zero point for each scale."""
+    if not isinstance(part.zero_points, int) or part.scales is None:
+        return part
+    return replace(part, zero_points=torch.full_like(part.scales, part.zero_points, dtype=torch.uint8))
+
+
+def _values(part: LinearWeight) -> Tensor:
+    """Return a part's values in the model's dtype."""
+    return part.data[0] if part.format == DENSE else expand(part).to(part.value_dtype)

@@ -1,0 +1,217 @@
+"""GGUF files of every family: unquantized ones equal their folders to the bit, and what is wrong is named."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.core.errors import ModelError
+from quire.engine.formats import read_source
+from quire.formats.gguf.file import GGUFFile
+from quire.formats.gguf_tensors.checkpoint import RESIDENT_BYTES, GGUFCheckpoint, stored_rows
+from quire.kernels.back_end import BackEnd
+from quire.model.loader import load_model
+from support.gguf_files import Stored, as_is, convert, write_gguf
+from support.random_folder import write_random_folder
+
+WIDE = {
+    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": WIDE | {"architectures": ["LlamaForCausalLM"]},
+    "llama, biases, own head width, tied": WIDE
+    | {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True, "head_dim": 16}
+    | {"tie_word_embeddings": True},
+    "mistral": WIDE | {"architectures": ["MistralForCausalLM"], "sliding_window": 11},
+    "qwen2": WIDE | {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": WIDE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "rms_norm_eps": 1e-6},
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"], "vocab_size": 96, "n_embd": 48, "n_layer": 2, "n_head": 6,
+        "n_positions": 64, "n_inner": 72, "layer_norm_epsilon": 1e-3,
+    },
+}  # fmt: skip
+OF_FILE = {"mistral": {"llama.attention.sliding_window": 11}}
+PROMPT = torch.arange(40).tolist()
+
+
+def logits_of(path: Path, back_end: BackEnd, runner: Callable[..., Any], **options: Any) -> Tensor:  # noqa: ANN401
+    return runner(load_model(read_source(path), back_end=back_end, **options)).step({"a": PROMPT})["a"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_unquantized_file_equals_its_folder_to_the_bit(
+    family: str, dtype: torch.dtype, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    folder = write_random_folder(tmp_path / "model", CONFIGS[family], dtype)
+    file = convert(folder, tmp_path / "model.gguf", **OF_FILE.get(family, {}))
+    source, expected = read_source(file), read_source(folder)
+    assert source.dtype() == expected.dtype() == str(dtype).removeprefix("torch.")
+    assert (source.spec.norm_eps, source.spec.rotary) == (expected.spec.norm_eps, expected.spec.rotary)
+    ours = logits_of(file, back_end, paged_runner)
+    assert torch.equal(ours, logits_of(folder, back_end, paged_runner))
+
+
+def test_dtype_is_that_of_most_elements(tmp_path: Path) -> None:
+    folder = write_random_folder(tmp_path / "model", CONFIGS["gpt2"], torch.float16)
+
+    def with_float_positions(name: str, tensor: Tensor) -> Stored:
+        return as_is(name, tensor.float() if name == "position_embd.weight" else tensor)
+
+    assert read_source(convert(folder, tmp_path / "a.gguf", with_float_positions)).dtype() == "float16"
+    assert read_source(tmp_path / "a.gguf").dtype("float32") == "float32"
+
+
+def test_every_tensor_is_used_and_counted(
+    tmp_path: Path, back_end: BackEnd, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_random_folder(tmp_path / "model", CONFIGS["qwen3"])
+    theirs = load_model(folder, back_end=back_end)
+    ours = load_model(read_source(convert(folder, tmp_path / "model.gguf")), back_end=back_end)
+    assert (ours.num_parameters, ours.weight_bytes) == (theirs.num_parameters, theirs.weight_bytes)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("scaling", "metadata"),
+    [
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+            | {"llama.rope.scaling.original_context_length": 32},
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0},
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+            | {"llama.rope.scaling.yarn_beta_fast": 8.0, "llama.rope.scaling.yarn_beta_slow": 2.0},
+        ),
+        ({"rope_type": "linear", "factor": 2.5}, {"llama.rope.scaling.type": "linear"}
+         | {"llama.rope.scaling.factor": 2.5}),
+        ({"rope_type": "linear", "factor": 2.5}, {"llama.rope.scale_linear": 2.5}),
+        ({"rope_type": "default"}, {"llama.rope.scaling.type": "none"}),
+    ],
+)
+def test_rope_scalings_are_those_of_the_config(
+    tmp_path: Path, scaling: dict[str, Any], metadata: dict[str, Any]
+) -> None:
+    folder = write_random_folder(tmp_path / "model", CONFIGS["llama"] | {"rope_scaling": scaling})
+    file = convert(folder, tmp_path / "model.gguf", **metadata)
+    assert read_source(file).spec.rotary == read_source(folder).spec.rotary
+
+
+def test_llama3_rope_as_a_tensor_of_divisors_gives_the_frequencies_but_for_rounding(
+    tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 32
+    config = CONFIGS["llama"] | {"rope_theta": 20.0, "rope_scaling": scaling}
+    folder = write_random_folder(tmp_path / "model", config)
+    kept = 1.0 / 20.0 ** (torch.arange(0, 8, 2) / 8)
+    waves = 2 * torch.pi / kept
+    smooth = (32 / waves - 1) / 3
+    divisors = torch.where(waves < 8, 1.0, torch.where(waves > 32, 8.0, 1 / ((1 - smooth) / 8 + smooth)))
+    assert len(set(divisors.tolist())) > 2
+    plain = convert(folder, tmp_path / "plain.gguf")
+    entries = GGUFFile(plain)
+    tensors = {
+        name: (entry.type.name, entry.shape, entries.map[entry.offset : entry.offset + entry.num_bytes])
+        for name, entry in entries.tensors.items()
+    }
+    metadata = {key: value for key, value in entries.metadata.items() if isinstance(value, int | float | str)}
+    file = write_gguf(tmp_path / "model.gguf", metadata, tensors | {"rope_freqs.weight": as_is("", divisors)})
+    ours, theirs = (logits_of(path, back_end, paged_runner) for path in (file, folder))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits_of(plain, back_end, paged_runner), theirs, rtol=1e-2, atol=1e-2)
+
+
+def test_rows_in_ranges_are_the_rows_of_the_whole(tmp_path: Path) -> None:
+    folder = write_random_folder(tmp_path / "model", CONFIGS["llama"])
+    path = convert(folder, tmp_path / "model.gguf")
+    checkpoint = GGUFCheckpoint(GGUFFile(path), {"blk.0.attn_q.weight": 8})
+    for name in ("blk.0.attn_q.weight", "blk.0.ffn_down.weight", "output_norm.weight"):
+        whole = checkpoint.read(name, 0, checkpoint.shape(name)[0])
+        assert whole.shape == checkpoint.shape(name)
+        cut = [checkpoint.read(name, start, min(start + 7, len(whole))) for start in range(0, len(whole), 7)]
+        assert torch.equal(torch.cat(cut), whole)
+
+
+def test_stored_rows_undo_the_layout_of_heads() -> None:
+    heads = torch.arange(3 * 12)
+    stored = heads.reshape(3, 2, 6).transpose(1, 2).flatten()  # as the converter moves rows
+    assert torch.equal(stored[stored_rows(heads, 12)], heads)
+
+
+def test_pages_are_dropped_while_tensors_stay_right(tmp_path: Path) -> None:
+    rows = torch.arange(1 << 18, dtype=torch.float32).view(1 << 8, 1 << 10)
+    path = write_gguf(tmp_path / "model.gguf", {}, {"a": as_is("a", rows)})
+    checkpoint = GGUFCheckpoint(GGUFFile(path), {})
+    kept = checkpoint.read("a", 0, 1 << 8)
+    for _ in range(RESIDENT_BYTES // rows.nbytes + 2):
+        assert torch.equal(checkpoint.read("a", 0, 1 << 8), rows)
+    assert torch.equal(kept, rows)
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"general.architecture": "bert"}, "general.architecture must be one of llama, qwen2, qwen3, gpt2"),
+    "no architecture": ({"general.architecture": None}, r"general.architecture must be one of .*, got None"),
+    "missing": ({"llama.block_count": None}, "llama.block_count is missing"),
+    "of a wrong type": ({"llama.embedding_length": "48"}, "llama.embedding_length must be an integer from 1 to"),
+    "an array": ({"llama.attention.head_count_kv": [2, 2]}, "head_count_kv must be an integer .*, got an array of 2"),
+    "too many layers": ({"llama.block_count": 10**6}, "llama.block_count must be an integer from 1 to 4096"),
+    "zero": ({"llama.attention.head_count": 0}, "llama.attention.head_count must be an integer from 1"),
+    "not a number": ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon must be a num"),
+    "experts": ({"llama.expert_count": 8}, "llama.expert_count = 8 is not supported yet"),
+    "part of a head turned": ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count = 4 is not supported"),
+    "not causal": ({"llama.attention.causal": False}, "llama.attention.causal = False is not supported yet"),
+    "longrope": ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type must be one of none, linear, yarn"),
+    "one of several parts": ({"split.count": 3}, "is one of 3 parts of a model; llama-gguf-split --merge"),
+    "other sizes": ({"llama.feed_forward_length": 64}, r"tensor blk.0.ffn_gate.weight has shape \[80, 48\], expected"),
+    "end": ({"tokenizer.ggml.eos_token_id": 96}, "tokenizer.ggml.eos_token_id must be an integer from 0 to 95"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_metadata_that_makes_no_model_is_refused_by_key(kind: str, tmp_path: Path, back_end: BackEnd) -> None:
+    changes, words = BROKEN[kind]
+    folder = write_random_folder(tmp_path / "model", CONFIGS["llama"])
+    path = convert(folder, tmp_path / "model.gguf", **changes)
+
+    def load() -> None:
+        load_model(read_source(path), back_end=back_end)
+        read_source(path).eos_token_ids()
+
+    with pytest.raises(ModelError, match=words) as error:
+        load()
+    assert str(path) in str(error.value)
+
+
+def test_missing_or_unsupported_tensor_is_named(tmp_path: Path, back_end: BackEnd) -> None:
+    folder = write_random_folder(tmp_path / "model", CONFIGS["llama"])
+
+    def spoil(name: str, tensor: Tensor) -> Any:  # noqa: ANN401
+        if name == "blk.1.attn_v.weight":
+            return "I16", tuple(tensor.shape), bytes(2 * tensor.numel())
+        return as_is(name, tensor)
+
+    with pytest.raises(ModelError, match=r"tensor blk\.1\.attn_v\.weight has dtype I16"):
+        load_model(read_source(convert(folder, tmp_path / "model.gguf", spoil)), back_end=back_end)
+    path = convert(folder, tmp_path / "other.gguf")
+    path.write_bytes(path.read_bytes().replace(b"token_embd.weight", b"token_ambd.weight"))
+    with pytest.raises(ModelError, match=r"other.gguf: tensor token_embd\.weight is missing"):
+        load_model(read_source(path), back_end=back_end)
+
+
+def test_ends_are_those_named_and_those_known_by_their_text(tmp_path: Path) -> None:
+    folder = write_random_folder(tmp_path / "model", CONFIGS["llama"])
+    tokens = [f"token {index}" for index in range(96)]
+    tokens[5], tokens[7], tokens[9] = "<|im_end|>", "<|endoftext|>", "<|eot_id|>"
+    kinds = [3 if index in (5, 9) else 1 for index in range(96)]
+    vocabulary = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    named = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 3}
+    assert read_source(convert(folder, tmp_path / "a.gguf", **vocabulary, **named)).eos_token_ids() == {2, 3, 5, 9}
+    assert read_source(convert(folder, tmp_path / "b.gguf", **named)).eos_token_ids() == {2, 3}
+    assert read_source(convert(folder, tmp_path / "c.gguf")).eos_token_ids() == frozenset()

@@ -1,0 +1,290 @@
+"""Quantized GGUF files: layers are those of the folder with the same values to the bit, whatever types meet."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.core.errors import ConfigError, ModelError
+from quire.engine.formats import read_source
+from quire.formats.gguf.file import GGUFFile
+from quire.formats.gguf.quantization import SCHEMES, GGUFQuantization, block_scheme
+from quire.formats.gguf_tensors.blocks import READERS, read_blocks
+from quire.formats.gguf_tensors.checkpoint import GGUFCheckpoint
+from quire.formats.gguf_tensors.weight_format import GGUFFormat
+from quire.kernels.back_end import BackEnd
+from quire.kernels.linear import all_finite, reference
+from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.quantized import expand
+from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.loader import load_model
+from quire.model.quantization import Activations, QuantizationOptions
+from quire.model.weight_formats.format import ModuleRows
+from support.gguf_blocks import random_blocks, random_rows
+from support.gguf_files import as_is, convert, converted, dequantized, write_gguf
+from support.random_folder import write_random_folder
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 48, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+EXPANDED = QuantizationOptions(activations="bfloat16")
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama, tied": LLAMA | {"tie_word_embeddings": True},
+    "qwen2": LLAMA | {"architectures": ["Qwen2ForCausalLM"]},
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], "vocab_size": 48, "n_embd": 256, "n_layer": 1, "n_head": 8,
+             "n_positions": 64},
+}  # fmt: skip
+MIXTURES: dict[str, tuple[dict[str, str], str]] = {
+    **{name: ({}, name) for name in READERS},
+    "as Q4_K_M": ({"attn_v.weight": "Q6_K", "ffn_down.weight": "Q6_K", "token_embd.weight": "Q6_K"}, "Q4_K"),
+    "zero points": ({"attn_k.weight": "Q6_K", "attn_v.weight": "Q8_0", "ffn_up.weight": "IQ4_NL"}, "Q5_0"),
+    "codes": ({"attn_k.weight": "MXFP4", "ffn_up.weight": "MXFP4", "output.weight": "Q5_K"}, "IQ4_XS"),
+    "minimums and codes that lose bits": ({"attn_v.weight": "Q5_K"}, "IQ4_XS"),
+    "floats": ({"attn_v.weight": "BF16", "output.weight": "BF16", "token_embd.weight": "BF16"}, "Q4_1"),
+}
+PROMPT = torch.arange(30).tolist()
+
+
+def logits_of(
+    path: Path,
+    back_end: BackEnd,
+    runner: Callable[..., Any],
+    asked: QuantizationOptions | None = None,
+    dtype: str = "auto",
+) -> Tensor:
+    source = read_source(path)
+    found = source.quantization(asked or QuantizationOptions())
+    return runner(load_model(source, back_end=back_end, dtype=dtype, quantization=found)).step({"a": PROMPT})["a"]
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_quantized_file_equals_the_dequantized_folder_to_the_bit(
+    mixture: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    folder = write_random_folder(tmp_path / "model", LLAMA)
+    file = convert(folder, tmp_path / "model.gguf", random_blocks(*MIXTURES[mixture]))
+    twin = dequantized(folder, file, tmp_path / "twin", torch.bfloat16)
+    assert read_source(file).dtype() == "bfloat16"
+    ours = logits_of(file, back_end, paged_runner, asked=EXPANDED)
+    assert ours.std() > 0
+    assert torch.equal(ours, logits_of(twin, back_end, paged_runner))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_quantized_file_of_each_family(
+    family: str, dtype: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    folder = write_random_folder(tmp_path / "model", CONFIGS[family])
+    file = convert(folder, tmp_path / "model.gguf", random_blocks(*MIXTURES["as Q4_K_M"]))
+    twin = dequantized(folder, file, tmp_path / "twin", getattr(torch, dtype))
+    ours = logits_of(file, back_end, paged_runner, dtype=dtype, asked=EXPANDED)
+    assert torch.equal(ours, logits_of(twin, back_end, paged_runner))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+def test_file_quantized_by_the_gguf_package(
+    kind: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    package = pytest.importorskip("gguf", reason="the gguf package is not installed")
+    quants, quant_type = package.quants, package.GGMLQuantizationType[kind]
+    folder, path = write_random_folder(tmp_path / "model", LLAMA), tmp_path / "model.gguf"
+    metadata, tensors = converted(folder)
+    writer, twin = package.GGUFWriter(path, metadata.pop("general.architecture")), {}
+    for key, value in metadata.items():
+        add = {int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(key, value)
+    for name, (_, shape, stored) in tensors.items():
+        values = np.frombuffer(stored, np.float32).reshape(shape)
+        if len(shape) > 1:
+            blocks = quants.quantize(values, quant_type)
+            writer.add_tensor(name, blocks, raw_dtype=quant_type)
+            values = quants.dequantize(blocks, quant_type)
+        else:
+            writer.add_tensor(name, values)
+        twin[name] = as_is(name, torch.tensor(values).bfloat16())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    dequantized_file = write_gguf(tmp_path / "twin.gguf", metadata | {"general.architecture": "llama"}, twin)
+    ours = logits_of(path, back_end, paged_runner, asked=EXPANDED)
+    assert torch.equal(ours, logits_of(dequantized_file, back_end, paged_runner))
+    exact = logits_of(folder, back_end, paged_runner, dtype="bfloat16")
+    assert torch.corrcoef(torch.stack([ours.flatten(), exact.flatten()]))[0, 1] > 0.9
+
+
+def read_fused(
+    tmp_path: Path,
+    kinds: list[str],
+    rows: list[ModuleRows] | None = None,
+    magnitudes: dict[str, tuple[int, int]] | None = None,
+    activations: Activations | None = None,
+) -> tuple[LinearWeight, Tensor]:
+    """Return fused modules of random blocks, and the values of their rows."""
+    ranges = [(magnitudes or {}).get(kind, (-4, 0)) for kind in kinds]
+    made = [
+        random_rows(kind, 32, 256, seed, least=least, most=most)
+        for seed, (kind, (least, most)) in enumerate(zip(kinds, ranges, strict=True))
+    ]
+    pairs = enumerate(zip(kinds, made, strict=True))
+    stored = {f"{number}.weight": (kind, (32, 256), each.tobytes()) for number, (kind, each) in pairs}
+    checkpoint = GGUFCheckpoint(GGUFFile(write_gguf(tmp_path / "a.gguf", {}, stored)), {})
+    tensors = TensorReader(checkpoint, torch.float32, torch.device("cpu"), all_finite)
+    modules = rows or [ModuleRows.whole(str(number), 32) for number in range(len(kinds))]
+    weight = GGUFFormat(checkpoint, "token_embd", activations).read(tensors, modules, 256, is_transposed=False)
+    values = [read_blocks(kind, torch.from_numpy(each)).values() for kind, each in zip(kinds, made, strict=True)]
+    return weight, torch.cat([values[int(each.module)][each.start : each.stop] for each in modules])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept"),
+    [
+        (["Q4_K", "Q4_K", "Q4_K"], "int4"),
+        (["IQ4_XS", "IQ4_NL", "IQ4_XS"], "codebook4"),
+        (["Q4_K", "Q4_K", "Q6_K"], "int8"),
+        (["Q5_0", "Q6_K", "Q8_0"], "int8"),
+        (["IQ4_NL", "Q4_0", "MXFP4"], "int8"),
+        (["Q5_K", "Q4_1", "Q5_1"], "int8"),
+        (["IQ4_XS", "IQ4_XS", "Q5_K"], "int8"),
+        (["IQ4_NL", "MXFP4", "Q4_1"], "int8"),
+    ],
+)
+def test_fused_modules_of_several_types_keep_their_values(tmp_path: Path, kinds: list[str], kept: str) -> None:
+    weight, values = read_fused(tmp_path, kinds)
+    assert weight.format == kept
+    assert torch.equal(expand(weight), values)
+
+
+def test_fused_modules_that_no_integers_stand_for_become_floats(tmp_path: Path) -> None:
+    large = {"MXFP4": (40, 41)}  # 2 ** 120 times a code is a float32, times 128 it is not
+    weight, values = read_fused(tmp_path, ["Q4_1", "MXFP4"], magnitudes=large)
+    assert weight.format == "dense"
+    assert torch.equal(torch.cat(weight.data), values)
+
+
+def test_rows_in_ranges_are_the_rows_of_the_whole(tmp_path: Path) -> None:
+    ranges = [ModuleRows("0", 32, 16, 32), ModuleRows("1", 32, 0, 16), ModuleRows("2", 32, 16, 16)]
+    weight, values = read_fused(tmp_path, ["Q4_K", "Q6_K", "Q6_K"], ranges)
+    assert weight.out_features == 32
+    assert torch.equal(expand(weight), values)
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_scheme_of_a_type_is_that_of_its_weights(kind: str, tmp_path: Path) -> None:
+    weight, _ = read_fused(tmp_path, [kind])
+    scheme = SCHEMES[kind]
+    correction = "minimums" if weight.minimums is not None else "constant"
+    assert (weight.format, weight.group_size, correction) == (scheme.format, scheme.group_size, scheme.correction)
+    assert SCHEMES.keys() == READERS.keys()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    folder = write_random_folder(tmp_path / "model", LLAMA)
+    return convert(folder, tmp_path / "model.gguf", random_blocks(*MIXTURES["as Q4_K_M"]))
+
+
+@pytest.mark.parametrize("kinds", [["IQ4_NL", "Q4_0"], ["Q4_K", "Q6_K"], ["Q4_0", "Q8_0"]], ids="-".join)
+@pytest.mark.parametrize("activations", [None, "int8", "bfloat16"])
+def test_scheme_of_fused_types_is_that_of_their_weight(
+    activations: Activations | None, kinds: list[str], tmp_path: Path
+) -> None:
+    weight, _ = read_fused(tmp_path, kinds, activations=activations)
+    modules = {kind: block_scheme(kind, activations) for kind in kinds}
+    scheme = GGUFQuantization("gguf", activations=activations, modules=modules).scheme(kinds)
+    assert (scheme.format, scheme.group_size) == (weight.format, weight.group_size)
+    assert scheme.activation_group_size == weight.activation_group_size
+
+
+def test_log_names_types_and_arithmetic(file: Path, back_end: BackEnd, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    load_model(read_source(file), back_end=back_end)
+    assert (
+        "quantization gguf (Q4_K, Q6_K): int4 weights in groups of 32, int8 activations in groups of 32; "
+        "output head: int4 weights in groups of 32, int8"
+    ) in caplog.text
+
+
+def test_option_that_contradicts_the_file_is_refused(file: Path, tmp_path: Path) -> None:
+    source = read_source(file)
+    for method in ("int8", "awq", "none"):
+        with pytest.raises(ConfigError, match=rf"quantization '{method}' contradicts .*model.gguf, .* Q4_K, Q6_K"):
+            source.quantization(QuantizationOptions(method))  # type: ignore[arg-type]
+    assert source.quantization(QuantizationOptions("gguf")) == source.quantization(QuantizationOptions())
+    floats = read_source(convert(tmp_path / "model", tmp_path / "floats.gguf"))
+    assert floats.quantization(QuantizationOptions("gguf")).method == "none"
+    assert floats.quantization(QuantizationOptions("int8")).method == "int8"
+
+
+def test_activations_are_rounded_in_the_groups_of_blocks_unless_bfloat16_is_asked_for(
+    file: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    found = read_source(file).quantization(QuantizationOptions())
+    assert (found.layers.activation_group_size, found.head.activation_group_size) == (32, 32)
+    assert found == replace(read_source(file).quantization(QuantizationOptions(activations="int8")), activations=None)
+    expanded = logits_of(file, back_end, paged_runner, asked=EXPANDED).log_softmax(1)
+    rounded = logits_of(file, back_end, paged_runner).log_softmax(1)
+    assert not torch.equal(rounded, expanded)
+    assert (expanded.exp() * (expanded - rounded)).sum(1).mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    "kinds", [*([kind] for kind, scheme in SCHEMES.items() if scheme.format != "codebook4"), ["Q4_K", "Q4_K", "Q6_K"]],
+    ids="-".join,
+)
+def test_layer_with_int8_activations_is_the_reference_to_the_bit(
+    kinds: list[str], tmp_path: Path, back_end: BackEnd
+) -> None:
+    weight, _ = read_fused(tmp_path, kinds, activations="int8")
+    assert weight.activation_group_size == weight.group_size
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(back_end.linear(weight)(x), reference(x, weight))
+
+
+def test_floats_of_a_file_are_quantized_as_those_of_a_folder(
+    tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    folder = write_random_folder(tmp_path / "model", LLAMA, torch.bfloat16)
+    file, asked = convert(folder, tmp_path / "model.gguf"), QuantizationOptions("int8")
+    ours = logits_of(file, back_end, paged_runner, asked)
+    assert torch.equal(ours, logits_of(folder, back_end, paged_runner, asked))
+
+
+def test_scale_that_is_no_number_is_named(tmp_path: Path, back_end: BackEnd) -> None:
+    folder = write_random_folder(tmp_path / "model", LLAMA)
+    fill = random_blocks({}, "Q8_0")
+
+    def spoil(name: str, tensor: Tensor) -> Any:  # noqa: ANN401
+        kind, shape, stored = fill(name, tensor)
+        if name == "blk.0.ffn_up.weight":
+            stored = np.array([np.inf], np.float16).tobytes() + stored[2:]
+        return kind, shape, stored
+
+    with pytest.raises(ModelError, match=r"tensor blk\.0\.ffn_up\.weight has values that are NaN or infinite"):
+        load_model(read_source(convert(folder, tmp_path / "model.gguf", spoil)), back_end=back_end)
+
+
+def test_unsupported_type_and_missing_tensor_are_named(tmp_path: Path, back_end: BackEnd) -> None:
+    folder = write_random_folder(tmp_path / "model", LLAMA)
+    fill = random_blocks({}, "Q4_K")
+
+    def spoil(name: str, tensor: Tensor) -> Any:  # noqa: ANN401
+        if name == "blk.0.ffn_down.weight":
+            return "Q2_K", tuple(tensor.shape), bytes(tensor.numel() // 256 * 84)
+        return fill(name, tensor)
+
+    path = convert(folder, tmp_path / "model.gguf", spoil)
+    with pytest.raises(ModelError, match=r"tensor blk\.0\.ffn_down\.weight has type Q2_K, which is not supported; sup"):
+        load_model(read_source(path), back_end=back_end)
+    path.write_bytes(path.read_bytes().replace(b"blk.0.ffn_down", b"blk.0.fxn_down"))
+    with pytest.raises(ModelError, match=r"tensor blk\.0\.ffn_down\.weight is missing; expected shape \[256, 512\]"):
+        load_model(read_source(path), back_end=back_end)
