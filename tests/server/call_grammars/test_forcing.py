@@ -137,6 +137,22 @@ def test_tools_that_are_not_strict_take_any_object_when_triggered() -> None:
     assert not walks.accepts(forcing_grammar(find_format("hermes"), tools), output)
 
 
+@pytest.mark.parametrize(
+    ("name", "call", "arguments"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>', {"a": [1]}),
+        ("glm47", "<tool_call>f<arg_key>a</arg_key><arg_value>[1]</arg_value></tool_call>", {"a": [1]}),
+        ("pythonic", '[f(a=1, b={"c": "x"})]', {"a": 1, "b": {"c": "x"}}),
+        ("gemma4", '<|tool_call>call:f{a:[1,<|"|>x<|"|>],b:{c:true}}<tool_call|>', {"a": [1, "x"], "b": {"c": True}}),
+    ],
+)
+def test_tool_without_named_properties_takes_any(name: str, call: str, arguments: dict[str, object]) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    for is_triggered in (False, True):
+        assert GrammarWalk().accepts(forcing_grammar(find_format(name), tools, is_triggered=is_triggered), call)
+    assert [json.loads(text) for _, text in ended_calls(parse(name, [call], tools=tools))] == [arguments]
+
+
 def test_one_call_is_the_end_without_parallel_calls() -> None:
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     walks = GrammarWalk()

@@ -15,6 +15,7 @@ from quire.server.call_grammars.literals import (
     GemmaValues,
     Schema,
     choices,
+    is_open,
     joined,
     properties,
     python_arguments,
@@ -149,7 +150,7 @@ class _CallGrammar:
             (self._rules.add(self._parameter(key, part, types_of(schema, key))), is_required)
             for key, part, is_required in properties(schema)
         ]
-        if not parts and schema.get("additionalProperties", True) is not False:
+        if is_open(schema):
             keys = self._rules.add("/[A-Za-z_][A-Za-z0-9_]{0,63}/")
             return f"{self._tagged(keys, {}, _TEXT)}{{0,{MAX_CALLS}}}"
         return joined(self._rules, parts, "")

@@ -63,6 +63,11 @@ def properties(schema: Schema) -> list[tuple[str, dict[str, Any], bool]]:
     return [(key, within(schema, part), key in required) for key, part in parts.items() if part is not False]
 
 
+def is_open(schema: Schema) -> bool:
+    """Return whether a schema of an object names no properties and allows any."""
+    return "properties" not in schema and schema.get("additionalProperties", True) is not False
+
+
 def joined(rules: Rules, parts: Sequence[tuple[str, bool]], separator: str) -> str:
     """Return an expression for parts in their order; those that are not required (False) may be left out."""
     required = [part for part, is_required in parts if is_required]
@@ -78,6 +83,9 @@ def joined(rules: Rules, parts: Sequence[tuple[str, bool]], separator: str) -> s
 
 def python_arguments(rules: Rules, schema: Schema) -> str:
     """Return an expression for keyword arguments in Python: JSON is a literal there, but for its three names."""
+    if is_open(schema):
+        pair = rules.add(f'/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ "=" {json_text({})}')
+        return f'({pair} (", " {pair})*)?'
     parts = []
     for key, part, is_required in properties(schema):
         types = types_of({"properties": {key: part}} | part, key)
@@ -98,7 +106,10 @@ class GemmaValues:
         self._referenced: dict[str, str] = {}  # rules of the parts that are referred to
 
     def object_text(self, schema: Schema) -> str:
-        """Return an expression for an object with the schema's properties."""
+        """Return an expression for an object with the schema's properties, or with any."""
+        if is_open(schema):
+            key = self._rules.add("/[A-Za-z_][A-Za-z0-9_]{0,63}/")
+            return f'"{{" ({key} ":" {self._any()} ("," {key} ":" {self._any()})*)? "}}"'
         parts = [
             (f"{literal_text(key + ':')} {self._rules.add(self._value(part))}", is_required)
             for key, part, is_required in properties(schema)
@@ -119,7 +130,16 @@ class GemmaValues:
         branches = schema.get("anyOf", schema.get("oneOf"))
         if isinstance(branches, list) and branches:
             return alternatives([self._value(branch) for branch in branches if isinstance(branch, Mapping)])
-        return alternatives([self._kind(kind, schema) for kind in sorted(own_types(schema)) or ["string"]])
+        kinds = sorted(own_types(schema))
+        return alternatives([self._kind(kind, schema) for kind in kinds]) if kinds else self._any()
+
+    def _any(self) -> str:
+        """Return an expression for any value."""
+        if "" not in self._referenced:
+            name = self._referenced[""] = self._rules.reserve()
+            kinds = ("string", "number", "boolean", "null", "object", "array")
+            self._rules.define(name, alternatives([self._kind(kind, {}) for kind in kinds]))
+        return self._referenced[""]
 
     def _kind(self, kind: str, schema: Schema) -> str:
         if kind == "string":
