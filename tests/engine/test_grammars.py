@@ -12,7 +12,10 @@ from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams, Structur
 from quire.core.errors import InvalidRequestError, RequestFailedError
 from quire.core.sequence import Request
 from quire.decoding.grammars import compiler
+from quire.decoding.grammars.constrained import ConstrainedDecoding
+from quire.engine import assembly
 from quire.engine.engine import Engine
+from quire.engine.options import EngineOptions
 from quire.scheduling.plan_builder import PlanBuilder
 from support.answers import answers_of
 from support.random_model import write_random_model
@@ -259,3 +262,15 @@ def test_state_is_made_again_after_each_preemption(demo_model: Path, mode: Any) 
         (found,) = run(llm, [(PROMPTS[0], params("json", seed=4))])
         assert found.outputs == expected.outputs
         assert llm.kv_stats().preemptions[mode] > 5
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_engine_process_reads_large_vocabularies_at_its_start(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    """Reading one holds the interpreter lock: later it would stop the steps of other requests."""
+    monkeypatch.setattr(assembly, "LARGE_VOCABULARY", 4095 if is_large else 4096)
+    options = EngineOptions(str(demo_model), num_kv_blocks=8)
+    grammars = assembly.assemble(options, loads_tokenizer=False).engine.grammars
+    assert isinstance(grammars, ConstrainedDecoding)
+    assert grammars.is_loading == is_large

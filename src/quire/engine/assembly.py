@@ -39,6 +39,11 @@ except ModuleNotFoundError as error:
     ConstrainedDecoding = None  # type: ignore[assignment,misc]  # optional: without it requests with grammars are refused
 
 
+# Tokens of a vocabulary above which an engine process reads it for grammars when it starts, not for the first grammar:
+# that holds the interpreter lock, 1.5 s for 151,646 tokens, which would be a pause of all streams.
+LARGE_VOCABULARY = 1 << 15
+
+
 @dataclass(frozen=True, slots=True)
 class AssembledEngine:
     """An engine that is ready to step, its model, and what checks its requests."""
@@ -70,6 +75,8 @@ def build_engine(
     cache, scheduling = configs_for(options, loaded.limits, loaded.model, loaded.meter)
     read = read_tokenizer if tokenizer is None else lambda: tokenizer
     grammars = None if read is None else _grammars(options, loaded, read)
+    if grammars is not None and read is read_tokenizer and loaded.model.vocab_size > LARGE_VOCABULARY:
+        grammars.load()
     engine = _build(options, loaded.model, cache, scheduling, grammars)
     if tokenizer is not None:
         engine.token_bytes = tokenizer.pack_token_bytes

@@ -99,6 +99,11 @@ class GrammarCache:
                 self._tokenizer = self._pool.submit(self._load_tokenizer)
             return self._tokenizer
 
+    @property
+    def is_loading(self) -> bool:
+        """Return whether the tokenizer is being loaded, or has been."""
+        return self._tokenizer is not None
+
     def is_compiled(self, params: StructuredOutputsParams) -> bool:
         """Return whether a grammar has been compiled, or has failed; else have it compiled as soon as there is room."""
         self.load()

@@ -31,6 +31,11 @@ class ConstrainedDecoding:
         """Start to load the tokenizer."""
         self._cache.load()
 
+    @property
+    def is_loading(self) -> bool:
+        """Return whether the tokenizer is being loaded, or has been."""
+        return self._cache.is_loading
+
     def is_compiled(self, params: StructuredOutputsParams) -> bool:
         """Return whether a request with this grammar can be admitted; else the grammar is being compiled, or waits."""
         return self._cache.is_compiled(params)
