@@ -29,6 +29,7 @@ TEMPLATES = SandboxKind(
 )  # fmt: skip
 
 _UNSENDABLE = (OverflowError, TypeError, UnicodeEncodeError, RecursionError)
+_CANNOT_ENFORCE = "the schemas of tools cannot be compiled, and the messages rendered,"
 _CANNOT_RENDER = "the model's chat template cannot render the messages"
 
 
@@ -94,12 +95,12 @@ class TemplateRenderer:
             async with lane.semaphore.slot(client_id):
                 reply = worker.decode_reply(await lane.ask(command))
         except JobLimitError as error:
-            raise InvalidRequestError(f"{_CANNOT_RENDER} {error}", param="messages") from error
+            what, param = (_CANNOT_ENFORCE, "tools") if indices else (_CANNOT_RENDER, "messages")
+            raise InvalidRequestError(f"{what} {error}", param=param) from error
         except SandboxEndedError as error:
             if not indices or error.status != -signal.SIGABRT:
                 raise
-            message = "the schemas of tools cannot be enforced within the limit on memory"
-            raise InvalidRequestError(message, param="tools") from error
+            raise InvalidRequestError(f"{_CANNOT_ENFORCE} within the limit on memory", param="tools") from error
         finally:
             self._num_waiting -= 1
         if isinstance(reply, RenderRefused):

@@ -22,6 +22,7 @@ PLACE = {
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
+HOSTILE = {"allOf": [{"type": "string", "pattern": f"(x|y){{0,{size}}}[ab]{{{size}}}"} for size in range(1, 60)]}
 FORECAST = {"type": "function", "function": {"name": "get_forecast", "parameters": PLACE}}
 NOW = {"type": "function", "function": {"name": "now"}}
 ULM = {"city": "Ulm"}
@@ -97,6 +98,8 @@ def test_logprobs_of_forced_calls(server: OpenAIServer) -> None:
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "http://x/y"}}}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {
             "type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)"}}}}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {
+            "type": "object", "properties": {"a": HOSTILE}}}}]}, "tools"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_forced_is_refused(server: OpenAIServer, fields: Json, param: str | None) -> None:
