@@ -264,6 +264,13 @@ def test_swapped_beams_keep_their_bits(folders: Callable[[str], Path]) -> None:
     check_row(row._replace(preemption="swap", branches="beams", company="three"), folders("stories260k"))
 
 
+@pytest.mark.parametrize("grammar", ["masked", "forced"])
+def test_grammars_keep_their_bits(folders: Callable[[str], Path], grammar: str) -> None:
+    """Rows whose names are the same on every machine, as above."""
+    row = PLAIN._replace(model="stories260k", dtype="bfloat16", block_size=16, sampling="top_p")
+    check_row(row._replace(hit="one block", preemption="recompute", grammar=grammar), folders("stories260k"))
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(

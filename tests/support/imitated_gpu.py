@@ -27,6 +27,7 @@ from quire.kernels.kv_cache_write import write_kv
 from quire.kernels.norm import TorchNorm
 from quire.kernels.paged_attention import AttentionMetadata, paged_attention
 from quire.kernels.sampling import choose_tokens
+from quire.kernels.token_masks import mask_logits
 from quire.kernels.triton import linear as triton_linear
 from quire.model.decoder import Decoder
 from support.fake_cuda import FakeCuda, FakeEvent, FakeStream
@@ -171,7 +172,7 @@ def turn_on(replace_by: Callable[[object, str, object], None] = setattr) -> None
         paged_attention=_kernel(_attend),
         write_kv=_kernel(write_kv),
         copy_blocks=lambda *args: cuda.launch(partial(_kernel(copy_blocks), *args)),
-        sampling=replace(real.sampling, choose_tokens=_kernel(choose_tokens)),
+        sampling=replace(real.sampling, choose_tokens=_kernel(choose_tokens), mask_logits=_kernel(mask_logits)),
     )
     replace_by(back_end, "cuda_back_end", lambda head_dim=8: imitated)
     replace_by(triton_linear, "activate", lambda x, name: _kernel(linear._ACTIVATIONS[name])(x))
