@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from quire.core.errors import InvalidRequestError
-from quire.text.tools import ToolLimits, check_bytes
+from quire.core.schema_limits import check_json_bytes
+from quire.text.tools import ToolLimits
 
 _REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")  # vLLM's, DeepSeek's and Qwen's, gpt-oss's
 
@@ -80,7 +81,7 @@ def _tool_call(where: str, call: object, names: dict[object, str], limits: ToolL
     names[_hashable(call.get("id"))] = name
     arguments = function.get("arguments")
     place, limit = f"{where}.function.arguments", limits.max_argument_bytes
-    check_bytes("messages", place, arguments, limit, "max_argument_bytes")
+    check_json_bytes(place, arguments, limit, "max_argument_bytes", "messages")
     return {"type": "function"} | call | {"function": function | {"arguments": _as_object(arguments)}}
 
 

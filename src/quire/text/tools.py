@@ -6,26 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import msgspec
-
 from quire.core.checks import shown
 from quire.core.errors import InvalidRequestError
+from quire.core.schema_limits import SchemaLimits, check_schema
 
 MAX_NAME_CHARS = 128
 NAME_PATTERN = rf"[\w.:/-]{{1,{MAX_NAME_CHARS}}}"
 _NAME = re.compile(NAME_PATTERN)
-_UNENCODABLE = (TypeError, OverflowError, UnicodeEncodeError, RecursionError, ValueError)
 
 Tool = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ToolLimits:
+class ToolLimits(SchemaLimits):
     """Bounds on each function's schema, and on the arguments of each call in a message; a server's are its flags."""
 
-    max_schema_bytes: int = 128 << 10
-    max_schema_depth: int = 32
-    max_schema_properties: int = 1024
     max_argument_bytes: int = 1 << 20
 
 
@@ -67,41 +62,7 @@ def check_schemas(tools: Sequence[Tool], limits: ToolLimits) -> None:
     """Raise InvalidRequestError for a function with a schema past the limits. Linear in the sizes of the schemas."""
     for index, tool in enumerate(tools):
         where, schema = f"tools[{index}].function.parameters", tool["function"].get("parameters") or {}
-        check_bytes("tools", where, schema, limits.max_schema_bytes, "max_schema_bytes")
-        depth, num_properties = _size_of(schema, limits.max_schema_depth)
-        if depth > limits.max_schema_depth:
-            _refuse(where, f"must be nested at most {limits.max_schema_depth} levels deep (max_schema_depth)")
-        if num_properties > limits.max_schema_properties:
-            most = f"at most {limits.max_schema_properties} properties (max_schema_properties)"
-            _refuse(where, f"must have {most}, got {num_properties}")
-
-
-def check_bytes(param: str, where: str, value: object, limit: int, flag: str) -> None:
-    """Raise InvalidRequestError for a value that has more bytes than the limit, as JSON if it is no text."""
-    try:
-        num_bytes = len(value.encode(errors="replace") if isinstance(value, str) else msgspec.json.encode(value))
-    except _UNENCODABLE as error:
-        raise InvalidRequestError(f"{where} must be JSON: {error}", param=param) from error
-    if num_bytes > limit:
-        raise InvalidRequestError(f"{where} must have at most {limit} bytes ({flag}), got {num_bytes}", param=param)
-
-
-def _size_of(schema: object, max_depth: int) -> tuple[int, int]:
-    """Return how deep lists and objects are nested, as far as just past `max_depth`, and the number of properties."""
-    depth = num_properties = 0
-    level = [schema]
-    while level and depth <= max_depth:
-        depth += 1
-        below: list[object] = []
-        for value in level:
-            if isinstance(value, dict):
-                properties = value.get("properties")
-                num_properties += len(properties) if isinstance(properties, dict) else 0
-                below += value.values()
-            elif isinstance(value, list | tuple):
-                below += value
-        level = [value for value in below if isinstance(value, dict | list | tuple)]
-    return depth + bool(level), num_properties
+        check_schema(where, schema, limits, param="tools")
 
 
 def for_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
