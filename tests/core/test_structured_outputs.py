@@ -144,7 +144,10 @@ def test_a_grammar_is_lark_or_gbnf(text: str) -> None:
     assert not accepts(grammar(grammar=text), "12")
 
 
-CONSTRAINTS = [{"json": PERSON}, {"regex": "a"}, {"choice": ["a"]}, {"grammar": 'root ::= "a"'}]
+CONSTRAINTS = [
+    {"json": PERSON}, {"json": {"description": "a ::= b"}}, {"choice": ["x\na ::= b"]},
+    {"regex": "a"}, {"choice": ["a"]}, {"grammar": 'root ::= "a"'},
+]
 
 
 @pytest.mark.parametrize("constraint", CONSTRAINTS)

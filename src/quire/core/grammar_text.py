@@ -106,12 +106,16 @@ def _closed_below(key: str, value: Any) -> Any:  # noqa: ANN401 (JSON)
     return closed_objects(value)
 
 
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_LARK_START = re.compile(r"^[ \t]*(start[ \t]*:(?!:)|%llguidance)", re.MULTILINE)
+
+
 def lark_from(grammar: str) -> str:
     """Return a grammar in Lark, in GBNF (`root ::= ...`), or in llguidance's JSON as text for llguidance.
 
     ValueError, with the place, for GBNF that cannot be converted.
     """
-    if grammar.lstrip().startswith("{") or "::=" not in grammar:
+    if grammar.lstrip().startswith("{") or not _GBNF_RULE.search(grammar) or _LARK_START.search(grammar):
         return grammar
     from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415 (a compiled library, only for these grammars)
 

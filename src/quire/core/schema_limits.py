@@ -1,6 +1,6 @@
 """SchemaLimits: bounds on JSON schemas that clients send, in response formats and in tools."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -50,9 +50,9 @@ def check_json_bytes(where: str, value: object, limit: int, flag: str, param: st
         raise InvalidRequestError(f"{where} must have at most {limit} bytes ({flag}), got {num_bytes}", param=param)
 
 
-def _levels(schema: object) -> Iterator[list[object]]:
+def _levels(schema: object) -> Iterator[Sequence[object]]:
     """Yield the lists and objects of a schema, those of one depth at a time."""
-    level: list[object] = [schema]
-    while level := [value for value in level if isinstance(value, dict | list | tuple)]:
+    values: list[object] = [schema]
+    while level := [value for value in values if isinstance(value, dict | list | tuple)]:
         yield level
-        level = [below for value in level for below in (value.values() if isinstance(value, dict) else value)]
+        values = [below for value in level for below in (value.values() if isinstance(value, dict) else value)]

@@ -29,7 +29,7 @@ MAX_REGEX_BYTES = 2**16
 MAX_GRAMMAR_BYTES = 4 * 2**20   # more than a schema: canonical grammars hold schemas as escaped text
 MAX_CHOICES = 10_000
 MAX_WHITESPACE_BYTES = 1024
-MAX_SCHEMA_DEPTH = 256          # arrays and objects inside each other; the interpreter's own limit is 1,000 calls
+MAX_SCHEMA_DEPTH = 120          # arrays and objects inside each other; llguidance reads 128
 
 _TEXTS = {
     "regex": MAX_REGEX_BYTES,

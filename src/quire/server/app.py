@@ -29,6 +29,13 @@ except ModuleNotFoundError as error:
         raise
     served_formats = None  # type: ignore[assignment]  # optional: without it outputs are content, and tools are refused
 
+try:
+    from quire.server.structured.checker import output_constraints
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith("quire.server.structured."):
+        raise
+    output_constraints = None  # type: ignore[assignment]  # optional: without it requests with grammars are refused
+
 _NULLABLE_STRING = {"type": ["string", "null"]}
 _ERROR = {
     "type": "object",
@@ -55,6 +62,8 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     if served_formats is not None:
         service.formats = served_formats(service.client.tokenizer, service.options)
+    if output_constraints is not None:
+        service.constraints = output_constraints(service.options)
     modules = [system, completions, tokenization, models]
     if service.options.max_pinned_prefixes:
         modules.append(prefixes)

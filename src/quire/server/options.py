@@ -16,6 +16,7 @@ from quire.core.owner_labels import MAX_LABELS
 from quire.engine.options import EngineOptions
 from quire.engine.start_timeout import START_TIMEOUT_S
 from quire.scheduling.limits import MAX_PINNED_PREFIXES
+from quire.server.structured_outputs_config import StructuredOutputsConfig, parse_config
 
 _LONGEST_S = 86400.0
 _MAX_KEYS = 1 << 16     # with a weight
@@ -142,6 +143,13 @@ class Limits:
     max_stop_token_ids: int = _count(1024, "stop tokens of a request", row="`stop_token_ids`", **_REFUSED)
     max_allowed_token_ids: int = _count(4096, "allowed tokens of a request", row="`allowed_token_ids`", **_REFUSED)
     max_logit_bias: int = _count(4096, "entries of logit_bias", row="entries of `logit_bias`", **_REFUSED)
+    max_grammar_bytes: int = _size(128 << 10, "longest grammar of an output", row="a `grammar`", **_REFUSED)
+    max_regex_bytes: int = _size(8 << 10, "longest regex of an output", row="a `regex`", **_REFUSED)
+    max_regex_length: int = _count(
+        10_000, "characters of a regex with its repetitions written out",
+        row="characters of a regex, and of a schema's `pattern`, with counted repetitions written out", **_REFUSED,
+    )  # fmt: skip
+    max_choice_texts: int = _count(1024, "texts of a choice", row="texts of a `choice`", **_REFUSED)
     max_salt_chars: int = _count(
         1024, "longest cache_salt, in characters", row="characters of a `cache_salt`", **_REFUSED
     )
@@ -273,6 +281,12 @@ class ServerOptions(Limits):
         False, "accepted for vLLM's sake: tool_choice auto is always served",
         row="no effect: `tool_choice` `auto` is always served; vLLM needs the flag",
     )  # fmt: skip
+    structured_outputs_config: str = _server(
+        "", "defaults of outputs with grammars, as JSON in vLLM's names", metavar="JSON",
+        row="JSON in vLLM's names: `disable_any_whitespace`, `disable_additional_properties` (both false): defaults "
+        "of requests; `enable_in_reasoning` (false): grammars hold during reasoning too; `backend` and "
+        "`disable_fallback` have no effect; another key is refused",
+    )  # fmt: skip
     stall_limit: float = _server(  # the engine sends a heartbeat four times a second
         10.0, "seconds without progress while work is pending, after which /health is 503",
         low=1, high=_LONGEST_S, unit="seconds",
@@ -319,6 +333,7 @@ class ServerOptions(Limits):
         if any(len(key.split()) != 1 or key != key.strip() for key in self.api_key):  # no client could send it
             raise ConfigError("api_key must not be empty or have spaces")
         self._check_operator_key()
+        _ = self.outputs_config
         self._check_key_weights()
         if not all(name and name.isprintable() for name in self.served_model_name):
             raise ConfigError("served_model_name must not be empty or have control characters")
@@ -327,6 +342,11 @@ class ServerOptions(Limits):
                 f"host {self.host} can be reached by others: set api_key, or allow_unauthenticated to serve everyone, "
                 f"or host to 127.0.0.1"
             )
+
+    @property
+    def outputs_config(self) -> StructuredOutputsConfig:
+        """The structured_outputs_config, parsed. ConfigError names what is wrong."""
+        return parse_config(self.structured_outputs_config)
 
     def weight_of(self, key_number: int) -> float:
         """Return the weight of a key, from 1; that of all others is 1."""

@@ -14,6 +14,7 @@ from quire.server.admission.concurrency import ConcurrencyReservation
 from quire.server.admission.control import AdmissionControl
 from quire.server.api.active_responses import ActiveResponses
 from quire.server.api.observer import RequestObserver
+from quire.server.api.output_constraints import OutputConstraints
 from quire.server.api.output_formats import OutputFormats
 from quire.server.errors import ApiError, as_api_error, engine_unhealthy, shutting_down
 from quire.server.fair_semaphore import Lanes
@@ -40,6 +41,7 @@ class Service:
     responses: ActiveResponses = field(default_factory=ActiveResponses)
     observer: RequestObserver | None = None   # of API requests
     formats: OutputFormats | None = None      # of tool calls and reasoning
+    constraints: OutputConstraints | None = None  # of outputs by grammars
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
     critical_tasks: tuple[asyncio.Task[Any], ...] = ()  # the service is unhealthy once one of them has ended

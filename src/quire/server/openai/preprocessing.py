@@ -12,7 +12,8 @@ from quire.core.checks import refuse
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.input_processor import CheckedParams, PreparedRequest, TokenizedPrompt
-from quire.server.errors import invalid
+from quire.server.api.output_constraints import CONSTRAINT_FIELDS
+from quire.server.errors import invalid, unsupported
 from quire.server.openai.request_models import EFFORTS, ChatBody, ChatMessage, TemplateOptions
 from quire.server.openai.response_builder import OpenAIRequest
 from quire.server.options import Limits
@@ -46,6 +47,24 @@ def check_num_choices(num_prompts: int, n: int, limits: Limits) -> None:
     if num_prompts * n > most:
         message = f"{num_prompts} prompts with n {n}: a call may have at most {most} choices (max_choices)"
         invalid(message, param="prompt" if num_prompts > most else "n")
+
+
+async def constrained(service: Service, call: OpenAIRequest) -> OpenAIRequest:
+    """Return the call with the grammar that its body asks for, if any. Raises as `OutputConstraints.check`."""
+    fields = {name: value for name in CONSTRAINT_FIELDS if (value := getattr(call.body, name)) is not None}
+    if not fields or fields == {"response_format": {"type": "text"}}:
+        return call
+    name, value = next(iter(fields.items()))
+    if service.constraints is None:
+        unsupported(name, value)
+    params = await service.constraints.check(fields, call.client_id)
+    if params is None:
+        return call
+    if call.checked.beam is not None:
+        invalid(f"{name} is not allowed when use_beam_search is true", param=name)
+    checked = call.checked
+    whole = replace(checked.params, structured_outputs=params)
+    return replace(call, checked=service.client.inputs.check_params(whole, checked.beam, checked.priority))
 
 
 async def prepare_prompts(service: Service, call: OpenAIRequest, prompts: list[Prompt]) -> OpenAIRequest:
@@ -117,7 +136,8 @@ async def _with_formats(service: Service, call: OpenAIRequest, body: ChatBody, p
         return call
     reading = formats.reading(prompt, use, shows_reasoning=body.include_reasoning is not False)
     answer = call.params.structured_outputs
-    if answer is None and not use.is_constrained:
+    applies_at_once = service.constraints is not None and service.constraints.applies_in_reasoning
+    if not use.is_constrained and (answer is None or applies_at_once):
         return replace(call, reading=reading)
 
     def checked() -> CheckedParams:

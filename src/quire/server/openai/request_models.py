@@ -109,6 +109,11 @@ _ALLOWED_TOOLS: Schema = {
     },
     "required": ["type", "allowed_tools"],
 }
+_RESPONSE_FORMAT: Schema = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]}},
+    "required": ["type"],
+}
 _ONE_PROMPT = ({"type": "string"}, _list_of(_TOKEN, least=1))
 
 Prompt = Annotated[Any, _as(*_ONE_PROMPT, _list_of({"anyOf": list(_ONE_PROMPT)}, least=1))]
@@ -182,6 +187,14 @@ class GenerationBody(Body):
     prompt_logprobs: Annotated[int | None, _integer(0)] = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    response_format: Annotated[Any, _as(_RESPONSE_FORMAT, _NULL)] = None
+    structured_outputs: Annotated[Any, _as({"type": "object"}, _NULL)] = None
+    guided_json: Annotated[Any, _as({"type": "object"}, _TEXT, _NULL)] = None
+    guided_regex: Annotated[str | None, _as(_TEXT, _NULL)] = None
+    guided_choice: Annotated[Any, _as(_list_of(_TEXT, least=1), _NULL)] = None
+    guided_grammar: Annotated[str | None, _as(_TEXT, _NULL)] = None
+    guided_whitespace_pattern: Annotated[str | None, _as(_TEXT, _NULL)] = None
+    structural_tag: Annotated[Any, _as({"type": "object"}, _TEXT, _NULL)] = None
     cache_salt: Salt = None
     priority: Annotated[int | None, _integer(-MAX_PRIORITY, MAX_PRIORITY)] = None
     use_beam_search: bool | None = None

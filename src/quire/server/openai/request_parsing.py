@@ -96,7 +96,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 
 # Labels of the client or the request, hints on storage and padding, options of features that are refused.
 WITHOUT_EFFECT = frozenset((
-    "guided_decoding_backend", "guided_whitespace_pattern", "request_id",
+    "guided_decoding_backend", "request_id",
     "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
     "stream_options.include_obfuscation", "user",
 ))

@@ -70,6 +70,8 @@ async def _run(child: EngineProcess, engine: EngineOptions, options: ServerOptio
         return status
     finally:
         await service.templates.close()
+        if service.constraints is not None:
+            await service.constraints.close()
         await service.client.close()
 
 

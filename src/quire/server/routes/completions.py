@@ -20,7 +20,13 @@ from quire.server.http.api_keys import client_id_of, key_number_of
 from quire.server.http.request_log import RECORD, RequestRecord
 from quire.server.openai.chat_response import ChatResponseBuilder
 from quire.server.openai.completion_response import CompletionResponseBuilder
-from quire.server.openai.preprocessing import check_num_choices, parse_prompts, prepare_chat, prepare_prompts
+from quire.server.openai.preprocessing import (
+    check_num_choices,
+    constrained,
+    parse_prompts,
+    prepare_chat,
+    prepare_prompts,
+)
 from quire.server.openai.request_models import ChatBody, CompletionBody, request_body
 from quire.server.openai.request_parsing import read_body
 from quire.server.openai.response_builder import OpenAIRequest
@@ -45,6 +51,7 @@ async def create_completion(request: Request) -> Response:
         invalid("the model has no tokenizer: there is no text to echo", param="echo")
     record.num_prompts = len(prompts)
     with service.admit(len(prompts), client_id=call.client_id) as reservation:
+        call = await constrained(service, call)
         call = await prepare_prompts(service, call, prompts)
         body.prompt, prompts = None, []    # packed by now: each garbage collection would walk lists of them
         builder = await _completion_builder(service, call, echo=bool(body.echo))
@@ -62,6 +69,7 @@ async def create_chat_completion(request: Request) -> Response:
     record.num_prompts = 1
     with service.admit(1, param="messages", client_id=call.client_id) as reservation:
         with field_names(body):
+            call = await constrained(service, call)
             call = await prepare_chat(service, call, body)
         builder = ChatResponseBuilder(call, service.client.tokenizer)
         generation = await Generation.start(service, call, record, arrival_s, reservation)

@@ -1,0 +1,1 @@
+"""Checks of structured outputs: the fields of bodies, and a process with limits that checks their grammars."""

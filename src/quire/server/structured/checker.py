@@ -1,0 +1,106 @@
+"""Entry point of the checks of structured outputs: `output_constraints`, which only `quire.server.app` imports."""
+
+import signal
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from quire.core.errors import InvalidRequestError
+from quire.core.frames import frame
+from quire.core.schema_limits import SchemaLimits
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.server.errors import overloaded
+from quire.server.options import ServerOptions
+from quire.server.sandbox import JobLimitError, SandboxEndedError, SandboxKind, SandboxLane
+from quire.server.structured.fields import constraint_of
+from quire.server.structured.jobs import (
+    CHECK_LIMIT_S,
+    MAX_REPLY_BYTES,
+    Checked,
+    CheckGrammar,
+    GrammarLimits,
+    LoadLimits,
+    Refused,
+    decode_reply,
+)
+
+MAX_CACHED = 256
+MAX_CACHED_BYTES = 8 << 20
+GRAMMARS = SandboxKind("grammar", "quire.server.structured.grammar_worker", CHECK_LIMIT_S, MAX_REPLY_BYTES)
+
+_UNSENDABLE = (OverflowError, TypeError, UnicodeEncodeError, RecursionError)
+_CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)  # of a parser that runs out of stack or of memory
+
+
+class GrammarChecker:
+    """Checks constraints in a sandbox, clients in rotation. Lives on one event loop; `close` it there."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._config = options.outputs_config
+        self.applies_in_reasoning = self._config.enable_in_reasoning
+        limits = GrammarLimits(
+            SchemaLimits(options.max_schema_bytes, options.max_schema_depth, options.max_schema_properties),
+            options.max_grammar_bytes, options.max_regex_bytes, options.max_regex_length, options.max_choice_texts,
+        )  # fmt: skip
+        self._max_waiting, self._num_waiting = options.max_queued_requests, 0
+        self._lane = SandboxLane(GRAMMARS, "grammar", lambda: frame(LoadLimits(limits)))
+        self._checked: OrderedDict[bytes, str] = OrderedDict()  # grammars by their jobs, the latest last
+        self._num_cached_bytes = 0
+
+    async def check(self, given: Mapping[str, Any], client_id: str = "") -> StructuredOutputsParams | None:
+        """Return the grammar of a body's fields, checked, as OutputConstraints.check says."""
+        fields, names = constraint_of(given)
+        if not fields:
+            return None
+        if self._config.disable_any_whitespace:
+            fields.setdefault("disable_any_whitespace", True)
+        if self._config.disable_additional_properties:
+            fields.setdefault("disable_additional_properties", True)
+        name = min(names.values())
+        try:
+            job = frame(CheckGrammar(fields, names))
+        except _UNSENDABLE as error:
+            raise InvalidRequestError(f"{name} must be JSON: {error}", param=name) from error
+        return StructuredOutputsParams(grammar=await self._grammar(job, name, client_id))
+
+    async def close(self) -> None:
+        """End the process."""
+        await self._lane.close()
+
+    async def _grammar(self, job: bytes, name: str, client_id: str) -> str:
+        if job in self._checked:
+            self._checked.move_to_end(job)
+            return self._checked[job]
+        if self._num_waiting >= self._max_waiting:
+            raise overloaded(self._num_waiting, self._max_waiting, retry_after_s=1)
+        self._num_waiting += 1
+        try:
+            async with self._lane.semaphore.slot(client_id):
+                reply = decode_reply(await self._lane.ask(job))
+        except JobLimitError as error:
+            raise InvalidRequestError(f"{name} cannot be checked {error}", param=name) from error
+        except SandboxEndedError as error:
+            if error.status not in _CRASHES:
+                raise
+            raise InvalidRequestError(f"{name} cannot be checked: it is too complex", param=name) from error
+        finally:
+            self._num_waiting -= 1
+        if isinstance(reply, Refused):
+            raise InvalidRequestError(reply.message, param=reply.param)
+        assert isinstance(reply, Checked), f"expected a grammar, got {reply}"
+        self._keep(job, reply.grammar)
+        return reply.grammar
+
+    def _keep(self, job: bytes, grammar: str) -> None:
+        """Cache a grammar, within the bounds."""
+        if job in self._checked or len(job) + len(grammar) > MAX_CACHED_BYTES // 4:
+            return
+        self._checked[job] = grammar
+        self._num_cached_bytes += len(job) + len(grammar)
+        while len(self._checked) > MAX_CACHED or self._num_cached_bytes > MAX_CACHED_BYTES:
+            self._num_cached_bytes -= sum(map(len, self._checked.popitem(last=False)))
+
+
+def output_constraints(options: ServerOptions) -> GrammarChecker:
+    """Return the checks of a server. Their process starts with the first constraint."""
+    return GrammarChecker(options)

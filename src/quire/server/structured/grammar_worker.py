@@ -1,0 +1,173 @@
+"""The grammar process: `python -m quire.server.structured.grammar_worker FD`, a sandbox (`quire.core.sandbox`).
+
+Grammars, schemas and regexes are programs for a parser, and some take hours or gigabytes. A constraint that passes here
+has been compiled, and the first masks were computed, over the 256 bytes as a vocabulary.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from quire.core.errors import InvalidRequestError
+from quire.core.frames import frame
+from quire.core.sandbox import serve_jobs
+from quire.core.schema_limits import check_json_bytes, check_schema
+from quire.core.structured_outputs import StructuredOutputsParams, structured_outputs_from
+from quire.server.structured.jobs import (
+    CHECK_LIMIT_S,
+    Checked,
+    CheckGrammar,
+    GrammarLimits,
+    Loaded,
+    LoadLimits,
+    Refused,
+    decode_command,
+)
+from quire.server.structured.places import place_of_fault
+from quire.server.structured.regex_length import regex_length
+
+# Those of the engine, which compiles the grammar again.
+LIMITS = LLParserLimits(
+    max_lexer_states=4_000, step_lexer_fuel=100_000, step_max_items=20_000, max_grammar_size=200_000,
+    verbose_errors=False,
+)  # fmt: skip
+_STEPS = 8                  # tokens by which a grammar is tried: limits of a step strike early
+_MAX_REASON_CHARS = 500
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'  # a forced text of a client's grammar may be of any length
+
+
+class GrammarJobs:
+    """The limits, once they are loaded, and the answers to commands."""
+
+    def __init__(self) -> None:
+        self._limits: GrammarLimits | None = None
+        self._bytes = LLTokenizer("byte")
+
+    def answer(self, body: bytes) -> bytes:
+        """Return the frame of the reply to a command."""
+        command = decode_command(body)
+        if isinstance(command, LoadLimits):
+            self._limits = command.limits
+            return frame(Loaded())
+        assert self._limits is not None, "the first command must be LoadLimits"
+        try:
+            return frame(Checked(self._checked(command, self._limits)))
+        except InvalidRequestError as error:
+            return frame(_refusal(error, command.names))
+
+    def _checked(self, command: CheckGrammar, limits: GrammarLimits) -> str:
+        """Return the grammar of a constraint. InvalidRequestError names its field."""
+        for name in ("json", "structural_tag"):
+            text = command.fields.get(name)
+            if isinstance(text, str) and len(text) <= limits.schema.max_schema_bytes:
+                command.fields[name] = _decoded(name, text)
+        _check_limits(command.fields, limits)
+        params = structured_outputs_from(command.fields)
+        grammar = params.to_grammar()
+        if params.grammar is not None:
+            if "no_forcing" in grammar or grammar.lstrip().startswith("{"):
+                raise InvalidRequestError("grammar must be Lark or GBNF, without no_forcing", param="grammar")
+            grammar = _NO_FORCING + grammar
+        if reason := self._fault(grammar):
+            [field] = [name for name in ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+                       if getattr(params, name)]  # fmt: skip
+            place = _place(params, reason, self._fault) if field == "json" else ""
+            raise InvalidRequestError(f"{field} cannot be a grammar{place}: {_in_short(reason)}", param=field)
+        return grammar
+
+    def _fault(self, grammar: str) -> str:
+        """Return what is wrong with a grammar; empty: nothing."""
+        is_error, notes = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
+        if is_error:
+            return str(notes[0])
+        if any("special_token" in note for note in notes):
+            return ""           # tokens of the model, which this process does not have
+        matcher = LLMatcher(self._bytes, grammar, log_level=0, limits=LIMITS)
+        for _ in range(_STEPS):
+            if matcher.is_error() or matcher.is_stopped():
+                break
+            mask = int.from_bytes(matcher.compute_bitmask(), "little")
+            matcher.compute_ff_bytes()
+            if not matcher.is_error() and not matcher.is_accepting():
+                matcher.consume_token((mask & -mask).bit_length() - 1)
+        return str(matcher.get_error()) if matcher.is_error() else ""
+
+
+def _decoded(field: str, text: str) -> Any:  # noqa: ANN401 (JSON)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{field} must be JSON: {error}", param=field) from error
+
+
+def _check_limits(fields: dict[str, Any], limits: GrammarLimits) -> None:
+    """Raise InvalidRequestError for the first field past its limit."""
+    for name, most, flag in (
+        ("grammar", limits.max_grammar_bytes, "max_grammar_bytes"),
+        ("regex", limits.max_regex_bytes, "max_regex_bytes"),
+        ("whitespace_pattern", limits.max_regex_bytes, "max_regex_bytes"),
+        ("structural_tag", limits.schema.max_schema_bytes, "max_schema_bytes"),
+        ("choice", limits.schema.max_schema_bytes, "max_schema_bytes"),
+    ):
+        if fields.get(name) is not None:
+            check_json_bytes(name, fields[name], most, flag)
+    choices = fields.get("choice")
+    if isinstance(choices, list) and len(choices) > limits.max_choice_texts:
+        message = f"choice must have at most {limits.max_choice_texts} texts (max_choice_texts), got {len(choices)}"
+        raise InvalidRequestError(message, param="choice")
+    if fields.get("json") is not None:
+        check_schema("json", fields["json"], limits.schema)
+    for name in ("json", "regex", "whitespace_pattern", "structural_tag"):
+        for pattern in _patterns(fields.get(name), is_pattern=name in ("regex", "whitespace_pattern")):
+            length = regex_length(pattern)
+            if length > limits.max_regex_length:
+                longest = f"at most {limits.max_regex_length} characters with repetitions written out"
+                message = f"{name} must have regexes of {longest} (max_regex_length), got {length}"
+                raise InvalidRequestError(message, param=name)
+
+
+def _patterns(value: object, *, is_pattern: bool = False) -> Iterator[str]:
+    """Yield the regexes of JSON: texts named `pattern`, and the names below `patternProperties`."""
+    if isinstance(value, str) and is_pattern:
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _patterns(each)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            if key == "patternProperties" and isinstance(each, dict):
+                yield from each
+            yield from _patterns(each, is_pattern=key == "pattern")
+
+
+def _place(params: StructuredOutputsParams, reason: str, fault: Any) -> str:  # noqa: ANN401 (a method)
+    """Return where a schema cannot be a grammar, as ` at /properties/a`; empty: nowhere in particular."""
+    place = place_of_fault(json.loads(str(params.json)), reason, fault)
+    return f" at {place}" if place else ""
+
+
+def _in_short(reason: str) -> str:
+    """Return a fault without the text and the state of the parser that llguidance adds."""
+    text = reason.rpartition("failed to compile JSON schema: ")[2].partition("\n<state>")[0]
+    text = re.sub(r"^ *\d+ \|.*$|^ *\^+ *$", "", text, flags=re.MULTILINE)  # lines that show the place
+    lines = [line for line in text.splitlines() if line.strip()]
+    text = " ".join(line.strip() for line in lines).replace("Unimplemented keys:", "unsupported keywords:")
+    if text.startswith("NoExtension"):
+        text = "it allows no text"
+    return text[:_MAX_REASON_CHARS] or reason[:_MAX_REASON_CHARS]
+
+
+def _refusal(error: InvalidRequestError, names: dict[str, str]) -> Refused:
+    """Return the message with the name under which the client sent the field."""
+    field, message = error.param or "", str(error)
+    name = names.get(field, field or next(iter(names.values()), "structured_outputs"))
+    if field and message.startswith(f"{field} "):
+        message = name + message.removeprefix(field)
+    return Refused(message.encode(errors="replace").decode(), name)
+
+
+if __name__ == "__main__":
+    serve_jobs(GrammarJobs().answer, CHECK_LIMIT_S)

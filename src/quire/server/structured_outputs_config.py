@@ -1,0 +1,30 @@
+"""StructuredOutputsConfig: the JSON of `--structured-outputs-config`, in vLLM's names."""
+
+import logging
+
+import msgspec
+
+from quire.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Defaults of all requests with a grammar. Grammars are llguidance's, whatever `backend` names."""
+
+    backend: str = "auto"
+    disable_fallback: bool = False                  # no effect: there is one back end
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    enable_in_reasoning: bool = False               # the grammar holds from the first token on
+
+
+def parse_config(text: str) -> StructuredOutputsConfig:
+    """Return the configuration of a JSON text. ConfigError names an unknown key or a wrong value."""
+    try:
+        config = msgspec.json.decode(text or "{}", type=StructuredOutputsConfig)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"structured_outputs_config: {error}; got {text[:200]!r}") from error
+    if config.backend not in ("auto", "guidance", "llguidance"):
+        log.warning("structured_outputs_config: backend %r was asked for; grammars are llguidance's", config.backend)
+    return config
