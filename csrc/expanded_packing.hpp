@@ -12,8 +12,9 @@ namespace quire {
 
 // Where the parts of a strip are; offsets and sizes in bytes.
 struct ExpandedLayout {
-    long num_groups, header_bytes, strip_bytes;
+    long num_groups = 0, header_bytes = 0, strip_bytes = 0;
 
+    ExpandedLayout() = default;
     ExpandedLayout(WeightFormat format, const Quantization& quantization, long in_features)
         : num_groups((in_features + quantization.group_size - 1) / quantization.group_size),
           header_bytes(num_groups * STRIP * 4 * (quantization.offsets == Offsets::zero_point ? 1 : 2)),

@@ -202,6 +202,11 @@ inline __m512i cvtepu8_epi32(__m128i a) {
     return (__m512i)__builtin_convertvector((Bytes)a, Int32s);
 }
 
+inline __m512 cvtph_ps(__m256i a) {
+    const __m256 parts[] = {_mm256_cvtph_ps(_mm256_castsi256_si128(a)), _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1))};
+    return bits_as<__m512>(parts);
+}
+
 // --- bfloat16 --------------------------------------------------------------------------------------------------------
 
 inline float without_subnormal(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
@@ -226,6 +231,11 @@ inline __m256bh cvtneps_pbh(__m512 x) {
         halves[i] = static_cast<std::uint16_t>(x[i] != x[i] ? bits >> 16 | 0x40u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
     }
     return bits_as<__m256bh>(halves);
+}
+
+inline __m512bh cvtne2ps_pbh(__m512 high, __m512 low) {
+    const __m256bh parts[] = {cvtneps_pbh(low), cvtneps_pbh(high)};
+    return bits_as<__m512bh>(parts);
 }
 
 // --- tiles -----------------------------------------------------------------------------------------------------------
@@ -354,6 +364,7 @@ inline void tile_multiply_bf16(int to, int a, int b) {
 #define _mm512_cvtepu8_epi16 quire::imitated::cvtepu8_epi16
 #define _mm512_cvtepi8_epi32 quire::imitated::cvtepi8_epi32
 #define _mm512_cvtepu8_epi32 quire::imitated::cvtepu8_epi32
+#define _mm512_cvtph_ps quire::imitated::cvtph_ps
 // Macros in the compiler's headers where it does not optimize.
 #undef _mm512_srli_epi32
 #undef _mm512_slli_epi32
@@ -374,6 +385,7 @@ inline void tile_multiply_bf16(int to, int a, int b) {
 #define __AVX512VNNI__ 1
 #define _mm512_dpbf16_ps quire::imitated::dpbf16_ps
 #define _mm512_cvtneps_pbh quire::imitated::cvtneps_pbh
+#define _mm512_cvtne2ps_pbh quire::imitated::cvtne2ps_pbh
 #define _mm512_dpbusd_epi32 quire::imitated::dpbusd_epi32
 #endif
 

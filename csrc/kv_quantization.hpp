@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cache_layout.hpp"
+#include "e4m3.hpp"
 #include "vec.hpp"
 
 namespace quire::ISA {
@@ -59,14 +60,13 @@ inline Floats widened(const std::int8_t* p, long count) {
     return __builtin_convertvector((Integers)as_highest_bytes(load_bytes(p, count)) >> 24, Floats);
 }
 
-// A subnormal element, m * 2^-9, is 2^-6 * (1 + m / 8) - 2^-6.
 inline Floats widened(const E4M3* p, long count) {
-    constexpr std::uint32_t unit = 1u << 20;  // of the mantissa
-    const Words bits = as_highest_bytes(load_bytes(p, count)), magnitude = (bits & 0x7f000000u) >> 4;
-    const Words is_subnormal = less(magnitude, Words{} + 8 * unit), is_nan = less(Words{} + 126 * unit, magnitude);
-    const Words shifted = magnitude + (120u << 23) + (is_subnormal & (1u << 23));
-    const Floats value = as_floats(shifted) - as_floats(is_subnormal & (Words)splat(0x1p-6f));
-    return as_floats((Words)value | (bits & 0x80000000u) | (is_nan & 0x7fc00000u));
+    const Bytes bytes = load_bytes(p, count);
+    Register parts[PARTS];
+    for (int part = 0; part < PARTS; part++) parts[part] = widened_e4m3(reinterpret_cast<const std::uint8_t*>(&bytes) + part * REGISTER_LANES);
+    Floats values;
+    std::memcpy(&values, parts, sizeof values);
+    return values;
 }
 
 // The nearest element, ties to even, in the low byte of each lane; |v| is at most the largest element, or hardly more.

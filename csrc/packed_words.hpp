@@ -7,10 +7,13 @@
 
 #include "aligned.hpp"
 #include "cache_layout.hpp"
+#include "e4m3.hpp"
 #include "expanded_packing.hpp"
 #include "vec.hpp"
 
 namespace quire::ISA {
+
+constexpr long ELEMENTS_AHEAD = 2048;  // bytes that are asked for: of few rows those that are expanded next
 
 constexpr bool is_half_byte(WeightFormat format) { return format == WeightFormat::int4 || format == WeightFormat::codebook4; }
 
@@ -19,21 +22,6 @@ template <WeightFormat format>
 struct Decoder {
     explicit Decoder(const Quantization&) {}
     Register operator()(RegisterWords elements) const { return __builtin_convertvector((RegisterIntegers)elements, Register); }
-};
-
-// e4m3fn: one sign, four bits of an exponent from -7, three of a fraction; nothing but ones is NaN. With the exponent -7,
-// which means -6 and no leading one, the value is what is left when that one is taken off.
-template <>
-struct Decoder<WeightFormat::fp8> {
-    explicit Decoder(const Quantization&) {}
-    Register operator()(RegisterWords elements) const {
-        const RegisterWords magnitudes = elements & 0x7fu;
-        const RegisterWords is_small = (RegisterWords)((RegisterIntegers)magnitudes < 8);
-        const RegisterWords is_nan = (RegisterWords)((RegisterIntegers)magnitudes == 0x7f);
-        const RegisterWords bits = (magnitudes << 20) + (120u << 23) + (is_small & (1u << 23));
-        const Register values = (Register)(bits | (is_nan & 0x7fc00000u)) - (Register)(is_small & (121u << 23));
-        return (Register)((RegisterWords)values | (elements & 0x80u) << 24);
-    }
 };
 
 template <>
@@ -74,7 +62,10 @@ struct Scaling {
         else
             std::memcpy(&taken, header + (num_groups + group) * STRIP + lane, sizeof taken);
     }
-    Register operator()(Register elements) const {
+    // Floats, which have no zero point, are multiplied only.
+    template <WeightFormat format>
+    Register value(Register elements) const {
+        if constexpr (format == WeightFormat::fp8 || format == WeightFormat::codebook4) return scales * elements;
         if constexpr (offsets == Offsets::minimums) return scales * elements - taken;
         return scales * (elements - taken);
     }
@@ -91,8 +82,10 @@ inline void store_words(float* to, Register values) { std::memcpy(to, &values, s
 // Pairs of an even and an odd input's values.
 inline void store_words(bf16* to, Register even, Register odd) {
 #if defined(__AVX512BF16__)
-    const auto half = [](Register values) { return (RegisterWords)_mm512_cvtepu16_epi32((__m256i)rounded_halves(values)); };
-    const RegisterWords pairs = half(even) | half(odd) << 16;
+    typedef std::uint16_t Halves __attribute__((vector_size(64)));
+    const Halves both = (Halves)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+    const Halves pairs = __builtin_shufflevector(both, both, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i pairs = _mm256_blend_epi16((__m256i)(nearest_half(even) >> 16), (__m256i)nearest_half(odd), 0xaa);
 #else
@@ -119,43 +112,50 @@ inline RegisterWords widened(const std::uint8_t* elements) {
 #endif
 }
 
+// Elements of the even or the odd input of a pair, as floats.
 template <WeightFormat format>
-inline RegisterWords load_elements(const std::uint8_t* elements, long pair, bool is_odd) {
-    const RegisterWords loaded = widened(elements + (is_half_byte(format) ? pair : 2 * pair + is_odd) * STRIP);
-    if constexpr (!is_half_byte(format)) return loaded;
-    return is_odd ? loaded >> 4 : loaded & 15u;
+inline Register load_elements(const Decoder<format>& decode, const std::uint8_t* elements, long pair, bool is_odd) {
+    elements += (is_half_byte(format) ? pair : 2 * pair + is_odd) * STRIP;
+    if constexpr (format == WeightFormat::fp8) return widened_e4m3(elements);
+    const RegisterWords loaded = widened(elements);
+    if constexpr (!is_half_byte(format)) return decode(loaded);
+    return decode(is_odd ? loaded >> 4 : loaded & 15u);
 }
 
-// Words [word, end) of a strip, whose first inputs are all of one group and whose last ones of another or the same.
+// Words [word, end) of a strip, whose first inputs are all of one group and whose last ones of another or the same. Elements
+// so many bytes ahead are asked for.
 template <typename T, WeightFormat format, Offsets offsets>
-void expand_run(const Linear<T>& op, const std::uint8_t* strip, const long (&groups)[2], long word, long end, T* to) {
-    const ExpandedLayout layout(format, op.quantization, op.in_features);
+void expand_run(const Quantization& quantization, const ExpandedLayout& layout, const std::uint8_t* strip, const long (&groups)[2],
+                long word, long end, long ahead, T* to) {
     const float* header = reinterpret_cast<const float*>(strip);
-    const Decoder<format> decode(op.quantization);
+    const Decoder<format> decode(quantization);
     for (int lane = 0; lane < STRIP; lane += REGISTER_LANES) {
         const std::uint8_t* elements = strip + layout.header_bytes + lane;
-        const Scaling<offsets> first(header, layout.num_groups, groups[0], lane, op.quantization);
-        const Scaling<offsets> last(header, layout.num_groups, groups[1], lane, op.quantization);
-        for (long i = word; i < end; i++) {
-            T* at = to + ((i - word) * STRIP + lane) * PAIR<T>;
+        const Scaling<offsets> first(header, layout.num_groups, groups[0], lane, quantization);
+        const Scaling<offsets> last(header, layout.num_groups, groups[1], lane, quantization);
+        T* at = to + lane * PAIR<T>;
+        for (long i = word; i < end; i++, at += STRIP * PAIR<T>) {
+            if (lane == 0) __builtin_prefetch(elements + i * PAIR<T> * STRIP / (is_half_byte(format) ? 2 : 1) + ahead);
             if constexpr (PAIR<T> == 1)
-                store_words(at, first(decode(load_elements<format>(elements, i >> 1, i & 1))));
+                store_words(at, first.template value<format>(load_elements(decode, elements, i >> 1, i & 1)));
             else
-                store_words(at, first(decode(load_elements<format>(elements, i, false))), last(decode(load_elements<format>(elements, i, true))));
+                store_words(at, first.template value<format>(load_elements(decode, elements, i, false)),
+                            last.template value<format>(load_elements(decode, elements, i, true)));
         }
     }
 }
 
-// `count` words of a strip, from `word` on; zeros where there is no input.
+// `count` words of a strip, from `word` on; zeros where there is no input. The strip that comes next is `next_strip` strips on.
 template <typename T, WeightFormat format, Offsets offsets>
-void expand_words(const Linear<T>& op, long strip, long word, long count, T* to) {
-    const std::uint8_t* from = reinterpret_cast<const std::uint8_t*>(op.packed) +
-                               strip * ExpandedLayout(format, op.quantization, op.in_features).strip_bytes;
+void expand_words(const Linear<T>& op, const ExpandedLayout& layout, long strip, long next_strip, long word, long count, T* to) {
+    const std::uint8_t* from = reinterpret_cast<const std::uint8_t*>(op.packed) + strip * layout.strip_bytes;
     const Quantization& quantization = op.quantization;
     const auto group_of = [&](long input) -> long {
         return quantization.groups ? quantization.groups[input] : static_cast<unsigned>(input) / static_cast<unsigned>(quantization.group_size);
     };
     const long end = std::min(word + count, (op.in_features + PAIR<T> - 1) / PAIR<T>);
+    const bool is_last = layout.header_bytes + end * STRIP * PAIR<T> / (is_half_byte(format) ? 2 : 1) + ELEMENTS_AHEAD > layout.strip_bytes;
+    const long ahead = ELEMENTS_AHEAD + (is_last ? (next_strip - 1) * layout.strip_bytes : 0);
     T* const end_of_words = to + count * STRIP * PAIR<T>;
     for (long next; word < end; to += (next - word) * STRIP * PAIR<T>, word = next) {
         const long first = word * PAIR<T>, last = std::min(first + PAIR<T>, op.in_features) - 1;
@@ -163,7 +163,7 @@ void expand_words(const Linear<T>& op, long strip, long word, long count, T* to)
         next = word + 1;
         if (!quantization.groups && groups[0] == groups[1])  // up to the end of the group
             next = std::max(next, std::min(end, (groups[0] + 1) * quantization.group_size / PAIR<T>));
-        expand_run<T, format, offsets>(op, from, groups, word, next, to);
+        expand_run<T, format, offsets>(quantization, layout, from, groups, word, next, ahead, to);
     }
     if (word * PAIR<T> > op.in_features)  // the last input is the first of a pair
         for (long i = 1; i <= 2 * STRIP; i += 2) to[-i] = 0;
@@ -171,7 +171,7 @@ void expand_words(const Linear<T>& op, long strip, long word, long count, T* to)
 }
 
 template <typename T>
-using ExpandWords = void (*)(const Linear<T>&, long strip, long word, long count, T* to);
+using ExpandWords = void (*)(const Linear<T>&, const ExpandedLayout&, long strip, long next_strip, long word, long count, T* to);
 
 template <typename T, WeightFormat format>
 ExpandWords<T> expander_of_integers(Offsets offsets) {
@@ -205,7 +205,8 @@ struct StripWords {
 template <typename T>
 class PackedWords {
 public:
-    explicit PackedWords(const Linear<T>& op) : op_(op), expand_(expander(op)) {}
+    explicit PackedWords(const Linear<T>& op)
+        : op_(op), expand_(expander(op)), layout_(expand_ ? ExpandedLayout(op.format, op.quantization, op.in_features) : ExpandedLayout()) {}
 
     // How many of a row's words to ask for at once: all of them, unless they are expanded.
     long at_once(long all, long expanded) const { return expand_ ? std::min(all, expanded) : all; }
@@ -219,13 +220,14 @@ public:
         static thread_local Aligned<T> scratch;
         const long stride = count * STRIP * PAIR<T>;
         T* words = scratch.at_least(num_strips * stride);
-        for (long i = 0; i < num_strips; i++) expand_(op_, strip + i, word, count, words + i * stride);
+        for (long i = 0; i < num_strips; i++) expand_(op_, layout_, strip + i, num_strips, word, count, words + i * stride);
         return {words, stride};
     }
 
 private:
     const Linear<T>& op_;
     ExpandWords<T> expand_;
+    ExpandedLayout layout_;
 };
 
 }  // namespace quire::ISA
