@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
 try:
     from quire.server.structured.checker import output_constraints
 except ModuleNotFoundError as error:
-    if not (error.name or "").startswith("quire.server.structured."):
+    if not f"{error.name}.".startswith("quire.server.structured."):
         raise
     output_constraints = None  # type: ignore[assignment]  # optional: without it requests with grammars are refused
 
