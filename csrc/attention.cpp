@@ -208,9 +208,8 @@ private:
         if (computed.begin >= computed.end) return clear(out, rows);
         float* scores = scratch_.scores.data();
         // Memory is kept busy for the first rows: later ones find keys and values in the second-level cache.
-        const long calls = has_values_ ? 0 : (computed.last() - computed.first()) / BLOCK_ROWS;
-        auto values = view_.prefetch_values(live_, calls);
-        auto keys = view_.prefetch_keys(next, 2 * calls);
+        auto values = view_.prefetch_values(live_, has_values_ ? 0 : P::score_calls(rows, computed, key_rows_));
+        auto keys = view_.prefetch_keys(next, has_values_ ? 0 : P::weigh_calls(rows, computed, padded_));
         P::scores(scratch_.query.data() + (head * row_stride_ + row) * query_stride_, query_stride_, rows, view_, key_rows_,
                   computed, scores, values);
         for (long i = 0; View::IS_QUANTIZED && i < rows; i++) scale_scores(scores + i * SCORE_STRIDE, computed, view_.key_scales);

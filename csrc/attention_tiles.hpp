@@ -30,6 +30,10 @@ struct ByTiles {
         ~Session() { _tile_release(); }
     };
 
+    // Calls of `meanwhile` by `scores` and by `weigh`, about.
+    static long score_calls(long, Columns computed, long) { return (computed.last() - computed.first()) / (2 * GROUP); }
+    static long weigh_calls(long, Columns computed, long) { return (computed.last() - computed.first()) / GROUP; }
+
     template <typename Meanwhile>
     static void scores(const bf16* query, long query_stride, long rows, const PartitionView<bf16>& view, long key_rows,
                        Columns computed, float* scores, Meanwhile& meanwhile) {

@@ -16,16 +16,23 @@ struct ByVectors {
         explicit Session(long) {}
     };
 
+    // Calls of `meanwhile` by `scores` and by `weigh`, about.
+    static long score_calls(long rows, Columns computed, long key_rows) {
+        return num_groups(rows) * ((computed.last() - computed.first()) / (COLUMNS * GROUP)) * (key_rows / STEPS_BETWEEN);
+    }
+    static long weigh_calls(long rows, Columns computed, long padded) {
+        return rows + num_groups(rows) * (padded / (COLUMNS * GROUP)) * ((computed.end - computed.begin) / PAIR<T> / STEPS_BETWEEN);
+    }
+
     template <typename Meanwhile>
     static void scores(const Query* query, long query_stride, long rows, const PartitionView<T>& view, long key_rows,
                        Columns computed, float* scores, Meanwhile& meanwhile) {
         for (long i = computed.first(); i < computed.last(); i += COLUMNS * GROUP) {
-            if (i % BLOCK_ROWS == 0) meanwhile();
             const T* keys[COLUMNS];
             for (int c = 0; c < COLUMNS; c++) keys[c] = view.keys[i / GROUP + c].at;
             in_groups<ROWS>(rows, [&](auto count, long r) {
                 Sums<count, COLUMNS> sums;
-                sums.template add<T>(keys, view.keys[i / GROUP].stride, query + r * query_stride, query_stride, key_rows);
+                sums.template add<T>(keys, view.keys[i / GROUP].stride, query + r * query_stride, query_stride, key_rows, meanwhile);
                 sums.store(scores + r * SCORE_STRIDE + i, SCORE_STRIDE);
             });
         }
@@ -58,6 +65,7 @@ struct ByVectors {
 
 private:
     static constexpr int ROWS = PARTS == 1 ? 8 : MAX_ROWS, COLUMNS = PARTS == 1 ? 2 : 1;  // of sums at once
+    static constexpr long num_groups(long rows) { return (rows + ROWS - 1) / ROWS; }
     static constexpr long WEIGHT_STRIDE = SCORE_STRIDE * sizeof(float) / sizeof(Query);
 
     template <int rows, int columns, typename Meanwhile>
@@ -66,10 +74,9 @@ private:
         Sums<rows, columns> sums;
         constexpr long tokens = PartitionView<T>::VALUE_TOKENS;
         for (long i = computed.begin / tokens; i < (computed.end + tokens - 1) / tokens; i++) {
-            meanwhile();
             const T* values[columns];
             for (int c = 0; c < columns; c++) values[c] = view.values[i].at + (dim + c * GROUP) * PAIR<T>;
-            sums.template add<T>(values, view.values[i].stride, weights + i * tokens, WEIGHT_STRIDE, GROUP);
+            sums.template add<T>(values, view.values[i].stride, weights + i * tokens, WEIGHT_STRIDE, PartitionView<T>::VALUE_ROWS, meanwhile);
         }
         return sums;
     }

@@ -16,7 +16,13 @@ namespace quire::ISA {
 
 constexpr long GROUP = 16;
 constexpr long LINE = 64;  // bytes
-constexpr int INTO_L2 = 2;  // 32 KiB ahead: the first-level cache holds the scores
+// Hint of prefetches. The first-level cache holds the scores; without matrix units loads are fewer, and a line at a time
+// may go there: 22 GB/s instead of 18.
+#ifdef __AMX_BF16__
+constexpr int LOCALITY = 2;  // the second-level cache
+#else
+constexpr int LOCALITY = 3;  // the first-level cache
+#endif
 
 template <typename T>
 struct Rows {
@@ -35,11 +41,16 @@ struct TokenRange {
 template <typename E>
 struct PartitionView {
     static constexpr long KEY_GROUPS = PARTITION / GROUP;
-    static constexpr long VALUE_TOKENS = GROUP * PAIR<E>;  // 16 rows of values
+#ifdef __AMX_BF16__
+    static constexpr long VALUE_ROWS = GROUP;  // a matrix tile has 16 rows of pairs
+#else
+    static constexpr long VALUE_ROWS = GROUP / PAIR<E>;
+#endif
+    static constexpr long VALUE_TOKENS = VALUE_ROWS * PAIR<E>;
     static constexpr long VALUE_GROUPS = PARTITION / VALUE_TOKENS;
 
     Rows<E> keys[KEY_GROUPS];      // of head_dim / PAIR rows, 16 columns of PAIR elements; live or not, safe to read
-    Rows<E> values[VALUE_GROUPS];  // of 16 rows, head_dim columns of PAIR elements, padded to 16; only where any is live
+    Rows<E> values[VALUE_GROUPS];  // of VALUE_ROWS rows, head_dim columns of PAIR elements, padded to 16; only where any is live
 };
 
 // What products of a model in T read of a cache that stores S: elements of this type.
@@ -51,7 +62,7 @@ class CacheView : public PartitionView<ReadElement<T, S>> {
 public:
     using E = ReadElement<T, S>;
     static constexpr bool IS_QUANTIZED = sizeof(S) == 1;
-    using PartitionView<E>::KEY_GROUPS, PartitionView<E>::VALUE_TOKENS, PartitionView<E>::keys, PartitionView<E>::values;
+    using PartitionView<E>::KEY_GROUPS, PartitionView<E>::VALUE_ROWS, PartitionView<E>::VALUE_TOKENS, PartitionView<E>::keys, PartitionView<E>::values;
 
     float key_scales[IS_QUANTIZED ? PARTITION : 1];  // of the live tokens, else 0
     float value_scales[IS_QUANTIZED ? PARTITION : 1];
@@ -90,18 +101,33 @@ public:
     class Prefetch {
     public:
         Prefetch(const CacheView& view, const void* cache, const TokenRange& live, long calls)
-            : view_(view), cache_(cache), live_(live), calls_(live.begin < live.end ? calls : 0) {}
+            : layout_(view.layout_), cache_(cache), live_(live), lines_((layout_.head_bytes() + LINE - 1) / LINE) {
+            if (live.begin >= live.end || calls <= 0) return;
+            block_ = live.begin / layout_.block_size;
+            left_ = ((live.end - 1) / layout_.block_size + 1 - block_) * lines_;
+            share_ = (left_ + calls - 1) / calls;
+        }
 
-        void operator()() {
-            if (call_ < calls_) view_.prefetch(cache_, live_, call_, calls_);
-            call_++;
+        // Inlined, for the callers have their sums in registers.
+        [[gnu::always_inline]] void operator()() {
+            const long share = std::min(share_, left_);
+            left_ -= share;
+            for (long i = 0; i < share; i++, at_ += LINE) {
+                if (of_block_ == 0) {
+                    at_ = reinterpret_cast<const char*>(layout_.head(cache_, live_.table[block_++], live_.kv_head));
+                    of_block_ = lines_;
+                }
+                of_block_--;
+                __builtin_prefetch(at_, 0, LOCALITY);
+            }
         }
 
     private:
-        const CacheView& view_;
+        const CacheLayout<S> layout_;
         const void* cache_;
         const TokenRange& live_;
-        long calls_, call_ = 0;
+        long lines_, block_ = 0, of_block_ = 0, left_ = 0, share_ = 0;  // of_block_: lines of a block still to ask for
+        const char* at_ = nullptr;
     };
 
     Prefetch prefetch_keys(const TokenRange& live, long calls) const { return {*this, cache_.keys, live, calls}; }
@@ -136,20 +162,6 @@ private:
                 std::memcpy(out, place(cache, live, token) + layout_.head_elements() + offset * sizeof *out, count * sizeof *out);
             else
                 std::fill(out, out + count, constant);
-        }
-    }
-
-    void prefetch(const void* cache, const TokenRange& live, long step, long steps) const {
-        const long lines = (layout_.head_bytes() + LINE - 1) / LINE;  // of a block
-        const long first = live.begin / layout_.block_size, blocks = (live.end - 1) / layout_.block_size + 1 - first;
-        const long end = blocks * lines * (step + 1) / steps;
-        for (long line = blocks * lines * step / steps; line < end;) {
-            const char* run = reinterpret_cast<const char*>(place(cache, live, (first + line / lines) * layout_.block_size));
-            const long stop = std::min(end, (line / lines + 1) * lines);
-            for (const char* at = run + line % lines * LINE; line < stop; line++, at += LINE) {
-                __builtin_prefetch(at, 0, INTO_L2);
-                __asm__ volatile("");  // gcc drops calls of a function that does nothing but prefetch
-            }
         }
     }
 
@@ -192,10 +204,10 @@ private:
         if constexpr (!IS_WIDENED)
             if (is_live && layout_.block_size >= VALUE_TOKENS && width == padded) return {value_place(live, token), width};
         E* out = scratch;
-        scratch += GROUP * padded;
-        for (long row = 0; row < GROUP;) {
+        scratch += VALUE_ROWS * padded;
+        for (long row = 0; row < VALUE_ROWS;) {
             const long at = token + row * PAIR<E>, offset = at % layout_.block_size;
-            const long rows = std::min(GROUP - row, (layout_.block_size - offset) / PAIR<E>);  // in the same block
+            const long rows = std::min(VALUE_ROWS - row, (layout_.block_size - offset) / PAIR<E>);  // in the same block
             if (at < live.end && at + rows * PAIR<E> > live.begin) copy_values(value_place(live, at), rows, width, padded, out + row * padded);
             row += rows;
         }
@@ -218,7 +230,7 @@ private:
 
     // Zero what lies outside of tokens [begin, end): whole rows, and of a pair that is seen by halves the other half.
     static void clear_values(E* out, long padded, long begin, long end) {
-        for (long row = 0; row < GROUP; row++) {
+        for (long row = 0; row < VALUE_ROWS; row++) {
             const long first = row * PAIR<E>, last = first + PAIR<E>;
             if (last <= begin || first >= end) {
                 std::memset(out + row * padded, 0, padded * sizeof(E));

@@ -3,6 +3,7 @@
 // and columns beside it.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "cache_layout.hpp"
@@ -83,24 +84,49 @@ constexpr int SUM_REGISTERS = 10, MAX_ROWS = 5;
 constexpr int SUM_REGISTERS = 8, MAX_ROWS = 2;
 #endif
 
+constexpr long STEPS_BETWEEN = 8;  // of products, between two calls of what is done meanwhile
+
+struct Nothing {
+    void operator()() const {}
+};
+
 // rows x columns x sixteen sums, of float or of int32.
 template <int rows, int columns, typename Part = Register>
 struct Sums {
     Part parts[rows][columns * PARTS] = {};
 
     // Sums are sixteen to a column, rows `stride` apart.
+    // Register by register: gcc copies whole arrays by way of the stack.
     void load(const float* from, long stride) {
-        for (int r = 0; r < rows; r++) std::memcpy(parts[r], from + r * stride, sizeof parts[r]);
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < columns * PARTS; c++) std::memcpy(&parts[r][c], from + r * stride + c * REGISTER_LANES, sizeof(Part));
     }
     void store(float* to, long stride) const {
-        for (int r = 0; r < rows; r++) std::memcpy(to + r * stride, parts[r], sizeof parts[r]);
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < columns * PARTS; c++) std::memcpy(to + r * stride + c * REGISTER_LANES, &parts[r][c], sizeof(Part));
     }
 
     // Add `steps` words of each column, `step` elements apart, times as many words of each row's factors, end to end.
-    template <typename T, long ahead = 0>
-    void add(const T* const (&values)[columns], long step, const Factor<T>* factors, long stride, long steps) {
+    // `meanwhile` is called before every STEPS_BETWEEN of them.
+    template <typename T, long ahead = 0, typename Meanwhile = Nothing>
+    void add(const T* const (&values)[columns], long step, const Factor<T>* factors, long stride, long steps,
+             Meanwhile&& meanwhile = {}) {
+        if constexpr (std::is_same_v<std::remove_cvref_t<Meanwhile>, Nothing>) {
+            add_steps<T, ahead>(values, step, factors, stride, 0, steps);
+        } else {
+            for (long i = 0; i < steps; i += STEPS_BETWEEN) {
+                meanwhile();
+                add_steps<T, ahead>(values, step, factors, stride, i, i + STEPS_BETWEEN < steps ? i + STEPS_BETWEEN : steps);
+            }
+        }
+    }
+
+private:
+    template <typename T, long ahead>
+    [[gnu::always_inline]] void add_steps(const T* const (&values)[columns], long step, const Factor<T>* factors, long stride,
+                                          long first, long end) {
         using Each = Multiplier<T>;
-        for (long i = 0; i < steps; i++) {
+        for (long i = first; i < end; i++) {
             if constexpr (ahead > 0) __builtin_prefetch(values[0] + i * step + ahead / sizeof(T));
             for (int turn = 0; turn < Each::TURNS; turn++) {
                 Part lanes[columns * PARTS];
