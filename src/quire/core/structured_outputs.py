@@ -21,6 +21,7 @@ from quire.core.grammar_text import (
     lark_from,
     regex_text,
 )
+from quire.core.structural_tags import structural_tag_grammar
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +46,9 @@ class StructuredOutputsParams:
 
     `json`: a JSON schema, as text or as a dict, which is stored as text. `regex`: in Python's syntax, matched from
     beginning to end. `choice`: one of these texts. `grammar`: Lark with llguidance's extensions, or GBNF.
-    `json_object`: any JSON object. Of `json` and `json_object`: `disable_any_whitespace` leaves no blank between two
-    lexemes, `whitespace_pattern` is the regex of the blanks there, `disable_additional_properties` forbids properties
-    that a schema does not name.
+    `json_object`: any JSON object. `structural_tag`: text in which what follows certain markers has a form, as JSON.
+    Options of JSON: `disable_any_whitespace` leaves no blank between two lexemes, `whitespace_pattern` is the regex of
+    the blanks there, `disable_additional_properties` forbids properties that a schema does not name.
     """
 
     json: str | dict[str, Any] | None = None
@@ -55,7 +56,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
@@ -76,7 +77,7 @@ class StructuredOutputsParams:
         if self.json_object is not None:
             check_bool("json_object", self.json_object)
         if self.structural_tag is not None:
-            raise InvalidRequestError("structural_tag is not supported yet", param="structural_tag")
+            object.__setattr__(self, "structural_tag", _check_json("structural_tag", self.structural_tag))
         if self.json is not None:
             object.__setattr__(self, "json", _check_schema("json", self.json))
         if self.choice is not None:
@@ -97,11 +98,14 @@ class StructuredOutputsParams:
             return f"start: {regex_text(self.regex)}\n"
         if self.choice is not None:
             return choice_text(self.choice)
+        whitespace = WHITESPACE_PATTERN if self.whitespace_pattern is None else self.whitespace_pattern
+        between = None if self.disable_any_whitespace else whitespace
+        if self.structural_tag is not None:
+            return structural_tag_grammar(json_codec.loads(str(self.structural_tag)), between)
         schema = {"type": "object"} if self.json is None else json_codec.loads(str(self.json))
         if self.disable_additional_properties:
             schema = closed_objects(schema)
-        whitespace = WHITESPACE_PATTERN if self.whitespace_pattern is None else self.whitespace_pattern
-        return f"start: {json_text(schema, None if self.disable_any_whitespace else whitespace)}\n"
+        return f"start: {json_text(schema, between)}\n"
 
 
 def structured_outputs_from(value: object) -> StructuredOutputsParams:
@@ -142,10 +146,18 @@ def _check_bytes(field: str, value: object, most: int) -> str:
 
 def _check_schema(field: str, value: object) -> str:
     """Return a JSON schema as compact text; keys keep their order, which is that of the output."""
+    text = _check_json(field, value)
+    if not text.startswith(("{", "t", "f")):
+        refuse(field, value, "a JSON schema: an object, true or false")
+    return text
+
+
+def _check_json(field: str, value: object) -> str:
+    """Return JSON that was given as text, or as a dict, as compact text."""
     if isinstance(value, str):
         _check_bytes(field, value, MAX_SCHEMA_BYTES)
     elif not isinstance(value, dict):
-        refuse(field, value, "a JSON schema, as a string or a dict")
+        refuse(field, value, "JSON, as a string or a dict")
     try:
         schema = json_codec.loads(value) if isinstance(value, str) else value
         check_depth(field, schema)
@@ -153,9 +165,7 @@ def _check_schema(field: str, value: object) -> str:
     except InvalidRequestError:
         raise
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{field} must be a JSON schema: {str(error)[:200]}", param=field) from error
-    if not isinstance(schema, dict | bool):
-        refuse(field, schema, "a JSON schema: an object, true or false")
+        raise InvalidRequestError(f"{field} must be JSON: {str(error)[:200]}", param=field) from error
     return _check_bytes(field, text, MAX_SCHEMA_BYTES)
 
 

@@ -61,6 +61,15 @@ def is_match(pattern: str) -> Callable[[str], bool]:
     return lambda text: re.fullmatch(pattern, text) is not None
 
 
+TAGGED = {
+    "format": {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}
+}
+
+
+def is_tagged(text: str) -> bool:
+    return text.startswith("<f>") and text.endswith("</f>") and is_item(text[3:-4])
+
+
 COMPACT = is_match(r'\{"count":\d+,"kind":"\w+"\}')
 FIELDS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
     ({"response_format": JSON_SCHEMA}, is_item),
@@ -71,6 +80,8 @@ FIELDS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
     ({"structured_outputs": {"regex": r"^\d{3}-\d{4}$"}}, is_match(r"\d{3}-\d{4}")),
     ({"structured_outputs": {"choice": ["yes", "no"]}}, is_match("yes|no")),
     ({"structured_outputs": {"grammar": 'start: "a" /[0-9]{2}/'}}, is_match(r"a\d\d")),
+    ({"structured_outputs": {"structural_tag": TAGGED}}, is_tagged),
+    ({"response_format": TAGGED | {"type": "structural_tag"}}, is_tagged),
     ({"guided_json": SCHEMA}, is_item),
     ({"guided_json": SCHEMA, "guided_whitespace_pattern": "[_]?"}, lambda text: is_item(text.replace("_", " "))),
     ({"guided_regex": "a{3}"}, is_match("aaa")),
@@ -147,6 +158,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"properties": {"a": {"not": {}}}}}, "guided_json", 'at /properties/a: unsupported keywords: ["n'),
     ({"guided_json": {"items": {"format": "iri", "type": "string"}}}, "guided_json", "at /items: Unknown format: iri"),
     ({"guided_json": {"pattern": "^(a{999}){999}$"}}, "guided_json", "(max_regex_length), got "),
+    ({"response_format": {"type": "structural_tag"}}, "response_format", "structural_tag.format must be an object"),
+    ({"structural_tag": {"format": {"type": "x"}}}, "structural_tag", "structural_tag.format.type must be one of"),
     ({"guided_regex": "(?=a)"}, "guided_regex", "look-ahead"),
     ({"guided_regex": "a{1000000}"}, "guided_regex", "at most 10000 characters with repetitions written out"),
     ({"guided_regex": "a" * 9000}, "guided_regex", "at most 8192 bytes (max_regex_bytes), got 9000"),
