@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from quire.core.errors import InvalidRequestError
+from quire.core.grammar_limits import GRAMMAR_LIMITS
 from quire.core.grammar_text import closed_objects, json_text
 from quire.text.tools import Tool, parameters_of
 
@@ -14,11 +15,11 @@ def check_grammars(tools: Sequence[Tool], indices: Iterable[int]) -> None:
 
     Takes the time and the memory of compiling them, which only a process bounds.
     """
-    from llguidance import LLMatcher  # noqa: PLC0415 (a compiled library, only for tools that are forced)
+    from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415 (a compiled library, only for tools that are forced)
 
     for index in indices:
         text = f"start: {json_text(closed_objects(parameters_of(tools[index])))}\n"
-        error = LLMatcher.validate_grammar(text, None)
+        error = LLMatcher.validate_grammar(text, None, limits=LLParserLimits(**GRAMMAR_LIMITS))
         if error:
             reason = error.partition("\n   1 |")[0].partition("JSON schema: ")
             told = " ".join((reason[2] or reason[0]).split())[:_MAX_REASON_CHARS]

@@ -16,6 +16,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.core.errors import EngineError
+from quire.core.grammar_limits import GRAMMAR_LIMITS
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.kernels.token_masks import num_words
 
@@ -24,13 +25,7 @@ MAX_PENDING = 16            # grammars that wait to be compiled
 MAX_BYTES = 512 * 2**20     # of all grammars: pending, cached, and in use by rows
 BYTES_PER_CHAR = 256        # measured: a schema of 3,000 properties, 75 kB of text, takes 19 MB
 BASE_BYTES = 2 * 2**20      # lexer states that are added while masks are filled: nearly always none, at most 6 MB
-LIMITS = LLParserLimits(
-    max_lexer_states=4_000,   # of 1 to 2 kB each; the schemas of SchemaStore need less than 2,000
-    step_lexer_fuel=100_000,  # of one mask, 14,000 per ms
-    step_max_items=20_000,    # of one mask, 20,000 per ms
-    max_grammar_size=200_000,
-    verbose_errors=False,     # they would quote the output of a request
-)
+LIMITS = LLParserLimits(**GRAMMAR_LIMITS)
 _NICENESS = 10              # of the compiling thread: steps come first
 _MAX_REASON_CHARS = 300
 _PANIC = "PanicException"   # of the library's Rust side; its type cannot be imported

@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
+from quire.core.grammar_limits import GRAMMAR_LIMITS
 from quire.core.sandbox import serve_jobs
 from quire.core.schema_limits import check_json_bytes, check_schema
 from quire.core.structured_outputs import StructuredOutputsParams, structured_outputs_from
@@ -29,11 +30,7 @@ from quire.server.structured.jobs import (
 from quire.server.structured.places import place_of_fault
 from quire.server.structured.regex_length import regex_length
 
-# Those of the engine, which compiles the grammar again.
-LIMITS = LLParserLimits(
-    max_lexer_states=4_000, step_lexer_fuel=100_000, step_max_items=20_000, max_grammar_size=200_000,
-    verbose_errors=False,
-)  # fmt: skip
+LIMITS = LLParserLimits(**GRAMMAR_LIMITS)
 _STEPS = 8                  # tokens by which a grammar is tried: limits of a step strike early
 _MAX_REASON_CHARS = 500
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'  # a forced text of a client's grammar may be of any length
