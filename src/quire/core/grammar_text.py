@@ -80,7 +80,7 @@ _DIGITS = {False: {"\\d": "[0-9]", "\\D": "[^0-9]"}, True: {"\\d": "0-9", "\\D":
 
 
 def closed_objects(schema: Any) -> Any:  # noqa: ANN401 (JSON)
-    """Return a schema whose objects have no properties but those named, unless `additionalProperties` says otherwise.
+    """Return a schema of objects without properties but those named, unless `additionalProperties` says otherwise.
 
     Objects are the subschemas with `properties` or `patternProperties`. Names of properties are no keywords.
     """

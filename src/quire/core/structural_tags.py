@@ -1,7 +1,7 @@
 """Structural tags: free text in which what follows certain markers has a form. Their JSON becomes a grammar.
 
-Two forms of JSON are known: OpenAI's and vLLM's `{"type": "structural_tag", "format": {...}}`, whose formats contain
-each other, and the older one with `structures` and `triggers`.
+Two forms of JSON are known: OpenAI's and vLLM's `{"type": "structural_tag", "format": {...}}`, with formats that
+contain each other, and the older one with `structures` and `triggers`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,7 +80,7 @@ class _Formats:
         return self._closed_format(kind, given, where) + (f" {literal_text(end)}" if end else "")
 
     def _closed_format(self, kind: object, given: Json, where: str) -> str:
-        """Return an expression for a format whose end does not depend on what follows."""
+        """Return an expression for a format with an end that does not depend on what follows."""
         match kind:
             case "const_string":
                 expression = literal_text(_text_in(given, "value", where))

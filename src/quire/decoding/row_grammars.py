@@ -16,7 +16,7 @@ from quire.core.plan import RowDrafts, StepPlan
 class TokenMasks(NamedTuple):
     """Masks of some samples of a step: samples int64 [num], ascending; bits uint32 [num, num_words], one per token.
 
-    `failures`: samples whose masks could not be computed, with the reason; theirs allow every token.
+    `failures`: samples without masks, which could not be computed, with the reason; theirs allow every token.
     """
 
     samples: NDArray[np.int64]
@@ -43,7 +43,7 @@ class StepGrammars(Protocol):
     """The grammars of one step, from its start until its tokens are recorded."""
 
     def masks(self) -> TokenMasks:
-        """Return the masks of the samples whose rows have grammars; waits until they are filled."""
+        """Return the masks of the samples of rows with grammars; waits until they are filled."""
 
     def advance(self, row: int, token_ids: Sequence[int], max_forced: int) -> RowProgress | None:
         """Take the tokens that were sampled for a row, in order. None: the row has no grammar."""

@@ -43,7 +43,7 @@ class StepInFlight(NamedTuple):
 
 
 class CudaWorker(Worker):
-    """A worker whose steps are launched in order, and completed in the same order."""
+    """A worker that launches its steps in order, and completes them in the same order."""
 
     def __init__(
         self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,

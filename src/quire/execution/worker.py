@@ -103,9 +103,9 @@ class Worker:
         self, inputs: StepInputs, grammars: StepGrammars, sampled: SampledTokens, results: dict[int, RowResult],
         failures: dict[int, str],
     ) -> dict[int, RowResult]:  # fmt: skip
-        """Return the results of rows whose grammars have ended, or force tokens, which are written into their rows.
+        """Return the results of rows with grammars that have ended, or force tokens, which are written into their rows.
 
-        `results`: of rows with drafts. Adds the rows whose grammars cannot continue to `failures`.
+        `results`: of rows with drafts. Adds the rows with grammars that cannot continue to `failures`.
         """
         changed, max_len = dict[int, RowResult](), self._batch.token_ids.shape[1]
         for index in grammars.masks().samples.tolist():

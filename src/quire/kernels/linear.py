@@ -174,7 +174,7 @@ def _dense_values(weight: LinearWeight) -> Tensor:
 
 
 def _revealing_factors(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return MAX_ROWS rows and a weight whose products are all zero but for rounding.
+    """Return MAX_ROWS rows and a weight with products that are all zero but for rounding.
 
     Every term has its negative somewhere in the same sum, so that what remains is the rounding of the partial sums:
     another order of summation gives another result, and not even rounding to bfloat16 hides it.

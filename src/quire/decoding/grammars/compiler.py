@@ -49,7 +49,7 @@ def error_of(matcher: LLMatcher) -> str | None:
 
 
 class CompiledGrammar:
-    """A grammar for one vocabulary. Matchers of it share its lexer, whose states are bounded by LIMITS in all."""
+    """A grammar for one vocabulary. Matchers of it share its lexer: LIMITS bound its states in all."""
 
     def __init__(self, tokenizer: LLTokenizer, text: str) -> None:
         self.num_bytes = num_bytes_of(text)

@@ -1,7 +1,7 @@
 """Row state: the matcher of one row's grammar, a function of the tokens of its output.
 
 It is made, or caught up, where a mask is filled, from the known tokens of the row. So a row that resumes after a
-preemption, or whose state was dropped, needs nothing but its tokens.
+preemption, or has lost its state, needs nothing but its tokens.
 """
 
 from collections.abc import Callable, Sequence

@@ -131,7 +131,7 @@ class StepMasks:
         return TokenMasks(self._samples, self._bits, failures)
 
     def masks(self) -> TokenMasks:
-        """Return the masks of the samples whose rows have grammars; waits until they are filled."""
+        """Return the masks of the samples of rows with grammars; waits until they are filled."""
         return self._masks
 
     def advance(self, row: int, token_ids: Sequence[int], max_forced: int) -> RowProgress | None:

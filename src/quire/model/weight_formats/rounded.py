@@ -40,7 +40,7 @@ class RoundedFormat:
 
 
 def tensors_of_floats(checkpoint: Checkpoint, quantization: Quantization) -> StoredTensors:
-    """Return the tensors of a checkpoint of floats, whose weights are kept as they are or quantized."""
+    """Return the tensors of a checkpoint of floats; its weights are kept as they are or quantized."""
     is_dense = quantization == UNQUANTIZED
     return StoredTensors(checkpoint, DenseFormat() if is_dense else RoundedFormat(quantization))
 

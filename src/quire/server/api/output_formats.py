@@ -63,5 +63,5 @@ class OutputFormats(Protocol):
         """Return the grammar of an output that continues a rendered prompt; None if it is free.
 
         `answer`: grammar of an output that calls no tool. With `is_for_check` markers that are special tokens are
-        texts, for a check without the model's tokenizer. ValueError for tools whose schemas it cannot express.
+        texts, for a check without the model's tokenizer. ValueError for tools with schemas it cannot express.
         """

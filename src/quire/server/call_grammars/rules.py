@@ -53,7 +53,7 @@ class Rules:
 
     def text_before(self, end: str, without: Sequence[str] = (), body: str = ANY_TEXT) -> str:
         """Return an expression for text by a regular expression, up to and including `end`, and without some texts."""
-        if found := self._pattern.search(end):  # ends the text, whose last characters are the end's first ones
+        if found := self._pattern.search(end):  # ends the text: its last characters are the end's first ones
             return f"{body[:-1]}{_escape(end[: found.start()])}/ {self.literal(end[found.start() :])}"
         terminal = " & ".join([body, *(f"~/(?s:.*){_escape(text)}(?s:.*)/" for text in without)])
         return self.add(terminal, f"[suffix={literal_text(end)}]")

@@ -33,7 +33,7 @@ class ToolFormat:
     has_channels: bool = False  # the output is a sequence of messages with headers, as in Harmony
     aliases: tuple[str, ...] = ()  # names of vLLM's parsers for it
     fingerprints: tuple[tuple[str, ...], ...] = ()  # any of these groups: texts that a chat template has all of
-    model_types: tuple[str, ...] = ()  # of config.json, for models whose chat template says nothing
+    model_types: tuple[str, ...] = ()  # of config.json, where the chat template says nothing
 
     @property
     def is_bare(self) -> bool:

@@ -9,7 +9,7 @@ class CallEvents:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.num_calls = 0
-        self._complete: list[int] = []  # calls whose arguments are closed, and whose end was not emitted
+        self._complete: list[int] = []  # calls with closed arguments, and no end emitted yet
         self._has_arguments = False
 
     def begin(self, name: str) -> None:
@@ -30,10 +30,10 @@ class CallEvents:
         self._complete.append(self.num_calls - 1)
 
     def end(self) -> None:
-        """End the calls whose arguments are closed."""
+        """End the calls with closed arguments."""
         self.events += [CallEnded(index) for index in self._complete]
         self._complete.clear()
 
     def abandon(self) -> None:
-        """Leave the calls whose end was not emitted without one."""
+        """Leave the calls that have no end yet without one."""
         self._complete.clear()
