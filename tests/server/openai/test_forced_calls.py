@@ -167,3 +167,33 @@ def test_forced_calls_follow_the_reasoning(caller: OpenAIServer, model: CallingM
 def test_forced_calls_need_no_text(caller: OpenAIServer, model: CallingModel) -> None:
     choice = choice_of(caller, model, "plain", tool_choice=named("get_time"), max_tokens=300)
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_time"]
+
+
+# --- with a form of the answer ----------------------------------------------------------------------------------------
+
+SHORT = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "short", "schema": SHORT}}
+
+
+def test_answer_beside_tools_is_a_call_or_has_its_form(caller: OpenAIServer, model: CallingModel) -> None:
+    choice = choice_of(caller, model, "calls", response_format=FORMAT, parallel_tool_calls=False)
+    ((name, arguments),) = calls_of(choice)  # the model would write text, which only a call may replace
+    assert (name in ("get_weather", "get_time"), arguments.keys()) == (True, {"city"})
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+    answer = choice_of(caller, model, "plain", response_format=FORMAT, tool_choice="none")
+    jsonschema.validate(json.loads(answer["message"]["content"]), SHORT)
+    assert (answer["finish_reason"], calls_of(answer)) == ("stop", [])
+
+
+def test_answer_has_its_form_behind_the_reasoning(caller: OpenAIServer, model: CallingModel) -> None:
+    choice = choice_of(caller, model, "reasoning", response_format=FORMAT, tools=None)
+    assert choice["message"]["reasoning"] == "Ulm?"
+    jsonschema.validate(json.loads(choice["message"]["content"]), SHORT)
+
+
+def test_whole_output_has_its_form_where_the_server_says_so(model: CallingModel) -> None:
+    config = '{"enable_in_reasoning": true, "disable_any_whitespace": true}'
+    with openai_server(EngineOptions(model=str(model.folder)), structured_outputs_config=config) as server:
+        choice = choice_of(server, model, "reasoning", response_format=FORMAT, tools=None)
+    assert choice["message"]["content"] in ('{"n":1}', '{"n":2}')
+    assert not choice["message"].get("reasoning")
