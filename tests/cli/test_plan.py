@@ -41,7 +41,7 @@ def test_a_quantized_checkpoint_is_told_from_its_config(run: Run, tmp_path: Path
     folder, path = write_pair(tmp_path, awq(32), awq_config(32)).folder, tmp_path / "plan.json"
     ran = run("plan", folder, "--device-memory", "1GiB", "--json", path)
     assert ran.code == 0, ran.err
-    assert "quantization awq: int4 weights in groups of 32, expanded to the model's dtype" in " ".join(ran.out.split())
+    assert "quantization awq: int4 weights in groups of 32, int8 activations" in " ".join(ran.out.split())
     assert "the files hold" not in ran.out
     assert json.loads(path.read_text())["stored_parameters"] == 0
 

@@ -53,9 +53,11 @@ def test_answer_is_what_chat_gives(llm: LLM) -> None:
     updates = updates_of(LocalBackEnd(llm, GREEDY, "demo"), TALK)
     assert len(updates) > 1
     assert "".join(update.text for update in updates) == expected.outputs[0].text
-    assert updates[-1][1:] == (
-        len(expected.prompt_token_ids), len(expected.outputs[0].token_ids), expected.outputs[0].finish_reason,
+    last = updates[-1]
+    assert (last.num_prompt_tokens, last.num_tokens) == (
+        len(expected.prompt_token_ids), len(expected.outputs[0].token_ids),
     )  # fmt: skip
+    assert (last.finish_reason, last.reasoning) == (expected.outputs[0].finish_reason, "")
 
 
 def test_answer_may_take_all_that_fits(llm: LLM) -> None:

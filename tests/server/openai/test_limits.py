@@ -113,7 +113,9 @@ BODIES: dict[str, list[Case]] = {
     "max_json_depth": [Case(4, None, COMPLETIONS, nested, "invalid_json")],
 }
 # Of the connection, and of time: the tests that show them.
+CONSTRAINTS = "tests/server/structured/test_structured_outputs.py::test_what_cannot_constrain_is_refused_by_name"
 ELSEWHERE = {
+    **dict.fromkeys(("max_grammar_bytes", "max_regex_bytes", "max_regex_length", "max_choice_texts"), CONSTRAINTS),
     "max_queued_requests": "tests/server/test_service.py::test_requests_that_wait_in_the_engine_count",
     "max_queued_tokens": "tests/server/test_service.py::test_queued_tokens_are_bounded_in_sum",
     "max_connections": "tests/server/http/test_protocol.py::test_connections_that_are_too_many_are_turned_away",
