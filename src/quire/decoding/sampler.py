@@ -61,8 +61,9 @@ def sample(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = TORCH) -> 
     choice = _choose(samples, logits, wanted, ops)
     chosen = choice.numpy(force=True) if isinstance(choice, Tensor) else choice
     failures = _without_distribution(logits, chosen)
-    for index in failures.keys() & set(np.flatnonzero(samples.features & BOTH_MASKS == BOTH_MASKS).tolist()):
-        failures[index] = NOTHING_ALLOWED
+    for index in failures:
+        if samples.features[index] & BOTH_MASKS == BOTH_MASKS:
+            failures[index] = NOTHING_ALLOWED
     if not asking.size:
         return SampledTokens(chosen.tolist(), None, failures)
     counts = samples.take(asking).settings()["num_logprobs"].astype(np.int64)

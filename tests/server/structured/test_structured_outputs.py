@@ -115,8 +115,13 @@ def test_object_is_json_and_text_is_free(server: ServerProcess) -> None:
     assert free == completion(server, temperature=0)["choices"]
 
 
-def test_stream_has_the_text_of_the_whole_answer(server: ServerProcess) -> None:
-    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_stream_has_the_text_of_the_whole_answer(client: OpenAI) -> None:
     body: dict[str, Any] = {"model": "quire-demo", "messages": [{"role": "user", "content": "hi"}], "seed": 3}
     body |= {"response_format": JSON_SCHEMA}
     whole = client.chat.completions.create(**body).choices[0].message.content
@@ -125,8 +130,7 @@ def test_stream_has_the_text_of_the_whole_answer(server: ServerProcess) -> None:
     assert is_item(whole)
 
 
-def test_openai_parses_into_a_pydantic_model(server: ServerProcess) -> None:
-    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def test_openai_parses_into_a_pydantic_model(client: OpenAI) -> None:
     parsed = client.chat.completions.parse(
         model="quire-demo", messages=[{"role": "user", "content": "an item"}], response_format=Item, seed=1,
         max_tokens=200,
@@ -160,6 +164,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"items": {"format": "iri", "type": "string"}}}, "guided_json", "at /items: Unknown format: iri"),
     ({"guided_json": {"pattern": "^(a{999}){999}$"}}, "guided_json", "(max_regex_length), got "),
     ({"response_format": {"type": "structural_tag"}}, "response_format", "structural_tag.format must be an object"),
+    ({"structural_tag": {"format": {"type": "sequence", "elements": [DEEP]}}}, "structural_tag", "(max_schema_depth)"),
     ({"structural_tag": {"format": {"type": "x"}}}, "structural_tag", "structural_tag.format.type must be one of"),
     ({"guided_regex": "(?=a)"}, "guided_regex", "look-ahead"),
     ({"guided_regex": "a{1000000}"}, "guided_regex", "at most 10000 characters with repetitions written out"),

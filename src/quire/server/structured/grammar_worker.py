@@ -106,7 +106,6 @@ def _check_limits(fields: dict[str, Any], limits: GrammarLimits) -> None:
         ("grammar", limits.max_grammar_bytes, "max_grammar_bytes"),
         ("regex", limits.max_regex_bytes, "max_regex_bytes"),
         ("whitespace_pattern", limits.max_regex_bytes, "max_regex_bytes"),
-        ("structural_tag", limits.schema.max_schema_bytes, "max_schema_bytes"),
         ("choice", limits.schema.max_schema_bytes, "max_schema_bytes"),
     ):
         if fields.get(name) is not None:
@@ -115,8 +114,9 @@ def _check_limits(fields: dict[str, Any], limits: GrammarLimits) -> None:
     if isinstance(choices, list) and len(choices) > limits.max_choice_texts:
         message = f"choice must have at most {limits.max_choice_texts} texts (max_choice_texts), got {len(choices)}"
         raise InvalidRequestError(message, param="choice")
-    if fields.get("json") is not None:
-        check_schema("json", fields["json"], limits.schema)
+    for name in ("json", "structural_tag"):
+        if fields.get(name) is not None:
+            check_schema(name, fields[name], limits.schema)
     for name in ("json", "regex", "whitespace_pattern", "structural_tag"):
         for pattern in _patterns(fields.get(name), is_pattern=name in ("regex", "whitespace_pattern")):
             length = regex_length(pattern)
