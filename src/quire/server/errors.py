@@ -1,11 +1,13 @@
-"""Errors of the API: one JSON form for every route, and one place that chooses the status."""
+"""Errors of the API: one JSON form, unless an API has one of its own, and one place that chooses the status."""
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from quire.core.checks import shown
 from quire.core.errors import EngineError, InvalidRequestError, UnknownPrefixError
@@ -119,13 +121,23 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, message, type="server_error", code="request_failed")
 
 
-def error_response(error: ApiError) -> Response:
-    """Return the response of an error."""
+def use_error_form(app: FastAPI, path: str, form: Callable[[ApiError], dict[str, Any]]) -> None:
+    """Give errors of requests at `path`, and below it, the JSON body that `form` returns."""
+    app.state.error_forms[path] = form
+
+
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """Return the response of an error, in the form of the API that the request is for."""
+    path = scope["path"]
+    for start, form in scope["app"].state.error_forms.items():
+        if path == start or path.startswith(f"{start}/"):
+            return JSONResponse(form(error), error.status, error.headers)
     return JSONResponse(error.body, error.status, error.headers)
 
 
 def handle_errors(app: FastAPI) -> None:
     """Register handlers for the errors that routes and the framework raise; any other exception is a 500."""
+    app.state.error_forms = {}
     for kind in (ApiError, EngineError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer)
 
@@ -133,11 +145,11 @@ def handle_errors(app: FastAPI) -> None:
 async def _answer(request: Request, error: Exception) -> Response:
     match error:
         case RequestValidationError():
-            return error_response(_of_validation(error))
+            return error_response(_of_validation(error), request.scope)
         case HTTPException():
-            return error_response(_of_framework(request, error))
+            return error_response(_of_framework(request, error), request.scope)
         case _:
-            return error_response(request.app.state.service.to_api_error(error))
+            return error_response(request.app.state.service.to_api_error(error), request.scope)
 
 
 def _of_validation(error: RequestValidationError) -> ApiError:

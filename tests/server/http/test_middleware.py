@@ -49,6 +49,17 @@ def test_each_key_opens(key: str, scheme: str) -> None:
     assert ask(make_app(api_key=KEYS), "GET", "/version", headers={"Authorization": header}).status_code == 200
 
 
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_opens_as_anthropics_clients_send_it(key: str) -> None:
+    headers = {"X-API-Key": key.encode()}
+    app = make_app(api_key=KEYS)
+    assert ask(app, "GET", "/version", headers=headers).status_code == 200
+    assert ask(app, "GET", "/version", headers=headers | {"Authorization": b"Bearer other"}).status_code == 200
+    assert ask(app, "GET", "/version", headers={"X-API-Key": b"Bearer " + key.encode()}).status_code == 401
+    twice = [("X-API-Key", key.encode()), ("X-API-Key", key.encode())]
+    assert ask(app, "GET", "/version", headers=twice).status_code == 401
+
+
 @pytest.mark.parametrize(
     "header",
     ["", "Bearer", "Bearer ", "first-key", "Basic first-key", "Bearer first-ke", "Bearer first-key2",

@@ -23,16 +23,26 @@ class ApiKeys:
             self._keys.append((OPERATOR, _digest(options.operator_api_key.encode())))
 
     def number_of(self, scope: Scope, *, allows_basic: bool) -> int:
-        """Return the number of the key in the Authorization header, from 1, or OPERATOR; 0 for none.
+        """Return the number of the key in the Authorization or X-API-Key header, from 1, or OPERATOR; 0 for none.
 
-        Takes the same time whichever key matches, or nearly matches.
+        Takes the same time whichever key matches, or nearly matches. A header that is sent twice counts as none.
         """
-        sent = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = (sent[0] if len(sent) == 1 else b"").partition(b" ")
+        scheme, _, key = _only(scope, b"authorization").partition(b" ")
         is_basic = allows_basic and scheme.lower() == b"basic"
-        digest = _digest(_password(key.strip()) if is_basic else key.strip())
+        bearer = self._number_of(_password(key.strip()) if is_basic else key.strip())
+        plain = self._number_of(_only(scope, b"x-api-key").strip())
+        return (bearer if is_basic or scheme.lower() == b"bearer" else 0) or plain
+
+    def _number_of(self, key: bytes) -> int:
+        digest = _digest(key)
         matches = [number for number, known in self._keys if hmac.compare_digest(digest, known)]
-        return matches[0] if matches and (is_basic or scheme.lower() == b"bearer") else 0
+        return matches[0] if matches else 0
+
+
+def _only(scope: Scope, name: bytes) -> bytes:
+    """Return the value of a header that is sent once; else an empty one, which is no key."""
+    sent = [value for each, value in scope["headers"] if each == name]
+    return sent[0] if len(sent) == 1 else b""
 
 
 def key_number_of(request: Request) -> int:

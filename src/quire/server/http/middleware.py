@@ -30,7 +30,7 @@ class AccessMiddleware:
         try:
             self._check(scope)
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # uvicorn knows, and omits the body
@@ -46,7 +46,7 @@ class AccessMiddleware:
         is_for_browsers = self._service.options.enable_debug and path.startswith(_FOR_BROWSERS)
         scope[KEY_NUMBER] = self._keys.number_of(scope, allows_basic=is_for_browsers)
         if self._needs_key and path not in _NO_KEY_NEEDED and not scope[KEY_NUMBER]:
-            message = "this server needs one of its keys, as a header 'Authorization: Bearer KEY'"
+            message = "this server needs one of its keys, as a header 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
             schemes = 'Bearer, Basic realm="Quire: any user name, a key as password", charset="UTF-8"'
             headers = {"WWW-Authenticate": schemes if is_for_browsers else "Bearer"}
             raise ApiError(401, message, code="invalid_api_key", headers=headers)

@@ -66,7 +66,8 @@ class RequestLog:
             if status is not None:
                 raise  # too late for an error response: uvicorn logs it and closes the connection
             log.exception("request %s failed", record.request_id)
-            await error_response(scope["app"].state.service.to_api_error(error))(scope, receive, send_with_id)
+            failure = error_response(scope["app"].state.service.to_api_error(error), scope)
+            await failure(scope, receive, send_with_id)
         finally:
             _write(scope, status, time.monotonic() - started_s, record)
 
