@@ -1,0 +1,60 @@
+"""Pinning of a prefix: the request that computes it, for every API that pins."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from starlette.requests import Request
+
+from quire.cache.block_table import blocks_for
+from quire.core.outputs import PinnedPrefix
+from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
+from quire.server.http.api_keys import client_id_of, key_number_of
+from quire.server.service import Service
+
+
+class ComputedPin(NamedTuple):
+    """A prefix that has been computed and pinned, and how many of its tokens were in the cache before."""
+
+    prefix: PinnedPrefix
+    num_cached_tokens: int
+
+
+async def pin_prompt(
+    request: Request, service: Service, tokenize: Callable[[], TokenizedPrompt], *, weight: int, ttl_s: float,
+    external_id: str, arrival_s: float,
+) -> ComputedPin:  # fmt: skip
+    """Compute a prompt and pin it under the key of an HTTP request, for `ttl_s` seconds; 0: until it is unpinned.
+
+    `tokenize` is called in a thread; it takes as long as for a text of `weight` characters. Raises what refuses a
+    request, and ApiError where the bounds on pins leave no room. At a disconnect nothing stays pinned.
+    """
+    client, options, pins = service.client, service.options, service.admission.pins
+    key_number, client_id = key_number_of(request), client_id_of(request.scope)
+
+    def prepare() -> PreparedRequest:
+        return client.prepare_pin(tokenize(), client_id, options.weight_of(key_number))
+
+    with ExitStack() as holding:
+        holding.enter_context(pins.reserve(client.pinned, options))
+        with service.admit(1, client_id=client_id) as reservation:
+            prepared = await service.threads.run(weight, prepare, client_id)
+            limits = client.ready.limits
+            num_blocks = blocks_for(len(prepared.request.prompt_token_ids), limits.block_size)
+            holding.enter_context(
+                pins.reserve_blocks(key_number, num_blocks, limits.num_blocks, client.pinned, options)
+            )
+            with service.reserve_tokens([prepared], param="prompt") as sent:
+                stream = await client.add(prepared, external_id=external_id, arrival_s=arrival_s)
+                sent(prepared)
+            holding.callback(reservation.keep().release)
+        try:
+            output = await service.responses.run(anext(stream), request.receive)
+        except BaseException:
+            stream.abort()
+            client.unpin(prepared.request.request_id)
+            raise
+        prefix = client.pinned.add(prepared.request, key_number, ttl_s or None)
+    if ttl_s:
+        client.expire_prefix(prefix.id, ttl_s)
+    return ComputedPin(prefix, output.num_cached_tokens)
