@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.server.openai.field_support import UNSUPPORTED
 from quire.server.openai.request_models import ChatBody, CompletionBody, DetokenizeBody, PrefixBody, TokenizeBody
-from quire.server.openai.request_parsing import UNSUPPORTED
 from support.clients import LIMIT_S
 from support.metrics_page import wait_until_idle
 from support.reciting_model import Reciter

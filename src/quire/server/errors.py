@@ -1,6 +1,7 @@
 """Errors of the API: one JSON form, unless an API has one of its own, and one place that chooses the status."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from fastapi import FastAPI, Request
@@ -49,6 +50,21 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
 def unsupported(param: str, value: object) -> NoReturn:
     """Raise ApiError 400 for a known parameter that is not implemented."""
     raise ApiError(400, f"{param} {shown(value)} is not supported yet", param=param, code="unsupported_parameter")
+
+
+@contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the parameters of errors, which are the engine's names, to the fields that the client used."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        asked = names.get(error.param or "")
+        if asked is None:
+            raise
+        message = str(error)
+        if message.startswith(f"{error.param} "):
+            message = asked + message.removeprefix(error.param or "")
+        raise ApiError(400, message, param=asked, code=error.code) from error
 
 
 def engine_unhealthy(message: str) -> ApiError:

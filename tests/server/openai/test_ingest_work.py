@@ -14,9 +14,8 @@ import pytest
 
 from quire.engine import client as client_module
 from quire.server import template_renderer
-from quire.server.api import json_decoding
+from quire.server.api import json_decoding, request_parsing
 from quire.server.api.json_decoding import SLICE_BYTES
-from quire.server.openai import request_parsing
 from quire.server.options import DEFAULT_LIMITS
 from support.openai_server import OpenAIServer
 

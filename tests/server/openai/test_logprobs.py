@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from quire.core.logprob_table import LogprobTable, Position
+from quire.server.api import token_logprobs
 from quire.server.api.json_encoding import JsonStream, encode_streamed
-from quire.server.openai import logprobs as module
+from quire.server.api.token_logprobs import TokenNames
+from quire.server.openai import logprobs
 from quire.server.openai.logprobs import (
     CompletionLogprobs,
     LogprobPiece,
-    TokenNames,
     chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
@@ -111,7 +112,8 @@ def test_slices_are_the_whole(num_positions: int, tokenizer: Tokenizer, monkeypa
     table, names = LogprobTable.of([candidates(token, token + 1, token + 2) for token in ids]), TokenNames(tokenizer)
     found = []
     for most in (1, 6, 3 * 1024):
-        monkeypatch.setattr(module, "SLICE_CANDIDATES", most)
+        for module in (logprobs, token_logprobs):
+            monkeypatch.setattr(module, "SLICE_CANDIDATES", most)
         writer = CompletionLogprobs(tokenizer, [], skip_special_tokens=True, start=0)
         completion = read(completion_logprobs([writer.piece([4, *ids], table)]))
         found.append([completion, read(chat_logprobs(names, table, 3)), read(prompt_logprobs(names, table))])
@@ -135,7 +137,7 @@ def test_no_piece_has_more_than_a_slice_of_work(tokenizer: Tokenizer) -> None:
         prompt_logprobs(names, table), prompt_logprobs(names, wide),
     ):  # fmt: skip
         assert isinstance(pieces, JsonStream)
-        assert max(map(len, pieces.pieces)) < 128 * module.SLICE_CANDIDATES
+        assert max(map(len, pieces.pieces)) < 128 * token_logprobs.SLICE_CANDIDATES
 
 
 def test_nothing_is_known_of_a_first_token(tokenizer: Tokenizer) -> None:

@@ -8,9 +8,10 @@ from openai.types.chat.chat_completion_stream_options_param import ChatCompletio
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
+from quire.server.api.request_parsing import check_field_names
 from quire.server.errors import ApiError
+from quire.server.openai.field_support import OTHER_FIELDS, UNSUPPORTED, WITHOUT_EFFECT
 from quire.server.openai.request_models import ChatBody, CompletionBody
-from quire.server.openai.request_parsing import UNSUPPORTED, WITHOUT_EFFECT, check_field_names
 
 
 def test_every_parameter_of_openai_is_known() -> None:
@@ -78,7 +79,7 @@ def test_every_field_of_vllm_is_known() -> None:
 )
 def test_what_is_not_supported_yet_is_refused(name: str, value: object) -> None:
     with pytest.raises(ApiError) as refused:
-        check_field_names({name: value}, ())
+        check_field_names({name: value}, (), OTHER_FIELDS)
     error = refused.value
     assert (error.status, error.code, error.param) == (400, "unsupported_parameter", name)
     assert len(error.message) < 200
@@ -92,25 +93,26 @@ def test_what_is_not_supported_yet_is_refused(name: str, value: object) -> None:
     ids=str,
 )
 def test_values_that_change_nothing_pass(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    check_field_names(given, ())
+    check_field_names(given, (), OTHER_FIELDS)
     assert not caplog.records
 
 
 def test_defaults_of_another_type_do_not_pass() -> None:
     for name, value in (("store", 0), ("parallel_tool_calls", 1)):
         with pytest.raises(ApiError):
-            check_field_names({name: value}, ())
+            check_field_names({name: value}, (), OTHER_FIELDS)
 
 
 def test_names_without_effect_pass_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    check_field_names({"user": "me", "metadata": {"a": "b"}, "safety_identifier": 5, "prompt_cache_key": "k"}, ())
+    given = {"user": "me", "metadata": {"a": "b"}, "safety_identifier": 5, "prompt_cache_key": "k"}
+    check_field_names(given, (), OTHER_FIELDS)
     assert not caplog.records
 
 
 def test_unknown_names_are_logged_once_and_shortened(caplog: pytest.LogCaptureFixture) -> None:
     given = {"temprature": 0, "prompt": "x"} | {f"{i}" + "x" * 10_000: i for i in range(10_000)}
     with caplog.at_level(logging.WARNING):
-        check_field_names(given, {"prompt"})
+        check_field_names(given, {"prompt"}, OTHER_FIELDS)
     (record,) = caplog.records
     assert record.getMessage().startswith("10001 unknown fields of a request are ignored: 'temprature', ")
     assert len(record.getMessage()) < 1500

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from quire.server.openai.request_models import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, schema_of
+from quire.server.api.bodies import Body, schema_of
+from quire.server.openai.request_models import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from support.openai_server import OpenAIServer
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from quire.core.sampling_params import SamplingParams
 from quire.engine.input_processor import CheckedParams, PreparedRequest
-from quire.server.api.output_formats import OutputReading
+from quire.server.api.output_formats import NO_TOOLS, OutputReading, ToolUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,7 @@ class ApiRequest:
     cache_salt: str | None = None
     key_number: int = 0                         # of the API key, from 1; 0: none
     client_id: str = ""                         # see quire.server.http.api_keys.client_id_of
+    tools: ToolUse = NO_TOOLS
     requests: Sequence[PreparedRequest] = ()    # one per prompt, once the prompts are tokenized
     reading: OutputReading | None = None        # of tool calls and reasoning in the outputs; None: they are content
 

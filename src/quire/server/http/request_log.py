@@ -36,6 +36,12 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
     preemptions: int | None = None
 
 
+def record_of(scope: Scope) -> RequestRecord:
+    """Return the record of a request, one that is never read without the middleware."""
+    record: RequestRecord = scope.setdefault(RECORD, RequestRecord())
+    return record
+
+
 class RequestLog:
     """ASGI middleware. Its `send` is the only one of the server that every chunk of a stream passes."""
 

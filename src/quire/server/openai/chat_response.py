@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator
 from quire.core.outputs import CompletionOutput
 from quire.server.api.json_encoding import JsonStream, encode_streamed
 from quire.server.api.output_formats import OutputReading
+from quire.server.api.token_logprobs import TokenNames
 from quire.server.api.usage import TokenUsage
-from quire.server.openai.logprobs import TokenNames, WholeChatLogprobs, chat_logprobs, prompt_logprobs
+from quire.server.openai.logprobs import WholeChatLogprobs, chat_logprobs, prompt_logprobs
 from quire.server.openai.parsed_message import ParsedMessage, whole_message
 from quire.server.openai.response_builder import Json, OpenAIRequest, OpenAIResponseBuilder
 from quire.text.tokenizer import Tokenizer

@@ -4,13 +4,8 @@ from collections.abc import Sequence
 
 from quire.core.outputs import CompletionOutput
 from quire.engine.input_processor import TokenizedPrompt
-from quire.server.openai.logprobs import (
-    CompletionLogprobs,
-    LogprobPiece,
-    TokenNames,
-    completion_logprobs,
-    prompt_logprobs,
-)
+from quire.server.api.token_logprobs import TokenNames
+from quire.server.openai.logprobs import CompletionLogprobs, LogprobPiece, completion_logprobs, prompt_logprobs
 from quire.server.openai.response_builder import Json, OpenAIRequest, OpenAIResponseBuilder
 from quire.text.tokenizer import Tokenizer
 

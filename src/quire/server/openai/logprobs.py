@@ -1,7 +1,4 @@
-"""Logprobs in OpenAI's JSON: parallel lists for completions, one object per token for chats.
-
-Encoded from packed tables in slices of positions: a slice is some 500 candidates, 1 to 3 ms.
-"""
+"""Logprobs in OpenAI's JSON: parallel lists for completions, one object per token for chats."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -10,10 +7,9 @@ import msgspec
 
 from quire.core.logprob_table import Logprobs, Position
 from quire.server.api.json_encoding import JsonStream, array, encode
-from quire.text.detokenizer import REPLACEMENT, IncrementalDetokenizer, incremental_detokenizer
+from quire.server.api.token_logprobs import SLICE_CANDIDATES, TokenLogprob, TokenNames, slices_of, token_logprob
+from quire.text.detokenizer import IncrementalDetokenizer, incremental_detokenizer
 from quire.text.tokenizer import Tokenizer
-
-SLICE_CANDIDATES = 512
 
 
 class PromptLogprob(msgspec.Struct):
@@ -24,24 +20,10 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str | None
 
 
-class ChatTopLogprob(msgspec.Struct):
-    """One of the most likely tokens at a position. `bytes` is null if the tokenizer cannot map the token to bytes."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatTokenLogprob(ChatTopLogprob):
-    """A token of a message, and the most likely ones at its position."""
-
-    top_logprobs: list[ChatTopLogprob]
-
-
 class WholeChatLogprobs(msgspec.Struct):
     """Logprobs of a short piece of a message."""
 
-    content: list[ChatTokenLogprob]
+    content: list[TokenLogprob]
     refusal: None = None
 
 
@@ -52,44 +34,6 @@ class WholeCompletionLogprobs(msgspec.Struct):
     token_logprobs: list[float]
     tokens: list[str]
     top_logprobs: list[dict[str, float]]
-
-
-class TokenNames:
-    """Texts of single tokens. A token may be a part of a character, which has no text."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._bytes = None if tokenizer is None else tokenizer.token_bytes(skip_special_tokens=False)
-
-    def decoded(self, token_id: int) -> str | None:
-        """Return the text of a token, None for a model without a tokenizer."""
-        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
-
-    def text(self, token_id: int) -> str:
-        """Return the text of a token: U+FFFD for a part of a character, its id for a model without a tokenizer."""
-        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
-
-    def key(self, token_id: int) -> str:
-        r"""Return a token as OpenAI's completions write it: `bytes:\xe6\x97` for a part of a character."""
-        text = self.text(token_id)
-        if self._bytes is None or REPLACEMENT not in text:
-            return text
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._bytes[token_id])
-
-    def raw(self, token_id: int) -> list[int] | None:
-        """Return the bytes of a token, or None if they are not known."""
-        if self._bytes is not None:
-            return list(self._bytes[token_id])
-        text = self.text(token_id)
-        return None if self._tokenizer is None or REPLACEMENT in text else list(text.encode())
-
-
-def slices_of(table: Logprobs) -> Iterator[tuple[int, int]]:
-    """Yield ranges of positions with some SLICE_CANDIDATES candidates each."""
-    num_positions = len(table)
-    stride = max(1, SLICE_CANDIDATES * num_positions // max(1, table.num_candidates))
-    for start in range(0, num_positions, stride):
-        yield start, min(start + stride, num_positions)
 
 
 class CompletionLogprobs:
@@ -198,9 +142,9 @@ def chat_logprobs(names: TokenNames, table: Logprobs, num_top: int) -> JsonStrea
     """Return the logprobs of tokens with the `num_top` most likely at their position, best first."""
     if table.num_candidates <= SLICE_CANDIDATES:
         positions = table.positions(0, len(table))
-        return WholeChatLogprobs([_chat_token(names, position, num_top) for position in positions])
+        return WholeChatLogprobs([token_logprob(names, position, num_top) for position in positions])
     slices = (
-        encode([_chat_token(names, position, num_top) for position in table.positions(start, stop)])
+        encode([token_logprob(names, position, num_top) for position in table.positions(start, stop)])
         for start, stop in slices_of(table)
     )
     return JsonStream(chain((b'{"content":',), array(slices), (b',"refusal":null}',)))
@@ -213,16 +157,6 @@ def prompt_logprobs(names: TokenNames, table: Logprobs) -> JsonStream:
         for start, stop in slices_of(table)
     )
     return JsonStream(array(chain((b"[null]",), slices)))
-
-
-def _chat_token(names: TokenNames, position: Position, num_top: int) -> ChatTokenLogprob:
-    token_ids, logprobs, ranks = position
-    top = []
-    if num_top:
-        unique = dict(zip(token_ids, zip(ranks, logprobs, strict=True), strict=True))  # may have the chosen one twice
-        likeliest = sorted(unique, key=unique.__getitem__)[:num_top]
-        top = [ChatTopLogprob(names.text(other), unique[other][1], names.raw(other)) for other in likeliest]
-    return ChatTokenLogprob(names.text(token_ids[0]), logprobs[0], names.raw(token_ids[0]), top)
 
 
 def _by_token_id(names: TokenNames, position: Position) -> dict[int, PromptLogprob]:

@@ -15,7 +15,6 @@ from quire.core.logprob_table import Logprobs
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.core.version import __version__
 from quire.server.api.json_encoding import JsonStream, array_from_values, encode, encode_streamed
-from quire.server.api.output_formats import NO_TOOLS, ToolUse
 from quire.server.api.request import ApiRequest
 from quire.server.api.usage import TokenUsage
 from quire.server.errors import ApiError
@@ -50,7 +49,6 @@ class OpenAIRequest(ApiRequest):
     """A call of /v1/completions or /v1/chat/completions, with the body that its response depends on."""
 
     body: CompletionBody | ChatBody
-    tools: ToolUse = NO_TOOLS
 
     @property
     def include_usage(self) -> bool:

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import fields
 
 from quire.core.beam_search_params import BeamSearchParams
-from quire.core.checks import check_int, check_optional_int, refuse, shown
-from quire.core.errors import InvalidRequestError
+from quire.core.checks import check_int, check_optional_int, shown
 from quire.core.sampling_params import SamplingParams
 from quire.engine.input_processor import CheckedParams
-from quire.server.errors import ApiError, invalid, unsupported
+from quire.server.api.preparation import sampling_params
+from quire.server.errors import invalid, renamed_fields, unsupported
 from quire.server.openai.request_models import ChatBody, CompletionBody, GenerationBody
 from quire.server.service import Service
 
@@ -39,8 +39,8 @@ def checked_params(body: CompletionBody | ChatBody, service: Service) -> Checked
     check_int("n", given.get("n", 1), 1, service.options.max_n)
     if body.stream_options is not None and not body.stream:
         invalid("stream_options is only allowed when stream is true", param="stream_options")
-    params = _completion_params(body, given) if isinstance(body, CompletionBody) else _chat_params(body, given)
-    _check_lengths(params, service.options.max_stop_chars)
+    given |= _completion_params(body) if isinstance(body, CompletionBody) else _chat_params(body)
+    params = sampling_params(service, given)
     with field_names(body):
         return service.client.inputs.check_params(params, _beam_search_params(body, params), body.priority or 0)
 
@@ -64,20 +64,12 @@ def field_names(body: GenerationBody) -> Iterator[None]:
     if isinstance(body, ChatBody):
         names |= {"prompt": "messages", "logprobs": "top_logprobs"}
         names |= {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-    try:
+    with renamed_fields(names):
         yield
-    except InvalidRequestError as error:
-        asked = names.get(error.param or "")
-        if asked is None:
-            raise
-        message = str(error)
-        if message.startswith(f"{error.param} "):
-            message = asked + message.removeprefix(error.param or "")
-        raise ApiError(400, message, param=asked, code=error.code) from error
 
 
-def _completion_params(body: CompletionBody, given: dict[str, object]) -> SamplingParams:
-    """Return the parameters of a completion, by default of 16 tokens.
+def _completion_params(body: CompletionBody) -> dict[str, object]:
+    """Return the parameters that completions alone have, by default 16 tokens.
 
     With `echo`, `logprobs` includes the prompt's, and `max_tokens` may be 0: the engine generates one token, which is
     left out of the response.
@@ -89,13 +81,14 @@ def _completion_params(body: CompletionBody, given: dict[str, object]) -> Sampli
         max_tokens = 1
     elif max_tokens == 0:
         invalid("max_tokens must be at least 1 unless echo is true, got 0", param="max_tokens")
-    if body.echo and body.logprobs is not None:
-        given = {"prompt_logprobs": body.logprobs} | given
-    return SamplingParams(**given, max_tokens=max_tokens, logprobs=body.logprobs)  # type: ignore[arg-type]
+    params: dict[str, object] = {"max_tokens": max_tokens, "logprobs": body.logprobs}
+    if body.echo and body.prompt_logprobs is None:
+        params["prompt_logprobs"] = body.logprobs
+    return params
 
 
-def _chat_params(body: ChatBody, given: dict[str, object]) -> SamplingParams:
-    """Return the parameters of a chat, by default as long as the context allows."""
+def _chat_params(body: ChatBody) -> dict[str, object]:
+    """Return the parameters that chats alone have, by default as many tokens as the context allows."""
     max_tokens = check_optional_int("max_tokens", body.max_tokens, 1)
     max_completion_tokens = check_optional_int("max_completion_tokens", body.max_completion_tokens, 1)
     if max_completion_tokens is not None and max_tokens not in (None, max_completion_tokens):
@@ -104,18 +97,8 @@ def _chat_params(body: ChatBody, given: dict[str, object]) -> SamplingParams:
     top_logprobs = check_optional_int("top_logprobs", body.top_logprobs, 0)
     if top_logprobs and not body.logprobs:
         invalid("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
-    return SamplingParams(
-        **given,  # type: ignore[arg-type]
-        max_tokens=max_completion_tokens or max_tokens,
-        logprobs=(top_logprobs or 0) if body.logprobs else None,
-    )
-
-
-def _check_lengths(params: SamplingParams, max_chars: int) -> None:
-    for field in ("stop", "bad_words"):
-        for text in getattr(params, field) or ():
-            if len(text) > max_chars:
-                refuse(field, text, f"texts of at most {max_chars} characters (max_stop_chars)")
+    logprobs = (top_logprobs or 0) if body.logprobs else None
+    return {"max_tokens": max_completion_tokens or max_tokens, "logprobs": logprobs}
 
 
 def _unsupported_by_beams(body: CompletionBody | ChatBody, params: SamplingParams) -> Iterator[tuple[str, object]]:

@@ -2,11 +2,13 @@
 
 from quire.core.checks import check_token_ids, refuse
 from quire.server.api.json_encoding import JsonStream, array, encode, encode_streamed
+from quire.server.chat.conversation import rendered
 from quire.server.errors import invalid
-from quire.server.openai.preprocessing import rendered
+from quire.server.openai.preprocessing import conversation_of
 from quire.server.openai.request_models import DetokenizeBody, TokenizeBody
 from quire.server.service import Service
 from quire.text.tokenizer import Tokenizer
+from quire.text.tools import check_tools
 
 _TOKENS_PER_SLICE = 4096  # encoded in one call, which keeps all other threads from running
 
@@ -18,8 +20,9 @@ async def tokenized(service: Service, body: TokenizeBody, client_id: str) -> byt
         invalid("give either prompt or messages", param="prompt")
     text, adds_special_tokens = body.prompt or "", body.add_special_tokens is not False
     if body.messages is not None:
-        text = await rendered(service, body.messages, body, client_id)
-        adds_special_tokens = bool(body.add_special_tokens)  # the template writes them itself
+        adds_special_tokens = bool(body.add_special_tokens)
+        conversation = conversation_of(body, body.messages, check_tools(body.tools or []))
+        text = await rendered(service, conversation, client_id)
 
     def response() -> bytes:
         tokens = tokenizer.encode(text, adds_special_tokens)

@@ -12,26 +12,29 @@ from fastapi import APIRouter, Request, Response
 
 from quire.core.owner_labels import OPERATOR
 from quire.engine.input_processor import check_cache_salt
+from quire.server.api.bodies import request_body
 from quire.server.api.generation import Generation
-from quire.server.api.output_formats import NO_TOOLS
+from quire.server.api.output_formats import NO_TOOLS, ToolUse
+from quire.server.api.preparation import constrained
+from quire.server.api.request_parsing import read_body
 from quire.server.api.responses import create_response
+from quire.server.chat.preprocessing import prepare_chat
+from quire.server.chat.tool_choice import tool_use
 from quire.server.errors import invalid
 from quire.server.http.api_keys import client_id_of, key_number_of
-from quire.server.http.request_log import RECORD, RequestRecord
+from quire.server.http.request_log import RequestRecord, record_of
 from quire.server.openai.chat_response import ChatResponseBuilder
 from quire.server.openai.completion_response import CompletionResponseBuilder
 from quire.server.openai.preprocessing import (
     check_num_choices,
-    constrained,
+    constraint_fields,
+    conversation_of,
     parse_prompts,
-    prepare_chat,
     prepare_prompts,
 )
-from quire.server.openai.request_models import ChatBody, CompletionBody, request_body
-from quire.server.openai.request_parsing import read_body
+from quire.server.openai.request_models import ChatBody, CompletionBody
 from quire.server.openai.response_builder import OpenAIRequest
 from quire.server.openai.sampling_params import checked_params, field_names
-from quire.server.openai.tool_choice import tool_use
 from quire.server.service import Service
 
 router = APIRouter()
@@ -51,7 +54,7 @@ async def create_completion(request: Request) -> Response:
         invalid("the model has no tokenizer: there is no text to echo", param="echo")
     record.num_prompts = len(prompts)
     with service.admit(len(prompts), client_id=call.client_id) as reservation:
-        call = await constrained(service, call)
+        call = await constrained(service, call, constraint_fields(body))
         call = await prepare_prompts(service, call, prompts)
         body.prompt, prompts = None, []    # packed by now: each garbage collection would walk lists of them
         builder = await _completion_builder(service, call, echo=bool(body.echo))
@@ -69,8 +72,10 @@ async def create_chat_completion(request: Request) -> Response:
     record.num_prompts = 1
     with service.admit(1, param="messages", client_id=call.client_id) as reservation:
         with field_names(body):
-            call = await constrained(service, call)
-            call = await prepare_chat(service, call, body)
+            call = await constrained(service, call, constraint_fields(body))
+            conversation = conversation_of(body, body.messages, call.tools.tools)
+            shows_reasoning = body.include_reasoning is not False
+            call = await prepare_chat(service, call, conversation, shows_reasoning=shows_reasoning)
         builder = ChatResponseBuilder(call, service.client.tokenizer)
         generation = await Generation.start(service, call, record, arrival_s, reservation)
     return await create_response(request, service, generation, builder)
@@ -94,7 +99,7 @@ def _checked_request(
     request: Request, service: Service, body: CompletionBody | ChatBody, kind: str
 ) -> tuple[OpenAIRequest, RequestRecord]:
     """Check all fields of a body except its prompts; return the API request and the record of its log line."""
-    record: RequestRecord = request.scope.setdefault(RECORD, RequestRecord())  # without the log: never read
+    record = record_of(request.scope)
     request_id, model = f"{kind}-{uuid.uuid4().hex}", service.check_model(body.model)
     record.request_id, record.model, record.stream = request_id, model, bool(body.stream)
     checked = checked_params(body, service)
@@ -105,9 +110,14 @@ def _checked_request(
         id=request_id, model=model, created=int(time.time()), checked=checked, stream=bool(body.stream),
         hides_output=body.max_tokens == 0, cache_salt=body.cache_salt, key_number=key_number,
         client_id=client_id_of(request.scope), body=body,
-        tools=tool_use(body, service.formats) if isinstance(body, ChatBody) else NO_TOOLS,
+        tools=_tool_use(service, body) if isinstance(body, ChatBody) else NO_TOOLS,
     )  # fmt: skip
     return call, record
+
+
+def _tool_use(service: Service, body: ChatBody) -> ToolUse:
+    is_parallel = body.parallel_tool_calls is not False
+    return tool_use(body.tools, body.tool_choice, service.formats, is_parallel=is_parallel)
 
 
 def _check_priority_granted(service: Service, priority: int, key_number: int) -> None:

@@ -10,12 +10,13 @@ from quire.core.checks import refuse
 from quire.core.outputs import PinnedPrefix
 from quire.core.owner_labels import OPERATOR
 from quire.engine.input_processor import TokenizedPrompt, check_cache_salt
+from quire.server.api.bodies import request_body
 from quire.server.api.pinning import pin_prompt
+from quire.server.api.request_parsing import read_body
 from quire.server.api.responses import json_response
 from quire.server.http.api_keys import key_number_of
-from quire.server.http.request_log import RECORD, RequestRecord
-from quire.server.openai.request_models import PrefixBody, request_body
-from quire.server.openai.request_parsing import read_body
+from quire.server.http.request_log import record_of
+from quire.server.openai.request_models import PrefixBody
 from quire.server.service import Service
 
 router = APIRouter(tags=["prefixes"])
@@ -26,7 +27,7 @@ async def pin_prefix(request: Request) -> Response:
     """Compute a prefix and pin it until it is deleted or expires."""
     service: Service = request.app.state.service
     body = await read_body(request, PrefixBody)
-    record: RequestRecord = request.scope.setdefault(RECORD, RequestRecord())
+    record = record_of(request.scope)
     record.model, record.num_prompts = service.check_model(body.model), 1
     salt = check_cache_salt(body.cache_salt, service.options.max_salt_chars)
     if not isinstance(body.prompt, str | list):

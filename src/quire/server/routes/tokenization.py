@@ -2,10 +2,11 @@
 
 from fastapi import APIRouter, Request, Response
 
+from quire.server.api.bodies import request_body
+from quire.server.api.request_parsing import read_body
 from quire.server.api.responses import json_response
 from quire.server.http.api_keys import client_id_of
-from quire.server.openai.request_models import DetokenizeBody, TokenizeBody, request_body
-from quire.server.openai.request_parsing import read_body
+from quire.server.openai.request_models import DetokenizeBody, TokenizeBody
 from quire.server.openai.tokenization import detokenized, tokenized
 from quire.server.service import Service
 

@@ -6,19 +6,19 @@ from typing import Any
 from quire.core.checks import shown
 from quire.server.api.output_formats import OutputFormats, ToolUse
 from quire.server.errors import invalid, unsupported
-from quire.server.openai.request_models import ChatBody
 from quire.text.tools import Tool, check_tools
 
 _CHOICES = 'none, auto, required, {"type": "function", ...} or {"type": "allowed_tools", ...}'
 
 
-def tool_use(body: ChatBody, formats: OutputFormats | None) -> ToolUse:
-    """Return the tools of a body and their use. InvalidRequestError or ApiError 400 names the invalid field."""
-    tools = check_tools(body.tools or [])
+def tool_use(given: Any, choice: Any, formats: OutputFormats | None, *, is_parallel: bool) -> ToolUse:  # noqa: ANN401
+    """Return the tools of a body and their use, in OpenAI's JSON.
+
+    InvalidRequestError or ApiError 400 names the invalid field, `tools` or `tool_choice`.
+    """
+    tools = check_tools(given or [])
     if tools and formats is None:
-        unsupported("tools", body.tools)
-    choice = body.tool_choice
-    is_parallel = body.parallel_tool_calls is not False
+        unsupported("tools", given)
     if choice in (None, "auto", "none"):
         return ToolUse(tools, [] if choice == "none" else tools, is_parallel=is_parallel)
     kind = choice.get("type") if isinstance(choice, dict) else choice

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from quire.core.errors import InvalidRequestError
+from quire.server.api.request_parsing import decode_body
 from quire.server.errors import ApiError, as_api_error
 from quire.server.openai.request_models import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from quire.server.openai.request_parsing import decode_body
 
 MESSAGE = {"role": "user", "content": "hi"}
 

@@ -1,4 +1,4 @@
-"""Request parsing: the fields of a body from its bytes, for all routes, and the parameters that are not supported.
+"""Request parsing: the fields of a body from its bytes, for all routes, and names that are no fields of it.
 
 An unsupported parameter that would change the response is refused unless its value is the default; one without effect
 is accepted; an unknown name is ignored with a warning in the log.
@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from quire.core.checks import refuse, shown
+from quire.server.api.bodies import Body, OtherFields
 from quire.server.api.json_decoding import (
     SLICE_BYTES,
     SLICE_VALUES,
@@ -25,7 +26,6 @@ from quire.server.api.json_decoding import (
 )
 from quire.server.errors import invalid, unsupported
 from quire.server.http.api_keys import client_id_of
-from quire.server.openai.request_models import Body, StreamOptions
 from quire.server.options import DEFAULT_LIMITS, MAX_ELEMENTS, Limits
 from quire.server.service import Service
 from quire.server.time_slices import run_at_once, run_sliced
@@ -46,60 +46,6 @@ _WORDS = {
     "model_type": "an object",
     "string_type": "a string",
 }
-
-# Not supported, with the values besides null that change nothing. A route may have one of them as a field of its own.
-UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    # OpenAI's
-    "audio": (),
-    "echo": (False,),
-    "function_call": ("none", "auto"),         # without functions
-    "functions": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (True,),            # without tools, as the next four
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),           # without tools
-    "tools": ([],),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    # vLLM's
-    "add_special_tokens": (True,),
-    "best_of": (1,),
-    "chat_template": (),
-    "documents": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_reasoning": (True,),
-    "kv_transfer_params": (),
-    "logits_processors": ([],),
-    "logprob_token_ids": ([],),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "prompt_embeds": (),
-    "repetition_detection": (),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "stream_options.continuous_usage_stats": (False,),
-    "structural_tag": (),
-    "structured_outputs": (),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "vllm_xargs": ({},),
-}
-
-# Labels of the client or the request, hints on storage and padding, options of features that are refused.
-WITHOUT_EFFECT = frozenset((
-    "guided_decoding_backend", "request_id",
-    "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
-    "stream_options.include_obfuscation", "user",
-))
 
 _MAX_NAMES_LOGGED = 8
 
@@ -134,14 +80,14 @@ def _most_values(raw: bytes) -> int:
 def _body(raw: bytes, body_type: type[B], limits: Limits) -> Slices[B]:
     given = yield from _object(raw, body_type, limits)
     yield
-    check_field_names(given, body_type.model_fields)
+    check_field_names(given, body_type.model_fields, body_type.OTHERS)
     for field in MAX_ELEMENTS.keys() & given.keys() & body_type.model_fields.keys():
         limit = getattr(limits, MAX_ELEMENTS[field])
         if isinstance(given[field], list | dict) and len(given[field]) > limit:
             refuse(field, given[field], f"at most {limit} of them ({MAX_ELEMENTS[field]})")
-    stream_options = given.get("stream_options")
-    if "stream_options" in body_type.model_fields and isinstance(stream_options, dict):
-        check_field_names(stream_options, StreamOptions.model_fields, "stream_options.")
+    for field, nested in body_type.NESTED.items():
+        if isinstance(given.get(field), dict):
+            check_field_names(given[field], nested.model_fields, body_type.OTHERS, f"{field}.")
     yield
     try:
         body = body_type.model_validate({name: given[name] for name in body_type.model_fields.keys() & given.keys()})
@@ -157,7 +103,7 @@ def _object(raw: bytes, body_type: type[B], limits: Limits) -> Slices[dict[str, 
         if _is_small(raw) and _most_values(raw) <= min(limits.max_json_values, limits.max_json_depth):
             given = loads(raw)
         else:
-            wanted = body_type.model_fields.keys() | UNSUPPORTED.keys()
+            wanted = body_type.model_fields.keys() | body_type.OTHERS.unsupported.keys()
             given = yield from decoded(raw, wanted, limits.max_json_depth, limits.max_json_values)
     except TooDeepError as error:
         invalid(f"the body is {error} (max_json_depth)", code="invalid_json")
@@ -187,16 +133,18 @@ def _param(location: tuple[int | str, ...]) -> str:
     return path.removeprefix(".")
 
 
-def check_field_names(given: Mapping[str, object], fields: Collection[str], within: str = "") -> None:
+def check_field_names(
+    given: Mapping[str, object], fields: Collection[str], known: OtherFields, within: str = ""
+) -> None:
     """Check the names that are no fields of a body: ApiError 400 for an unsupported one with an effect.
 
     `within` is the prefix of the names of a nested object: "stream_options.".
     """
     others = {within + name: value for name, value in given.items() if name not in fields}
     for name, value in others.items():
-        if name in UNSUPPORTED and not _changes_nothing(value, UNSUPPORTED[name]):
+        if name in known.unsupported and not _changes_nothing(value, known.unsupported[name]):
             unsupported(name, value)
-    unknown = [name for name in others if name not in UNSUPPORTED and name not in WITHOUT_EFFECT]
+    unknown = [name for name in others if name not in known.unsupported and name not in known.without_effect]
     if unknown:
         names = ", ".join(shown(name) for name in unknown[:_MAX_NAMES_LOGGED])
         log.warning("%d unknown fields of a request are ignored: %s", len(unknown), names)

@@ -1,0 +1,88 @@
+"""Preparation of an API request: its grammar checked, its prompts tokenized off the event loop.
+
+Nothing is queued before all prompts of a call are prepared.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from quire.core.checks import refuse
+from quire.core.sampling_params import SamplingParams
+from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
+from quire.server.api.request import ApiRequest
+from quire.server.errors import invalid, unsupported
+from quire.server.options import Limits
+from quire.server.service import Service
+
+R = TypeVar("R", bound=ApiRequest)
+
+
+def sampling_params(service: Service, given: Mapping[str, object]) -> SamplingParams:
+    """Return the parameters that a body asks for. InvalidRequestError for a value or text past its bounds."""
+    params, most = SamplingParams(**given), service.options.max_stop_chars  # type: ignore[arg-type]
+    for field in ("stop", "bad_words"):
+        for text in getattr(params, field) or ():
+            if len(text) > most:
+                refuse(field, text, f"texts of at most {most} characters (max_stop_chars)")
+    return params
+
+
+async def constrained(service: Service, call: R, fields: Mapping[str, Any]) -> R:
+    """Return the call with the grammar that its CONSTRAINT_FIELDS ask for. Raises as `OutputConstraints.check`."""
+    if not fields or fields == {"response_format": {"type": "text"}}:
+        return call
+    name, value = next(iter(fields.items()))
+    if service.constraints is None:
+        unsupported(name, value)
+    params = await service.constraints.check(fields, call.client_id)
+    if params is None:
+        return call
+    if call.checked.beam is not None:
+        invalid(f"{name} is not allowed when use_beam_search is true", param=name)
+    checked = call.checked
+    whole = replace(checked.params, structured_outputs=params)
+    return replace(call, checked=service.client.inputs.check_params(whole, checked.beam, checked.priority))
+
+
+async def prepared(
+    service: Service, call: R, tokenize: Callable[[Any], TokenizedPrompt], prompts: Sequence[Any]
+) -> R:
+    """Return the call with an engine request for each prompt: all are tokenized, and their sum is checked, before.
+
+    A prompt that is too long for the model is reported before the sum: clients look for that error and shorten it.
+    """
+    limits, params = service.client.inputs.limits, call.params
+
+    def prepare() -> list[PreparedRequest]:
+        tokenized: list[TokenizedPrompt] = []
+        num_tokens = 0
+        for prompt in prompts:
+            tokenized.append(tokenize(prompt).salted(call.cache_salt, call.key_number))
+            limits.check_admissible(len(tokenized[-1].token_ids), params.max_tokens or 1, params.n)
+            num_tokens += len(tokenized[-1].token_ids)
+            _check_total(num_tokens, params, service.options)
+        weight = service.options.weight_of(call.key_number)
+        kept = service.formats.kept_token_ids if service.formats and call.reading else frozenset[int]()
+        return [
+            service.client.prepare(prompt, call.checked, call.client_id, weight)._replace(kept_token_ids=kept)
+            for prompt in tokenized
+        ]
+
+    return replace(call, requests=await service.threads.run(sum(map(len, prompts)), prepare, call.client_id))
+
+
+def _check_total(num_tokens: int, params: SamplingParams, limits: Limits) -> None:
+    if num_tokens > limits.max_call_tokens:
+        most = limits.max_call_tokens
+        invalid(f"the prompts of one call may have at most {most} tokens together (max_call_tokens)", param="prompt")
+    if params.prompt_logprobs is None:
+        return
+    num_logprobs = num_tokens * (params.prompt_logprobs + 1) * params.n
+    if num_logprobs > limits.max_prompt_candidates:
+        invalid(
+            f"{num_tokens} prompt tokens with prompt_logprobs {params.prompt_logprobs} and n {params.n} come to "
+            f"{num_logprobs} logprobs: one call may have at most {limits.max_prompt_candidates} "
+            f"(max_prompt_candidates)",
+            param="prompt_logprobs",
+        )

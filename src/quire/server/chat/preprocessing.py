@@ -1,0 +1,51 @@
+"""Preprocessing of chat requests: a conversation to an engine request, tokenized off the event loop."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.engine.input_processor import CheckedParams
+from quire.server.api.preparation import R, prepared
+from quire.server.api.request import ApiRequest
+from quire.server.chat.conversation import Conversation, rendered
+from quire.server.service import Service
+from quire.text.tools import Tool
+
+
+async def prepare_chat(service: Service, call: R, conversation: Conversation, *, shows_reasoning: bool = True) -> R:
+    """Return the call with the engine request for a conversation, and the reading of its outputs."""
+    text = await rendered(service, conversation, call.client_id, _forced_tools(call))
+    call = await _with_formats(service, call, text, shows_reasoning=shows_reasoning)
+    adds_special_tokens = conversation.adds_special_tokens
+    tokenize = partial(service.client.inputs.tokenize_rendered, add_special_tokens=adds_special_tokens)
+    return await prepared(service, call, tokenize, [text])
+
+
+def _forced_tools(call: ApiRequest) -> Sequence[Tool]:
+    """Return the tools with schemas that become part of the grammar of the output."""
+    use = call.tools
+    if use.is_required or call.params.structured_outputs is not None:
+        return use.allowed
+    return [tool for tool in use.allowed if tool["function"].get("strict")]
+
+
+async def _with_formats(service: Service, call: R, prompt: str, *, shows_reasoning: bool) -> R:
+    """Return the call with the reading of outputs that continue a rendered prompt, and with their grammar."""
+    formats, use = service.formats, call.tools
+    if formats is None:
+        return call
+    reading = formats.reading(prompt, use, shows_reasoning=shows_reasoning)
+    answer = call.params.structured_outputs
+    applies_at_once = service.constraints is not None and service.constraints.applies_in_reasoning
+    if not use.is_constrained and (answer is None or applies_at_once):
+        return replace(call, reading=reading)
+
+    def checked() -> CheckedParams:
+        text = formats.grammar(prompt, use, None if answer is None else answer.to_grammar())
+        if text is None:
+            return call.checked
+        params = replace(call.params, structured_outputs=StructuredOutputsParams(grammar=text))
+        return service.client.inputs.check_params(params, call.checked.beam, call.checked.priority)
+
+    return replace(call, reading=reading, checked=await service.threads.run(len(prompt), checked, call.client_id))
