@@ -42,6 +42,7 @@ class Service:
     observer: RequestObserver | None = None   # of API requests
     formats: OutputFormats | None = None      # of tool calls and reasoning
     constraints: OutputConstraints | None = None  # of outputs by grammars
+    model_source: str | None = None           # folder, file or id that the model was loaded from; None: its first name
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
     critical_tasks: tuple[asyncio.Task[Any], ...] = ()  # the service is unhealthy once one of them has ended

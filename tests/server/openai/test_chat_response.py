@@ -98,4 +98,4 @@ def test_whole_messages() -> None:
     assert answer["usage"]["total_tokens"] == 3
     assert [choice["message"]["content"] for choice in answer["choices"]] == ["a", "b"]
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", None]
-    assert all(choice["logprobs"] is None and "token_ids" not in choice for choice in answer["choices"])
+    assert all(choice["logprobs"] is choice["token_ids"] is None for choice in answer["choices"])

@@ -11,6 +11,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.client import PreparedRequest
 from quire.engine.input_processor import TokenizedPrompt
 from quire.engine.streams import RequestStream
+from support import vllm_fields
 from support.openai_server import NAME, OpenAIServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -22,15 +23,18 @@ def test_completion_has_the_shape_of_openai(server: OpenAIServer) -> None:
     answer = server.ask(COMPLETIONS, prompt="def f(", **GREEDY)
     (choice,) = answer.pop("choices")
     assert choice.pop("text")
-    assert choice == {"index": 0, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    nulls = vllm_fields.COMPLETION_CHOICE - {"index", "text", "finish_reason"}
+    assert choice == {"index": 0, "finish_reason": "length", **dict.fromkeys(nulls)}
     assert answer.pop("id").startswith("cmpl-")
     assert answer.pop("created") > 0
     assert answer.pop("system_fingerprint").startswith("quire-")
     details = answer["usage"].pop("prompt_tokens_details")
-    assert list(details) == ["cached_tokens"]
-    assert details["cached_tokens"] in range(4)
-    usage = {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
-    assert answer == {"object": "text_completion", "model": NAME, "usage": usage}
+    assert details.pop("cached_tokens") in range(4)
+    assert details == dict.fromkeys(vllm_fields.PROMPT_USAGE - {"cached_tokens"})
+    counts = {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
+    assert answer.pop("usage") == {**counts, "completion_tokens_details": None}
+    nulls = vllm_fields.COMPLETION - {"id", "created", "system_fingerprint", "usage", "choices"}
+    assert answer == {**dict.fromkeys(nulls), "object": "text_completion", "model": NAME}
 
 
 def test_chat_has_the_shape_of_openai(server: OpenAIServer) -> None:
@@ -40,10 +44,26 @@ def test_chat_has_the_shape_of_openai(server: OpenAIServer) -> None:
     (choice,) = answer["choices"]
     message = choice.pop("message")
     assert message.pop("content")
-    assert message == {"role": "assistant", "refusal": None}
-    assert choice == {"index": 0, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    assert message == {**dict.fromkeys(vllm_fields.MESSAGE - {"content"}), "role": "assistant"}
+    nulls = vllm_fields.CHAT_CHOICE - {"message"}
+    assert choice == {**dict.fromkeys(nulls), "index": 0, "finish_reason": "length"}
     usage = answer["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + 6
+    assert usage.keys() == vllm_fields.USAGE
+    assert answer.keys() == vllm_fields.CHAT
+    assert {answer[name] for name in ("prompt_logprobs", "prompt_token_ids", "prompt_text", "service_tier")} == {None}
+
+
+def test_chunks_have_the_keys_of_vllm(server: OpenAIServer) -> None:
+    chunks = server.stream(COMPLETIONS, prompt="def f(", **GREEDY)
+    assert {frozenset(chunk["choices"][0]) for chunk in chunks} == {vllm_fields.COMPLETION_CHUNK_CHOICE}
+    assert all(chunk["kv_transfer_params"] is None for chunk in chunks)
+    *chunks, last = server.stream(CHAT, messages=MESSAGES, **GREEDY)
+    assert {frozenset(chunk["choices"][0]) for chunk in chunks} == {vllm_fields.CHAT_CHUNK_CHOICE}
+    assert last["choices"][0].keys() == vllm_fields.LAST_CHAT_CHUNK_CHOICE
+    assert [name for name in ("prompt_token_ids", "prompt_text") if name in chunks[0]] == [
+        "prompt_token_ids", "prompt_text",
+    ]
 
 
 def test_choices_are_numbered_prompt_by_prompt(server: OpenAIServer) -> None:
@@ -132,7 +152,8 @@ def test_echo_without_output_scores_a_prompt(server: OpenAIServer) -> None:
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"]
     (chunk,) = server.stream(COMPLETIONS, prompt="def f(", echo=True, logprobs=1, max_tokens=0)
-    assert chunk["choices"] == answer["choices"]
+    (streamed,) = chunk["choices"]
+    assert streamed == {name: choice[name] for name in streamed}
 
 
 def test_logprobs_of_prompts(server: OpenAIServer) -> None:
@@ -188,6 +209,9 @@ def test_models(server: OpenAIServer) -> None:
     assert listed["object"] == "list"
     (model,) = listed["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == (NAME, "model", 1024)
+    assert model.keys() == vllm_fields.MODEL
+    assert (model["root"], model["parent"]) == (NAME, None)
+    assert [permission.keys() for permission in model["permission"]] == [vllm_fields.PERMISSION]
     assert server.http.get(f"/v1/models/{NAME}").json() == model
     for other in ("other", "org/other"):
         response = server.http.get(f"/v1/models/{other}")

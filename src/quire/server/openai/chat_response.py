@@ -9,10 +9,18 @@ from quire.server.api.token_logprobs import TokenNames
 from quire.server.api.usage import TokenUsage
 from quire.server.openai.logprobs import WholeChatLogprobs, chat_logprobs, prompt_logprobs
 from quire.server.openai.parsed_message import ParsedMessage, whole_message
-from quire.server.openai.response_builder import Json, OpenAIRequest, OpenAIResponseBuilder
+from quire.server.openai.response_builder import (
+    UNUSED_OF_CHOICES,
+    UNUSED_OF_CHUNK_CHOICES,
+    Json,
+    OpenAIRequest,
+    OpenAIResponseBuilder,
+)
 from quire.text.tokenizer import Tokenizer
 
 ROLE = "assistant"
+
+_NULL_FIELDS: Json = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))  # of a message
 
 
 class ChatResponseBuilder(OpenAIResponseBuilder):
@@ -51,10 +59,11 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
     def _whole_choice(self, output: CompletionOutput, message: Json, finish_reason: str | None) -> Json:
         return {
             "index": output.index,
-            "message": message | {"role": ROLE, "refusal": None},
+            "message": {"role": ROLE, **_NULL_FIELDS, **message},
             "logprobs": self._logprobs(output),
             "finish_reason": finish_reason,
             "stop_reason": output.stop_reason,
+            **UNUSED_OF_CHOICES,
         } | self._tokens(output)
 
     def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Iterable[Json]:
@@ -83,7 +92,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         choice = _chunk(piece.index, self._with_role(piece, delta))
         choice |= {"logprobs": self._logprobs(piece), "finish_reason": finish_reason}
         if piece.finish_reason is not None:
-            choice["stop_reason"] = piece.stop_reason
+            choice |= {"stop_reason": piece.stop_reason, **UNUSED_OF_CHUNK_CHOICES}
         return choice | self._tokens(piece)
 
     def _parsed_message(self, reading: OutputReading, piece: CompletionOutput) -> ParsedMessage:
@@ -122,7 +131,9 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         return written
 
     def _prompt_fields(self) -> Json:
-        fields: Json = {}
+        fields: Json = {"prompt_token_ids": None, "prompt_text": None}
+        if not self.streams:
+            fields["prompt_logprobs"] = None
         if self.request.body.return_token_ids:
             fields["prompt_token_ids"] = self.request.requests[0].prompt.token_ids.tolist()
         if self.request.body.prompt_logprobs is not None:
@@ -133,4 +144,4 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
 
 def _chunk(index: int, delta: Json) -> Json:
     """Return a piece of a message. The first one has the role."""
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": None}

@@ -6,8 +6,18 @@ from quire.core.outputs import CompletionOutput
 from quire.engine.input_processor import TokenizedPrompt
 from quire.server.api.token_logprobs import TokenNames
 from quire.server.openai.logprobs import CompletionLogprobs, LogprobPiece, completion_logprobs, prompt_logprobs
-from quire.server.openai.response_builder import Json, OpenAIRequest, OpenAIResponseBuilder
+from quire.server.openai.response_builder import (
+    UNUSED_OF_CHOICES,
+    UNUSED_OF_CHUNK_CHOICES,
+    Json,
+    OpenAIRequest,
+    OpenAIResponseBuilder,
+)
 from quire.text.tokenizer import Tokenizer
+
+# Fields of a choice that are null unless they are set.
+_NULL_FIELDS_OF_CHUNKS: Json = {"prompt_token_ids": None, **UNUSED_OF_CHUNK_CHOICES}
+_NULL_FIELDS: Json = {"prompt_token_ids": None, "prompt_logprobs": None, **UNUSED_OF_CHOICES}
 
 
 class CompletionResponseBuilder(OpenAIResponseBuilder):
@@ -24,17 +34,16 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
             self._num_added_chars(request.prompt) if has_logprobs else 0 for request in request.requests
         ]
         self._names = TokenNames(tokenizer)
+        self._null_fields = _NULL_FIELDS_OF_CHUNKS if request.stream else _NULL_FIELDS
         self._logprobs: dict[int, CompletionLogprobs] = {}  # of the choices with output
         self._begun: set[int] = set()            # choices with a first part
 
     def _choice(self, prompt_index: int, output: CompletionOutput) -> Json:
         index = self._index(prompt_index, output)
         choice: Json = {
-            "index": index, "text": output.text, "logprobs": None, "finish_reason": output.finish_reason
-        }
-        if output.finish_reason is not None:
-            choice["stop_reason"] = output.stop_reason
-        choice |= self._tokens(output)
+            "index": index, "text": output.text, "logprobs": None, "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason, **self._null_fields, **self._tokens(output),
+        }  # fmt: skip
         is_first = index not in self._begun
         if output.packed_logprobs is not None:
             written = self._logprobs.get(index) or self._choice_logprobs(prompt_index, index)

@@ -25,6 +25,13 @@ Json = dict[str, Any]
 FINGERPRINT = f"quire-{__version__}"
 DONE = b"data: [DONE]\n\n"
 
+# Fields of vLLM's that never have a value here: of whole responses, of their choices, of chunks and their choices.
+_UNUSED: Json = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics"))
+_UNUSED_OF_CHUNKS: Json = {"kv_transfer_params": None}
+UNUSED_OF_CHOICES: Json = dict.fromkeys(("routed_experts", "weight_versions"))
+UNUSED_OF_CHUNK_CHOICES: Json = {"weight_versions": None}
+_UNUSED_OF_PROMPT_USAGE: Json = dict.fromkeys(("created_cache_tokens", "multimodal_tokens"))
+
 _CHOICE_UNITS = 4
 _UNIT_CHARS = 16  # of text, or as many token ids, take as long to encode as one candidate of logprobs
 
@@ -42,6 +49,12 @@ def usage_json(usage: TokenUsage) -> Json:
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
     }
+
+
+def _with_nulls(usage: Json) -> Json:
+    """Return the usage of a whole response; the last chunk of a stream has the fields with a value only."""
+    prompt_details = usage["prompt_tokens_details"] | _UNUSED_OF_PROMPT_USAGE
+    return {"completion_tokens_details": None} | usage | {"prompt_tokens_details": prompt_details}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +105,8 @@ class OpenAIResponseBuilder(ABC):
             for prompt_index, output in enumerate(outputs)
             for piece in output.outputs
         )
-        envelope = self._envelope(self.OBJECT, JsonStream(array_from_values(choices)))
-        usage_pieces = (encode(self._usage(usage)) for _ in range(1))  # read after the choices
+        envelope = self._envelope(self.OBJECT, JsonStream(array_from_values(choices))) | _UNUSED
+        usage_pieces = (encode(_with_nulls(self._usage(usage))) for _ in range(1))  # read after the choices
         yield from encode_streamed(envelope | {"usage": JsonStream(usage_pieces)} | self._prompt_fields())
 
     def _choice_pieces(self, prompt_index: int, output: CompletionOutput) -> Iterable[bytes]:
@@ -160,7 +173,7 @@ class OpenAIResponseBuilder(ABC):
 
     def _tokens(self, piece: CompletionOutput) -> Json:
         """Return the token fields of a choice."""
-        return {"token_ids": piece.token_ids} if self.request.body.return_token_ids else {}
+        return {"token_ids": piece.token_ids if self.request.body.return_token_ids else None}
 
     def _envelope(self, kind: str, choices: Sequence[Json] | JsonStream) -> Json:
         request = self.request
@@ -179,14 +192,15 @@ class OpenAIResponseBuilder(ABC):
             head, tail = self._halves
             return chain((head,), encode_streamed(choice), (tail,))
         self._has_begun = True
-        message = self._envelope(self.CHUNK_OBJECT, [choice]) | self._usage_field() | self._prompt_fields()
+        message = self._chunk_envelope([choice]) | self._prompt_fields()
         return chain((b"data: ",), encode_streamed(message), (b"\n\n",))
 
-    def _usage_field(self) -> Json:
-        return {"usage": None} if self.request.include_usage else {}
+    def _chunk_envelope(self, choices: Sequence[Json]) -> Json:
+        envelope = self._envelope(self.CHUNK_OBJECT, choices) | _UNUSED_OF_CHUNKS
+        return envelope | {"usage": None} if self.request.include_usage else envelope
 
     def _encoded_halves(self) -> tuple[bytes, bytes]:
         """Return the bytes of a chunk before and after its choice."""
-        encoded = encode(self._envelope(self.CHUNK_OBJECT, []) | self._usage_field())
+        encoded = encode(self._chunk_envelope([]))
         head, choices, tail = encoded.partition(b'"choices":[')  # inside a string the quotes would be escaped
         return b"data: " + head + choices, tail + b"\n\n"

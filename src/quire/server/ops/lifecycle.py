@@ -84,7 +84,7 @@ async def _connect(child: EngineProcess, engine: EngineOptions, options: ServerO
     metrics.engine_ready(client.ready)
     templates = TemplateRenderer(client.tokenizer, max_waiting=options.max_queued_requests)
     templates.warm_up()
-    return Service(client, options, names, metrics, templates)
+    return Service(client, options, names, metrics, templates, model_source=engine.model)
 
 
 async def _serve(service: Service, http: HttpServer, signals: StopSignals, engine: EngineOptions) -> int:

@@ -30,5 +30,26 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "quire",
+        "root": service.model_source or service.names[0],
+        "parent": None,
         "max_model_len": service.client.ready.limits.max_model_len,
+        "permission": [_permission(service, name)],
+    }
+
+
+def _permission(service: Service, name: str) -> dict[str, Any]:
+    """Return a permission as OpenAI's API once had it; clients of vLLM may read it."""
+    return {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": service.created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
     }
