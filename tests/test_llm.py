@@ -376,7 +376,6 @@ def test_one_bad_prompt_among_good_ones_starts_nothing(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("params", "told"),
     [
-        ({"max_tokens": 1000}, r"together 1\d\d\d, but .* 256 tokens"),
         ({"n": 17}, r"n is 17, but at most 16"),
         ({"logprobs": 21}, r"logprobs must be at most 20.*got 21"),
         ({"prompt_logprobs": 21}, r"prompt_logprobs must be at most 20"),
@@ -388,6 +387,15 @@ def test_one_bad_prompt_among_good_ones_starts_nothing(llm: LLM) -> None:
 def test_parameters_beyond_the_engine_are_refused(llm: LLM, params: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidRequestError, match=told):
         llm.generate("x", SamplingParams(**params), use_tqdm=False)
+
+
+def test_answer_is_cut_at_max_model_len(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
+    cut, short = llm.generate([[5] * 250, [5] * 200], params, use_tqdm=False)
+    assert [len(each.outputs[0].token_ids) for each in (cut, short)] == [6, 56]
+    assert cut.outputs[0].finish_reason == "length"
+    (beams,) = llm.beam_search([[5] * 250], BeamSearchParams(2, 256, ignore_eos=True), use_tqdm=False)
+    assert [len(each.token_ids) for each in beams.outputs] == [6, 6]
 
 
 def test_parameters_of_another_kind_are_refused(llm: LLM) -> None:
@@ -441,10 +449,9 @@ def test_beam_search_without_max_tokens_goes_on_as_long_as_fits(llm: LLM) -> Non
     ("params", "message"),
     [
         (BeamSearchParams(17, 4), r"beam_width must be at most 16 \(max_num_seqs\), got 17"),
-        (BeamSearchParams(2, 256), "maximum context length is 256"),
         (SamplingParams(n=2), "params must be BeamSearchParams, got SamplingParams"),
     ],
-    ids=["width", "length", "type"],
+    ids=["width", "type"],
 )
 def test_beam_search_that_cannot_run_is_refused(llm: LLM, params: object, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):

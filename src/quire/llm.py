@@ -1,6 +1,7 @@
 """LLM: the offline API. A list of prompts returns a list of outputs in the same order."""
 
 import inspect
+import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
-from quire.core.errors import InvalidRequestError
+from quire.core.errors import InvalidRequestError, ModelError
 from quire.core.outputs import KVStats, PinnedPrefix, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.engine.assembly import AssembledEngine, assemble
@@ -45,10 +46,17 @@ class LLM:
         *,
         tokenizer: str | Path | None = None,
         swap_dir: str | Path | None = None,
+        generation_config: str | Path = "auto",
+        override_generation_config: str | Mapping[str, Any] | None = None,
         **settings: Any,  # noqa: ANN401
     ) -> None:
         found, text, swap = (None if path is None else str(path) for path in (model, tokenizer, swap_dir))
-        options = EngineOptions(found, tokenizer=text, swap_dir=swap, **settings)
+        override = override_generation_config or ""
+        override = override if isinstance(override, str) else json.dumps(dict(override))
+        options = EngineOptions(
+            found, tokenizer=text, swap_dir=swap, generation_config=str(generation_config),
+            override_generation_config=override, **settings,
+        )  # fmt: skip
         self._assembled: AssembledEngine | None = assemble(options, loads_tokenizer=True)
         self._outputs = OutputProcessor(self._assembled.tokenizer)
         self._pinned = PinnedPrefixes(self._assembled.inputs.limits.block_size)
@@ -79,6 +87,16 @@ class LLM:
         """Token ids run from 0 to one below this."""
         return self._engine.ready.vocab_size
 
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer. ModelError if it has none."""
+        if self.tokenizer is None:
+            raise ModelError("the model has no tokenizer")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request without any: by generation_config, where that says nothing our own."""
+        return SamplingParams(**self._engine.ready.sampling.params)  # type: ignore[arg-type]
+
     @property
     def _engine(self) -> AssembledEngine:
         if self._assembled is None:
@@ -103,9 +121,10 @@ class LLM:
         """Complete every prompt and return the outputs in the order of the prompts.
 
         A prompt is text, token ids, {"prompt": str} or {"prompt_token_ids": [...]}. `sampling_params` is one for all or
-        one per prompt. Every request is checked before any runs: InvalidRequestError (a ValueError) names the field,
-        and no request was started. On a terminal a progress bar runs unless `use_tqdm` is False. Waiting requests with
-        the lowest `priority` (default 0; one for all or one per prompt) are admitted first.
+        one per prompt, None the defaults of the model. Every request is checked before any runs: InvalidRequestError
+        (a ValueError) names the field, and no request was started. On a terminal a progress bar runs unless `use_tqdm`
+        is False. Waiting requests with the lowest `priority` (default 0; one for all or one per prompt) are admitted
+        first.
         """
         return self._finish_all(self._prepare(self._tokenize(prompts), sampling_params, priority), use_tqdm)
 
@@ -211,7 +230,7 @@ class LLM:
     ) -> list[PreparedRequest]:
         """Check every request and queue none. A refused call uses up no request ids: seeds derive from them."""
         inputs, prepared = self._inputs, list[PreparedRequest]()
-        params = _one_each("sampling_params", sampling_params, SamplingParams(), len(prompts))
+        params = _one_each("sampling_params", sampling_params, self.get_default_sampling_params(), len(prompts))
         priorities = _one_each("priority", priority, 0, len(prompts))
         asked = zip(prompts, params, priorities, strict=True)
         checked: CheckedParams | None = None

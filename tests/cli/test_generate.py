@@ -191,7 +191,7 @@ def test_bad_line_stops_everything_before_a_model_is_loaded(run: Run, tmp_path: 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "a", "max_tokens": 10_000}, "max_model_len"),
+        ({"prompt_token_ids": [5] * 256}, "max_model_len"),
         ({"prompt_token_ids": [10**6]}, "token ids must be integers from 0"),
         ({"prompt_token_ids": []}, "empty"),
         ({"prompt": "a", "n": 9}, "n is 9"),
@@ -281,3 +281,22 @@ def test_real_process_ends_on_interrupt_without_a_traceback(demo_model: Path) ->
         _, complaint = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
     assert b"Traceback" not in complaint
+
+
+def test_what_no_flag_says_is_the_models_default(run: Run, llm: LLM, tmp_path: Path) -> None:
+    (expected,) = llm.generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
+    prompt = ("--prompt", "def add(a, b):", *SMALL)
+    asked = ("--override-generation-config", '{"temperature": 0, "max_new_tokens": 5}')
+    ran = run("generate", *prompt, *asked)
+    assert (ran.code, ran.out) == (0, expected.outputs[0].text + "\n")
+    longer = run("generate", *prompt, *asked, "--max-tokens", 9)
+    assert len(longer.out) > len(ran.out)
+    assert longer.out.startswith(expected.outputs[0].text)
+    lines = {"prompt": "def add(a, b):"}, {"prompt": "def add(a, b):", "max_tokens": 3}
+    path = write_lines(tmp_path / "in.jsonl", *lines)
+    records = [json.loads(line) for line in run("generate", "--input", path, *SMALL, *asked).out.splitlines()]
+    assert [len(record["outputs"][0]["token_ids"]) for record in records] == [5, 3]
+    assert records[0]["outputs"][0]["token_ids"] == list(expected.outputs[0].token_ids)
+    refused = run("generate", *prompt, "--override-generation-config", '{"top_p": 2}')
+    assert (refused.code, refused.err.count("\n")) == (1, 1)
+    assert "override_generation_config: top_p must be a number above 0 to 1, got 2" in refused.err

@@ -19,6 +19,7 @@ from quire.core.token_ids import pack_tokens
 from quire.engine.input_processor import InputProcessor, PreparedRequest, TokenizedPrompt
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
+from quire.engine.sampling_defaults import SamplingDefaults
 from quire.scheduling.limits import AdmissionLimits
 from quire.text.tokenizer import Tokenizer
 from support.small_tokenizers import CHAT_TEMPLATE, byte_fallback, byte_level, save
@@ -305,3 +306,25 @@ def test_fcfs_refuses_priorities() -> None:
     with pytest.raises(InvalidRequestError, match=r"priority must be 0, .* scheduling_policy fcfs, got -3") as told:
         inputs.check_params(SamplingParams(), priority=-3)
     assert told.value.param == "priority"
+
+
+def test_answers_of_an_llm_end_at_max_model_len_where_a_server_refuses(tokenizer: Tokenizer) -> None:
+    ready = Ready(LIMITS, 64, VOCAB_SIZE, frozenset({EOS_ID}), "float32", "cpu", 0, 0, 0)
+    inputs = InputProcessor(tokenizer, ready, EngineOptions(), cuts_answers=True)
+    assert prepare(inputs, packed([1] * 90), max_tokens=30).request.max_tokens == 10
+    assert prepare(inputs, packed([1] * 60), max_tokens=30).request.max_tokens == 30
+    for length, given in ((100, {"max_tokens": 1}), (90, {"max_tokens": 30, "min_tokens": 11})):
+        with pytest.raises(ContextLengthError, match="max_model_len"):
+            prepare(inputs, packed([1] * length), **given)
+
+
+def test_defaults_bound_an_answer_without_max_tokens(tokenizer: Tokenizer) -> None:
+    def most(sampling: SamplingDefaults, prompt_len: int = 10, **given: int | None) -> int:
+        ready = Ready(LIMITS, 64, VOCAB_SIZE, frozenset(), "float32", "cpu", 0, 0, 0, sampling=sampling)
+        inputs = InputProcessor(tokenizer, ready, EngineOptions())
+        return prepare(inputs, packed([1] * prompt_len), **{"max_tokens": None, **given}).request.max_tokens
+
+    named = SamplingDefaults({"max_tokens": 30})
+    assert [most(named), most(named, 95), most(named, max_tokens=40)] == [30, 5, 40]
+    assert most(SamplingDefaults({"max_tokens": 30}, 20)) == 20
+    assert most(named, min_tokens=35) == 35

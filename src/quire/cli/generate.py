@@ -13,7 +13,7 @@ from rich.progress import track
 
 from quire.cli.flag_groups import STANDARD_STREAM, check_output, flag, with_config_file, with_flag_groups
 from quire.cli.jobs import Format, Job, read_jobs, write_answer
-from quire.cli.model_flags import BeamFlags, SamplingFlags, load
+from quire.cli.model_flags import BeamFlags, SamplingFlags, load, model_defaults
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import RequestOutput
@@ -49,6 +49,9 @@ def generate(
     if (beam := beams.search(params)) is not None:
         params = as_sampling_params(beam)
     jobs = _read_input(prompt, input, params)
+    if beam is None:
+        defaults = {name: value for name, value in model_defaults(engine).items() if not sampling.sets(name)}
+        jobs = [job.with_defaults(defaults) for job in jobs]
     output_format: Format = format or ("jsonl" if input else "text")
     with load(engine) as llm:
         results = _start(llm, jobs, beam)

@@ -6,9 +6,9 @@ the command line. All lines are read before anything runs.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, Self, TextIO
 
 from quire.core.checks import check_token_ids
 from quire.core.errors import InvalidRequestError
@@ -29,6 +29,15 @@ class Job:
     field: str = "prompt"
     job_id: str | int | None = None
     source: str = "the prompt"  # for errors: its source
+    given: frozenset[str] = frozenset()  # the parameters that its line names
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
+        """Return the job with defaults of the model for what its line leaves out."""
+        unset = {name: value for name, value in defaults.items() if name not in self.given}
+        try:
+            return replace(self, params=replace(self.params, **unset))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{self.source}: {error}", param=error.param) from error
 
 
 def read_jobs(lines: Iterable[str], params: SamplingParams, file_name: str) -> list[Job]:
@@ -58,7 +67,7 @@ def _read_job(line: str, params: SamplingParams, source: str) -> Job:
     unknown = record.keys() - _SAMPLING_FIELDS
     if unknown:
         raise InvalidRequestError(f"unknown field {min(unknown)!r}", param=min(unknown))
-    return Job(prompt, replace(params, **record), field, job_id, source)
+    return Job(prompt, replace(params, **record), field, job_id, source, frozenset(record))
 
 
 def _load_object(line: str) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 Names, meanings and checks of the flags are those of `SamplingParams` and `BeamSearchParams`.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import quire
 from quire.cli.flag_groups import flag_field
@@ -28,35 +29,60 @@ def load(engine: EngineOptions) -> "LLM":
     return quire.LLM(**asdict(engine))
 
 
+def model_defaults(engine: EngineOptions) -> dict[str, Any]:
+    """Return the parameters that generation_config names, without loading the model. ModelError as `load`."""
+    from quire.engine.generation_config import sampling_defaults  # noqa: PLC0415 (for commands that load a model)
+    from quire.model.resolve import resolve_model  # noqa: PLC0415
+
+    return dict(sampling_defaults(engine, resolve_model(engine.model)).params)
+
+
+def _by_model(name: str, help_text: str, fallback: object = None) -> Any:  # noqa: ANN401 (stands for the field's value)
+    """Return the field of a parameter that a model's generation_config may set; None: what it says."""
+    shown = getattr(_DEFAULT, name) if fallback is None else fallback
+    return _sampling(None, help_text, show_default=f"the model's, else {shown:g}")
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerFlags:
-    """Sampling and stop conditions of one answer."""
+    """Sampling and stop conditions of one answer. `fallbacks`: values where no flag and no model sets one."""
+
+    fallbacks: ClassVar[Mapping[str, Any]] = {}
 
     min_tokens: int = _sampling(_DEFAULT.min_tokens, "fewest tokens of an answer")
-    temperature: float = _sampling(_DEFAULT.temperature, "0 is greedy")
-    top_p: float = _sampling(_DEFAULT.top_p, "keep the likeliest tokens that make up this share")
-    top_k: int = _sampling(_DEFAULT.top_k, "keep this many of the likeliest tokens; 0 keeps all")
-    min_p: float = _sampling(_DEFAULT.min_p, "keep tokens at least this likely, relative to the likeliest")
-    presence_penalty: float = _sampling(_DEFAULT.presence_penalty, "off the logit of every token that the answer has")
-    frequency_penalty: float = _sampling(
-        _DEFAULT.frequency_penalty, "off the logit, once for each time that the answer has it"
+    temperature: float | None = _by_model("temperature", "0 is greedy")
+    top_p: float | None = _by_model("top_p", "keep the likeliest tokens that make up this share")
+    top_k: int | None = _by_model("top_k", "keep this many of the likeliest tokens; 0 keeps all")
+    min_p: float | None = _by_model("min_p", "keep tokens at least this likely, relative to the likeliest")
+    presence_penalty: float | None = _by_model(
+        "presence_penalty", "off the logit of every token that the answer has"
     )
-    repetition_penalty: float = _sampling(_DEFAULT.repetition_penalty, "divides the logits of known tokens; 1 is off")
+    frequency_penalty: float | None = _by_model(
+        "frequency_penalty", "off the logit, once for each time that the answer has it"
+    )
+    repetition_penalty: float | None = _by_model("repetition_penalty", "divides the logits of known tokens; 1 is off")
     sampling_seed: int | None = _sampling(None, "of this request; without it, from --seed and the order of arrival")
     stop: list[str] = _sampling([], "text that ends an answer (repeatable)", metavar="TEXT")
     ignore_eos: bool = _sampling(_DEFAULT.ignore_eos, "go on after the end-of-sequence token")
 
-    def params(self) -> SamplingParams:
-        """Return the parameters. Raises InvalidRequestError for a value out of range."""
-        values = asdict(self)
-        return SamplingParams(seed=values.pop("sampling_seed"), stop=values.pop("stop") or None, **values)
+    def sets(self, name: str) -> bool:
+        """Return whether a flag was given for a parameter that a model may set, too."""
+        return getattr(self, name, None) is not None
+
+    def params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """Return the parameters; `defaults` are the model's. Raises InvalidRequestError for a value out of range."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        given |= {"seed": given.pop("sampling_seed", None), "stop": given.pop("stop") or None}
+        return SamplingParams(**{**self.fallbacks, **(defaults or {}), **given})
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingFlags(AnswerFlags):
     """Flags of the `SamplingParams` of requests."""
 
-    max_tokens: int = _sampling(128, "most tokens of an answer")
+    fallbacks: ClassVar[Mapping[str, Any]] = {"max_tokens": 128}
+
+    max_tokens: int | None = _by_model("max_tokens", "most tokens of an answer", fallback=128)
     n: int = _sampling(_DEFAULT.n, "answers per prompt")
     logprobs: int | None = _sampling(None, "likeliest tokens to report at each position, in JSONL")
 

@@ -81,7 +81,8 @@ def build_engine(
     if tokenizer is not None:
         engine.token_bytes = tokenizer.pack_token_bytes
     ready = _ready(loaded, engine, cache, scheduling)
-    return AssembledEngine(engine, InputProcessor(tokenizer, ready, options), tokenizer, loaded.model, ready)
+    inputs = InputProcessor(tokenizer, ready, options, cuts_answers=True)
+    return AssembledEngine(engine, inputs, tokenizer, loaded.model, ready)
 
 
 def _grammars(
@@ -137,6 +138,7 @@ def _ready(loaded: LoadedModel, engine: Engine, cache: CacheConfig, scheduling: 
         num_swap_blocks=cache.num_swap_blocks,
         kv_cache_dtype=model.kv_geometry.quantized_dtype,
         quantization="" if loaded.quantization == UNQUANTIZED else str(loaded.quantization),
+        sampling=loaded.sampling,
     )
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from quire.core.beam_search_params import BeamSearchParams
-from quire.core.checks import check_int, check_text, shown
+from quire.core.checks import MAX_INT, check_int, check_text, shown
 from quire.core.errors import InvalidRequestError
 from quire.core.owner_labels import OwnerLabels
 from quire.core.sampling_params import SamplingParams
@@ -111,12 +111,18 @@ def _eos_token_ids(tokenizer: Tokenizer | None, ready: Ready) -> frozenset[int]:
 
 
 class InputProcessor:
-    """Checks prompts and parameters against the model and the engine's limits, which change with what is pinned."""
+    """Checks prompts and parameters against the model and the engine's limits, which change with what is pinned.
+
+    `cuts_answers`, of an `LLM`: an answer for which max_tokens leaves no room ends at max_model_len. Without it, for
+    servers, such a request is refused, and the `sampling` defaults bound an answer without max_tokens.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, ready: Ready, options: EngineOptions, owners: OwnerLabels | None = None
-    ) -> None:
+        self, tokenizer: Tokenizer | None, ready: Ready, options: EngineOptions, owners: OwnerLabels | None = None,
+        *, cuts_answers: bool = False,
+    ) -> None:  # fmt: skip
         self._tokenizer = tokenizer
+        self.sampling, self._cuts_answers = ready.sampling, cuts_answers
         self.limits, self.max_logprobs = ready.limits, options.max_logprobs
         self._vocab_size, self._eos_token_ids = ready.vocab_size, _eos_token_ids(tokenizer, ready)
         self._engine_seed, self._policy = options.seed, options.scheduling_policy
@@ -264,8 +270,16 @@ class InputProcessor:
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = max(1, params.min_tokens, self.limits.most_tokens(num_prompt_tokens, params.n))
+            max_tokens = max_tokens if self._cuts_answers else min(max_tokens, self._most_by_default(params))
+        elif self._cuts_answers:
+            max_tokens = min(max_tokens, max(1, params.min_tokens, self.limits.max_model_len - num_prompt_tokens))
         self.limits.check_admissible(num_prompt_tokens, max_tokens, params.n)
         return max_tokens
+
+    def _most_by_default(self, params: SamplingParams) -> int:
+        """Return the bound on an answer without max_tokens by the defaults; min_tokens may be above it."""
+        named = self.sampling.params.get("max_tokens"), self.sampling.max_output_tokens
+        return max(params.min_tokens, min((int(each) for each in named if each is not None), default=MAX_INT))
 
     def _check_beam_width(self, width: int) -> None:
         """Refuse more beams than there are first tokens, or than can run at once."""

@@ -8,7 +8,9 @@ import torch
 from quire.engine.device_sizing import positions_for
 from quire.engine.devices import resolve_device
 from quire.engine.formats import read_source
+from quire.engine.generation_config import eos_token_ids, sampling_defaults
 from quire.engine.options import EngineOptions
+from quire.engine.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from quire.engine.sizing import ModelLimits
 from quire.execution.device_memory import use_exact_products
 from quire.execution.memory_profiling import CudaMemoryMeter
@@ -30,12 +32,13 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     meter: CudaMemoryMeter | None
     quantization: Quantization = UNQUANTIZED
+    sampling: SamplingDefaults = NO_DEFAULTS
 
 
 def load(options: EngineOptions, folder: Path) -> LoadedModel:
     """Load the model of a folder or file. ModelError and ConfigError name what is not supported."""
     source = read_source(folder)
-    spec = source.spec
+    spec, sampling, ends = source.spec, sampling_defaults(options, folder), eos_token_ids(options, source)
     device = resolve_device(options.device)
     back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=spec.head_dim)
     meter = _cuda_memory_meter(device) if device.type == "cuda" else None
@@ -51,7 +54,7 @@ def load(options: EngineOptions, folder: Path) -> LoadedModel:
         quantization=quantization,
     )  # fmt: skip
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
-    return LoadedModel(model, limits, source.eos_token_ids(), meter, quantization)
+    return LoadedModel(model, limits, ends, meter, quantization, sampling)
 
 
 def _limits(spec: DecoderSpec, geometry: KVGeometry) -> ModelLimits:

@@ -16,6 +16,7 @@ from quire.core.sequence import Request
 from quire.core.token_bytes import TokenBytes
 from quire.core.token_ids import PackedTokens
 from quire.engine.options import EngineOptions
+from quire.engine.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from quire.scheduling.limits import AdmissionLimits
 
 FAULT = "fault"           # the kind of a Failed that no setting of the user caused
@@ -92,6 +93,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     num_swap_blocks: int = 0
     quantization: str = ""  # in words; empty: none
     kv_cache_dtype: str = ""  # of a quantized KV cache; empty: none
+    sampling: SamplingDefaults = NO_DEFAULTS
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):

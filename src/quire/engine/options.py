@@ -1,5 +1,6 @@
 """EngineOptions: every setting of an engine under its public name, checked before anything is loaded."""
 
+import json
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Literal
@@ -28,6 +29,7 @@ from quire.model.quantization import (
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 CpuIsa = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"]
+OVERRIDE = "override_generation_config"
 MAX_NUM_SEQS = 1 << 16  # every row has room for max_model_len tokens
 
 _engine = partial(option, panel="Engine")
@@ -47,6 +49,17 @@ class EngineOptions:
         None, "of another model: folder, GGUF file or hub id", metavar="MODEL", shown_default="the model's own",
         row="folder, GGUF file or hub id with the tokenizer and the chat template; `None`: the model's own. For GGUF "
         "files with a vocabulary that is not read",
+    )  # fmt: skip
+    generation_config: str = _engine(
+        "auto", "defaults of sampling: auto (the model's generation_config.json), vllm (none), or a folder or hub id",
+        metavar="SOURCE",
+        row="source of the defaults of sampling parameters, and of tokens that end an answer: `auto`, the model's "
+        "`generation_config.json`; `vllm`, no defaults; or a folder or hub id with such a file "
+        "([below](#generation-config))",
+    )  # fmt: skip
+    override_generation_config: str = _engine(
+        "", "values before those of generation_config.json, as JSON", metavar="JSON",
+        row="keys of `generation_config.json` as JSON (in Python also a dict), which come before those of the file",
     )  # fmt: skip
     dtype: Dtype = _engine(
         "auto", "of weights, activations and KV cache: auto (the model's), float32, bfloat16 or float16",
@@ -201,6 +214,7 @@ class EngineOptions:
                 f"got {self.memory_policy!r}"
             )
         self._check_swap()
+        self._check_override()
         _ = self.quantization_options
         if self.tensor_parallel_size != 1:
             raise ConfigError(f"tensor_parallel_size {self.tensor_parallel_size!r} is not supported yet, only 1")
@@ -228,3 +242,13 @@ class EngineOptions:
             raise ConfigError("preemption_mode 'swap' needs a swap space; set swap_space or num_swap_blocks above 0")
         if self.memory_policy != "paged" and num_swap_blocks > 0:
             raise ConfigError(f"memory_policy {self.memory_policy!r} does not swap; leave swap_space out")
+
+    def _check_override(self) -> None:
+        if not self.generation_config:
+            raise ConfigError("generation_config must be auto, vllm, a folder or a hub id, got ''")
+        try:
+            override = json.loads(self.override_generation_config or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{OVERRIDE} must be a JSON object: {error}") from error
+        if not isinstance(override, dict):
+            raise ConfigError(f"{OVERRIDE} must be a JSON object, got {self.override_generation_config[:80]!r}")

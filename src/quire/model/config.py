@@ -1,6 +1,6 @@
 """Model config: config.json of a folder, checked and turned into a `DecoderSpec` by the family that it names.
 
-Of generation_config.json only the end-of-sequence tokens are read: nothing else there changes a model's answer.
+Of generation_config.json only the end-of-sequence tokens are read here; `quire.engine.generation_config` has the rest.
 """
 
 from collections.abc import Mapping
@@ -58,9 +58,14 @@ def eos_token_ids(folder: Path, config: Mapping[str, object], vocab_size: int) -
     for name, values in ((GENERATION_CONFIG_FILE, _generation_config(folder)), (CONFIG_FILE, config)):
         value = values.get(EOS_KEY)
         if value is not None:
-            items = value if isinstance(value, list) else [value]
-            return frozenset(_checked(item, folder / name, vocab_size) for item in items)
+            return checked_eos_token_ids(value, str(folder / name), vocab_size)
     return frozenset()
+
+
+def checked_eos_token_ids(value: object, place: str, vocab_size: int) -> frozenset[int]:
+    """Return the ids in a value of `EOS_KEY`. Raises ModelError, with `place`, for anything but ids of the model."""
+    items = value if isinstance(value, list) else [value]
+    return frozenset(_checked(item, place, vocab_size) for item in items)
 
 
 def _architecture(config: ConfigReader) -> str:
@@ -78,8 +83,8 @@ def _generation_config(folder: Path) -> Mapping[str, object]:
     return read_json_object(folder, GENERATION_CONFIG_FILE) if has_file else {}
 
 
-def _checked(value: object, path: Path, vocab_size: int) -> int:
+def _checked(value: object, place: str, vocab_size: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-        raise ModelError(f"{path}: {EOS_KEY} must be a token id from 0 to {vocab_size - 1} or a list of them, "
+        raise ModelError(f"{place}: {EOS_KEY} must be a token id from 0 to {vocab_size - 1} or a list of them, "
                          f"got {value!r:.80}")
     return value

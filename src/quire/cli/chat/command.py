@@ -1,9 +1,9 @@
 """`quire chat`: choice of the back end, and sampling of its answers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -13,7 +13,7 @@ from quire.cli.chat.remote import RemoteBackEnd
 from quire.cli.chat.screen import Screen
 from quire.cli.chat.session import ChatSession
 from quire.cli.flag_groups import flag, flag_field, with_config_file, with_flag_groups
-from quire.cli.model_flags import AnswerFlags, load
+from quire.cli.model_flags import AnswerFlags, load, model_defaults
 from quire.core.options import declared_options
 from quire.engine.options import EngineOptions
 
@@ -24,7 +24,11 @@ _PANEL = "Sampling"
 class ChatSamplingFlags(AnswerFlags):
     """Sampling of answers: a little below temperature 1, where small models write best, and to their own end."""
 
-    temperature: float = flag_field(0.7, "0 is greedy", panel=_PANEL, show_default="0.7; the server's own with --url")
+    fallbacks: ClassVar[Mapping[str, Any]] = {"temperature": 0.7, "max_tokens": None}
+
+    temperature: float | None = flag_field(
+        None, "0 is greedy", panel=_PANEL, show_default="the model's, else 0.7; the server's own with --url"
+    )
     max_tokens: int | None = flag_field(None, "most tokens of an answer", panel=_PANEL, show_default="as many as fit")
 
 
@@ -57,13 +61,13 @@ def chat(
 def _back_end(
     context: typer.Context, engine: EngineOptions, sampling: ChatSamplingFlags, server: RemoteFlags
 ) -> Iterator[BackEnd]:
-    params = sampling.params()  # a value out of range is found before anything is loaded
+    sampling.params()  # a value out of range is found before anything is loaded
     if server.url is None:
         _refuse_typed(context, (field.name for field in fields(RemoteFlags)), "needs --url")
         if _source(context, "max_num_seqs") == "DEFAULT":
             engine = replace(engine, max_num_seqs=1)  # which also keeps the KV cache to one conversation
         with load(engine) as llm:
-            yield LocalBackEnd(llm, params, engine.model)
+            yield LocalBackEnd(llm, sampling.params(model_defaults(engine)), engine.model)
         return
     _refuse_typed(context, _engine_flags(), "is for a local model, not for --url")
     yield RemoteBackEnd(server.url, server.api_key, server.model_name, _given(context, sampling))

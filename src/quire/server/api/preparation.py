@@ -18,9 +18,20 @@ from quire.server.service import Service
 R = TypeVar("R", bound=ApiRequest)
 
 
-def sampling_params(service: Service, given: Mapping[str, object]) -> SamplingParams:
-    """Return the parameters that a body asks for. InvalidRequestError for a value or text past its bounds."""
-    params, most = SamplingParams(**given), service.options.max_stop_chars  # type: ignore[arg-type]
+def sampling_params(
+    service: Service, given: Mapping[str, object], *, is_beam_search: bool = False
+) -> SamplingParams:
+    """Return the parameters that a body asks for, with the model's defaults for those that it leaves out.
+
+    Of the defaults a beam search has the temperature alone; the input processor bounds an answer without max_tokens.
+    InvalidRequestError for a value or text past its bounds.
+    """
+    sampling, most = service.client.inputs.sampling, service.options.max_stop_chars
+    names = {"temperature"} if is_beam_search else sampling.params.keys() - {"max_tokens"}
+    defaults = {name: value for name, value in sampling.params.items() if name in names}
+    params = SamplingParams(**(defaults | dict(given)))  # type: ignore[arg-type]
+    if (longest := sampling.max_output_tokens) is not None and params.max_tokens is not None:
+        params = replace(params, max_tokens=min(params.max_tokens, longest), min_tokens=min(params.min_tokens, longest))
     for field in ("stop", "bad_words"):
         for text in getattr(params, field) or ():
             if len(text) > most:

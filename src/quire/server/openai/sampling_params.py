@@ -40,7 +40,7 @@ def checked_params(body: CompletionBody | ChatBody, service: Service) -> Checked
     if body.stream_options is not None and not body.stream:
         invalid("stream_options is only allowed when stream is true", param="stream_options")
     given |= _completion_params(body) if isinstance(body, CompletionBody) else _chat_params(body)
-    params = sampling_params(service, given)
+    params = sampling_params(service, given, is_beam_search=bool(body.use_beam_search))
     with field_names(body):
         return service.client.inputs.check_params(params, _beam_search_params(body, params), body.priority or 0)
 

@@ -82,6 +82,8 @@ async def _connect(child: EngineProcess, engine: EngineOptions, options: ServerO
     owners = OwnerLabels(options.max_metric_labels)
     client = await EngineClient.connect(child, engine, metrics, owners=owners, start_timeout_s=options.start_timeout)
     metrics.engine_ready(client.ready)
+    if defaults := client.ready.sampling.params:
+        log.info("defaults of requests by generation_config: %s", ", ".join(f"{k} {v}" for k, v in defaults.items()))
     templates = TemplateRenderer(client.tokenizer, max_waiting=options.max_queued_requests)
     templates.warm_up()
     return Service(client, options, names, metrics, templates, model_source=engine.model)
