@@ -114,6 +114,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     num_pinned_blocks: int = 0          # of AdmissionLimits
     num_running_seqs: int = 0           # sequences that run
     waits_for: WaitReason | None = None  # of the next waiting request
+    num_deferred: int = 0               # waiting requests that the last step skipped
 
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True, frozen=True):

@@ -50,6 +50,7 @@ class FinishedRequest(NamedTuple):
     num_prompt_tokens: int
     num_output_tokens: int
     finish_reasons: list[FinishReason]
+    max_tokens: int = 1          # of each answer, resolved
 
 
 @dataclass(slots=True)
@@ -353,7 +354,9 @@ def _unpacked(table: LogprobTable | None, tokenizer: Tokenizer | None) -> list[d
 def _end(opened: _RequestState, now_s: float) -> FinishedRequest:
     """Record the end of a request's last branch."""
     opened.metrics.finished_s = now_s
+    request = opened.prepared.request
     num_output_tokens = sum(branch.num_tokens for branch in opened.branches.values())
     ends = {index: branch.finish_reason for index, branch in opened.branches.items()}
-    reasons: list[FinishReason] = [ends.get(index) or "abort" for index in range(opened.prepared.request.params.n)]
-    return FinishedRequest(opened.metrics, len(opened.prepared.request.prompt_token_ids), num_output_tokens, reasons)
+    reasons: list[FinishReason] = [ends.get(index) or "abort" for index in range(request.params.n)]
+    num_prompt_tokens = len(request.prompt_token_ids)
+    return FinishedRequest(opened.metrics, num_prompt_tokens, num_output_tokens, reasons, request.max_tokens)

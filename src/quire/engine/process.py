@@ -195,6 +195,7 @@ class EngineLoop:
             num_pinned_blocks=scheduler.limits.num_pinned_blocks,
             num_running_seqs=scheduler.num_running_seqs,
             waits_for=scheduler.wait_reason,
+            num_deferred=scheduler.num_deferred,
         )
 
     def _kv_stats(self) -> KVStats:

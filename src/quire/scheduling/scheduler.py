@@ -114,6 +114,11 @@ class Scheduler:
         return self.queues.wait_reasons.current
 
     @property
+    def num_deferred(self) -> int:
+        """Waiting requests that the last plan skipped: those behind them could be admitted."""
+        return self.queues.wait_reasons.num_skipped
+
+    @property
     def preemption_stats(self) -> PreemptionStats:
         """Preemptions since start, and their cost."""
         return self.preemption.stats

@@ -10,15 +10,19 @@ from quire.core.sequence import Request
 
 
 class WaitReasonCounters:
-    """Steps that left a request waiting, by reason, since start. `current`: the reason in the last plan, if any."""
+    """Steps that left a request waiting, by reason, since start.
+
+    `current`: the reason in the last plan, if any; `num_skipped`: requests that it skipped.
+    """
 
     def __init__(self) -> None:
         self._num_steps = [0] * len(WAIT_REASONS)
         self.current: WaitReason | None = None
+        self.num_skipped = 0
 
     def start_step(self) -> None:
         """Begin a step."""
-        self.current = None
+        self.current, self.num_skipped = None, 0
 
     def count(self, reason: WaitReason | None) -> None:
         """Count the reason that held back the head of the queue; None: nothing did."""
@@ -29,6 +33,7 @@ class WaitReasonCounters:
     def count_skipped(self, request: Request, reason: WaitReason) -> None:
         """Count that one request was skipped."""
         self.current = reason
+        self.num_skipped += 1
         request.waited[WAIT_REASONS.index(reason)] += 1
 
     def start(self, request: Request) -> None:

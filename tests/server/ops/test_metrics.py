@@ -22,7 +22,7 @@ from quire.engine.streams import RequestStream
 from quire.scheduling.limits import AdmissionLimits
 from quire.server.errors import RETRY_AFTER_S, shutting_down
 from quire.server.ops.admission_rate import LONGEST_S
-from quire.server.ops.metrics import REFUSALS, Metrics
+from quire.server.ops.metrics import CACHE_LABELS, QUEUE_BOUNDS, REFUSALS, Metrics
 from support.engine_process import read
 from support.http_app import make_app
 
@@ -34,7 +34,9 @@ TIMEOUT_S = 60
 GAUGES: dict[str, list[dict[str, str]]] = {
     "vllm:num_requests_running": [MODEL],
     "vllm:num_requests_waiting": [MODEL],
+    "vllm:num_requests_waiting_by_reason": [MODEL | {"reason": reason} for reason in ("capacity", "deferred")],
     "vllm:kv_cache_usage_perc": [MODEL],
+    "vllm:cache_config_info": [MODEL | dict.fromkeys(CACHE_LABELS, "")],
     "quire:kv_blocks_pinned": [{}],
     "quire:kv_blocks": [{"state": state} for state in ("free", "cached", "used")],
     "quire:kv_tail_waste_ratio": [{}],
@@ -52,6 +54,7 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
     "vllm:prompt_tokens_total": [MODEL],
     "vllm:generation_tokens_total": [MODEL],
     "vllm:request_success_total": [MODEL | {"finished_reason": reason} for reason in ("stop", "length", "abort")],
+    "vllm:admission_rejections_total": [MODEL | {"reason": bound} for bound in QUEUE_BOUNDS],
     "quire:preemptions_total": [{"mode": mode} for mode in ("recompute", "swap")],
     "quire:recomputed_tokens_total": [{}],
     "quire:kv_blocks_copied_total": [{}],
@@ -70,11 +73,16 @@ HISTOGRAMS = (
     "vllm:inter_token_latency_seconds",
     "vllm:e2e_request_latency_seconds",
     "vllm:request_queue_time_seconds",
+    "vllm:request_inference_time_seconds",
     "vllm:request_prefill_time_seconds",
     "vllm:request_decode_time_seconds",
+    "vllm:request_num_preemptions",
     "vllm:request_prompt_tokens",
     "vllm:request_generation_tokens",
+    "vllm:request_params_n",
+    "vllm:request_params_max_tokens",
     "vllm:iteration_tokens_total",
+    "quire:step_computed_tokens",
 )
 
 
@@ -156,8 +164,9 @@ def test_gauges_and_counters_of_the_contract_are_there_from_the_start_with_all_l
 def test_histograms_of_the_contract_are_there_from_the_start(name: str) -> None:
     page = Page(Metrics("tiny"))
     assert {family.name: family.type for family in page.families}[name] == "histogram"
-    assert page.by_labels(f"{name}_count") == page.by_labels(f"{name}_sum") == dict.fromkeys(label_sets(MODEL), 0.0)
-    assert set(page.by(f"{name}_bucket", "model_name")) == {"tiny"}
+    own = MODEL if name.startswith("vllm:") else {}
+    assert page.by_labels(f"{name}_count") == page.by_labels(f"{name}_sum") == dict.fromkeys(label_sets(own), 0.0)
+    assert {key - {("le", dict(key)["le"])} for key in page.by_labels(f"{name}_bucket")} == label_sets(own)
     assert [float(bound) for bound in page.by(f"{name}_bucket", "le")][-1] == float("inf")
 
 
@@ -257,6 +266,10 @@ def test_run_of_an_engine_is_counted_as_users_saw_it(demo_model: Path) -> None:
     # Of requests that ended by themselves:
     for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
         assert page[f"vllm:{name}_seconds_count"] == len(answers), name
+    for name in ("request_inference_time_seconds", "request_num_preemptions", "request_params_n"):
+        assert page[f"vllm:{name}_count"] == len(answers), name
+    assert page["vllm:request_num_preemptions_sum"] <= num_preemptions
+    assert page["vllm:request_params_n_sum"] == len(choices)
     assert page["vllm:request_generation_tokens_sum"] == num_tokens
     assert page["vllm:request_prompt_tokens_sum"] == sum(num_prompt_tokens)
     # Of all, also the one that was given up:
@@ -267,7 +280,8 @@ def test_run_of_an_engine_is_counted_as_users_saw_it(demo_model: Path) -> None:
     assert page["vllm:num_preemptions_total"] == num_preemptions > 0
     assert page.by("quire:preemptions_total", "mode") == {"recompute": num_preemptions, "swap": 0}
     assert min(page["quire:recomputed_tokens_total"], page["quire:kv_blocks_copied_total"]) > 0
-    assert page["vllm:iteration_tokens_total_sum"] > num_tokens + page["quire:recomputed_tokens_total"]
+    assert page["vllm:iteration_tokens_total_sum"] == page["vllm:prompt_tokens_total"] + num_tokens + num_given_up
+    assert page["quire:step_computed_tokens_sum"] > num_tokens + page["quire:recomputed_tokens_total"]
     # Of the end, when every block is free:
     gauges = ("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "quire:kv_tail_waste_ratio")
     assert [page[gauge] for gauge in gauges] == [0, 0, 0]
@@ -330,6 +344,26 @@ def test_bytes_of_the_weights_are_told_with_their_format(quantization: str, meth
     metrics.engine_ready(ready)
     expected = {frozenset({"dtype": "bfloat16", "quantization": method}.items()): 10 << 20}
     assert Page(metrics).by_labels("quire:weights_bytes") == expected
+    shown = {
+        "block_size": "16", "cache_dtype": "auto", "num_gpu_blocks": "8", "num_cpu_blocks": "0",
+        "kv_cache_size_tokens": "128", "kv_cache_max_concurrency": "2.00",
+    }  # fmt: skip
+    assert Page(metrics).by_labels("vllm:cache_config_info") == {frozenset((MODEL | shown).items()): 1}
+
+
+def test_waiting_requests_are_those_that_were_skipped_and_those_that_lack_room() -> None:
+    metrics = Metrics("tiny")
+    metrics.on_idle(EngineState(0, 5, 0, num_deferred=2))
+    assert Page(metrics).by("vllm:num_requests_waiting_by_reason", "reason") == {"capacity": 3, "deferred": 2}
+
+
+def test_refusals_by_a_full_queue_are_counted_by_its_bound() -> None:
+    metrics = Metrics("tiny")
+    metrics.queue_full("max_num_queued_tokens")
+    page = Page(metrics)
+    counted = page.by("vllm:admission_rejections_total", "reason")
+    assert counted == {"max_num_queued_reqs": 0, "max_num_queued_tokens": 1}
+    assert page.by("quire:requests_refused_total", "reason")["server_overloaded"] == 1
 
 
 def test_requests_that_the_engine_does_not_know_yet_wait_too() -> None:
@@ -350,7 +384,8 @@ def buckets(metrics: Metrics, name: str) -> dict[str, float]:
 
 def ended(arrival_s: float, first_scheduled_s: float, first_token_s: float, finished_s: float) -> FinishedRequest:
     times = RequestMetrics(arrival_s, first_scheduled_s, first_token_s, finished_s)
-    return FinishedRequest(times, num_prompt_tokens=300, num_output_tokens=7, finish_reasons=["stop", "length"])
+    times.num_preemptions = 2
+    return FinishedRequest(times, 300, num_output_tokens=7, finish_reasons=["stop", "length"], max_tokens=6)
 
 
 def test_times_of_a_request_lie_between_the_right_moments() -> None:
@@ -363,6 +398,7 @@ def test_times_of_a_request_lie_between_the_right_moments() -> None:
         "request_queue_time": 0.5,
         "request_prefill_time": 2.0,
         "request_decode_time": 10.0,
+        "request_inference_time": 12.0,
         "e2e_request_latency": 12.5,
     }
     page = Page(metrics)
@@ -371,6 +407,9 @@ def test_times_of_a_request_lie_between_the_right_moments() -> None:
     assert buckets(metrics, "vllm:e2e_request_latency_seconds") == {"15.0": 1}
     assert buckets(metrics, "vllm:request_prompt_tokens") == {"500.0": 1}
     assert buckets(metrics, "vllm:request_generation_tokens") == {"10.0": 1}
+    assert buckets(metrics, "vllm:request_num_preemptions") == {"2.0": 1}
+    assert buckets(metrics, "vllm:request_params_n") == {"2.0": 1}
+    assert buckets(metrics, "vllm:request_params_max_tokens") == {"10.0": 1}
 
 
 def test_gaps_are_pooled_over_tokens_and_equal_ones_each_count() -> None:
@@ -384,7 +423,16 @@ def test_each_step_counts_with_the_tokens_it_computed() -> None:
     metrics = Metrics("tiny")
     for num_tokens in (1, 2048, 7, 20000):
         metrics.on_step(stepped(IDLE, num_computed_tokens=num_tokens), processed())
-    assert buckets(metrics, "vllm:iteration_tokens_total") == {"1.0": 1, "8.0": 1, "2048.0": 1, "+Inf": 1}
+    assert buckets(metrics, "quire:step_computed_tokens") == {"1.0": 1, "8.0": 1, "2048.0": 1, "+Inf": 1}
+    assert buckets(metrics, "vllm:iteration_tokens_total") == {}       # no request was given a token
+
+
+def test_iterations_count_with_the_prompts_that_begin_and_the_tokens_that_they_give() -> None:
+    metrics, begun = Metrics("tiny"), [(RequestMetrics(1.0, 2.0, 3.0), 100), (RequestMetrics(1.0, 2.0, 3.0), 20)]
+    metrics.on_step(stepped(IDLE, num_computed_tokens=7), processed(first_tokens=begun, num_output_tokens=3))
+    metrics.on_step(stepped(IDLE, num_computed_tokens=2), processed(num_output_tokens=2))
+    assert buckets(metrics, "vllm:iteration_tokens_total") == {"8.0": 1, "128.0": 1}
+    assert Page(metrics)["vllm:iteration_tokens_total_sum"] == 125
 
 
 def test_prompts_count_with_the_first_token_and_outputs_as_they_come() -> None:

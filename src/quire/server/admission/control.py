@@ -41,7 +41,7 @@ class AdmissionControl:
             raise refusal
         limit, num_queued = limits.max_queued_requests, self.num_preparing + client.num_queued
         if num_queued + num_requests > limit + client.num_free_seqs:
-            self._metrics.refused("server_overloaded")
+            self._metrics.queue_full("max_num_queued_reqs")
             raise overloaded(num_queued, limit, self._metrics.retry_after_s(num_queued))
 
     def check_call(self, client: EngineClient, limits: Limits, num_requests: int, param: str) -> None:
@@ -83,7 +83,7 @@ class AdmissionControl:
         if num_tokens > limit:
             invalid(f"prompt tokens x n are {num_tokens}; at most {limit} may wait (max_queued_tokens)", param=param)
         if num_queued + num_tokens > limit:
-            self._metrics.refused("server_overloaded")
+            self._metrics.queue_full("max_num_queued_tokens")
             retry_after_s = self._metrics.retry_after_s(self.num_preparing + client.num_queued)
             raise too_many_queued_tokens(num_queued, limit, retry_after_s)
         num_unsent = num_tokens

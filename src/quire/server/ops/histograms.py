@@ -1,4 +1,4 @@
-"""Histograms of the latencies and lengths of requests. Names, meanings and buckets are vLLM's.
+"""Histograms of the latencies, lengths and parameters of requests. Names, meanings and buckets are vLLM's.
 
 An aborted request is in none of the histograms that are filled at a request's end: its times depend on the client.
 """
@@ -23,21 +23,28 @@ _LATENCY_BOUNDS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
 )
+_PREEMPTION_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
+_CHOICE_BOUNDS = (1, 2, 5, 10, 20)
 _STEP_BOUNDS_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # vLLM ends these at max_model_len; with the same buckets for every model, servers can be added up.
 _REQUEST_BOUNDS_TOKENS = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]
 
 
 _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
-    "time_to_first_token_seconds": ("Arrival to first output token.", _TTFT_BOUNDS_S),
-    "inter_token_latency_seconds": ("Gaps between output tokens, pooled over tokens.", _ITL_BOUNDS_S),
-    "e2e_request_latency_seconds": ("Arrival to last token.", _LATENCY_BOUNDS_S),
-    "request_queue_time_seconds": ("Arrival to the first step with the request in it.", _LATENCY_BOUNDS_S),
-    "request_prefill_time_seconds": ("First step of the request to its first token.", _LATENCY_BOUNDS_S),
-    "request_decode_time_seconds": ("First token to last token.", _LATENCY_BOUNDS_S),
-    "request_prompt_tokens": ("Prompt tokens of a request.", _REQUEST_BOUNDS_TOKENS),
-    "request_generation_tokens": ("Output tokens of a request, all choices.", _REQUEST_BOUNDS_TOKENS),
-    "iteration_tokens_total": ("Tokens computed in one engine step.", _STEP_BOUNDS_TOKENS),
+    "vllm:time_to_first_token_seconds": ("Arrival to first output token.", _TTFT_BOUNDS_S),
+    "vllm:inter_token_latency_seconds": ("Gaps between output tokens, pooled over tokens.", _ITL_BOUNDS_S),
+    "vllm:e2e_request_latency_seconds": ("Arrival to last token.", _LATENCY_BOUNDS_S),
+    "vllm:request_queue_time_seconds": ("Arrival to the first step with the request in it.", _LATENCY_BOUNDS_S),
+    "vllm:request_inference_time_seconds": ("First step of the request to its last token.", _LATENCY_BOUNDS_S),
+    "vllm:request_prefill_time_seconds": ("First step of the request to its first token.", _LATENCY_BOUNDS_S),
+    "vllm:request_decode_time_seconds": ("First token to last token.", _LATENCY_BOUNDS_S),
+    "vllm:request_num_preemptions": ("Preemptions of a request.", _PREEMPTION_BOUNDS),
+    "vllm:request_prompt_tokens": ("Prompt tokens of a request.", _REQUEST_BOUNDS_TOKENS),
+    "vllm:request_generation_tokens": ("Output tokens of a request, all choices.", _REQUEST_BOUNDS_TOKENS),
+    "vllm:request_params_n": ("Choices of a request.", _CHOICE_BOUNDS),
+    "vllm:request_params_max_tokens": ("Most output tokens of a choice.", _REQUEST_BOUNDS_TOKENS),
+    "vllm:iteration_tokens_total": ("Prompts that begin and output tokens in one engine step.", _STEP_BOUNDS_TOKENS),
+    "quire:step_computed_tokens": ("Tokens computed in one engine step.", _STEP_BOUNDS_TOKENS),
 }
 
 
@@ -64,15 +71,19 @@ class Histogram:
 
 
 class RequestHistograms:
-    """Per-request latency and length histograms, with vLLM's metric names."""
+    """Histograms of requests and steps."""
 
     def __init__(self) -> None:
-        self._by_name = {name: Histogram(f"vllm:{name}", *about) for name, about in _HISTOGRAMS.items()}
+        self._by_name = {name: Histogram(name, *about) for name, about in _HISTOGRAMS.items()}
 
     def on_step(self, num_computed_tokens: int, processed: ProcessedStep) -> None:
         """Observe a step and the requests that it advanced."""
-        self._by_name["iteration_tokens_total"].observe(num_computed_tokens)
-        itl_s, ttft_s = self._by_name["inter_token_latency_seconds"], self._by_name["time_to_first_token_seconds"]
+        self._by_name["quire:step_computed_tokens"].observe(num_computed_tokens)
+        if processed.num_output_tokens:
+            num_prompt_tokens = sum(num_tokens for _, num_tokens in processed.first_tokens)
+            self._by_name["vllm:iteration_tokens_total"].observe(num_prompt_tokens + processed.num_output_tokens)
+        itl_s = self._by_name["vllm:inter_token_latency_seconds"]
+        ttft_s = self._by_name["vllm:time_to_first_token_seconds"]
         for gap_s, times in Counter(processed.itl_s).items():  # equal for all with a token in both steps
             itl_s.observe(gap_s, times)
         for metrics, _ in processed.first_tokens:
@@ -83,8 +94,9 @@ class RequestHistograms:
                 self._by_name[name].observe(value)
 
     def families(self, labels: dict[str, str]) -> Iterator[HistogramMetricFamily]:
-        """Yield the families of all histograms."""
-        return (histogram.family(labels) for histogram in self._by_name.values())
+        """Yield the families of all histograms; `labels` are those of vLLM's."""
+        for name, histogram in self._by_name.items():
+            yield histogram.family(labels if name.startswith("vllm:") else {})
 
 
 def _of_end(ended: FinishedRequest) -> dict[str, float]:
@@ -94,10 +106,14 @@ def _of_end(ended: FinishedRequest) -> dict[str, float]:
     assert first_token_s is not None, f"ended without a token: {metrics}"
     assert finished_s is not None, f"ended at no time: {metrics}"
     return {
-        "e2e_request_latency_seconds": finished_s - metrics.arrival_s,
-        "request_queue_time_seconds": scheduled_s - metrics.arrival_s,
-        "request_prefill_time_seconds": first_token_s - scheduled_s,
-        "request_decode_time_seconds": finished_s - first_token_s,
-        "request_prompt_tokens": ended.num_prompt_tokens,
-        "request_generation_tokens": ended.num_output_tokens,
+        "vllm:e2e_request_latency_seconds": finished_s - metrics.arrival_s,
+        "vllm:request_queue_time_seconds": scheduled_s - metrics.arrival_s,
+        "vllm:request_inference_time_seconds": finished_s - scheduled_s,
+        "vllm:request_prefill_time_seconds": first_token_s - scheduled_s,
+        "vllm:request_decode_time_seconds": finished_s - first_token_s,
+        "vllm:request_num_preemptions": metrics.num_preemptions,
+        "vllm:request_prompt_tokens": ended.num_prompt_tokens,
+        "vllm:request_generation_tokens": ended.num_output_tokens,
+        "vllm:request_params_n": len(ended.finish_reasons),
+        "vllm:request_params_max_tokens": ended.max_tokens,
     }

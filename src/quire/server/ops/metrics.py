@@ -28,7 +28,11 @@ Labels = dict[str, str]
 Sample = tuple[Labels, float]  # all samples of a family have the same labels in the same order
 
 REFUSALS = ("server_overloaded", "shutting_down", "key_limit")  # codes of the errors that clients get
+QUEUE_BOUNDS = ("max_num_queued_reqs", "max_num_queued_tokens")  # vLLM's names of max_queued_requests and _tokens
 FAILURES = ("request_failed", "engine_unhealthy")
+CACHE_LABELS = (
+    "block_size", "cache_dtype", "num_gpu_blocks", "num_cpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency",
+)  # fmt: skip
 REFS = ("1", "2", "3-4", "5-8", "9+")               # keys of KVStats.ref_counts
 
 # Until the first report of the engine. The total of 1 avoids a division by 0.
@@ -51,6 +55,7 @@ class _RequestCounters:
     num_aborted: int = 0
     num_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
     num_refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REFUSALS, 0))
+    num_queue_full: dict[str, int] = field(default_factory=lambda: dict.fromkeys(QUEUE_BOUNDS, 0))
     num_failed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAILURES, 0))
 
 
@@ -65,6 +70,7 @@ class Metrics(Collector):
         self._blocks_by_owner = {OTHER: 0}                          # a label once seen stays, at 0
         self._num_queued = 0
         self._weights: Sample = {"dtype": "", "quantization": ""}, 0
+        self._cache_config: Sample = dict.fromkeys(CACHE_LABELS, ""), 0
         self._requests = _RequestCounters()
         self._num_restarts = 0
         self._histograms = RequestHistograms()
@@ -99,6 +105,11 @@ class Metrics(Collector):
         """Count a call that was not admitted, for one of REFUSALS."""
         self._requests.num_refused[reason] += 1
 
+    def queue_full(self, bound: str) -> None:
+        """Count a call that was not admitted because one of QUEUE_BOUNDS was reached."""
+        self._requests.num_queue_full[bound] += 1
+        self.refused("server_overloaded")
+
     def failed(self, reason: str) -> None:
         """Count a call that failed through no fault of its own, for one of FAILURES."""
         self._requests.num_failed[reason] += 1
@@ -107,6 +118,7 @@ class Metrics(Collector):
         """Record the format and size of the weights."""
         method = ready.quantization.partition(":")[0] or "none"
         self._weights = {"dtype": ready.dtype, "quantization": method}, ready.weights_bytes
+        self._cache_config = _cache_config(ready), 1
 
     def engine_restarted(self) -> None:
         """Count an engine that replaced a dead one."""
@@ -156,6 +168,8 @@ class Metrics(Collector):
         num_waiting = max(state.num_waiting, self._num_queued)      # the engine reports the latest only after a step
         yield gauge("vllm:num_requests_running", "Requests that hold blocks.", (model, state.num_running))
         yield gauge("vllm:num_requests_waiting", "Requests in the queue, also preempted ones.", (model, num_waiting))
+        waiting = {"capacity": max(0, num_waiting - state.num_deferred), "deferred": state.num_deferred}
+        yield gauge("vllm:num_requests_waiting_by_reason", "Requests in the queue.", *by("reason", waiting, model))
         yield gauge("quire:num_requests_swapped", "Requests in the swap space.", ({}, state.num_swapped))
         preemptions = {mode: kv.preemptions.get(mode, 0) for mode in get_args(PreemptionKind)}
         num_preemptions = sum(preemptions.values())
@@ -174,6 +188,8 @@ class Metrics(Collector):
         ref_counts = {refs: kv.ref_counts.get(refs, 0) for refs in REFS}
         swapped = {"in": kv.swapped_in_blocks, "out": kv.swapped_out_blocks}
         yield gauge("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0 to 1.", (model, kv.usage))
+        config, number = self._cache_config
+        yield gauge("vllm:cache_config_info", "Sizes of the KV cache, as labels.", (model | config, number))
         yield gauge("quire:kv_blocks", "Blocks of the KV cache.", *by("state", blocks))
         yield gauge("quire:kv_blocks_pinned", "Used blocks of pinned prefixes.", ({}, kv.pinned_blocks))
         yield gauge("quire:kv_blocks_shared", "Blocks in use with several owners.", ({}, kv.shared_blocks))
@@ -196,6 +212,8 @@ class Metrics(Collector):
         yield counter("vllm:request_success_total", "Choices that ended, by finish reason.", *finished)
         refused = by("reason", requests.num_refused)
         yield counter("quire:requests_refused_total", "Calls not admitted, by code.", *refused)
+        rejected = by("reason", requests.num_queue_full, model)
+        yield counter("vllm:admission_rejections_total", "Calls refused by a bound of the queue.", *rejected)
         yield counter("quire:requests_failed_total", "Calls that failed, by code.", *by("reason", requests.num_failed))
         yield counter("quire:requests_aborted_total", "Requests ended by their client.", ({}, requests.num_aborted))
 
@@ -216,6 +234,15 @@ gauge, counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMe
 def by(label: str, values: Mapping[str, float], others: Labels | None = None) -> Iterator[Sample]:
     """Yield one sample per value of `label`."""
     return (((others or {}) | {label: name}, value) for name, value in values.items())
+
+
+def _cache_config(ready: Ready) -> Labels:
+    """Return the figures of a KV cache by CACHE_LABELS."""
+    limits = ready.limits
+    num_tokens = limits.num_blocks * limits.block_size
+    concurrency = f"{num_tokens / limits.max_model_len:.2f}"
+    values = limits.block_size, ready.kv_cache_dtype or "auto", limits.num_blocks, ready.num_swap_blocks, num_tokens
+    return dict(zip(CACHE_LABELS, (*map(str, values), concurrency), strict=True))
 
 
 def _counted_on(earlier: KVStats, kv: KVStats) -> KVStats:
