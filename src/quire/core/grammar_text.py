@@ -12,6 +12,8 @@ from itertools import count
 from types import MappingProxyType
 from typing import Any
 
+from quire.core.disjoint_schemas import has_one_of, without_disjoint_one_of
+
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 # At most one line break with its indentation, or two blanks: small models would write blanks until max_tokens.
@@ -26,15 +28,32 @@ def compact_json(value: object) -> str:
 def json_text(schema: Any, whitespace: str | None = WHITESPACE_PATTERN) -> str:  # noqa: ANN401 (JSON)
     """Return an expression for JSON that a schema accepts. `whitespace`: regex of what may stand between two lexemes.
 
-    None: nothing. `x-guidance` of the schema, llguidance's own options, wins over both.
+    None: nothing. `oneOf` becomes `anyOf` where its branches exclude each other. `x-guidance` of the schema,
+    llguidance's own options, wins over all.
     """
     options = {"whitespace_flexible": False} if whitespace is None else {"whitespace_pattern": whitespace}
-    if schema is True:
-        schema = {}
+    schema = without_disjoint_one_of({} if schema is True else schema)
     if isinstance(schema, dict):
         given = schema.get("x-guidance")
         schema = schema | {"x-guidance": options | given if isinstance(given, dict) else options}
     return f"%json {compact_json(schema)}"
+
+
+def closed_json_text(schema: Any) -> str:  # noqa: ANN401 (JSON)
+    """Return an expression for the JSON of a schema, without properties that its objects do not name.
+
+    With a `oneOf` that stays one, objects stay open: closed, they might exclude each other where they do not.
+    """
+    schema = without_disjoint_one_of(schema)
+    return json_text(schema if has_one_of(schema) else closed_objects(schema))
+
+
+def schema_fault(reason: str) -> str:
+    """Return what llguidance says against a schema, in the words of JSON schema."""
+    text = reason.rpartition("failed to compile JSON schema: ")[2]
+    if text.startswith("oneOf constraints are not supported."):
+        text = f"unsupported keyword: oneOf with branches that may both fit; write anyOf{text.partition('anyOf')[2]}"
+    return text.replace("Unimplemented keys:", "unsupported keywords:")
 
 
 def literal_text(text: str) -> str:

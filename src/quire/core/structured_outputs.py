@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quire.core.checks import check_bool, check_strings, refuse, shown
+from quire.core.disjoint_schemas import without_disjoint_one_of
 from quire.core.errors import InvalidRequestError
 from quire.core.grammar_text import (
     WHITESPACE_PATTERN,
@@ -104,7 +105,7 @@ class StructuredOutputsParams:
             return structural_tag_grammar(json_codec.loads(str(self.structural_tag)), between)
         schema = {"type": "object"} if self.json is None else json_codec.loads(str(self.json))
         if self.disable_additional_properties:
-            schema = closed_objects(schema)
+            schema = closed_objects(without_disjoint_one_of(schema))
         return f"start: {json_text(schema, between)}\n"
 
 

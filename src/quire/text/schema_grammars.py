@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from quire.core.errors import InvalidRequestError
 from quire.core.grammar_limits import GRAMMAR_LIMITS
-from quire.core.grammar_text import closed_objects, json_text
+from quire.core.grammar_text import closed_json_text, schema_fault
 from quire.text.tools import Tool, parameters_of
 
 _MAX_REASON_CHARS = 300
@@ -18,9 +18,8 @@ def check_grammars(tools: Sequence[Tool], indices: Iterable[int]) -> None:
     from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415 (a compiled library, only for tools that are forced)
 
     for index in indices:
-        text = f"start: {json_text(closed_objects(parameters_of(tools[index])))}\n"
+        text = f"start: {closed_json_text(parameters_of(tools[index]))}\n"
         error = LLMatcher.validate_grammar(text, None, limits=LLParserLimits(**GRAMMAR_LIMITS))
         if error:
-            reason = error.partition("\n   1 |")[0].partition("JSON schema: ")
-            told = " ".join((reason[2] or reason[0]).split())[:_MAX_REASON_CHARS]
+            told = " ".join(schema_fault(error.partition("\n   1 |")[0]).split())[:_MAX_REASON_CHARS]
             raise InvalidRequestError(f"tools[{index}].function.parameters cannot be enforced: {told}", param="tools")

@@ -144,6 +144,7 @@ for _ in range(40):
     DEEP = {"items": DEEP}
 MANY = {f"p{number}": {"type": "string"} for number in range(1025)}
 LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+ONE_OF = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": "json"}, "response_format", "an object"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "one of text, json_object, json_schema"),
@@ -161,6 +162,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"properties": MANY}}, "guided_json", "at most 1024 properties (max_schema_properties), got 1025"),
     ({"guided_json": LOOP}, "guided_json", "it allows no text"),
     ({"guided_json": {"properties": {"a": {"not": {}}}}}, "guided_json", 'at /properties/a: unsupported keywords: ["n'),
+    ({"guided_json": {"properties": {"a": ONE_OF}}}, "guided_json", "at /properties/a: unsupported keyword: oneOf"),
     ({"guided_json": {"items": {"format": "iri", "type": "string"}}}, "guided_json", "at /items: Unknown format: iri"),
     ({"guided_json": {"pattern": "^(a{999}){999}$"}}, "guided_json", "(max_regex_length), got "),
     ({"response_format": {"type": "structural_tag"}}, "response_format", "structural_tag.format must be an object"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from quire.core.grammar_text import closed_objects, compact_json, json_text, literal_text
+from quire.core.grammar_text import closed_json_text, compact_json, literal_text
 from quire.server.call_grammars.literals import (
     NO_PARAMETERS,
     GemmaValues,
@@ -118,7 +118,7 @@ class _CallGrammar:
         key, arguments = self._row.keys
         head = f'{{{compact_json(key)}: {compact_json(name)}, {compact_json(arguments)}: '
         tail = self._template[-1] if self._template[1] == "call" else ""
-        return f"{self._rules.literal(lead + head)} {_json(schema)} {self._rules.literal('}' + tail)}"
+        return f"{self._rules.literal(lead + head)} {closed_json_text(schema)} {self._rules.literal('}' + tail)}"
 
     def _python_call(self, name: str, schema: Schema, lead: str = "") -> str:
         return f'{self._rules.literal(f"{lead}{name}(")} {python_arguments(self._rules, schema)} ")"'
@@ -132,7 +132,7 @@ class _CallGrammar:
                 parts.append(rules.literal(html.escape(name) if row.is_escaped else name))
             elif field == "arguments":
                 is_json = row.notation != "gemma"
-                parts.append(_json(schema) if is_json else GemmaValues(rules, schema).object_text(schema))
+                parts.append(closed_json_text(schema) if is_json else GemmaValues(rules, schema).object_text(schema))
             elif field == "parameters":
                 parts.append(self._parameters(schema))
             elif field == "index":
@@ -179,7 +179,7 @@ class _CallGrammar:
             parts.append(rules.literal(pieces[2]))
         end = pieces[-1]
         if not is_text:
-            return " ".join([*parts, json_text(closed_objects(part)), rules.literal(end)])
+            return " ".join([*parts, closed_json_text(part), rules.literal(end)])
         if (values := choices(part)) is not None:
             texts = [rules.literal(value) for value in values if isinstance(value, str)]
             return " ".join([*parts, alternatives([text or '""' for text in texts]), rules.literal(end)])
@@ -205,10 +205,6 @@ class _CallGrammar:
         call = rules.add(f"{rules.literal(self._template[0])} {self._each(self._named_call)}")
         ends = f"({call} | {rules.literal(_FINAL)} {ANY_TEXT})" if self._is_triggered else call
         return f"{message}{{0,{MAX_CALLS}}} {ends}"
-
-
-def _json(schema: Schema) -> str:
-    return json_text(closed_objects(schema))
 
 
 def _without_strings(part: Mapping[str, Any]) -> dict[str, Any]:

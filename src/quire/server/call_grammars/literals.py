@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.core.grammar_text import closed_objects, compact_json, json_text, literal_text, regex_text
+from quire.core.grammar_text import closed_json_text, compact_json, json_text, literal_text, regex_text
+from quire.core.schema_references import referenced
 from quire.server.call_grammars.rules import ANY_TEXT, Rules, alternatives
-from quire.server.tool_formats.argument_types import own_types, referenced, types_of
+from quire.server.tool_formats.argument_types import own_types, types_of
 
 Schema = Mapping[str, Any]
 NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -89,7 +90,7 @@ def python_arguments(rules: Rules, schema: Schema) -> str:
     parts = []
     for key, part, is_required in properties(schema):
         types = types_of({"properties": {key: part}} | part, key)
-        value = json_text(closed_objects(part))
+        value = closed_json_text(part)
         if types <= {"boolean", "null"} and types and choices(part) is None:
             names = ["true", "false"] * ("boolean" in types) + ["null"] * ("null" in types)
             value = alternatives([_PYTHON[name] for name in names])

@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
 from quire.core.grammar_limits import GRAMMAR_LIMITS
+from quire.core.grammar_text import schema_fault
 from quire.core.sandbox import serve_jobs
 from quire.core.schema_limits import check_json_bytes, check_schema
 from quire.core.structured_outputs import StructuredOutputsParams, structured_outputs_from
@@ -148,10 +149,10 @@ def _place(params: StructuredOutputsParams, reason: str, fault: Any) -> str:  # 
 
 def _in_short(reason: str) -> str:
     """Return a fault without the text and the state of the parser that llguidance adds."""
-    text = reason.rpartition("failed to compile JSON schema: ")[2].partition("\n<state>")[0]
+    text = schema_fault(reason).partition("\n<state>")[0]
     text = re.sub(r"^ *\d+ \|.*$|^ *\^+ *$", "", text, flags=re.MULTILINE)  # lines that show the place
     lines = [line for line in text.splitlines() if line.strip()]
-    text = " ".join(line.strip() for line in lines).replace("Unimplemented keys:", "unsupported keywords:")
+    text = " ".join(line.strip() for line in lines)
     if text.startswith("NoExtension"):
         text = "it allows no text"
     return text[:_MAX_REASON_CHARS] or reason[:_MAX_REASON_CHARS]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quire.core.grammar_text import json_text
+from quire.core.grammar_text import json_text, schema_fault
 
 _MAX_TRIES = 256        # subschemas that are compiled by themselves
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -30,7 +30,7 @@ def place_of_fault(schema: Any, reason: str, fault: Callable[[str], str]) -> str
 
 def _kind(reason: str) -> str:
     """Return the part of a fault that is the same wherever it is."""
-    return reason.rpartition("failed to compile JSON schema: ")[2].partition("\n")[0]
+    return schema_fault(reason).partition("\n")[0]
 
 
 def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 (JSON)

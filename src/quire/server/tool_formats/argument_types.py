@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from quire.core.schema_references import referenced
+
 _MAX_SCHEMAS = 64  # that are looked at for one parameter
 _LITERALS = {"True": ("true", "boolean"), "False": ("false", "boolean"), "None": ("null", "null")}
 _NAMES: dict[type, str] = {
@@ -45,16 +47,6 @@ def own_types(part: Mapping[str, Any]) -> set[str]:
     if not types and "properties" in part:
         types = {"object"}
     return types
-
-
-def referenced(schema: Mapping[str, Any], reference: object) -> object:
-    """Return the part of a schema that a reference into it names, or None."""
-    if not isinstance(reference, str) or not reference.startswith("#/"):
-        return None
-    part: object = schema
-    for name in reference[2:].split("/")[:8]:
-        part = part.get(name) if isinstance(part, Mapping) else None
-    return part
 
 
 def string_text(text: str) -> str:
