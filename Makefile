@@ -76,7 +76,7 @@ test-quick: $(STAMP) ## run the tests that tests/quick.txt names, some of each p
 
 clients: $(CLIENTS)/.set-up ## run the tests of client libraries that have an environment of their own: langchain, litellm, agents
 	$(CLIENTS)/bin/python -m pytest tests/e2e/test_clients_langchain.py tests/e2e/test_clients_litellm.py \
-	  tests/e2e/test_clients_tools.py $(ARGS)
+	  tests/e2e/test_clients_structured.py tests/e2e/test_clients_tools.py $(ARGS)
 
 triton-3.6: $(TRITON)/.set-up ## run the tests of the Triton kernels with the oldest Triton that is served
 	PYTEST_ADDOPTS='-W "ignore:Conversion of an array with ndim:DeprecationWarning"' \
