@@ -18,7 +18,7 @@ structure = load_tool("structure")
 ROOMS = structure.rooms()
 ABOVE = ("quire.cli", "quire.sim", "quire.paper")  # nothing rests on these
 # These and ABOVE put together what is there.
-ASSEMBLIES = ("quire.engine.assembly", "quire.engine.formats", "quire.server.app")
+ASSEMBLIES = ("quire.engine.assembly", "quire.engine.formats", "quire.llm", "quire.server.app")
 
 # Module sitecustomize: every process that a test starts refuses to import the rooms that the environment names.
 BLOCK = """

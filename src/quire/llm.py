@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import InvalidRequestError, ModelError
+from quire.core.options import declared_options
 from quire.core.outputs import KVStats, PinnedPrefix, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.engine.assembly import AssembledEngine, assemble
@@ -26,15 +27,24 @@ from quire.text.conversation import Message
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool
 
+try:
+    from quire.vllm_arguments.translation import engine_settings
+except ModuleNotFoundError as error:
+    if not f"{error.name}.".startswith("quire.vllm_arguments."):
+        raise
+    engine_settings = None  # type: ignore[assignment]  # optional: without it LLM has its own arguments only
+
 T = TypeVar("T")
+_SETTINGS = {option.name for option in declared_options(EngineOptions)}
 
 
 class LLM:
     """A model and an engine in this process.
 
     `model` is a folder in Hugging Face format, a GGUF file or a hub id, and None is the bundled demo model; the other
-    settings are those of EngineOptions, described in docs/reference.md. Bad settings raise ConfigError, a broken model
-    ModelError (both are ValueErrors). Use it as a context manager, or call `close()`; later calls raise
+    settings are those of EngineOptions, described in docs/reference.md. Arguments of vLLM's LLM are known, too, and
+    have no effect, or are refused, where docs/coming-from-vllm.md says so. Bad settings raise ConfigError, a broken
+    model ModelError (both are ValueErrors). Use it as a context manager, or call `close()`; later calls raise
     RuntimeError. Not for use from several threads at once.
     """
 
@@ -51,6 +61,8 @@ class LLM:
         **settings: Any,  # noqa: ANN401
     ) -> None:
         found, text, swap = (None if path is None else str(path) for path in (model, tokenizer, swap_dir))
+        if engine_settings is not None:
+            settings = engine_settings(settings, _SETTINGS)
         override = override_generation_config or ""
         override = override if isinstance(override, str) else json.dumps(dict(override))
         options = EngineOptions(

@@ -219,7 +219,7 @@ def test_line_that_the_model_refuses_is_named_and_nothing_runs(
         (("generate", "--prompt", "a", "--kv-cache-memory", "lots"), 1, "kv_cache_memory must be"),
         (("generate", "--prompt", "a", "--block-size", "12"), 1, "block_size must be"),
         (("generate", "--prompt", "a", "--device", "tpu"), 2, "--device"),
-        (("generate", "--prompt", "a", "--tensor-parallel-size", "2"), 2, "No such option"),
+        (("generate", "--prompt", "a", "--tensor-parallel-size", "2"), 2, "-size 2 is not supported"),
         (("generate", "--input", "no-such-file.jsonl"), 1, "no-such-file.jsonl"),
         (("bench", "throughput", "--repeats", "0"), 2, "--repeats"),
         (("fly",), 2, "No such command"),

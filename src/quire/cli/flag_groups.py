@@ -25,6 +25,7 @@ from quire.core.options import SIZE, Declared, declared_options, option
 GROUP_SETTINGS: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
 COMMAND_SETTINGS = GROUP_SETTINGS | {"auto_envvar_prefix": "QUIRE"}
 STANDARD_STREAM = Path("-")
+VLLM_FLAGS = "vllm_flags"       # of a context's `meta`: the translation of names in its command's files
 _NOT_FROM_FILE = frozenset({"config", "help"})
 
 
@@ -170,15 +171,18 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
     if path is None:
         return None
     known = {param.name for param in context.command.params if param.name} - _NOT_FROM_FILE
+    vllm_flags = context.meta.get(VLLM_FLAGS)
     values: dict[str, Any] = {}
-    for key, value in _read(path).items():
+    for key, given in _read(path).items():
         name = str(key).replace("-", "_")
-        if name not in known:
-            options = ", ".join(sorted(option.replace("_", "-") for option in known))
-            raise typer.BadParameter(f"{path} has an unknown option {key!r}; this command knows {options}")
-        if name in values:
-            raise typer.BadParameter(f"{path} names {name.replace('_', '-')!r} twice")
-        values[name] = _as_typed(path, name, value)
+        named = {name: given} if vllm_flags is None or name in _NOT_FROM_FILE else vllm_flags.options_of(name, given)
+        for name, value in named.items():
+            if name not in known:
+                options = ", ".join(sorted(option.replace("_", "-") for option in known))
+                raise typer.BadParameter(f"{path} has an unknown option {key!r}; this command knows {options}")
+            if name in values:
+                raise typer.BadParameter(f"{path} names {name.replace('_', '-')!r} twice")
+            values[name] = _as_typed(path, name, value)
     context.default_map = {name: value for name, value in values.items() if value is not None}
     return path
 

@@ -13,12 +13,12 @@ import typer
 import quire
 from quire.cli.bench.commands import bench
 from quire.cli.chat.command import chat
+from quire.cli.command import Command
 from quire.cli.flag_groups import COMMAND_SETTINGS, GROUP_SETTINGS
 from quire.cli.generate import generate
 from quire.cli.paper.command import paper
 from quire.cli.plan import plan
 from quire.cli.serve import serve
-from quire.cli.service_variables import Command
 from quire.cli.simulate import simulate
 from quire.core.errors import EngineError
 

@@ -4,16 +4,11 @@ They look like flags in the environment: QUIRE_PORT=tcp://10.96.12.7:8000 has th
 ignored with a warning. Any other value that a flag cannot have is an error that names the variable.
 """
 
-import os
 import re
-import sys
 from collections.abc import Iterable, MutableMapping
-from typing import Any
 
-import typer
-from typer.core import TyperCommand
+from quire.cli.vllm_flags import PREFIX, variable_of
 
-PREFIX = "QUIRE"
 _ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 _SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 
@@ -30,33 +25,3 @@ def drop_service_variables(flags: Iterable[str], environment: MutableMapping[str
         f"{values} is ignored{as_well}: Kubernetes sets it for a service called quire, and Docker for a link of that "
         f"name; set the flag on the command line or in the file of --config"
     )
-
-
-def variable_of(flag: str) -> str:
-    """Return the name of a flag's environment variable."""
-    return f"{PREFIX}_{flag.replace('-', '_').upper()}"
-
-
-class Command(TyperCommand):
-    """Command with flags in the environment, where variables of a service may have the same names."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 (of the click that typer brings)
-        """Read the flags. BadParameter names the environment variable if the value is from there."""
-        warning = drop_service_variables([param.name for param in self.params if param.name], os.environ)
-        if warning is not None:
-            print(f"quire: warning: {warning}", file=sys.stderr)  # noqa: T201
-        try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            error.message += _origin(ctx, error.param)
-            raise
-
-
-def _origin(ctx: Any, param: Any) -> str:  # noqa: ANN401 (of the click that typer brings; there may be no parameter)
-    """Return the remark that a value is from the environment, if it is."""
-    name = getattr(param, "name", None)
-    source = ctx.get_parameter_source(name) if name else None
-    if name is None or source is None or source.name != "ENVIRONMENT":
-        return ""
-    variable = variable_of(name)
-    return f" (the environment has {variable}={os.environ.get(variable, '')!r})"

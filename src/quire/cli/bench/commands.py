@@ -23,6 +23,7 @@ from quire.cli.bench.flags import (
 )
 from quire.cli.bench.machine import machine_facts
 from quire.cli.bench.passes import latency_pass, throughput_pass, watched_pass
+from quire.cli.command import Command
 from quire.cli.flag_groups import COMMAND_SETTINGS, JSON, flag, flag_field, with_config_file, with_flag_groups
 from quire.cli.model_flags import load
 from quire.core.errors import ConfigError
@@ -187,4 +188,4 @@ def _control_plane_growth(load: ControlPlaneFlags, run: RunFlags) -> None:
 
 
 for command in (throughput, latency, serve, control_plane, calibrate):
-    bench.command(context_settings=COMMAND_SETTINGS)(command)
+    bench.command(cls=Command, context_settings=COMMAND_SETTINGS)(command)

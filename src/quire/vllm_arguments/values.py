@@ -1,0 +1,90 @@
+"""Values of vLLM's arguments, from texts of a command line, an environment or a file, and from Python."""
+
+import json
+import re
+from typing import Any
+
+from quire.core.errors import ConfigError
+from quire.vllm_arguments.rows import Row
+
+_SWITCHES = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+_MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_DTYPES = {"half": "float16", "float": "float32"}
+_MOST_GIB = 1024        # a number up to here is GiB, as in vLLM; no swap space has so few bytes
+
+
+def parsed(row: Row, given: object, shown: str) -> Any:  # noqa: ANN401 (of any argument)
+    """Return the value that a text stands for, or any other object as it is. ConfigError names `shown`."""
+    if not isinstance(given, str) or row.takes in {"text", "optional text", "list"}:
+        return given
+    if row.takes == "switch":
+        if given.lower() not in _SWITCHES:
+            raise ConfigError(f"{shown} must be true or false, got {given!r}")
+        return _SWITCHES[given.lower()]
+    if given in {"", "None"}:
+        return None
+    if row.takes == "json":
+        return parsed_json(given, shown)
+    return whole_number(given, shown) if row.takes == "number" else _real(given, shown)
+
+
+def parsed_json(given: str, shown: str) -> Any:  # noqa: ANN401 (JSON)
+    """Return what a JSON text holds. A text that is none, such as the name of a mode, remains as it is."""
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        if given.lstrip().startswith(("{", "[")):
+            raise ConfigError(f"{shown} must be JSON: {error}") from None
+        return given
+
+
+def whole_number(given: object, shown: str) -> Any:  # noqa: ANN401 (an int, or an object that is checked elsewhere)
+    """Return an integer from a text such as 4096, 32k (32,000), 25.6k or 32K (32,768)."""
+    if not isinstance(given, str):
+        return given
+    match = re.fullmatch(r"\s*(-?\d{1,18})(\.\d{1,18})?([kmgtKMGT])?\s*", given)
+    if match is None or (match[2] and (match[3] or "K").isupper()):
+        raise ConfigError(f"{shown} must be an integer such as 4096, 32k or 32K, got {given!r}")
+    return round(float(match[1] + match[2]) * _MULTIPLIERS[match[3]]) if match[2] else _whole(match)
+
+
+def _whole(match: re.Match[str]) -> int:
+    return int(match[1]) * _MULTIPLIERS.get(match[3], 1)
+
+
+def _real(given: str, shown: str) -> float:
+    try:
+        return float(given)
+    except ValueError:
+        raise ConfigError(f"{shown} must be a number, got {given!r}") from None
+
+
+# --- values of options that Quire has, in vLLM's forms ---------------------------------------------------------------
+
+
+def length(given: object, shown: str) -> Any:  # noqa: ANN401 (as `whole_number`)
+    """Return a context length; None, the engine's choice, for -1 and auto."""
+    if given == -1 or (isinstance(given, str) and given.strip().lower() in {"-1", "auto"}):
+        return None
+    return whole_number(given, shown)
+
+
+def dtype_name(given: object, _shown: str) -> str:
+    """Return the name of a dtype, of torch.dtype too."""
+    name = str(given).removeprefix("torch.")
+    return _DTYPES.get(name, name)
+
+
+def kv_dtype_name(given: object, shown: str) -> str:
+    """Return the name of a KV cache's dtype."""
+    name = dtype_name(given, shown)
+    return "fp8" if name == "fp8_e4m3" else name
+
+
+def swap_bytes(given: object, _shown: str) -> object:
+    """Return a size in which a number without a unit is GiB up to 1024, and bytes above."""
+    try:
+        count = float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return given
+    return f"{count:.15g}GiB" if 0 < count <= _MOST_GIB else given

@@ -1,0 +1,192 @@
+"""Flags of vLLM for `quire serve` and other commands: typed, from the environment, and from files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.options import EngineOptions
+from quire.server.options import ServerOptions
+
+Run = Callable[..., Any]
+Serve = Callable[[str], tuple[EngineOptions, ServerOptions, list[str]]]
+Started = list[tuple[EngineOptions, ServerOptions]]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """Return what servers would have been started with; none is."""
+    calls: Started = []
+    monkeypatch.setattr("quire.cli.serve.start", lambda engine, options: calls.append((engine, options)))
+    return calls
+
+
+@pytest.fixture
+def serve(run: Run, started: Started) -> Serve:
+    """Return a function that reads a command line of `quire serve`, and returns its options and the lines it told."""
+
+    def read(line: str) -> tuple[EngineOptions, ServerOptions, list[str]]:
+        ran = run("serve", *line.split())
+        assert ran.code == 0, ran.err
+        engine, options = started.pop()
+        return engine, options, ran.err.splitlines()
+
+    return read
+
+
+def refusal(run: Run, *arguments: str) -> str:
+    """Return the message of a command line that is refused, without its frame and line breaks."""
+    ran = run(*arguments)
+    assert ran.code == 2, ran.err
+    return " ".join(ran.err.replace("│", " ").split())
+
+
+def test_flags_without_effect_are_told_once_each(serve: Serve) -> None:
+    engine, options, lines = serve(
+        "MODEL --enforce-eager --trust_remote_code --enable-chunked-prefill --disable-log-requests --load-format auto "
+        "--tokenizer-mode=auto -tp 1 --disable-log-stats --enable-prompt-tokens-details --enforce-eager -O3 -O 2 "
+        "--hf-token --uvicorn-log-level warning --cuda-graph-sizes 1 2 4"
+    )
+    assert (engine, options) == (EngineOptions("MODEL", max_num_seqs=256, max_num_batched_tokens=2048), ServerOptions())
+    assert [line.split(" has no effect: ")[0] for line in lines] == [
+        f"quire: {flag}"
+        for flag in (
+            "--enforce-eager", "--trust-remote-code", "--enable-chunked-prefill", "--disable-log-requests",
+            "--load-format", "--tokenizer-mode", "-tp", "--disable-log-stats", "--enable-prompt-tokens-details", "-O",
+            "--hf-token", "--uvicorn-log-level", "--cuda-graph-sizes",
+        )
+    ]  # fmt: skip
+
+
+def test_flags_with_other_names_and_forms_set_options(serve: Serve) -> None:
+    engine, options, lines = serve(
+        "--model MODEL --num-gpu-blocks-override 12 --dtype half --max-model-len 2k --max-num-batched-tokens=1K "
+        "--swap-space 2 --device-memory-utilization 0.5 --kv-cache-memory-bytes 4M --max-num-queued-reqs 9 "
+        "--sse-keep-alive-interval 3 --h11-max-header-count 50 --served-model-name a b --api-key one two "
+        "--no-enable-prefix-caching -q int8 --structured-outputs-config.disable_any_whitespace true"
+    )
+    assert lines == []
+    assert engine == EngineOptions(
+        "MODEL", num_kv_blocks=12, dtype="float16", max_model_len=2000, max_num_batched_tokens=1024, max_num_seqs=256,
+        swap_space="2GiB", gpu_memory_utilization=0.5, kv_cache_memory=str(4 << 20), enable_prefix_caching=False,
+        quantization="int8",
+    )  # fmt: skip
+    assert options == ServerOptions(
+        max_queued_requests=9, stream_keepalive=3, max_headers=50, served_model_name=("a", "b"), api_key=("one", "two"),
+        structured_outputs_config='{"disable_any_whitespace": true}',
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("length", ["-1", "auto"])
+def test_length_may_be_left_to_the_engine(serve: Serve, length: str) -> None:
+    assert serve(f"--max-model-len {length}")[0].max_model_len is None
+
+
+@pytest.mark.parametrize(
+    ("line", "model", "names"),
+    [
+        ("MODEL --served-model-name a b", "MODEL", ("a", "b")),
+        ("--served-model-name a b --model MODEL", "MODEL", ("a", "b")),
+        ("--served-model-name a MODEL", "MODEL", ("a",)),
+        ("--served-model-name a b MODEL --port 1", "MODEL", ("a", "b")),
+        ("--served-model-name a --served-model-name b", None, ("a", "b")),
+    ],
+)
+def test_values_behind_one_flag_leave_the_model(
+    serve: Serve, line: str, model: str | None, names: tuple[str, ...]
+) -> None:
+    engine, options, _ = serve(line)
+    assert (engine.model, options.served_model_name) == (model, names)
+
+
+def test_switches_have_a_negative_form(serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUIRE_ALLOW_CLIENT_PRIORITY", "1")
+    path = tmp_path / "serve.yaml"
+    path.write_text("enable-debug: true\n")
+    _, options, lines = serve(
+        f"--config {path} --no-enable-debug --no-allow-client-priority --no-disable-log-stats --no-enable-lora"
+    )
+    assert options == ServerOptions()
+    assert [line.split()[1] for line in lines] == ["--no-disable-log-stats", "--no-enable-lora"]
+
+
+def test_json_may_be_given_key_by_key(serve: Serve, run: Run) -> None:
+    _, _, lines = serve("--compilation-config.mode 3 --compilation_config.pass_config.enable_fusion=true -ac.backend X")
+    assert [line.split()[1] for line in lines] == ["--compilation-config", "-ac"]
+    assert "--speculative-config {'method': 'ngram', 'sizes': ['1', '2'], 'of': {'depth': 2}} is not" in refusal(
+        run, "serve", "--speculative-config.method", "ngram", "--speculative-config.sizes+", "1,2",
+        "--speculative-config.of.depth", "2",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("-tp 2", "-tp 2 is not supported: the model runs on one device"),
+        ("--tensor-parallel-size=2", "--tensor-parallel-size 2 is not supported"),
+        ("--enable-lora", "--enable-lora is not supported: LoRA adapters"),
+        ("--lora-modules a=b c=d", "--lora-modules ['a=b', 'c=d'] is not supported"),
+        ("--load-format dummy", "--load-format 'dummy' is not supported: weights are read from"),
+        ("--middleware some.module", "no code from outside is run"),
+        ("--pipeline-parallel-size two", "--pipeline-parallel-size must be an integer"),
+        ("--max-model-len long", "--max-model-len must be an integer such as"),
+        ("--revision", "Option '--revision' requires an argument"),
+        ("--dtype int3", "Invalid value for '--dtype'"),
+        ("--enforce-eagr", "No such option: --enforce-eagr Did you mean --enforce-eager?"),
+        ("--max-num-sqs 3", "No such option: --max-num-sqs Did you mean --max-num-seqs?"),
+        ("--no-such-flag", "No such option: --no-such-flag"),
+        ("--no-port", "No such option: --no-port"),
+        ("-x", "No such option: -x"),
+        ("--hf-overrides.a 1 --hf-overrides.a.b 2", "a has a value already"),
+    ],
+)
+def test_what_is_refused_is_told_with_the_reason(run: Run, started: Started, line: str, words: str) -> None:
+    assert words in refusal(run, "serve", *line.split())
+    assert started == []
+
+
+def test_flags_come_from_the_environment(serve: Serve, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_ENFORCE_EAGER", "1")
+    monkeypatch.setenv("QUIRE_NUM_GPU_BLOCKS_OVERRIDE", "12")
+    monkeypatch.setenv("QUIRE_DTYPE", "float")
+    monkeypatch.setenv("QUIRE_MAX_MODEL_LEN", "1k")
+    engine, _, lines = serve("--max-model-len 2k")
+    assert (engine.num_kv_blocks, engine.dtype, engine.max_model_len) == (12, "float32", 2000)
+    assert [line.split()[1] for line in lines] == ["QUIRE_ENFORCE_EAGER"]
+    monkeypatch.setenv("QUIRE_TENSOR_PARALLEL_SIZE", "2")
+    assert "QUIRE_TENSOR_PARALLEL_SIZE 2 is not supported" in refusal(run, "serve")
+    assert serve("-tp 1")[0].dtype == "float32"  # what is typed wins
+
+
+def test_flags_come_from_a_file(serve: Serve, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "model: MODEL\nenforce-eager: true\ntensor-parallel-size: 1\nnum-gpu-blocks-override: 12\ndtype: half\n"
+        "max-model-len: 4k\nserved-model-name: [a, b]\ncompilation-config:\n  mode: 3\ndisable_log_stats: null\n"
+        "structured-outputs-config:\n  disable_any_whitespace: true\n"
+    )
+    engine, options, lines = serve(f"--config {path} --max-model-len auto")
+    assert (engine.model, engine.num_kv_blocks, engine.dtype, engine.max_model_len) == ("MODEL", 12, "float16", None)
+    assert options.served_model_name == ("a", "b")
+    assert options.structured_outputs_config == '{"disable_any_whitespace": true}'
+    assert [line.split()[1] for line in lines] == [
+        "enforce-eager", "tensor-parallel-size", "compilation-config", "disable-log-stats",
+    ]  # fmt: skip
+    path.write_text("enable-lora: true\n")
+    assert "enable-lora is not supported" in refusal(run, "serve", "--config", str(path))
+    assert serve(f"--config {path} --no-enable-lora")[0] == EngineOptions(max_num_seqs=256, max_num_batched_tokens=2048)
+
+
+def test_help_does_not_have_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+    offered = run("serve", "--help").out
+    assert [flag for flag in ("--enforce-eager", "--tensor-parallel-size", "--num-gpu-blocks") if flag in offered] == []
+
+
+def test_other_commands_that_load_a_model_know_them(run: Run) -> None:
+    ran = run("generate", "no/such/model", "--enforce-eager", "--prompt", "a")
+    assert (ran.code, "--enforce-eager has no effect" in ran.err) == (1, True)
+    assert "--enable-lora is not supported" in refusal(run, "bench", "throughput", "--enable-lora")
+    assert "No such option: --uds" in refusal(run, "generate", "--uds", "x")
+    assert "No such option: --enforce-eager" in refusal(run, "bench", "control-plane", "--enforce-eager")
