@@ -419,7 +419,7 @@ def test_parameters_of_many_prompts_are_checked_once(llm: LLM, monkeypatch: pyte
     other = SamplingParams(max_tokens=2)
     llm.generate([[5], [6], [7]], GREEDY, use_tqdm=False)
     llm.generate([[5], [6], [7]], [GREEDY, GREEDY, other], use_tqdm=False, priority=[0, 1, 1])
-    assert [params is other for params in checked] == [False, False, False, True]
+    assert [params == other for params in checked] == [False, False, False, True]
 
 
 def test_unbounded_request_gets_the_most_that_fits(llm: LLM) -> None:

@@ -246,10 +246,11 @@ class LLM:
         priorities = _one_each("priority", priority, 0, len(prompts))
         asked = zip(prompts, params, priorities, strict=True)
         checked: CheckedParams | None = None
+        last: SamplingParams | None = None
         # By identity: requests mostly share one object, and True, which is refused as a priority, equals 1.
         for request_id, (prompt, own, level) in enumerate(asked, self._num_requests):
-            if checked is None or own is not checked.params or level is not checked.priority:
-                checked = inputs.check_params(own, beam, level)
+            if checked is None or own is not last or level is not checked.priority:
+                checked, last = inputs.check_params(own, beam, level), own
             prepared.append(inputs.prepare(request_id, prompt, checked))
         self._num_requests += len(prepared)
         return prepared

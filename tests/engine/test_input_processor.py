@@ -36,10 +36,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def make_inputs(
-    tokenizer: Tokenizer | None, eos_token_ids: frozenset[int] = frozenset({EOS_ID}), vocab_size: int = VOCAB_SIZE
-) -> InputProcessor:
+    tokenizer: Tokenizer | None, eos_token_ids: frozenset[int] = frozenset({EOS_ID}), vocab_size: int = VOCAB_SIZE,
+    max_logprobs: int = 5,
+) -> InputProcessor:  # fmt: skip
     ready = Ready(LIMITS, 64, vocab_size, eos_token_ids, "float32", "cpu", 0, 0, 0)
-    return InputProcessor(tokenizer, ready, EngineOptions(seed=ENGINE_SEED, max_logprobs=5))
+    return InputProcessor(tokenizer, ready, EngineOptions(seed=ENGINE_SEED, max_logprobs=max_logprobs))
 
 
 def packed(token_ids: list[int], salt: str | None = None) -> TokenizedPrompt:
@@ -208,7 +209,7 @@ def test_request_holds_everything_resolved(inputs: InputProcessor, tokenizer: To
     assert (request.request_id, request.seed, request.max_tokens) == (5, 3, 7)
     assert prepare(inputs, inputs.tokenize(TEXT), seed=-3).request.seed == 2**64 - 3
     assert request.prompt_token_ids.tolist() == tokenizer.encode(TEXT)
-    assert request.params is params
+    assert request.params == params
     assert request.eos_token_ids == {EOS_ID}
     assert request.stop_token_ids == {8, 9}
     spelled = [tuple(tokenizer.encode(word, add_special_tokens=False)) for word in ("stop", " stop", " the")]
@@ -292,6 +293,28 @@ def test_parameter_that_this_model_cannot_serve_is_refused_by_name(
     with pytest.raises(InvalidRequestError, match=told) as error:
         prepare(inputs, packed([1]), **given)
     assert error.value.param == param
+
+
+def test_changes_after_the_check_have_no_effect_on_a_request(inputs: InputProcessor) -> None:
+    params = SamplingParams(logit_bias={5: 1.0})
+    checked = inputs.check_params(params)
+    params.max_tokens, params.logit_bias[6] = 3, 1.0  # type: ignore[index]
+    assert (checked.params.max_tokens, checked.params.logit_bias) == (16, {5: 1.0})
+    assert inputs.check_params(params).params == params
+    params.min_p = 2.0
+    with pytest.raises(InvalidRequestError, match="min_p must be a number from 0 to 1, got 2") as error:
+        inputs.check_params(params)
+    assert error.value.param == "min_p"
+
+
+def test_whole_vocabulary_of_logprobs(tokenizer: Tokenizer) -> None:
+    inputs = make_inputs(tokenizer, max_logprobs=-1)
+    assert inputs.check_params(SamplingParams(logprobs=-1, prompt_logprobs=VOCAB_SIZE)).params.logprobs == VOCAB_SIZE
+    for asked in ({"logprobs": VOCAB_SIZE + 1}, {"prompt_logprobs": VOCAB_SIZE + 1}):
+        with pytest.raises(InvalidRequestError, match=f"at most {VOCAB_SIZE}"):
+            inputs.check_params(SamplingParams(**asked))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=r"at most 5 \(max_logprobs\), got 400"):
+        make_inputs(tokenizer).check_params(SamplingParams(logprobs=-1))
 
 
 def test_parameters_of_another_type_are_refused(inputs: InputProcessor) -> None:

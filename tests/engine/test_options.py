@@ -51,7 +51,7 @@ def test_what_is_no_size_is_refused_by_name(text: int | str) -> None:
         ("batching", "dynamic"),
         ("seed", "zero"),
         ("enable_prefix_caching", "no"),
-        ("max_logprobs", -1),
+        ("max_logprobs", -2),
         ("scheduling_policy", "lifo"),
         ("max_kv_share_per_key", 0),
         ("max_kv_share_per_key", 1.5),

@@ -70,8 +70,8 @@ class Logprob:
     """One candidate token at one position."""
 
     logprob: float
-    rank: int
-    decoded_token: str | None
+    rank: int | None = None
+    decoded_token: str | None = None
 
 
 @dataclass(slots=True)

@@ -1,13 +1,13 @@
-"""SamplingParams: how the tokens of one request are chosen, and when it stops. Checked once, at construction.
+"""SamplingParams: how the tokens of one request are chosen, and when it stops. Checked at construction.
 
-Names and defaults are vLLM's. Every value that gets past the constructor can be served by any model, except that
+Names and defaults are vLLM's. An instance may be changed; a request is made from a copy that was checked again
+(`InputProcessor.check_params`). Every value that gets past the checks can be served by any model, except that
 token ids still have to lie in the model's vocabulary (`check_vocabulary`). What the values do to the logits, and in
 which order, is described in `quire.decoding.sampler`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 from quire.core.checks import (
     MAX_INT,
@@ -38,31 +38,18 @@ _RANGES = {
 _MAX_ID_DIGITS = len(str(MAX_INT))
 
 
-class FrozenBias(dict[int, float]):
-    """A dict from token id to bias that cannot be changed, so that parameters can be shared between requests."""
-
-    def _refuse_change(self, *args: object, **kwargs: object) -> NoReturn:
-        raise TypeError("logit_bias cannot be changed after construction")
-
-    __setitem__ = __delitem__ = __ior__ = _refuse_change
-    clear = pop = popitem = setdefault = update = _refuse_change
-
-    def __reduce__(self) -> tuple[type["FrozenBias"], tuple[dict[int, float]]]:
-        return FrozenBias, (dict(self),)  # copy and pickle would fill an empty one item by item
-
-
 def _check_stop(field: str, value: object) -> tuple[str, ...]:
     return check_strings(field, [value] if isinstance(value, str) else value)
 
 
-def _check_bias(field: str, value: object) -> FrozenBias:
-    """Return the bias with integer keys, which JSON can only send as strings of digits."""
+def _check_bias(field: str, value: object) -> dict[int, float]:
+    """Return a copy of the bias with integer keys, which JSON can only send as strings of digits."""
     if not isinstance(value, Mapping):
         refuse(field, value, "a mapping from token ids to numbers")
     checked = {_token_id(key): check_float(field, bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS) for key, bias in value.items()}
     if len(checked) != len(value):
         refuse(field, value, "a mapping that names each token id once")
-    return FrozenBias(checked)
+    return checked
 
 
 def _token_id(key: object) -> int:
@@ -71,7 +58,7 @@ def _token_id(key: object) -> int:
         key = int(key)
     return check_int("logit_bias", key, 0)
 
-# What is stored of those that are lists or mappings: a form that cannot be changed.
+# What is stored of those that are lists or mappings: a copy.
 _LISTS: dict[str, Callable[[str, object], object]] = {
     "stop": _check_stop,
     "stop_token_ids": check_token_ids,
@@ -81,14 +68,13 @@ _LISTS: dict[str, Callable[[str, object], object]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SamplingParams:
     """Parameters of one request. A value out of range raises `InvalidRequestError`, a `ValueError`, that names it.
 
-    Lists come out as tuples and `logit_bias` as a read-only dict, so an instance can be shared freely. Ranges stand
-    in `__post_init__`. `temperature=0` is greedy decoding whatever the filters say. `top_k` 0 or -1 is off.
-    `max_tokens=None` means as many as fit. `logprobs=k` asks for the chosen token and the k most likely ones.
-    `structured_outputs` may also be a mapping of its fields.
+    Lists are stored as tuples. Ranges are defined in `__post_init__`. `temperature=0` is greedy decoding whatever the
+    filters say. `top_k` 0 or -1 is off. `max_tokens=None` means as many as fit. `logprobs=k` asks for the chosen token
+    and the k most likely ones, -1 for the whole vocabulary. `structured_outputs` may also be a mapping of its fields.
     """
 
     n: int = 1
@@ -119,17 +105,17 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for field, (low, high) in _RANGES.items():
             is_open = field in ("top_p", "repetition_penalty")
-            self._set(field, check_float(field, getattr(self, field), low, high, above_low=is_open))
+            setattr(self, field, check_float(field, getattr(self, field), low, high, above_low=is_open))
         for field, lowest in (("n", 1), ("top_k", -1), ("min_tokens", 0)):
             check_int(field, getattr(self, field), lowest)
-        for field, lowest in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0)):
+        for field, lowest in (("max_tokens", 1), ("logprobs", -1), ("prompt_logprobs", -1)):
             check_optional_int(field, getattr(self, field), lowest)
         for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             check_bool(field, getattr(self, field))
         for field, check in _LISTS.items():
             if getattr(self, field) is not None:
-                self._set(field, check(field, getattr(self, field)))
-        self._set("top_k", max(0, self.top_k))
+                setattr(self, field, check(field, getattr(self, field)))
+        self.top_k = max(0, self.top_k)
         self._set_structured_outputs()
         if self.seed is not None:
             check_int("seed", self.seed, MIN_SEED, MAX_SEED)
@@ -151,11 +137,7 @@ class SamplingParams:
         if self.guided_decoding is not None:
             if self.structured_outputs is not None:
                 refuse("guided_decoding", self.guided_decoding, "left out where structured_outputs is given")
-            self._set("structured_outputs", self.guided_decoding)
-            self._set("guided_decoding", None)
+            self.structured_outputs = self.guided_decoding
+            self.guided_decoding = None
         if self.structured_outputs is not None:
-            self._set("structured_outputs", structured_outputs_from(self.structured_outputs))
-
-    def _set(self, field: str, value: object) -> None:
-        """Store the final form of a field, past the frozen dataclass's guard: only the constructor may."""
-        object.__setattr__(self, field, value)
+            self.structured_outputs = structured_outputs_from(self.structured_outputs)

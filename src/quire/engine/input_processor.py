@@ -7,7 +7,7 @@ parameters' own classes. `check_params` needs no prompt, so that a request is re
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -123,7 +123,8 @@ class InputProcessor:
     ) -> None:  # fmt: skip
         self._tokenizer = tokenizer
         self.sampling, self._cuts_answers = ready.sampling, cuts_answers
-        self.limits, self.max_logprobs = ready.limits, options.max_logprobs
+        self.limits = ready.limits
+        self.max_logprobs = ready.vocab_size if options.max_logprobs == -1 else options.max_logprobs
         self._vocab_size, self._eos_token_ids = ready.vocab_size, _eos_token_ids(tokenizer, ready)
         self._engine_seed, self._policy = options.seed, options.scheduling_policy
         self.owners = owners or OwnerLabels()
@@ -207,14 +208,20 @@ class InputProcessor:
 
         With `beam` they are of a beam search; `params` say how many answers it has and how they become text. The lower
         the `priority`, the earlier a request is served; with the policy `fcfs` it must be 0.
+
+        The result has a copy of `params`, checked as at construction, so that later changes have no effect.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}", param="sampling_params"
             )
+        params = replace(params)
         params.check_vocabulary(self._vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
+            if asked == -1:
+                asked = self._vocab_size
+                setattr(params, name, asked)
             if asked is not None and asked > self.max_logprobs:
                 raise InvalidRequestError(
                     f"{name} must be at most {self.max_logprobs} (max_logprobs), got {asked}", param=name

@@ -178,8 +178,8 @@ class EngineOptions:
         0, "of requests that bring none", row="of the engine: a request without a seed draws from this and its number"
     )
     max_logprobs: int = _engine(
-        20, "highest logprobs and prompt_logprobs of a request", low=0,
-        row="highest `logprobs` and `prompt_logprobs` of a request",
+        20, "highest logprobs and prompt_logprobs of a request; -1: the size of the vocabulary", low=-1,
+        row="highest `logprobs` and `prompt_logprobs` of a request; -1: the size of the vocabulary",
     )  # fmt: skip
     memory_policy: MemoryPolicy = option(
         "paged", "how KV blocks are given out; all but paged reserve one chunk per sequence", kind="none",
