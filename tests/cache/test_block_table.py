@@ -554,6 +554,38 @@ class TestBecome:
         check(pool, lender, table, other)
 
 
+class TestRewind:
+    """The last token is appended once more: its block holds it, and is neither copied nor written."""
+
+    @pytest.mark.parametrize("num_tokens", [1, 4, 6, 8])
+    @pytest.mark.parametrize("is_shared", [False, True])
+    def test_last_token_is_stored(self, pool: BlockPool, num_tokens: int, is_shared: bool) -> None:
+        table = table_of(pool, num_tokens)
+        forks = [table.fork()] if is_shared else []
+        blocks, counts = table.blocks, ref_counts(pool)
+        table.rewind()
+        assert (table.num_tokens, table.num_filled) == (num_tokens - 1, num_tokens)
+        check(pool, table, *forks)
+        assert BlockTable.append_where_room([table]) == [0]
+        assert table.append(1) == TableUpdate(len(blocks), [], is_stored=True)
+        assert (table.num_tokens, table.blocks, ref_counts(pool)) == (num_tokens, blocks, counts)
+        update = table.append(1)
+        has_copy = is_shared and num_tokens % 4 > 0
+        assert (update is not None and update.copy is not None) == has_copy
+        check(pool, table, *forks)
+
+    def test_retracted_append_of_it_keeps_the_block_that_an_earlier_one_copied(self, pool: BlockPool) -> None:
+        table = table_of(pool, 6)
+        other = table.fork()
+        table.append(1)
+        blocks = table.blocks
+        table.rewind()
+        table.append(1)
+        assert not table.retract(6)
+        assert (table.blocks, table.num_filled) == (blocks, 7)
+        check(pool, table, other)
+
+
 class TestWork:
     """Work that does not grow with the blocks: calls, not times."""
 

@@ -1,6 +1,7 @@
 """Requests with grammars in an engine: the same bits in any company, no other request's changed, faults their own."""
 
 import json
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams, branch_seed
 from quire.core.errors import InvalidRequestError, RequestFailedError
 from quire.core.sequence import Request
-from quire.decoding.grammars import compiler
+from quire.decoding.grammars import compiler, row_state, rows
 from quire.decoding.grammars.constrained import ConstrainedDecoding
 from quire.engine import assembly
 from quire.engine.engine import Engine
 from quire.engine.options import EngineOptions
+from quire.execution.async_cuda_executor import AsyncCudaExecutor
+from quire.execution.cuda_worker import CudaWorker
 from quire.scheduling.plan_builder import PlanBuilder
 from support.answers import answers_of
 from support.random_model import write_random_model
@@ -262,6 +265,101 @@ def test_state_is_made_again_after_each_preemption(demo_model: Path, mode: Any) 
         (found,) = run(llm, [(PROMPTS[0], params("json", seed=4))])
         assert found.outputs == expected.outputs
         assert llm.kv_stats().preemptions[mode] > 5
+
+
+def make_async(*parts: Any) -> AsyncCudaExecutor:  # noqa: ANN401
+    return AsyncCudaExecutor(CudaWorker(*parts))
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "two in flight"])
+@pytest.mark.parametrize("mode", ["none", "recompute", "swap"])
+def test_bits_are_the_same_where_masks_are_late(
+    demo_model: Path, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch, mode: str, is_async: bool
+) -> None:
+    """Every third mask, by chance, is late: in decodes, behind prompts in chunks, in forks, behind forced tokens."""
+    forks = [(PROMPTS[1], params("json", seed=5, n=3)), (PROMPTS[3], params("regex", seed=6, n=2))]
+    room = {"num_kv_blocks": 400} if mode == "none" else {"num_kv_blocks": 36, "preemption_mode": mode}
+    if mode == "swap":
+        room["num_swap_blocks"] = 200
+    settings: dict[str, Any] = {"max_model_len": 160, "block_size": 8, "max_num_batched_tokens": 48, **room}
+    with LLM(demo_model, max_model_len=160) as llm:
+        expected = [*alone, *run(llm, forks)]
+    rng, is_ready = random.Random(3), rows._is_ready
+    monkeypatch.setattr(rows, "_is_ready", lambda entry: rng.random() < 0.7 and is_ready(entry))
+    for name in ("MASKS_WAIT_S", "MASK_WAIT_S"):
+        monkeypatch.setattr(rows, name, 0.0)
+    if is_async:
+        monkeypatch.setattr(assembly, "_executor", make_async)
+    with LLM(demo_model, **settings) as llm:
+        for _ in range(2):  # the second time with hits in the cache
+            found = run(llm, [*all_requests(), (PROMPTS[0], PLAIN), *forks])
+            assert [answers_of(each) for each in found] == [answers_of(each) for each in expected]
+        stats, grammars = llm.kv_stats(), llm._engine.engine.grammars
+        assert isinstance(grammars, ConstrainedDecoding)
+        assert grammars.rows.num_late > 100
+    assert stats.used_blocks == 0
+
+
+@pytest.fixture
+def held_masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], threading.Event]]:
+    """Yield a function that has the next mask wait for the event that it returns."""
+    held, fill = list[threading.Event](), row_state._fill_mask
+    waiting = list[threading.Event]()
+
+    def hold() -> threading.Event:
+        held.append(threading.Event())
+        waiting.append(held[-1])
+        return held[-1]
+
+    def fill_later(*given: Any) -> None:  # noqa: ANN401
+        if waiting:
+            assert waiting.pop().wait(60)
+        fill(*given)
+
+    monkeypatch.setattr(row_state, "_fill_mask", fill_later)
+    yield hold
+    for event in held:
+        event.set()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "two in flight"])
+def test_slow_mask_delays_no_other_request(
+    demo_model: Path, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch,
+    held_masks: Callable[[], threading.Event], is_async: bool,
+) -> None:  # fmt: skip
+    """Other requests, with grammars and without, take as many steps as without it; then it goes on where it was."""
+    if is_async:
+        monkeypatch.setattr(assembly, "_executor", make_async)
+    with LLM(demo_model, max_model_len=160, enable_jump_forward=False) as llm:
+        expected = run(llm, [(PROMPTS[0], params("regex", temperature=0.0)), (PROMPTS[1], params("choice", seed=4))])
+        stream = llm.stream([PROMPTS[0]], params("regex", temperature=0.0))
+        given = [next(stream) for _ in range(3)]
+        may_fill, plans = held_masks(), list[object]()
+        llm._engine.engine.on_submit = plans.append
+        (plain,) = run(llm, [(PROMPTS[0], PLAIN)])
+        assert len(plans) <= len(plain.outputs[0].token_ids) + is_async, "no step without a token, but one in flight"
+        assert answers_of(plain) == answers_of(alone[-1])
+        (other,) = run(llm, [(PROMPTS[1], params("choice", seed=4))])
+        assert answers_of(other) == answers_of(expected[1])
+        [request] = llm._engine.engine.scheduler.running
+        assert request.live[0].num_output_tokens in (3, 4)
+        may_fill.set()
+        [*_, last] = [*given, *stream]
+        assert answers_of(last) == answers_of(expected[0])
+        assert llm.kv_stats().used_blocks == 0
+
+
+def test_row_that_never_gets_its_mask_fails(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch, held_masks: Callable[[], threading.Event]
+) -> None:
+    monkeypatch.setattr(rows, "MAX_MASK_S", 0.05)
+    with LLM(demo_model, max_model_len=160) as llm:
+        held_masks()
+        with pytest.raises(RequestFailedError, match=r"no mask was filled in 0\.05 s"):
+            run(llm, [(PROMPTS[0], params("regex"))])
+        monkeypatch.undo()
+        assert run(llm, [(PROMPTS[2], params("choice"))])[0].outputs[0].finish_reason == "stop"
+        assert llm.kv_stats().used_blocks == 0
 
 
 @pytest.mark.parametrize("is_large", [True, False])

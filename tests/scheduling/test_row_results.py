@@ -13,6 +13,7 @@ def test_random_runs_with_ragged_results_are_safe_live_and_right(first_seed: int
     seeds = range(first_seed, first_seed + 25)
     runs = [random_run(seed, crowded=crowded, executor_class=RaggedExecutor) for seed in seeds]
     assert sum(harness.executor.num_accepted for harness in runs) > 0
+    assert sum(harness.executor.num_late for harness in runs) > 0
     assert sum(harness.executor.num_drafted - harness.executor.num_accepted for harness in runs) > 0
     assert sum(sum(harness.scheduler.preemption_stats.num_preemptions.values()) for harness in runs) > 0
 
@@ -118,6 +119,30 @@ def test_chunk_that_the_step_in_flight_continues_is_computed_whole() -> None:
     assert harness.scheduler.schedule_next() is not None
     with pytest.raises(AssertionError, match="the step in flight needs all planned tokens"):
         harness.scheduler.update(plan, StepResult([], rows={plan.rows[0]: RowResult(num_computed=5)}))
+
+
+@pytest.mark.parametrize("length", [5, 8], ids=["inside of a block", "end of a block"])
+@pytest.mark.parametrize("caching", [False, True])
+def test_late_rows_are_computed_again_for_their_logits_alone(length: int, caching: bool) -> None:
+    """The branches that have just forked, too: no block is taken, copied or given back for it."""
+    harness = Harness(num_blocks=20, caching=caching)
+    request = harness.add(length, n=3, max_tokens=9, ignore_eos=True)
+    plan = harness.schedule()
+    assert len(plan.sample_rows) == 3
+    num_free = harness.cache.num_free_blocks
+    rows = {row: RowResult(is_late=True) for row in plan.sample_rows[:2]}
+    (delta,) = harness.scheduler.update(plan, StepResult([9] * 3, rows=rows))
+    harness.check()
+    assert (delta.index, delta.token_ids, harness.cache.num_free_blocks) == (2, [9], num_free)
+    plan = harness.schedule()
+    assert (plan.starts, plan.counts) == ([length - 1, length - 1, length], [1, 1, 1])
+    assert plan.stored_entries == [0, 1]
+    rows = {row: RowResult(is_late=True) for row in plan.sample_rows[:1]}
+    harness.scheduler.update(plan, StepResult([9] * 3, rows=rows))
+    harness.check()
+    assert [sequence.num_output_tokens for sequence in request.live] == [0, 1, 2]
+    plan = harness.schedule()
+    assert (plan.starts, plan.stored_entries) == ([length - 1, length, length + 1], [0])
 
 
 def test_drafts_are_computed_behind_the_known_tokens_and_sampled_at_each() -> None:

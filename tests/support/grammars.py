@@ -1,6 +1,7 @@
 """Grammars of rows, driven by tests: a model's tokenizer, rows that start in plans, masks as sets of tokens."""
 
 from collections.abc import Sequence
+from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +52,10 @@ def new_row(
     return NewRow(row, [5, 6, *output], 2, [], params, seed=row)
 
 
-def start(rows: GrammarRows, outputs: dict[int, list[int]], drafts: dict[int, list[int]] | None = None) -> StepMasks:
-    """Start a step that samples behind the outputs of some rows, and behind each of their drafts."""
+def start(
+    rows: GrammarRows, outputs: dict[int, list[int]], drafts: dict[int, list[int]] | None = None, *, waits: bool = True
+) -> StepMasks:
+    """Start a step that samples behind the outputs of some rows, and behind each of their drafts; fill its masks."""
     drafts = drafts or {}
     known = np.zeros((8, 500), np.int32)
     sampled, num_tokens = list[int](), list[int]()
@@ -63,8 +66,11 @@ def start(rows: GrammarRows, outputs: dict[int, list[int]], drafts: dict[int, li
             sampled.append(row)
             num_tokens.append(2 + len(output) + place)
     planned = [RowDrafts(row, 2 + len(outputs[row]), own) for row, own in drafts.items()]
-    step = rows.start_step(np.array(sampled), np.array(num_tokens), known, planned)
+    step = rows.start_step(np.array(sampled), np.array(num_tokens), known, planned, np.array(list(outputs)))
     assert step is not None
+    if waits:
+        wait(step._filling)
+        step.finish_masks()
     return step
 
 

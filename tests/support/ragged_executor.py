@@ -12,14 +12,14 @@ from support.fake_executor import VOCAB_SIZE, FakeExecutor, next_token
 class RaggedExecutor(FakeExecutor):
     """Draws several tokens or none, forces tokens, drafts some right and some wrong ones, computes less than planned.
 
-    `end_rate`: how often a row says that its sequence has ended.
+    `end_rate`: how often a row says that its sequence has ended. `late_rate`: how often a row is late.
     """
 
     def __init__(self, *sizes: Any) -> None:  # noqa: ANN401
         super().__init__(*sizes)
         self._rng = random.Random(7)
-        self.end_rate = 0.0
-        self.num_drafted = self.num_accepted = 0
+        self.end_rate, self.late_rate = 0.0, 0.1
+        self.num_drafted = self.num_accepted = self.num_late = 0
 
     def collect(self) -> StepResult:
         plan = self._plans[0]
@@ -42,6 +42,13 @@ class RaggedExecutor(FakeExecutor):
 
     def _altered(self, plan: StepPlan, row: int, known: RowResult) -> RowResult:
         """Return another result of a row: its tokens are those of one step, of none, or of several."""
+        if self._rng.random() < self.late_rate:
+            self.num_late += 1
+            del self._tokens[row][-len(known.token_ids) :]
+            num_drafts = len(known.token_ids) - 1
+            return RowResult(
+                num_computed=None if known.num_computed is None else known.num_computed - num_drafts, is_late=True
+            )
         kind = self._rng.choice(["none", "several", "forced", "drafts", "both", "ended"])
         count = dict(zip(plan.rows, plan.counts, strict=True)).get(row)
         if kind == "none" and count is not None and known.num_computed is None and not self._is_forked(plan):

@@ -217,6 +217,13 @@ class BlockTable:
             self._first_replaced = None
         self.is_cut = is_inside and (was_cut or self._pool.is_readable_elsewhere(self.columns[-1]))
 
+    def rewind(self) -> None:
+        """Let the last token be appended once more, for its logits: its keys and values stay, and no block changes."""
+        assert self.num_tokens > 0, "a table without tokens"
+        self._num_stored = self.num_filled
+        self.num_tokens = self._writable_end = self._num_stored - 1
+        self._before_write = None
+
     def free(self) -> None:
         """Give up every block; the table is empty afterwards.
 

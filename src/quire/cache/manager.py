@@ -298,6 +298,13 @@ class KVCacheManager:
         elif num_tokens < table.num_tokens:
             self._prefixes.truncate(table, num_tokens)
 
+    def rewind(self, seq_id: int) -> None:
+        """Let the last computed token be computed once more, for its logits: `append(1)` says that it is stored.
+
+        At the end of a step, before `end_step`. Takes and gives back no block.
+        """
+        self._tables[seq_id].rewind()
+
     def swap_out(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
         """Move a sequence group to the swap space; return the copies to make, before all other copies of the step.
 

@@ -131,7 +131,8 @@ class RowResult(Struct, frozen=True, array_like=True, omit_defaults=True):
 
     `token_ids`, any number, become the next tokens of the row, then `forced`. The scheduler checks them one by one for
     the end of the sequence and drops those behind it. All known tokens must have been computed before a token is
-    returned, and a row that does not end must have a token left to compute.
+    returned, and a row that does not end must have a token left to compute. A row that is late computes its last known
+    token again in a later step, for its logits alone, and is sampled there.
     """
 
     token_ids: list[int] = []
@@ -141,6 +142,7 @@ class RowResult(Struct, frozen=True, array_like=True, omit_defaults=True):
     forced: list[int] = []                         # appended without a draw, computed later; none with logprobs
     drafts: list[int] = []                         # to be verified by the next step of the row, if it has room
     pooled: bytes | None = None                    # float32 vector of the row's hidden states
+    is_late: bool = False                          # nothing was sampled: its mask was not filled in time
 
 
 class StepResult(Struct, frozen=True, array_like=True):

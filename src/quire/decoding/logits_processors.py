@@ -44,8 +44,11 @@ def _mask(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> None:
     if not masked.size:
         return
     assert samples.masks is not None, "rows with grammars, and no masks"
-    assert np.array_equal(samples.masks.samples, masked), f"masks of {samples.masks.samples}, not of {masked}"
-    ops.mask_logits(logits, masked, samples.masks.bits)
+    found, bits, _, late = samples.masks
+    concerned = np.sort(np.append(found, list(late)).astype(np.int64)) if late else found
+    assert np.array_equal(concerned, masked), f"masks of {found}, {late} late, not of {masked}"
+    if found.size:
+        ops.mask_logits(logits, found, bits)
 
 
 def _logit_indices(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> LogitIndices:

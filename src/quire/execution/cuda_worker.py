@@ -7,6 +7,7 @@ the device.
 
 import logging
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +74,8 @@ class CudaWorker(Worker):
         if hidden is not None and self._has_prompt_logprobs(inputs):
             hidden = hidden.clone()  # read when the step is completed, which may be after the next replay
         hidden = self.forward(forward) if hidden is None else hidden
+        if inputs.grammars is not None:
+            inputs.grammars.finish_masks(self._is_computed())
         sampled = self._start_sampling(inputs, hidden, logit_rows)
         tokens = sampled[0] if isinstance(sampled, Tensor) else torch.tensor(sampled.token_ids, device=hidden.device)
         self._last_tokens.index_copy_(0, sample_rows, tokens)
@@ -98,6 +101,14 @@ class CudaWorker(Worker):
         if step.num_prefilled:
             self._prefill_rate.add(step.num_prefilled, self._completed_s - max(before_s, step.started_s))
         return self._result(step.inputs, step.hidden, sampled, step.swap_s)
+
+    def _is_computed(self) -> Callable[[], bool]:
+        """Return whether the device has done what was launched so far, as a function."""
+        if self._model.device.type != "cuda":
+            return lambda: True
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event.query
 
     def _has_prompt_logprobs(self, inputs: StepInputs) -> bool:
         is_prompt = inputs.starts < self._batch.num_prompt_tokens[inputs.rows] - 1

@@ -6,6 +6,7 @@ concerned alone.
 
 import logging
 import time
+from collections.abc import Collection, Mapping
 
 import torch
 from msgspec import structs
@@ -51,6 +52,8 @@ class Worker:
         started_s = time.perf_counter()
         inputs, swap_s = self._prepare(plan)
         hidden = self.forward(inputs.forward)                                      # [T, hidden]
+        if inputs.grammars is not None:
+            inputs.grammars.finish_masks()
         sampled = self._sample(inputs, hidden, torch.from_numpy(inputs.logit_rows))
         self._batch.record(inputs, sampled.token_ids)
         if max(plan.counts) > 1:                                                   # else every row is a decode
@@ -64,14 +67,14 @@ class Worker:
     def _prepare(self, plan: StepPlan) -> tuple[StepInputs, float]:
         """Apply a plan up to the forward pass; return its inputs, and the seconds spent on swapping.
 
-        From here on masks are filled by other threads, until the samples are drawn.
+        From here on masks are filled by other threads.
         """
         self._batch.apply(plan)
         inputs = self._batch.inputs(plan)
         if self._grammars is not None:
             self._grammars.apply(plan)
             step = self._grammars.start_step(
-                inputs.sample_rows, inputs.sample_num_tokens, self._batch.token_ids, inputs.drafts
+                inputs.sample_rows, inputs.sample_num_tokens, self._batch.token_ids, inputs.drafts, inputs.rows
             )
             inputs = inputs._replace(grammars=step)
         swap_s = 0.0 if self._swapper is None else self._swapper.move(plan, inputs.forward.slot_mapping)
@@ -89,6 +92,7 @@ class Worker:
         failures = {int(inputs.sample_rows[index]): why for index, why in failed.items() if index not in rejected}
         if inputs.grammars is not None:
             results |= self._advance_grammars(inputs, inputs.grammars, sampled, results, failures)
+            results |= _late(inputs, inputs.grammars.masks().late, results)
         return StepResult(
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
@@ -206,6 +210,17 @@ def _verified(inputs: StepInputs, sampled: SampledTokens) -> tuple[dict[int, Row
         results[row] = RowResult(sampled.token_ids[kept], logprobs or None, start - starts[row] + num_kept - 1)
         rejected.update(range(first + num_kept, end))
     return results, rejected
+
+
+def _late(inputs: StepInputs, late: Collection[int], results: Mapping[int, RowResult]) -> dict[int, RowResult]:
+    """Return the results of rows with late masks. `results`: of rows with drafts, which are not kept."""
+    num_kept = dict[int, int | None]()
+    for index in late:
+        row = int(inputs.sample_rows[index])
+        own = results.get(row)
+        assert own is None or own.num_computed is not None, f"row {row} has a result, and a mask that is late"
+        num_kept[row] = None if own is None or own.num_computed is None else own.num_computed + 1 - len(own.token_ids)
+    return {row: RowResult(num_computed=num_computed, is_late=True) for row, num_computed in num_kept.items()}
 
 
 def _record_of(sampled: SampledTokens, index: int) -> list[TokenLogprobs] | None:

@@ -12,7 +12,7 @@ from quire.scheduling.beam_search import BeamSearches
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import ByPriority
 from quire.scheduling.queues import RequestQueues
-from quire.scheduling.row_results import row_results, truncations
+from quire.scheduling.row_results import late_sequences, row_results, truncations
 from quire.scheduling.stopping import append_tokens, check_stop
 
 Finish = Callable[[Request, Sequence], None]
@@ -50,6 +50,10 @@ class ResultRecorder:
             assert ahead is None or sequence not in ahead.planned, "the step in flight needs all planned tokens"
             self._queues.set_computed(sequence, sequence.num_computed_tokens - num_tokens)
             self._cache.truncate(sequence.seq_id, sequence.num_computed_tokens)
+        for sequence in late_sequences(step, result) if result.rows else ():
+            assert ahead is None or sequence not in ahead.planned, "the step in flight needs a token of each row"
+            self._queues.set_computed(sequence, sequence.num_computed_tokens - 1)
+            self._cache.rewind(sequence.seq_id)
 
     def record(self, step: PlanBuilder, result: StepResult, ahead: PlanBuilder | None) -> None:
         """Append tokens to sequences and candidates to beam searches. `ahead`: the next step, if it was submitted.

@@ -21,6 +21,14 @@ def truncations(step: PlanBuilder, result: StepResult) -> Iterator[tuple[Sequenc
                 yield sequence, count - own.num_computed
 
 
+def late_sequences(step: PlanBuilder, result: StepResult) -> Iterator[Sequence]:
+    """Yield the sequences that still hold their rows and were not sampled, for their masks were late."""
+    sampled = dict(zip(step.plan.sample_rows, step.sampled, strict=True))
+    for row, own in result.rows.items():
+        if own.is_late and sampled[row][1].row == row:
+            yield sampled[row][1]
+
+
 def row_results(
     step: PlanBuilder, result: StepResult, running: Iterable[Request]
 ) -> Iterator[tuple[Request, Sequence, RowResult]]:

@@ -109,7 +109,7 @@ def test_state_is_made_again_from_the_tokens(vocabulary: Vocabulary) -> None:
         assert allowed(start(rows, {4: output[:end]}), vocabulary.vocab_size)[0] == expected
     begin(rows, new_row(1, None), new_row(4, None))
     none = np.array([0, 1, 4])
-    assert rows.start_step(none, none, np.zeros((8, 9), np.int32), []) is None
+    assert rows.start_step(none, none, np.zeros((8, 9), np.int32), [], none) is None
 
 
 def test_rows_that_are_not_sampled_lose_their_state(vocabulary: Vocabulary) -> None:

@@ -42,6 +42,10 @@ class Reservation(BlockTable):
         assert 0 <= num_tokens <= self.num_tokens, f"{num_tokens} tokens cannot stay of {self.num_tokens}"
         self.num_tokens = num_tokens
 
+    def rewind(self) -> None:
+        """Let the last token be computed and written once more."""
+        self.num_tokens -= 1
+
     def fork(self) -> "Reservation":
         """Return a table of the same tokens, with as much reserved. OutOfBlocksError if there is no chunk."""
         child = Reservation(self._pool, self._block_size, len(self.columns))

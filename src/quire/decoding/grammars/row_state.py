@@ -2,8 +2,12 @@
 
 It is made, or caught up, where a mask is filled, from the known tokens of the row. So a row that resumes after a
 preemption, or has lost its state, needs nothing but its tokens.
+
+Masks are filled by jobs, in threads. A row has one job at a time, and nothing else touches its matcher meanwhile; a job
+that its step did not wait for is there for the next step of the row.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -13,7 +17,7 @@ from numpy.typing import NDArray
 
 from quire.core.plan import NewRow
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.decoding.grammars.compiler import CompiledGrammar, GrammarCache, GrammarError, error_of
+from quire.decoding.grammars.compiler import CompiledGrammar, GrammarCache, GrammarError, error_of, reason_of
 from quire.decoding.row_grammars import RowProgress
 
 MAX_FORCED = 32          # tokens that one step forces: each takes some microseconds between two steps
@@ -21,38 +25,77 @@ MAX_FORCED_BYTES = 4096  # longer runs of forced bytes are sampled: tokenizing t
 LEXER_IS_FULL = "too many states"  # in the library's error
 NOTHING_FOLLOWS = "NoExtensionBias"
 ALL_BITS = 0xFFFFFFFF
+FAILED = "its grammar has failed"
 
 Result = TypeVar("Result")
 
 
+class MaskJob:
+    """The masks behind the known tokens of a row, and behind each draft: uint32 [1 + num_drafts, num_words].
+
+    Behind a draft that is forbidden all tokens are allowed, for no sample there is kept. `failure`: why there are none.
+    """
+
+    __slots__ = ("_num_tokens", "_state", "bits", "drafts", "failure", "is_done", "started_s")
+
+    def __init__(
+        self, state: "RowState", num_tokens: int, drafts: Sequence[int], bits: NDArray[np.uint32]
+    ) -> None:
+        self._state, self._num_tokens, self.drafts, self.bits = state, num_tokens, drafts, bits
+        self.started_s = time.monotonic()
+        self.failure: str | None = None
+        self.is_done = False
+
+    def run(self, cache: GrammarCache) -> None:
+        """Fill the masks."""
+        try:
+            self._state.fill(cache, self.drafts, self.bits)
+        except BaseException as error:
+            self.failure = f"{FAILED}: {reason_of(error)}"
+            self.bits.fill(ALL_BITS)
+        finally:
+            self.is_done = True
+
+    def serves(self, known: NDArray[np.int32], drafts: Sequence[int]) -> bool:
+        """Return whether its masks are those behind the known tokens, and behind these drafts."""
+        return len(known) == self._num_tokens and (not drafts or list(drafts) == list(self.drafts[: len(drafts)]))
+
+
 class RowState:
-    """The grammar of one row, from when it gets its owner. `failure`: why it cannot continue."""
+    """The grammar of one row, from when it gets its owner. `job`: that was started and not used yet."""
 
     def __init__(self, new: NewRow, params: StructuredOutputsParams) -> None:
         self._params = params
         self._num_prompt_tokens = new.num_prompt_tokens
         self._may_force = new.params.logprobs is None  # forced tokens have no logprobs
+        self._output = list[int]()                     # known tokens, as of the last job
         self._grammar: CompiledGrammar | None = None
         self._matcher: LLMatcher | None = None
         self._num_consumed = 0
         self.last_step = 0
-        self.failure: str | None = None
+        self.job: MaskJob | None = None
 
     def drop(self) -> None:
-        """Free the matcher; it is made again for the next mask."""
-        self._grammar = self._matcher = None
+        """Free the matcher, unless a job needs it; it is made again for the next mask."""
+        if self.job is None or self.job.is_done:
+            self._grammar = self._matcher = self.job = None
 
-    def fill(
-        self, cache: GrammarCache, known: NDArray[np.int32], drafts: Sequence[int], bits: NDArray[np.uint32]
-    ) -> None:
-        """Fill the masks behind the known tokens, int32 [num_tokens], and behind each draft.
+    def start(self, known: NDArray[np.int32], drafts: Sequence[int], bits: NDArray[np.uint32]) -> MaskJob | None:
+        """Return a new job for the masks behind the known tokens, int32 [num_tokens], and behind each draft.
 
-        bits uint32 [1 + num_drafts, num_words]; behind a draft that is forbidden all tokens are allowed, for no sample
-        there is kept. GrammarError if the grammar cannot be used.
+        None if there is one that is not used yet: it has the masks, or is still filling others, which were late.
         """
+        if self.job is not None and (not self.job.is_done or self.job.serves(known, drafts)):
+            return None
+        self._output += known[self._num_prompt_tokens + len(self._output) :].tolist()
+        self.job = MaskJob(self, len(known), drafts, bits)
+        return self.job
+
+    def fill(self, cache: GrammarCache, drafts: Sequence[int], bits: NDArray[np.uint32]) -> None:
+        """Fill the masks of a job. GrammarError if the grammar cannot be used."""
 
         def fill_all() -> None:
-            matcher = self._caught_up(cache, known)
+            matcher = self._caught_up(cache)
             _fill_mask(matcher, bits[0])
             _check(matcher)
             if drafts:
@@ -61,7 +104,7 @@ class RowState:
         self._with_own_lexer(cache, fill_all)
 
     def advance(
-        self, cache: GrammarCache, known: NDArray[np.int32], token_ids: Sequence[int], max_forced: int, vocab_size: int
+        self, cache: GrammarCache, token_ids: Sequence[int], max_forced: int, vocab_size: int
     ) -> RowProgress:
         """Take the tokens that were sampled behind the known ones, and those that then are forced.
 
@@ -70,7 +113,7 @@ class RowState:
         """
 
         def advance_all() -> RowProgress:
-            matcher = self._caught_up(cache, known)
+            matcher = self._caught_up(cache)
             for index, token in enumerate(token_ids, start=1):
                 if self._consume(matcher, token):
                     return RowProgress(index, has_ended=True)
@@ -98,15 +141,15 @@ class RowState:
             if LEXER_IS_FULL not in str(error) or self._grammar is None:
                 raise
             cache.discard(self._params, self._grammar)
-            self.drop()
+            self._grammar = self._matcher = None
         return act()
 
-    def _caught_up(self, cache: GrammarCache, known: NDArray[np.int32]) -> LLMatcher:
-        """Return the matcher behind the known tokens."""
+    def _caught_up(self, cache: GrammarCache) -> LLMatcher:
+        """Return the matcher behind the output."""
         if self._matcher is None:
             self._grammar, self._num_consumed = cache.get(self._params), 0
             self._matcher = self._grammar.start()
-        new = known[self._num_prompt_tokens + self._num_consumed :].tolist()
+        new = self._output[self._num_consumed :]
         if new and not self._matcher.consume_tokens(new):
             raise GrammarError(error_of(self._matcher) or f"it does not allow the tokens {new[:8]}")
         self._num_consumed += len(new)

@@ -1,9 +1,9 @@
 """Rows: the grammar states of a worker's rows, and the masks of a step, filled in threads beside the forward pass."""
 
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -11,17 +11,20 @@ from numpy.typing import NDArray
 
 from quire.core.plan import RowDrafts, StepPlan
 from quire.decoding.grammars.compiler import GrammarCache, reason_of
-from quire.decoding.grammars.row_state import ALL_BITS, RowState
+from quire.decoding.grammars.row_state import FAILED, MaskJob, RowState
 from quire.decoding.row_grammars import RowProgress, TokenMasks
 from quire.kernels.token_masks import num_words
 
 IDLE_STEPS = 16  # without a sample, after which a row's matcher is dropped: its sequence may have ended
 MAX_THREADS = 8
-FAILED = "its grammar has failed"
+MASKS_WAIT_S = 0.001  # that a step of rows with grammars alone waits for masks that are not filled when it is computed
+MASK_WAIT_S = 0.01    # the same, if not one is filled: the step would give nothing
+MAX_MASK_S = 30.0     # after which a row without its mask fails; LIMITS allow some 8 ms, compiling again some seconds
+_POLL_S = 0.0002
 
 
 class Entry(NamedTuple):
-    """A row with a grammar among the samples of a step: its known tokens, its drafts, its place among the masks."""
+    """A row with a grammar among the samples of a step, and its place among the masks."""
 
     row: int
     state: RowState
@@ -39,6 +42,7 @@ class GrammarRows:
         self._num_steps = 0
         self._num_threads = min(os.cpu_count() or 1, MAX_THREADS)
         self._threads = ThreadPoolExecutor(self._num_threads, "masks")
+        self.num_late = 0  # rows that were not sampled in a step for want of their mask, since start
 
     def apply(self, plan: StepPlan) -> None:
         """Give each new row of a plan its grammar, or none."""
@@ -55,6 +59,7 @@ class GrammarRows:
         num_tokens: NDArray[np.int64],
         token_ids: NDArray[np.int32],
         drafts: Sequence[RowDrafts],
+        computed_rows: NDArray[np.int64],
     ) -> "StepMasks | None":
         """Start to fill the masks of a step's samples; None if no sample has a grammar. As `RowGrammars`."""
         if not self._states:
@@ -76,7 +81,8 @@ class GrammarRows:
             samples.append(sample)
         if not samples:
             return None
-        return StepMasks(self, entries, np.array(samples, dtype=np.int64))
+        has_others = len(samples) < len(rows) or not set(computed_rows.tolist()) <= entries.keys()
+        return StepMasks(self, entries, np.array(samples, dtype=np.int64), has_others=has_others)
 
     def drop_idle(self, num_steps: int = IDLE_STEPS) -> None:
         """Drop the matchers of rows that were not sampled in the last `num_steps` steps."""
@@ -84,27 +90,23 @@ class GrammarRows:
             if state.last_step <= self._num_steps - num_steps:
                 state.drop()
 
-    def fill(self, entries: Iterator[Entry], bits: NDArray[np.uint32]) -> None:
-        """Fill the masks of entries until none is left; several threads share them."""
-        for entry in entries:
-            try:
-                entry.state.fill(self._cache, entry.known, entry.drafts, bits[entry.place])
-            except BaseException as error:
-                entry.state.failure = f"{FAILED}: {reason_of(error)}"
-                bits[entry.place] = ALL_BITS
-
     def advance(self, entry: Entry, token_ids: Sequence[int], max_forced: int) -> RowProgress:
         """Take the tokens that were sampled for a row."""
         max_forced = max_forced if self._jumps_forward else 0
         try:
-            return entry.state.advance(self._cache, entry.known, token_ids, max_forced, self._vocab_size)
+            return entry.state.advance(self._cache, token_ids, max_forced, self._vocab_size)
         except BaseException as error:
             return RowProgress(0, failure=f"{FAILED}: {reason_of(error)}")
 
-    def submit(self, entries: Sequence[Entry], bits: NDArray[np.uint32]) -> list["Future[None]"]:
-        """Have entries filled by as many threads as are of use."""
-        shared, num_threads = iter(entries), min(self._num_threads, len(entries))
-        return [self._threads.submit(self.fill, shared, bits) for _ in range(num_threads)]
+    def submit(self, jobs: Sequence[MaskJob]) -> list["Future[None]"]:
+        """Have jobs run by as many threads as are of use."""
+        shared, num_threads = iter(jobs), min(self._num_threads, len(jobs))
+        return [self._threads.submit(self._run, shared) for _ in range(num_threads)]
+
+    def _run(self, jobs: Iterator[MaskJob]) -> None:
+        """Run jobs until none is left; several threads share them."""
+        for job in jobs:
+            job.run(self._cache)
 
     @property
     def num_words(self) -> int:
@@ -113,30 +115,63 @@ class GrammarRows:
 
 
 class StepMasks:
-    """The masks of one step: filled in threads; then the rows take the tokens that were sampled by them."""
+    """The masks of one step: filled in threads; then the rows take the tokens that were sampled by them.
 
-    def __init__(self, rows: GrammarRows, entries: dict[int, Entry], samples: NDArray[np.int64]) -> None:
-        self._rows, self._entries, self._samples = rows, entries, samples
+    `has_others`: the step computes rows without grammars, too.
+    """
+
+    def __init__(
+        self, rows: GrammarRows, entries: dict[int, Entry], samples: NDArray[np.int64], *, has_others: bool
+    ) -> None:
+        self._rows, self._entries, self._samples, self._has_others = rows, entries, samples, has_others
         self._bits = np.empty((len(samples), rows.num_words), np.uint32)
-        self._filling = rows.submit(list(entries.values()), self._bits)
+        started = [each.state.start(each.known, each.drafts, self._bits[each.place]) for each in entries.values()]
+        self._filling = rows.submit([job for job in started if job is not None])
+        self._masks: TokenMasks | None = None
 
-    @cached_property
-    def _masks(self) -> TokenMasks:
-        for part in self._filling:
-            part.result()
-        failures = dict[int, str]()
-        for entry in self._entries.values():
-            if entry.state.failure is not None:
-                failures |= dict.fromkeys(self._samples[entry.place].tolist(), entry.state.failure)
-        return TokenMasks(self._samples, self._bits, failures)
+    def finish_masks(self, is_computed: Callable[[], bool] = lambda: True) -> None:
+        """Wait for masks, as `StepGrammars` says, and take those that are filled; the others are late."""
+        while not is_computed():
+            time.sleep(_POLL_S)
+        if not self._has_others:
+            wait(self._filling, MASKS_WAIT_S)
+            deadline_s = time.monotonic() + MASK_WAIT_S
+            while not any(map(_is_ready, self._entries.values())) and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+        late, failures = set[int](), dict[int, str]()
+        for row, entry in list(self._entries.items()):
+            job, samples = entry.state.job, self._samples[entry.place].tolist()
+            assert job is not None, f"row {row} has no job"
+            if not _is_ready(entry):
+                late.update(samples)
+                del self._entries[row]
+                if time.monotonic() > job.started_s + MAX_MASK_S:
+                    failures |= dict.fromkeys(samples, f"{FAILED}: no mask was filled in {MAX_MASK_S:g} s")
+                continue
+            entry.state.job = None
+            if job.bits.base is not self._bits:                             # of a step that did not wait for it
+                self._bits[entry.place] = job.bits[: 1 + len(entry.drafts)]
+            if job.failure is not None:
+                failures |= dict.fromkeys(samples, job.failure)
+                del self._entries[row]
+        self._rows.num_late += len(late)
+        taken: slice | NDArray[np.bool_] = slice(None)
+        if late:
+            taken = np.isin(self._samples, list(late), invert=True)
+        self._masks = TokenMasks(self._samples[taken], self._bits[taken], failures, frozenset(late))
 
     def masks(self) -> TokenMasks:
-        """Return the masks of the samples of rows with grammars; waits until they are filled."""
+        """Return the masks of the samples of rows with grammars, after `finish_masks`."""
+        assert self._masks is not None, "masks of a step that is not computed"
         return self._masks
 
     def advance(self, row: int, token_ids: Sequence[int], max_forced: int) -> RowProgress | None:
-        """Take the tokens that were sampled for a row, in order. None: the row has no grammar, or has failed."""
+        """Take the tokens that were sampled for a row, in order. None: the row has no mask in this step."""
         entry = self._entries.get(row)
-        if entry is None or entry.state.failure is not None:
-            return None
-        return self._rows.advance(entry, token_ids, max_forced)
+        return None if entry is None else self._rows.advance(entry, token_ids, max_forced)
+
+
+def _is_ready(entry: Entry) -> bool:
+    """Return whether the masks of an entry are filled."""
+    job = entry.state.job
+    return job is not None and job.is_done and job.serves(entry.known, entry.drafts)
