@@ -120,6 +120,7 @@ def test_server_answers_without_all_rooms(demo_model: Path, environment: dict[st
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_parameter")
         for path in (f"/v1/requests/{completion['id']}/explain", "/debug/kv", "/debug/blocks"):
             assert server.get(path).status_code == 404, path
+        assert server.post("/v1/messages", chat).status_code == 404
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -25,20 +25,32 @@ CHECKS = (
     "negative_data_rejection", "unsupported_method", "contracts_form",
 )
 ERROR_TYPES = ("invalid_request_error", "rate_limit_error", "server_error")
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/prefixes")
+ANTHROPICS = "/v1/messages"  # has a form of its own, as all below it
+PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/prefixes", ANTHROPICS,
+    f"{ANTHROPICS}/count_tokens",
+)
 MANY, FEW = 500, 4
 
 
 @schemathesis.check
 def contracts_form(_: schemathesis.CheckContext, response: schemathesis.Response, case: schemathesis.Case) -> None:
-    """Errors have the contract's one form; a stream ends as one."""
+    """Errors have the form that the contract says; a stream ends as one."""
+    is_anthropics = case.path.startswith(ANTHROPICS)
     if response.status_code >= 400 and case.method.upper() != "HEAD":
-        (error,) = json.loads(response.content).values()
+        body = json.loads(response.content)
+        if is_anthropics:
+            assert body.keys() == {"type", "error"}
+            assert (body["type"], body["error"].keys()) == ("error", {"type", "message"})
+            assert 0 < len(body["error"]["message"]) < 1000
+            return
+        (error,) = body.values()
         assert error.keys() == {"message", "type", "param", "code"}
         assert error["type"] in ERROR_TYPES
         assert 0 < len(error["message"]) < 1000
     elif response.headers.get("content-type", [""])[0].startswith("text/event-stream"):
-        assert response.content.endswith(b"data: [DONE]\n\n")
+        last = b'event: message_stop\ndata: {"type":"message_stop"}\n\n' if is_anthropics else b"data: [DONE]\n\n"
+        assert response.content.endswith(last)
 
 
 @pytest.fixture(scope="module")

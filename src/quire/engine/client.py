@@ -175,6 +175,11 @@ class EngineClient:
         timer = asyncio.get_running_loop().call_later(ttl_s, expire)
         self.pinned.on_removal(prefix_id, timer.cancel)
 
+    def renew_prefix(self, prefix_id: str, ttl_s: float) -> None:
+        """Unpin a pinned prefix after `ttl_s` from now, not when it would have expired."""
+        self.pinned.renew(prefix_id, ttl_s)
+        self.expire_prefix(prefix_id, ttl_s)
+
     # --- the engine -----------------------------------------------------------------------------------------------
 
     async def block_map(self, first: int, count: int, timeout_s: float, tier: Tier = "kv") -> BlockMap:

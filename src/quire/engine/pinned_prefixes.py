@@ -9,6 +9,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from quire.cache.block_table import blocks_for
@@ -39,6 +40,10 @@ class PinnedPrefixes:
         """Count the pins."""
         return len(self._pinned)
 
+    def __contains__(self, prefix_id: str) -> bool:
+        """Return whether a prefix is pinned."""
+        return prefix_id in self._pinned
+
     def of_key(self, key_number: int | None) -> Iterator[Pin]:
         """Yield the pins of an API key, numbered from 1; 0: those without a key; None: all."""
         return (pin for pin in self._pinned.values() if key_number in (None, pin.key_number))
@@ -51,13 +56,19 @@ class PinnedPrefixes:
         """Add a prefix that a request has computed. `ttl_s`: the caller removes it after that."""
         num_tokens, now_s = len(request.prompt_token_ids), time.time()
         num_blocks = blocks_for(num_tokens, self._block_size)
-        expires = None if ttl_s is None else math.ceil(now_s + ttl_s)
+        expires = None if ttl_s is None else _in_seconds(ttl_s)
         prefix = PinnedPrefix(f"prefix-{uuid.uuid4().hex}", num_tokens, num_blocks, int(now_s), expires)
         self._pinned[prefix.id] = Pin(prefix, request.request_id, key_number)
         return prefix
 
+    def renew(self, prefix_id: str, ttl_s: float) -> None:
+        """Let a prefix that is pinned expire after `ttl_s` from now; the caller removes it then."""
+        pin = self._pinned[prefix_id]
+        self._pinned[prefix_id] = pin._replace(prefix=replace(pin.prefix, expires=_in_seconds(ttl_s)))
+
     def on_removal(self, prefix_id: str, call: Callable[[], None]) -> None:
-        """Call a function when a prefix is removed."""
+        """Call a function when a prefix is removed, or when another function takes its place."""
+        self._on_removal.pop(prefix_id, lambda: None)()
         self._on_removal[prefix_id] = call
 
     def remove(self, prefix_id: str, key_number: int | None = 0) -> int:
@@ -71,3 +82,8 @@ class PinnedPrefixes:
         del self._pinned[prefix_id]
         self._on_removal.pop(prefix_id, lambda: None)()
         return found.request_id
+
+
+def _in_seconds(ttl_s: float) -> int:
+    """Return the time after `ttl_s`, in whole seconds since 1970."""
+    return math.ceil(time.time() + ttl_s)

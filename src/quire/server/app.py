@@ -30,6 +30,13 @@ except ModuleNotFoundError as error:
     served_formats = None  # type: ignore[assignment]  # optional: without it outputs are content, and tools are refused
 
 try:
+    from quire.server.messages.routes import install_messages
+except ModuleNotFoundError as error:
+    if not f"{error.name}.".startswith("quire.server.messages."):
+        raise
+    install_messages = None  # type: ignore[assignment]  # optional: without it its routes answer 404
+
+try:
     from quire.server.structured.checker import output_constraints
 except ModuleNotFoundError as error:
     if not f"{error.name}.".startswith("quire.server.structured."):
@@ -72,6 +79,8 @@ def create_app(service: Service) -> FastAPI:
     if install_inspection is not None:
         install_inspection(app, service)
     handle_errors(app)
+    if install_messages is not None:
+        install_messages(app)
     _document_bounds(app, service)
     app.add_middleware(AccessMiddleware, service=service)
     app.add_middleware(RequestLog)  # added last: outermost

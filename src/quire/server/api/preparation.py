@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from quire.core.checks import refuse
 from quire.core.sampling_params import SamplingParams
-from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
+from quire.engine.input_processor import TokenizedPrompt
 from quire.server.api.request import ApiRequest
 from quire.server.errors import invalid, unsupported
 from quire.server.options import Limits
@@ -63,24 +63,36 @@ async def prepared(
 
     A prompt that is too long for the model is reported before the sum: clients look for that error and shorten it.
     """
-    limits, params = service.client.inputs.limits, call.params
+    limits = service.client.inputs.limits
 
-    def prepare() -> list[PreparedRequest]:
+    def prepare() -> R:
+        params, checked = call.params, call.checked
         tokenized: list[TokenizedPrompt] = []
         num_tokens = 0
         for prompt in prompts:
             tokenized.append(tokenize(prompt).salted(call.cache_salt, call.key_number))
+            most = limits.most_tokens(len(tokenized[-1].token_ids), params.n)
+            if call.cuts_max_tokens and 0 < most < (params.max_tokens or 0):
+                params = replace(params, max_tokens=most)
+                checked = service.client.inputs.check_params(params, checked.beam, checked.priority)
             limits.check_admissible(len(tokenized[-1].token_ids), params.max_tokens or 1, params.n)
             num_tokens += len(tokenized[-1].token_ids)
             _check_total(num_tokens, params, service.options)
         weight = service.options.weight_of(call.key_number)
         kept = service.formats.kept_token_ids if service.formats and call.reading else frozenset[int]()
-        return [
-            service.client.prepare(prompt, call.checked, call.client_id, weight)._replace(kept_token_ids=kept)
+        requests = [
+            service.client.prepare(prompt, checked, call.client_id, weight)._replace(kept_token_ids=kept)
             for prompt in tokenized
         ]
+        return replace(call, requests=requests, checked=checked)
 
-    return replace(call, requests=await service.threads.run(sum(map(len, prompts)), prepare, call.client_id))
+    return await service.threads.run(sum(map(len, prompts)), prepare, call.client_id)
+
+
+def cut_header(asked: int | None, call: ApiRequest) -> dict[str, str]:
+    """Return the header that names the maximum of output tokens if it is lower than the client asked for."""
+    most = call.params.max_tokens
+    return {} if asked is None or most is None or most >= asked else {"X-Max-Output-Tokens": str(most)}
 
 
 def _check_total(num_tokens: int, params: SamplingParams, limits: Limits) -> None:

@@ -17,6 +17,7 @@ class ApiRequest:
     created: int                                # seconds since 1970
     checked: CheckedParams
     stream: bool = False
+    cuts_max_tokens: bool = False               # to what fits behind the prompt; otherwise the call is refused
     hides_output: bool = False                  # the client wants no token; the engine generates at least one
     cache_salt: str | None = None
     key_number: int = 0                         # of the API key, from 1; 0: none

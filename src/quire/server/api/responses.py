@@ -5,7 +5,7 @@ clients with a timeout see the connection alive. A later error is the stream's l
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,15 +28,16 @@ log = logging.getLogger(__name__)
 
 
 async def create_response(
-    request: Request, service: Service, generation: Generation, builder: ResponseBuilder
-) -> Response:
-    """Return the response: after the last output, or at once as a stream.
+    request: Request, service: Service, generation: Generation, builder: ResponseBuilder,
+    headers: Mapping[str, str] | None = None,
+) -> Response:  # fmt: skip
+    """Return the response: after the last output, or at once as a stream, with further `headers`.
 
     Raises EngineDeadError, ApiError or ClientDisconnectedError if a response in one body cannot be completed.
     """
     release_body(request)
     if builder.streams:
-        return EventStream(service, generation, builder)
+        return _with_headers(EventStream(service, generation, builder), headers)
     is_long = False
     try:
         outputs = await service.responses.run(generation.last_outputs(), request.receive)
@@ -46,7 +47,13 @@ async def create_response(
         if not is_long:
             generation.release()
     pieces = builder.response(outputs, total_usage(generation.usage))
-    return LongResponse(service, generation, pieces) if is_long else json_response(b"".join(pieces))
+    response = LongResponse(service, generation, pieces) if is_long else json_response(b"".join(pieces))
+    return _with_headers(response, headers)
+
+
+def _with_headers(response: Response, headers: Mapping[str, str] | None) -> Response:
+    response.headers.update(headers or {})
+    return response
 
 
 def json_response(body: object) -> Response:

@@ -11,7 +11,10 @@ _NO_KEY_NEEDED = frozenset({b"/health"})
 _FOR_BROWSERS = b"/debug/"   # paths below it also accept a key from a browser's password dialog
 _ALWAYS_ANSWERED = frozenset({b"/health", b"/ready", b"/metrics", b"/version"})  # also while draining
 # Routes that need a place in the queue. A refusal before the body is read costs least in a burst.
-_QUEUED = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/v1/prefixes", b"/tokenize", b"/detokenize"})
+_QUEUED = frozenset({
+    b"/v1/completions", b"/v1/chat/completions", b"/v1/messages", b"/v1/messages/count_tokens", b"/v1/prefixes",
+    b"/tokenize", b"/detokenize",
+})
 
 
 class AccessMiddleware:

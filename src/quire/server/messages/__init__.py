@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: one folder, request in, events out. Without it its routes answer 404."""

@@ -1,0 +1,103 @@
+"""Bodies of the Messages API. Blocks of messages, and tools, are checked where they are converted."""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from quire.core.sampling_params import MAX_TEMPERATURE
+from quire.server.api.bodies import TEXT, Body, OtherFields, Schema, Strict, documented_as, integer, list_of, number
+
+_STRING: Schema = {"type": "string"}
+_MARK: Schema = {
+    "type": ["object", "null"],
+    "properties": {"type": {"const": "ephemeral"}, "ttl": {"enum": ["5m", "1h"]}},
+    "required": ["type"],
+    "additionalProperties": False,
+}
+
+
+def _block(kind: str, **properties: Schema) -> Schema:
+    """Return the schema of a block."""
+    return {
+        "type": "object",
+        "properties": {"type": {"const": kind}, "cache_control": _MARK} | properties,
+        "required": ["type", *properties],
+        "additionalProperties": False,
+    }
+
+
+_TEXT_BLOCKS = list_of(_block("text", text=_STRING))
+_BLOCKS = list_of({"anyOf": [
+    _block("text", text=_STRING),
+    _block("thinking", thinking=_STRING),
+    _block("tool_use", id=_STRING, name=_STRING, input={"type": "object", "maxProperties": 4}),
+    _block("tool_result", tool_use_id=_STRING, content={"anyOf": [_STRING, _TEXT_BLOCKS]}),
+]})  # fmt: skip
+_OBJECT: Schema = {"type": ["object", "null"], "maxProperties": 4}
+_TOOL: Schema = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "description": {"type": ["string", "null"]},
+        "input_schema": {"type": "object"},
+    },
+    "required": ["name"],
+}
+_CHOICE: Schema = {
+    "type": ["object", "null"],
+    "properties": {
+        "type": {"enum": ["auto", "any", "tool", "none"]},
+        "name": {"type": "string"},
+        "disable_parallel_tool_use": {"type": ["boolean", "null"]},
+    },
+    "required": ["type"],
+}
+_FORMAT: Schema = {
+    "type": ["object", "null"],
+    "properties": {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
+    "required": ["type", "schema"],
+}
+
+
+class InputMessage(Strict):
+    """One turn of a conversation."""
+
+    role: str
+    content: Annotated[Any, documented_as(_STRING, _BLOCKS)]
+
+
+class OutputConfig(Strict):
+    """Form of the answer, and how much work it is worth."""
+
+    format: Annotated[dict[str, Any] | None, documented_as(_FORMAT)] = None
+    effort: str | None = None
+
+
+class ConversationBody(Body):
+    """What both routes take: all that stands in the prompt."""
+
+    OTHERS: ClassVar[OtherFields] = OtherFields(
+        unsupported={"container": (), "mcp_servers": ([],), "context_management": (), "fallbacks": ()},
+        without_effect=(
+            "betas", "diagnostics", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id",
+        ),
+    )  # fmt: skip
+
+    messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
+    system: Annotated[Any, documented_as({"type": ["string", "null"]}, _TEXT_BLOCKS)] = None
+    tools: Annotated[Any, documented_as(list_of(_TOOL), {"type": "null"})] = None
+    tool_choice: Annotated[dict[str, Any] | None, documented_as(_CHOICE)] = None
+    thinking: Annotated[dict[str, Any] | None, documented_as(_OBJECT)] = None
+    output_config: OutputConfig | None = None
+    cache_control: Annotated[dict[str, Any] | None, documented_as(_MARK)] = None
+
+
+class MessagesBody(ConversationBody):
+    """The body of /v1/messages."""
+
+    max_tokens: Annotated[int, integer(0)]
+    stop_sequences: Annotated[Any, documented_as(list_of(TEXT), {"type": "null"})] = None
+    temperature: Annotated[float | None, number(0, MAX_TEMPERATURE)] = None
+    top_p: Annotated[float | None, number(0, 1, above_low=True)] = None
+    top_k: Annotated[int | None, integer(0)] = None
+    stream: bool | None = None
