@@ -182,6 +182,30 @@ def test_logprobs_hold_the_chosen_token_and_the_likeliest(llm: LLM) -> None:
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
 
 
+def test_logprobs_of_named_tokens(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprob_token_ids=[9, 300])
+    answer = llm.generate("import sys", params, use_tqdm=False)[0].outputs[0]
+    assert answer.logprobs is not None
+    for token, entries in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert list(entries) == list(dict.fromkeys([token, 9, 300]))
+        assert entries[token].rank == 1
+
+
+def test_parameters_may_be_changed_between_calls(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, truncate_prompt_tokens=2)
+    outputs = llm.generate([[5, 6, 7], "def f(a, b)"], params, use_tqdm=False)
+    assert [len(output.prompt_token_ids) for output in outputs] == [2, 2]
+    assert outputs[0].prompt_token_ids == [6, 7]
+    chat = llm.chat([{"role": "user", "content": "hi"}], params, use_tqdm=False)[0]
+    assert len(chat.prompt_token_ids) == 2
+    params.max_tokens, params.truncate_prompt_tokens = 5, -1
+    (output,) = llm.generate([[5] * 1000], params, use_tqdm=False)
+    assert len(output.prompt_token_ids) == 255  # max_model_len, but for one token
+    params.temperature = -1.0
+    with pytest.raises(ValueError, match="temperature must be"):
+        llm.generate([[5]], params, use_tqdm=False)
+
+
 def test_prompt_logprobs_do_not_depend_on_chunks(demo_model: Path) -> None:
     prompt = [7 + i * 13 % 900 for i in range(60)]
     params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=2)

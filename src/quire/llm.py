@@ -19,7 +19,14 @@ from quire.core.outputs import KVStats, PinnedPrefix, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.engine.assembly import AssembledEngine, assemble
 from quire.engine.devices import release_device_memory
-from quire.engine.input_processor import CheckedParams, InputProcessor, PreparedRequest, Prompt, TokenizedPrompt
+from quire.engine.input_processor import (
+    CheckedParams,
+    InputProcessor,
+    PreparedRequest,
+    Prompt,
+    TokenizedPrompt,
+    Truncation,
+)
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind, OutputProcessor
 from quire.engine.pinned_prefixes import PinnedPrefixes
@@ -138,7 +145,8 @@ class LLM:
         is False. Waiting requests with the lowest `priority` (default 0; one for all or one per prompt) are admitted
         first.
         """
-        return self._finish_all(self._prepare(self._tokenize(prompts), sampling_params, priority), use_tqdm)
+        tokenized = self._tokenize(prompts, sampling_params)
+        return self._finish_all(self._prepare(tokenized, sampling_params, priority), use_tqdm)
 
     def stream(
         self,
@@ -152,7 +160,8 @@ class LLM:
         Requests are numbered "0", "1", ... over the life of this LLM, in the order of the prompts. They are checked
         now, queued at the first `next`, and aborted if the iterator is closed early. Several may run at once.
         """
-        return self._run(self._prepare(self._tokenize(prompts), sampling_params, priority), "cumulative")
+        tokenized = self._tokenize(prompts, sampling_params)
+        return self._run(self._prepare(tokenized, sampling_params, priority), "cumulative")
 
     def chat(
         self,
@@ -182,7 +191,12 @@ class LLM:
         if taken := sorted(how.keys() & variables.keys()):
             message = f"chat_template_kwargs must have none of the arguments of chat, got {', '.join(taken)}"
             raise InvalidRequestError(message, param="chat_template_kwargs")
-        tokenized = [inputs.tokenize_chat(each, **how, **variables) for each in _conversations(messages)]
+        conversations = _conversations(messages)
+        truncations = self._truncations(sampling_params, len(conversations))
+        tokenized = [
+            inputs.tokenize_chat(each, truncation=truncation, **how, **variables)
+            for each, truncation in zip(conversations, truncations, strict=True)
+        ]
         return self._finish_all(self._prepare(tokenized, sampling_params, priority), use_tqdm)
 
     def beam_search(
@@ -229,9 +243,22 @@ class LLM:
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
-    def _tokenize(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenizedPrompt]:
+    def _tokenize(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[TokenizedPrompt]:
         tokenize = self._engine.inputs.tokenize  # raises RuntimeError if closed, before any other error
-        return [tokenize(prompt) for prompt in _as_list(prompts)]
+        listed = _as_list(prompts)
+        truncations = self._truncations(sampling_params, len(listed))
+        return [tokenize(prompt, truncation=each) for prompt, each in zip(listed, truncations, strict=True)]
+
+    def _truncations(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[Truncation | None]:
+        """Return how each prompt is truncated; parameters of a wrong type are refused later."""
+        given = _one_each("sampling_params", sampling_params, SamplingParams(), num_prompts)
+        return [self._inputs.truncation_of(own) if isinstance(own, SamplingParams) else None for own in given]
 
     def _prepare(
         self,

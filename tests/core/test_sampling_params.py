@@ -33,9 +33,11 @@ CONTRACT_DEFAULTS = {
     "min_tokens": 0,
     "logprobs": None,
     "prompt_logprobs": None,
+    "logprob_token_ids": None,
     "logit_bias": None,
     "allowed_token_ids": None,
     "bad_words": None,
+    "truncate_prompt_tokens": None,
     "include_stop_str_in_output": False,
     "skip_special_tokens": True,
     "detokenize": True,
@@ -58,11 +60,12 @@ NUMBERS: dict[str, tuple[list[object], list[object]]] = {
     "min_tokens": ([0, 16], [-1, 17]),
     "logprobs": ([-1, 0, MAX_INT], [-2, MAX_INT + 1]),
     "prompt_logprobs": ([-1, 0, MAX_INT], [-2, MAX_INT + 1]),
+    "truncate_prompt_tokens": ([-1, 1, MAX_INT], [-2, 0, MAX_INT + 1]),
 }
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 OPTIONAL = (
     "structured_outputs", "guided_decoding", "seed", "stop", "stop_token_ids", "max_tokens", "logprobs",
-    "prompt_logprobs", "logit_bias",
+    "prompt_logprobs", "truncate_prompt_tokens", "logit_bias", "logprob_token_ids",
 )
 BOOLS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
 
@@ -252,6 +255,12 @@ def test_long_lists_are_checked_whole() -> None:
     params = SamplingParams(stop_token_ids=ids, allowed_token_ids=ids, logit_bias={str(token): 1.0 for token in ids})
     assert params.stop_token_ids == params.allowed_token_ids == tuple(params.logit_bias or ()) == tuple(ids)
     assert refusal(stop_token_ids=[*ids, -1]).param == "stop_token_ids"
+
+
+def test_named_logprobs_are_as_many_as_logprobs() -> None:
+    assert SamplingParams(logprob_token_ids=[5, 6], logprobs=2).logprob_token_ids == (5, 6)
+    assert refusal(logprobs=3, logprob_token_ids=[5, 6]).param == "logprobs"
+    assert refusal(logprob_token_ids=[5] * 129).param == "logprob_token_ids"
 
 
 @pytest.mark.parametrize("named", [{"stop_token_ids": [3, 9]}, {"allowed_token_ids": [9]}, {"logit_bias": {9: 1.0}}])

@@ -8,6 +8,7 @@ import torch
 
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
+from quire.decoding import sampler
 from quire.decoding.sampler import SampledTokens, prompt_logprobs
 from quire.kernels.sampling_ops import SamplingOps
 
@@ -44,6 +45,32 @@ def test_equal_logits_rank_by_id(ops: SamplingOps) -> None:
 
 def test_no_prompt_token_gives_no_record(ops: SamplingOps) -> None:
     assert prompt_logprobs(torch.empty(0, 5), torch.empty(0, dtype=torch.int64), 2, ops) == []
+
+
+def test_rows_may_name_the_tokens_of_their_logprobs(sample_rows: SampleRows) -> None:
+    asked = [{"logprob_token_ids": [7, 3], "logit_bias": {9: 50.0}}, {"logprobs": 2}, {"logprob_token_ids": [0] * 128}]
+    new_rows = [
+        NewRow(row, [0], 1, [], SamplingParams(**{"logprobs": len(own.get("logprob_token_ids", ())), **own}), seed=row)
+        for row, own in enumerate(asked)
+    ]
+    logits = random_logits(3, 40)
+    sampled = sample_rows(new_rows, logits)
+    assert sampled.logprobs is not None
+    for row, named in ((0, [7, 3]), (2, [0] * 128)):
+        record, order = sampled.logprobs[row], np.argsort(-logits[row], kind="stable").tolist()
+        assert record is not None
+        assert record.token_ids == [sampled.token_ids[row], *named]
+        assert record.ranks == [order.index(token) + 1 for token in record.token_ids]
+        np.testing.assert_allclose(record.logprobs, plain_log_softmax(logits[row])[record.token_ids], rtol=0, atol=2e-6)
+    assert sampled.logprobs[1] == sample_rows([new_rows[1]], logits[1:2]).logprobs[0]  # type: ignore[index]
+
+
+def test_records_do_not_depend_on_how_many_are_made_at_once(ops: SamplingOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, tokens = torch.from_numpy(random_logits(20, 33)), torch.arange(20)
+    whole = prompt_logprobs(logits, tokens, 5, ops)
+    for most in (1, 13):
+        monkeypatch.setattr(sampler, "CANDIDATES_AT_ONCE", most)
+        assert prompt_logprobs(logits, tokens, 5, ops) == whole
 
 
 def test_only_the_rows_that_ask_get_logprobs(sample_rows: SampleRows) -> None:

@@ -26,6 +26,7 @@ MAX_TEMPERATURE = 100.0         # flat to within a few percent for any real mode
 MAX_REPETITION_PENALTY = 100.0
 MAX_PENALTY = 2.0               # of presence and frequency, either sign (OpenAI's range)
 MAX_LOGIT_BIAS = 100.0          # either sign (OpenAI's range)
+MAX_LOGPROB_TOKEN_IDS = 128     # as in vLLM; each costs a pass over the logits
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 _RANGES = {
     "temperature": (0.0, MAX_TEMPERATURE),
@@ -64,6 +65,7 @@ _LISTS: dict[str, Callable[[str, object], object]] = {
     "stop_token_ids": check_token_ids,
     "allowed_token_ids": check_token_ids,
     "bad_words": check_strings,
+    "logprob_token_ids": check_token_ids,
     "logit_bias": _check_bias,
 }
 
@@ -74,7 +76,9 @@ class SamplingParams:
 
     Lists are stored as tuples. Ranges are defined in `__post_init__`. `temperature=0` is greedy decoding whatever the
     filters say. `top_k` 0 or -1 is off. `max_tokens=None` means as many as fit. `logprobs=k` asks for the chosen token
-    and the k most likely ones, -1 for the whole vocabulary. `structured_outputs` may also be a mapping of its fields.
+    and the k most likely ones, -1 for the whole vocabulary, `logprob_token_ids` for the chosen token and these instead.
+    `truncate_prompt_tokens=k` keeps the last k tokens of a prompt, -1 as many as leave room for the answer.
+    `structured_outputs` may also be a mapping of its fields.
     """
 
     n: int = 1
@@ -93,9 +97,11 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    truncate_prompt_tokens: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -108,8 +114,9 @@ class SamplingParams:
             setattr(self, field, check_float(field, getattr(self, field), low, high, above_low=is_open))
         for field, lowest in (("n", 1), ("top_k", -1), ("min_tokens", 0)):
             check_int(field, getattr(self, field), lowest)
-        for field, lowest in (("max_tokens", 1), ("logprobs", -1), ("prompt_logprobs", -1)):
-            check_optional_int(field, getattr(self, field), lowest)
+        check_optional_int("max_tokens", self.max_tokens, 1)
+        for field in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+            check_optional_int(field, getattr(self, field), -1)
         for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             check_bool(field, getattr(self, field))
         for field, check in _LISTS.items():
@@ -123,12 +130,19 @@ class SamplingParams:
             refuse("min_tokens", self.min_tokens, f"an integer from 0 to max_tokens ({self.max_tokens})")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             refuse("allowed_token_ids", self.allowed_token_ids, "null or a list of at least one token id")
+        if self.truncate_prompt_tokens == 0:
+            refuse("truncate_prompt_tokens", 0, f"null, -1 or an integer from 1 to {MAX_INT}")
+        named = self.logprob_token_ids
+        if named is not None and len(named) > MAX_LOGPROB_TOKEN_IDS:
+            refuse("logprob_token_ids", named, f"a list of at most {MAX_LOGPROB_TOKEN_IDS} token ids")
+        if named and self.logprobs not in (None, len(named)):
+            refuse("logprobs", self.logprobs, f"null or the number of logprob_token_ids ({len(named)})")
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings are found in text: detokenize must be true", param="stop")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError` when a token id named here is not below `vocab_size`. Linear in the ids named."""
-        for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for field in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
             highest = max(getattr(self, field) or (), default=0)
             if highest >= vocab_size:
                 refuse(field, highest, f"token ids below the vocabulary size of {vocab_size}")

@@ -17,6 +17,7 @@ and infinity are chosen before any other.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -27,10 +28,19 @@ from torch import Tensor
 from quire.core.outputs import TokenLogprobs
 from quire.decoding.logits_processors import process_logits
 from quire.decoding.sampling_batch import SamplingBatch
-from quire.decoding.sampling_state import ALLOWED, GRAMMAR, LOGITS_PROCESSED, LOGPROBS, SAMPLED, SCALED
+from quire.decoding.sampling_state import (
+    ALLOWED,
+    GRAMMAR,
+    LOGITS_PROCESSED,
+    LOGPROBS,
+    NAMED_LOGPROBS,
+    SAMPLED,
+    SCALED,
+)
 from quire.kernels.sampling import SamplingInputs
 from quire.kernels.sampling_ops import TORCH, SamplingOps, Tokens
 
+CANDIDATES_AT_ONCE = 1 << 20  # in arrays of 20 bytes each: whole vocabularies of many rows would take gigabytes
 NOT_FINITE = "the model gave logits that are NaN or infinite"
 BOTH_MASKS = GRAMMAR | ALLOWED
 NOTHING_ALLOWED = "its grammar and allowed_token_ids leave no token"
@@ -69,6 +79,8 @@ def sample(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = TORCH) -> 
     counts = samples.take(asking).settings()["num_logprobs"].astype(np.int64)
     records: list[TokenLogprobs | None] = [None] * len(chosen)
     found = _token_logprobs(raw, raw_rows, chosen[asking], counts, ops)
+    if wanted & NAMED_LOGPROBS:
+        found = _with_named(found, samples.take(asking), raw, raw_rows, ops)
     for index, record in zip(asking.tolist(), found, strict=True):
         records[index] = record
         if not is_finite(record):  # hidden from the choice by a mask
@@ -131,9 +143,28 @@ def _token_logprobs(
 
     logits float32 [num_rows, vocab]; rows, tokens and counts int64 [num], counts at most the vocabulary's size.
     """
-    found = ops.top_logprobs(logits, rows, tokens, counts)
-    entries = zip(*(part.tolist() for part in found), (counts + 1).tolist(), strict=True)
-    return [TokenLogprobs(ids[:end], values[:end], ranks[:end]) for ids, values, ranks, end in entries]
+    at_once = max(1, CANDIDATES_AT_ONCE // (1 + int(counts.max(initial=0))))
+    records = []
+    for begin in range(0, len(rows), at_once):
+        some = slice(begin, begin + at_once)
+        found = ops.top_logprobs(logits, rows[some], tokens[some], counts[some])
+        entries = zip(*(part.tolist() for part in found), (counts[some] + 1).tolist(), strict=True)
+        records += [TokenLogprobs(ids[:end], values[:end], ranks[:end]) for ids, values, ranks, end in entries]
+    return records
+
+
+def _with_named(
+    records: list[TokenLogprobs], samples: SamplingBatch, logits: Tensor, rows: NDArray[np.int64], ops: SamplingOps
+) -> list[TokenLogprobs]:
+    """Return the records of `samples` with the tokens appended that their parameters name; rows as above."""
+    whole = list(records)
+    for place in samples.using(NAMED_LOGPROBS).tolist():
+        ids = samples.state.token_lists(int(samples.rows[place])).logprob_ids
+        none = np.zeros(len(ids), np.int64)
+        named = _token_logprobs(logits, np.full(len(ids), rows[place]), ids, none, ops)
+        parts = (records[place], *named)
+        whole[place] = TokenLogprobs(*(list(chain.from_iterable(part)) for part in zip(*parts, strict=True)))
+    return whole
 
 
 def _scale(samples: SamplingBatch, logits: Tensor) -> None:

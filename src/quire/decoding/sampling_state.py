@@ -25,6 +25,7 @@ PENALTIES = 1 << 5
 LOGPROBS = 1 << 6
 SCALED = 1 << 7  # the logprobs are of logits divided by the temperature
 GRAMMAR = 1 << 8  # a mask of tokens comes with each step
+NAMED_LOGPROBS = 1 << 9  # the logprobs are those of tokens that the parameters name
 TOKEN_LISTS = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS  # they name tokens
 LOGITS_PROCESSED = TOKEN_LISTS | PENALTIES | GRAMMAR            # they change logits
 
@@ -59,6 +60,7 @@ class TokenLists:
     bias_ids: NDArray[np.int64]
     bias_values: NDArray[np.float32]
     bad_words: BadWords
+    logprob_ids: NDArray[np.int64]
 
     @classmethod
     def of(cls, new: NewRow, bad_words: BadWords) -> "TokenLists":
@@ -70,6 +72,7 @@ class TokenLists:
             bias_ids=_ids(bias),
             bias_values=np.fromiter(bias.values(), dtype=np.float32, count=len(bias)),
             bad_words=bad_words,
+            logprob_ids=_ids(new.params.logprob_token_ids or ()),
         )
 
 
@@ -93,7 +96,8 @@ class SamplingState:
         features = _features(new)
         self.features[new.row] = features
         self.settings[new.row] = _settings(new, self.vocab_size)
-        self.lists[new.row] = TokenLists.of(new, self._bad_words_of(new)) if features & TOKEN_LISTS else None
+        has_lists = features & (TOKEN_LISTS | NAMED_LOGPROBS)
+        self.lists[new.row] = TokenLists.of(new, self._bad_words_of(new)) if has_lists else None
 
     def _bad_words_of(self, new: NewRow) -> BadWords:
         if new.bad_words_token_ids is not self._words:
@@ -118,6 +122,7 @@ def _features(new: NewRow) -> int:
         BIAS: bool(params.logit_bias),
         PENALTIES: _penalties(params) != (1.0, 0.0, 0.0),
         LOGPROBS: params.logprobs is not None or new.beam is not None,
+        NAMED_LOGPROBS: bool(params.logprob_token_ids),
         GRAMMAR: params.structured_outputs is not None,
         SCALED: new.beam is not None and params.temperature not in (0, 1),
     }
@@ -129,7 +134,9 @@ def _settings(new: NewRow, vocab_size: int) -> tuple[float, ...]:
     params = new.params
     log_min_p = np.log(params.min_p) if params.min_p > 0 else -np.inf
     top_k = min(params.top_k or vocab_size, vocab_size)
-    num_logprobs = num_candidates(new.beam, len(new.eos_token_ids)) if new.beam else params.logprobs or 0
+    num_logprobs = 0 if params.logprob_token_ids else params.logprobs or 0
+    if new.beam is not None:
+        num_logprobs = num_candidates(new.beam, len(new.eos_token_ids))
     temperature = max(params.temperature, _MIN_TEMPERATURE)
     counts = (top_k, new.num_prompt_tokens, params.min_tokens, min(num_logprobs, vocab_size))
     return (new.seed, params.top_p, temperature, log_min_p, *_penalties(params), *counts)

@@ -43,6 +43,13 @@ class TokensPrompt(TypedDict):
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
+class Truncation(NamedTuple):
+    """How many tokens of a prompt are kept, its last ones or its first ones."""
+
+    num_tokens: int
+    keeps_last: bool = True
+
+
 class TokenizedPrompt(NamedTuple):
     """A prompt in token ids, its text if it was given as text, its salt, and the API key of its request.
 
@@ -102,6 +109,13 @@ def check_cache_salt(cache_salt: object, max_chars: int = MAX_SALT_CHARS) -> str
     return None if cache_salt is None else check_text("cache_salt", cache_salt, max_chars)
 
 
+def _truncated(token_ids: PackedTokens, truncation: Truncation | None) -> PackedTokens:
+    if truncation is None:
+        return token_ids
+    num_tokens = truncation.num_tokens
+    return token_ids[-num_tokens:] if truncation.keeps_last else token_ids[:num_tokens]
+
+
 def _eos_token_ids(tokenizer: Tokenizer | None, ready: Ready) -> frozenset[int]:
     """Return the ids that end an answer: those of the model's config, and the tokenizer's."""
     token_id = None if tokenizer is None else tokenizer.eos_token_id
@@ -129,47 +143,74 @@ class InputProcessor:
         self._engine_seed, self._policy = options.seed, options.scheduling_policy
         self.owners = owners or OwnerLabels()
 
-    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenizedPrompt:
+    def truncation_of(self, params: SamplingParams, *, keeps_last: bool = True) -> Truncation | None:
+        """Return the truncation that parameters ask for. InvalidRequestError if it is longer than max_model_len."""
+        num_tokens, longest = params.truncate_prompt_tokens, self.limits.max_model_len
+        if num_tokens is None:
+            return None
+        if num_tokens == -1:
+            num_reserved = 1 if self._cuts_answers else params.max_tokens or 1
+            return Truncation(max(1, longest - num_reserved), keeps_last)
+        check_int("truncate_prompt_tokens", num_tokens, 1, longest)
+        return Truncation(num_tokens, keeps_last)
+
+    def tokenize(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, truncation: Truncation | None = None
+    ) -> TokenizedPrompt:
         """Return the prompt's tokens. InvalidRequestError for wrong types, ids out of range, no tokens.
 
         Without `add_special_tokens` a text gets no beginning-of-sequence token or the like.
         """
         if isinstance(prompt, dict):
-            return self._tokenize_dict(prompt)
+            return self._tokenize_dict(prompt, truncation)
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InvalidRequestError("the model has no tokenizer: give token ids", param="prompt")
-            ids = self._encode(self._tokenizer, prompt, add_special_tokens=add_special_tokens)
-            return TokenizedPrompt(prompt, ids)
-        return TokenizedPrompt(None, self._check_token_ids(prompt))
+            return self._encode(self._tokenizer, prompt, truncation, add_special_tokens=add_special_tokens)
+        return TokenizedPrompt(None, _truncated(self._check_token_ids(prompt), truncation))
 
-    def tokenize_chat(self, conversation: Sequence[Message], **how: Any) -> TokenizedPrompt:  # noqa: ANN401
+    def tokenize_chat(
+        self, conversation: Sequence[Message], *, truncation: Truncation | None = None, **how: Any  # noqa: ANN401
+    ) -> TokenizedPrompt:
         """Return a conversation rendered by `Tokenizer.apply_chat_template`, and its tokens.
 
         InvalidRequestError as `tokenize`.
         """
         if self._tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
-        return self.tokenize_rendered(self._tokenizer.apply_chat_template(conversation, **how))
+        return self.tokenize_rendered(self._tokenizer.apply_chat_template(conversation, **how), truncation=truncation)
 
-    def tokenize_rendered(self, text: str, *, add_special_tokens: bool = False) -> TokenizedPrompt:
+    def tokenize_rendered(
+        self, text: str, *, add_special_tokens: bool = False, truncation: Truncation | None = None
+    ) -> TokenizedPrompt:
         """Return the tokens of a rendered chat, whose text contains its special tokens."""
         assert self._tokenizer is not None, "a chat template comes with a tokenizer"
-        return TokenizedPrompt(text, self._encode(self._tokenizer, text, add_special_tokens=add_special_tokens))
+        return self._encode(self._tokenizer, text, truncation, add_special_tokens=add_special_tokens)
 
-    def _encode(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> PackedTokens:
-        """Return a text's tokens; one that is too long for any tokenization is refused before it is tokenized."""
+    def _encode(
+        self, tokenizer: Tokenizer, text: str, truncation: Truncation | None, *, add_special_tokens: bool
+    ) -> TokenizedPrompt:
+        """Return a text and its tokens; of a truncated one the tokens alone.
+
+        Without truncation a text that is too long for any tokenization is refused before it is tokenized.
+        """
+        if truncation is not None:
+            ids, is_cut = tokenizer.encode_truncated(
+                text, truncation.num_tokens, keeps_last=truncation.keeps_last, add_special_tokens=add_special_tokens
+            )
+            return TokenizedPrompt(None if is_cut else text, self._check_token_ids(ids))
         if len(text) > self.limits.max_model_len:
             self.limits.check_length(tokenizer.min_num_tokens(text))
-        return self._check_token_ids(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return TokenizedPrompt(text, self._check_token_ids(tokenizer.encode(text, add_special_tokens)))
 
-    def _tokenize_dict(self, prompt: TextPrompt | TokensPrompt) -> TokenizedPrompt:
+    def _tokenize_dict(self, prompt: TextPrompt | TokensPrompt, truncation: Truncation | None) -> TokenizedPrompt:
         given, salt = set(prompt), check_cache_salt(prompt.get("cache_salt"))
         if given - {"cache_salt"} == {"prompt"} and isinstance(prompt["prompt"], str):  # type: ignore[typeddict-item]
-            return self.tokenize(prompt["prompt"]).salted(salt)  # type: ignore[typeddict-item]
+            text: str = prompt["prompt"]  # type: ignore[typeddict-item]
+            return self.tokenize(text, truncation=truncation).salted(salt)
         if given - {"cache_salt"} == {"prompt_token_ids"}:
             token_ids = self._check_token_ids(prompt["prompt_token_ids"])  # type: ignore[typeddict-item]
-            return TokenizedPrompt(None, token_ids, salt)
+            return TokenizedPrompt(None, _truncated(token_ids, truncation), salt)
         raise InvalidRequestError(
             f'a prompt given as a dict must be {{"prompt": str}} or {{"prompt_token_ids": [int, ...]}}, '
             f'with or without "cache_salt": str, '
@@ -217,7 +258,11 @@ class InputProcessor:
             )
         params = replace(params)
         params.check_vocabulary(self._vocab_size)
-        for name in ("logprobs", "prompt_logprobs"):
+        names = ["logprobs", "prompt_logprobs"]
+        if params.logprob_token_ids:
+            params.logprobs = len(params.logprob_token_ids)
+            names.remove("logprobs")
+        for name in names:
             asked = getattr(params, name)
             if asked == -1:
                 asked = self._vocab_size

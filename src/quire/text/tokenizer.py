@@ -102,6 +102,23 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def encode_truncated(
+        self, text: str, num_tokens: int, *, keeps_last: bool, add_special_tokens: bool = True
+    ) -> tuple[list[int], bool]:
+        """Return at most `num_tokens` ids of a text, its last or its first ones, and whether it has more.
+
+        Special tokens that are added are among them, at their places. InvalidRequestError as `encode`.
+        """
+        try:
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        except TypeError as error:
+            raise InvalidRequestError("prompt must be a valid Unicode string", param="prompt") from error
+        num_added = self._backend.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
+        is_cut = len(encoding.ids) + num_added > num_tokens
+        encoding.truncate(max(0, num_tokens - num_added), direction="left" if keeps_last else "right")
+        ids: list[int] = self._backend.post_process(encoding, add_special_tokens=add_special_tokens).ids
+        return ids[:num_tokens], is_cut
+
     def min_num_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens from the length of the text; 0 if there is none."""
         if self._longest_token is None:
