@@ -217,7 +217,7 @@ def test_real_templates_continue_as_in_transformers() -> None:
         (["hi"], r"messages[0] must be an object"),
         ([*HELLO, {"content": "hi"}], "messages[1] must have a role"),
         ([{"role": 1, "content": "hi"}], "role"),
-        ([{"role": "user"}], "must have a content"),
+        ([{"role": "user", "content": None}], "content must be a string or a list of parts, got null"),
         ([{"role": "user", "content": 5}], "content must be"),
         ([{"role": "user", "content": ["hi"]}], "parts of the form"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "parts of the form"),

@@ -17,6 +17,7 @@ Position = tuple[list[int], list[float], list[int]]
 
 
 _NUM_RECENT = 16
+_NUM_RECENT_CANDIDATES = 4096  # whole vocabularies would take long to pack together
 
 
 class Logprobs(Protocol):
@@ -103,7 +104,8 @@ class LogprobBuffer:
         self._recent += positions
         for token_ids, _, _ in positions:
             self.num_candidates += len(token_ids)
-        if len(self._recent) > _NUM_RECENT:
+        num_unpacked = self.num_candidates - (0 if self._table is None else self._table.num_candidates)
+        if len(self._recent) > _NUM_RECENT or num_unpacked > _NUM_RECENT_CANDIDATES:
             self._table = self._table or LogprobTable()
             self._table.extend(self._recent)
             self._recent = []

@@ -201,7 +201,8 @@ class InputProcessor:
             return TokenizedPrompt(None if is_cut else text, self._check_token_ids(ids))
         if len(text) > self.limits.max_model_len:
             self.limits.check_length(tokenizer.min_num_tokens(text))
-        return TokenizedPrompt(text, self._check_token_ids(tokenizer.encode(text, add_special_tokens)))
+        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return TokenizedPrompt(text, self._check_token_ids(ids))
 
     def _tokenize_dict(self, prompt: TextPrompt | TokensPrompt, truncation: Truncation | None) -> TokenizedPrompt:
         given, salt = set(prompt), check_cache_salt(prompt.get("cache_salt"))

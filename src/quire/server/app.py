@@ -5,8 +5,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from quire.core.sampling_params import MAX_SEED
 from quire.core.version import __version__
+from quire.server.api.bodies import MAX_HTTP_SEED
 from quire.server.errors import handle_errors
 from quire.server.http.middleware import AccessMiddleware
 from quire.server.http.request_log import RequestLog
@@ -114,7 +114,7 @@ def _add_bounds(properties: dict[str, Any], service: Service) -> None:
     bounds = {"n": {"maximum": options.max_n}, "cache_salt": {"maxLength": options.max_salt_chars}}
     bounds |= {field: {"maximum": inputs.max_logprobs} for field in ("logprobs", "top_logprobs", "prompt_logprobs")}
     bounds |= {field: {"maxItems": getattr(options, limit)} for field, limit in MAX_ELEMENTS.items()}
-    bounds["seed"] = {"maximum": MAX_SEED}  # FastAPI rounds it to a float, one too high
+    bounds["seed"] = {"maximum": MAX_HTTP_SEED}  # FastAPI rounds it to a float, one too high
     bounds["logit_bias"] = {"maxProperties": options.max_logit_bias}
     kinds = {"maximum": "integer", "maxLength": "string", "maxItems": "array", "maxProperties": "object"}
     for field in bounds.keys() & properties.keys():

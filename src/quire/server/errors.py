@@ -49,7 +49,8 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
 
 def unsupported(param: str, value: object) -> NoReturn:
     """Raise ApiError 400 for a known parameter that is not implemented."""
-    raise ApiError(400, f"{param} {shown(value)} is not supported yet", param=param, code="unsupported_parameter")
+    given = param if isinstance(value, list | dict) else f"{param} {shown(value)}"
+    raise ApiError(400, f"{given} is not supported yet", param=param, code="unsupported_parameter")
 
 
 @contextmanager

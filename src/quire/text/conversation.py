@@ -15,6 +15,8 @@ from quire.text.tools import ToolLimits
 
 _REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")  # vLLM's, DeepSeek's and Qwen's, gpt-oss's
 
+_SPEAKERS = ("user", "system", "developer")  # null is no content of theirs; an assistant's message may have calls alone
+
 Message = Mapping[str, Any]
 
 
@@ -41,9 +43,9 @@ def _checked(index: int, message: object, names: dict[object, str], limits: Tool
     calls = checked.pop("tool_calls", None)
     if calls:
         checked["tool_calls"] = _tool_calls(where, calls, names, limits)
-    elif "content" not in message and "tool_calls" not in message:
-        refuse(f"{where} must have a content")
-    checked["content"] = _content_text(where, message.get("content"))
+    elif "content" in message and message["content"] is None and checked["role"] in _SPEAKERS:
+        refuse(f"{where}.content must be a string or a list of parts, got null")
+    checked["content"] = content_text(where, message.get("content"))
     if checked["role"] == "tool" and (name := names.get(_hashable(checked.get("tool_call_id")))):
         checked.setdefault("name", name)
     reasoning = next((text for name in _REASONING_NAMES if isinstance(text := checked.get(name), str)), None)
@@ -52,16 +54,21 @@ def _checked(index: int, message: object, names: dict[object, str], limits: Tool
     return checked
 
 
-def _content_text(where: str, content: object) -> str:
+def content_text(where: str, content: object) -> str:
     """Return the content of a message as one text, parts joined by newlines: most templates accept text only."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list | tuple):
         refuse(f"{where}.content must be a string, a list of parts or null, got {type(content).__name__}")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            refuse(f'{where}.content must have parts of the form {{"type": "text", "text": "..."}} only')
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(_part_text(where, part) for part in content)
+
+
+def _part_text(where: str, part: object) -> str:
+    """Return the text of a part; that of a refusal is text of the model like any other."""
+    text = part.get(part["type"]) if isinstance(part, dict) and part.get("type") in ("text", "refusal") else None
+    if not isinstance(text, str):
+        refuse(f'{where}.content must have parts of the form {{"type": "text", "text": "..."}} only')
+    return text
 
 
 def _tool_calls(where: str, calls: object, names: dict[object, str], limits: ToolLimits) -> list[dict[str, Any]]:

@@ -129,12 +129,14 @@ def test_no_piece_has_more_than_a_slice_of_work(tokenizer: Tokenizer) -> None:
     """262,144 candidates, the default of max_prompt_candidates: bytes that are encoded at once."""
     table, names = LogprobTable.of([candidates(5)] * (1 << 17)), TokenNames(tokenizer)
     wide = LogprobTable.of([candidates(*range(5, 26))] * (1 << 13))
+    whole = LogprobTable.of([candidates(*(5 + number % 300 for number in range(1 << 14)))] * 2)
     writer = CompletionLogprobs(tokenizer, [], skip_special_tokens=True, start=0)
     for pieces in (
         completion_logprobs([LogprobPiece(names, [5] * (1 << 17), table, lambda token: token)]),
         completion_logprobs([writer.piece([5] * (1 << 13), wide)]),
-        chat_logprobs(names, table, 0), chat_logprobs(names, wide, 20),
-        prompt_logprobs(names, table), prompt_logprobs(names, wide),
+        completion_logprobs([writer.piece([5] * 2, whole)]),
+        chat_logprobs(names, table, 0), chat_logprobs(names, wide, 20), chat_logprobs(names, whole, 1 << 14),
+        prompt_logprobs(names, table), prompt_logprobs(names, wide), prompt_logprobs(names, whole),
     ):  # fmt: skip
         assert isinstance(pieces, JsonStream)
         assert max(map(len, pieces.pieces)) < 128 * token_logprobs.SLICE_CANDIDATES
@@ -161,7 +163,7 @@ def test_chosen_token_keeps_its_logprob_among_namesakes(byte_tokenizer: Tokenize
 def test_chat_shows_the_likeliest_and_always_the_chosen(byte_tokenizer: Tokenizer) -> None:
     names = TokenNames(byte_tokenizer)
     table = LogprobTable.of([([12, 10, 11], [-3.0, -1.0, -2.0], [3, 1, 2])])  # the token that was drawn stands first
-    for num_top, shown in ((0, []), (1, [10]), (2, [10, 11]), (3, [10, 11, 12])):
+    for num_top, shown in ((0, []), (1, [10]), (2, [10, 11]), (None, [12, 10, 11])):
         (entry,) = read(chat_logprobs(names, table, num_top))["content"]
         assert (entry["token"], entry["logprob"], entry["bytes"]) == (names.text(12), -3.0, names.raw(12))
         assert [top["token"] for top in entry["top_logprobs"]] == [names.text(token) for token in shown]

@@ -12,6 +12,7 @@ from quire.server.api.request_parsing import check_field_names
 from quire.server.errors import ApiError
 from quire.server.openai.field_support import OTHER_FIELDS, UNSUPPORTED, WITHOUT_EFFECT
 from quire.server.openai.request_models import ChatBody, CompletionBody
+from support.vllm_fields import CHAT_REQUEST, COMPLETION_REQUEST
 
 
 def test_every_parameter_of_openai_is_known() -> None:
@@ -22,23 +23,27 @@ def test_every_parameter_of_openai_is_known() -> None:
     assert options - UNSUPPORTED.keys() - WITHOUT_EFFECT == {"stream_options.include_usage"}
 
 
-# Request fields of vLLM's completions and chats, by its protocol module, besides OpenAI's.
-VLLM_FIELDS = (
-    "add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "best_of", "cache_salt",
-    "chat_template", "chat_template_kwargs", "continue_final_message", "documents", "echo", "guided_choice",
-    "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern",
-    "ignore_eos", "include_reasoning", "include_stop_str_in_output", "kv_transfer_params", "length_penalty",
-    "logits_processors", "logprob_token_ids", "media_io_kwargs", "min_p", "min_tokens", "mm_processor_kwargs",
-    "priority", "prompt_embeds", "prompt_logprobs", "repetition_detection", "repetition_penalty", "request_id",
-    "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens", "spaces_between_special_tokens",
-    "stop_token_ids", "structural_tag", "structured_outputs", "thinking_token_budget", "top_k",
-    "truncate_prompt_tokens", "use_beam_search", "vllm_xargs",
+def test_lists_and_objects_are_refused_without_their_size() -> None:
+    with pytest.raises(ApiError, match=r"^tools is not supported yet$"):
+        check_field_names({"tools": [{}]}, (), OTHER_FIELDS)
+
+
+# Fields of vLLM's earlier versions.
+EARLIER_FIELDS = (
+    "best_of", "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex",
+    "guided_whitespace_pattern", "logits_processors", "structural_tag",
 )
 
 
-def test_every_field_of_vllm_is_known() -> None:
-    known = CompletionBody.model_fields.keys() | ChatBody.model_fields.keys() | UNSUPPORTED.keys() | WITHOUT_EFFECT
-    assert set(VLLM_FIELDS) <= known
+@pytest.mark.parametrize(
+    ("body_type", "names"), [(CompletionBody, COMPLETION_REQUEST), (ChatBody, CHAT_REQUEST)], ids=["completion", "chat"]
+)
+def test_every_field_of_vllm_is_honoured_refused_or_without_effect(
+    body_type: type[CompletionBody] | type[ChatBody], names: frozenset[str]
+) -> None:
+    known = body_type.model_fields.keys() | UNSUPPORTED.keys() | WITHOUT_EFFECT
+    assert not names.union(EARLIER_FIELDS) - known
+    assert not WITHOUT_EFFECT & (UNSUPPORTED.keys() | body_type.model_fields.keys())
 
 
 @pytest.mark.parametrize(
@@ -61,17 +66,16 @@ def test_every_field_of_vllm_is_known() -> None:
         ("parallel_tool_calls", False),
         ("structured_outputs", {"json": {}}),
         ("tools", "x" * 1_000_000),
-        ("add_special_tokens", False),
         ("best_of", 2),
         ("include_reasoning", False),
-        ("kv_transfer_params", {}),
-        ("logprob_token_ids", [5]),
+        ("kv_transfer_params", {"a": 1}),
+        ("ec_transfer_params", {"a": 1}),
+        ("watermarking", True),
+        ("return_weight_versions", True),
         ("media_io_kwargs", {"video": {}}),
         ("mm_processor_kwargs", {"x": 1}),
         ("prompt_embeds", "AAAA"),
-        ("repetition_detection", {}),
-        ("return_tokens_as_token_ids", True),
-        ("spaces_between_special_tokens", False),
+        ("repetition_detection", {"max_pattern_size": 2}),
         ("structural_tag", "{}"),
         ("thinking_token_budget", 5),
         ("vllm_xargs", {"x": 1}),

@@ -173,5 +173,5 @@ def test_template_variables_are_no_fields(server: OpenAIServer, name: str) -> No
 
 
 def test_what_a_template_cannot_render_is_told(server: OpenAIServer) -> None:
-    status, error = server.refusal(CHAT, messages=[{"role": "user"}])
+    status, error = server.refusal(CHAT, messages=[{"role": "user", "content": None}])
     assert (status, error["param"]) == (400, "messages")

@@ -18,20 +18,21 @@ REQUIRED: dict[BodyType, dict[str, Any]] = {
 }
 SHARED: dict[str, Any] = {
     "n": 3,
-    "temperature": 0,
+    "temperature": 2,
     "top_p": 0.5,
     "top_k": 5,
     "min_p": 0.1,
     "presence_penalty": 1,
     "frequency_penalty": -1,
     "repetition_penalty": 1.1,
-    "seed": 2**64 - 1,
+    "seed": 2**63 - 1,
     "stop": "end",
     "stop_token_ids": [5],
     "ignore_eos": True,
     "min_tokens": 2,
     "max_tokens": 9,
     "prompt_logprobs": 2,
+    "truncate_prompt_tokens": 7,
     "logit_bias": {"5": 1.5},
     "allowed_token_ids": [5, 6],
     "bad_words": ["x"],
@@ -67,22 +68,24 @@ def test_parameters_of_both_routes_mean_the_same(server: OpenAIServer, body_type
     ("field", "values"),
     [
         ("n", [0, -1, 9, 10**30]),
-        ("temperature", [-0.1, 101]),
+        ("temperature", [-0.1, 2.001, 101]),
         ("top_p", [0, 1.1]),
         ("top_k", [-2, 2**31]),
         ("min_p", [-0.1, 1.1]),
         ("presence_penalty", [2.1, -2.1]),
         ("frequency_penalty", [2.1]),
         ("repetition_penalty", [0]),
-        ("seed", [2**64, -(2**63) - 1, 10**30]),
+        ("seed", [2**63, -(2**63) - 1, 10**30]),
         ("stop", [5, "", ["a", ""], ["a", 5], {}, "x" * 1025]),
         ("stop_token_ids", [5, [True], ["5"], [-1], [4096]]),
         ("allowed_token_ids", [[], [1.0], [4096]]),
         ("bad_words", ["x", [""], ["x" * 1025]]),
-        ("logit_bias", [[], {"x": 1}, {"5": 101}, {"5": "1"}, {"4096": 1}, {"5": True}, {"-1": 1}]),
+        ("logit_bias", [[], {"x": 1}, {"5": "1"}, {"4096": 1}, {"5": True}, {"-1": 1}]),
         ("min_tokens", [-1]),
         ("max_tokens", [-1, 2**31]),
-        ("prompt_logprobs", [-1, 21]),
+        ("prompt_logprobs", [-2, -1, 21]),
+        ("truncate_prompt_tokens", [0, -2, 2**31]),
+        ("truncation_side", ["middle"]),
         ("stream_options", [{"include_usage": True}]),
     ],
 )
@@ -103,9 +106,43 @@ def test_min_tokens_above_max_tokens(server: OpenAIServer) -> None:
 def test_max_completion_tokens_is_the_newer_name(server: OpenAIServer) -> None:
     assert params_of(server, ChatBody, max_completion_tokens=5).max_tokens == 5
     assert params_of(server, ChatBody, max_completion_tokens=5, max_tokens=5).max_tokens == 5
-    assert refusal(server, ChatBody, max_completion_tokens=5, max_tokens=6).param == "max_tokens"
+    assert params_of(server, ChatBody, max_completion_tokens=5, max_tokens=6).max_tokens == 5
     for value in (0, -1, 2**31):
         assert refusal(server, ChatBody, max_completion_tokens=value).param == "max_completion_tokens"
+
+
+@pytest.mark.parametrize("body_type", [CompletionBody, ChatBody])
+def test_biases_are_clipped(server: OpenAIServer, body_type: BodyType) -> None:
+    params = params_of(server, body_type, logit_bias={"5": 1000, "6": -101.5, "7": 3})
+    assert params.logit_bias == {5: 100, 6: -100, 7: 3}
+
+
+@pytest.mark.parametrize("body_type", [CompletionBody, ChatBody])
+def test_several_greedy_answers_are_refused(server: OpenAIServer, body_type: BodyType) -> None:
+    assert refusal(server, body_type, n=2, temperature=0).param == "n"
+    assert params_of(server, body_type, n=2, temperature=0, use_beam_search=True, max_tokens=2).n == 2
+
+
+def test_length_penalty_without_beams_has_no_effect(server: OpenAIServer) -> None:
+    assert params_of(server, CompletionBody, length_penalty=2.0) == SamplingParams(max_tokens=16)
+
+
+def test_named_tokens_need_logprobs(server: OpenAIServer) -> None:
+    for body_type, asked in ((CompletionBody, 5), (ChatBody, True)):
+        assert refusal(server, body_type, logprob_token_ids=[5, 6]).param == "logprob_token_ids"
+        params = params_of(server, body_type, logprob_token_ids=[5, 6], logprobs=asked)
+        assert (params.logprob_token_ids, params.logprobs) == ((5, 6), 2)
+        for wrong in ([4096], [-1], list(range(129))):
+            assert refusal(server, body_type, logprob_token_ids=wrong, logprobs=asked).param == "logprob_token_ids"
+        beams = {"use_beam_search": True, "logprob_token_ids": [5], "logprobs": asked}
+        assert refusal(server, body_type, **beams).status == 400
+
+
+def test_spaces_between_special_tokens_are_refused_where_they_could_matter(server: OpenAIServer) -> None:
+    assert params_of(server, ChatBody, spaces_between_special_tokens=False) == SamplingParams(max_tokens=None)
+    fields = {"spaces_between_special_tokens": False, "skip_special_tokens": False}
+    error = refusal(server, ChatBody, **fields)
+    assert (error.param, error.code) == ("spaces_between_special_tokens", "unsupported_parameter")
 
 
 def test_logprobs_of_completions_are_a_number(server: OpenAIServer) -> None:

@@ -42,7 +42,7 @@ def test_conversation_is_what_a_chat_would_see(server: OpenAIServer) -> None:
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/tokenize", {"prompt": "x", "add_special_tokens": "no"}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": "perhaps"}, "add_special_tokens"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
         ("/detokenize", {"tokens": [True]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),

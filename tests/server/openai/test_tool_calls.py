@@ -113,7 +113,7 @@ def test_special_tokens_remain_if_the_client_asks_for_them(server: OpenAIServer,
     assert choice["message"]["content"] == "It is <b>18<|other|> degrees."
 
 
-@pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": None}, {"tools": []}])
+@pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": None}])
 def test_calls_are_content_where_none_are_asked_for(server: OpenAIServer, model: CallingModel, fields: Json) -> None:
     choice = answer(server, model, "call", **fields)
     assert (choice["message"]["content"] + "</tool_call>").removeprefix("<tool_call>") != ""
@@ -182,7 +182,7 @@ def test_logprobs_are_of_all_tokens(server: OpenAIServer, model: CallingModel) -
 
 
 def test_each_answer_is_read_by_itself(server: OpenAIServer, model: CallingModel) -> None:
-    body = asked(model, "calls", n=3)
+    body = asked(model, "calls", n=3, temperature=1e-3)
     choices = server.ask(CHAT, **body)["choices"]
     assert [calls_of(choice) for choice in choices] == [[("get_weather", ULM), ("get_time", ROME)]] * 3
     assert len({call["id"] for choice in choices for call in choice["message"]["tool_calls"]}) == 6
@@ -201,7 +201,7 @@ def test_each_answer_is_read_by_itself(server: OpenAIServer, model: CallingModel
         ({"tool_choice": {"type": "function"}}, "tool_choice", "tool_choice must be {"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not in tools"),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}}, "tool_choice", "allowed_tools"),
-        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "must be true or false"),
+        ({"parallel_tool_calls": "perhaps"}, "parallel_tool_calls", "must be true or false"),
         ({"reasoning_effort": "much"}, "reasoning_effort", "must be one of none, minimal"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "no fields of the body"),
         ({"messages": [{"role": "assistant", "tool_calls": [LONG_CALL]}]}, "messages", "(max_argument_bytes)"),

@@ -10,6 +10,8 @@ from quire.core.checks import MAX_INT
 
 Schema = dict[str, Any]
 
+MAX_HTTP_SEED = 2**63 - 1  # as in vLLM's server; Python takes more
+
 NULL: Schema = {"type": "null"}
 TEXT: Schema = {"type": "string", "minLength": 1}
 

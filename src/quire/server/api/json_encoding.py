@@ -56,12 +56,16 @@ def _encode_around(message: Any) -> Iterator[bytes]:  # noqa: ANN401 (JSON)
         yield tail
 
 
-def array(slices: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the JSON of an array from that of slices of it, each an array that is not empty."""
+def array(slices: Iterable[bytes | Iterator[bytes]]) -> Iterator[bytes]:
+    """Yield the JSON of an array from slices of it: arrays that are not empty, or the pieces of one long element."""
     yield b"["
     between = b""
     for each in slices:
-        yield between + each[1:-1]
+        if isinstance(each, bytes):
+            yield between + each[1:-1]
+        else:
+            yield between
+            yield from each
         between = b","
     yield b"]"
 

@@ -38,9 +38,14 @@ LONG_BYTES = 1 << 18      # a longer body is decoded in the lane of long ones
 
 _EXPECTED = "Input should be "  # prefix of pydantic's messages
 _WORDS = {
+    "bool_parsing": "true or false",
     "bool_type": "true or false",
     "dict_type": "an object",
+    "float_parsing": "a number",
     "float_type": "a number",
+    "int_from_float": "an integer",
+    "int_parsing": "an integer",
+    "int_parsing_size": "an integer",
     "int_type": "an integer",
     "list_type": "a list",
     "model_type": "an object",
@@ -122,7 +127,7 @@ def _refuse_first(error: ValidationError) -> NoReturn:
     param = _param(first["loc"])
     if first["type"] == "missing":
         invalid(f"{param} is missing", param=param)
-    if first["msg"].startswith(_EXPECTED):
+    if first["type"] in _WORDS or first["msg"].startswith(_EXPECTED):
         refuse(param, first["input"], _WORDS.get(first["type"], first["msg"].removeprefix(_EXPECTED)))
     invalid(f"{param}: {first['msg']}", param=param)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.core.checks import refuse
+from quire.engine.input_processor import Truncation
 from quire.server.service import Service
 from quire.text.conversation import Message
 from quire.text.tools import Tool
@@ -22,6 +23,7 @@ class Conversation:
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template
     adds_special_tokens: bool = False           # the template writes them itself
+    truncation: Truncation | None = None        # of its tokens
 
 
 async def rendered(

@@ -17,8 +17,10 @@ async def prepare_chat(service: Service, call: R, conversation: Conversation, *,
     """Return the call with the engine request for a conversation, and the reading of its outputs."""
     text = await rendered(service, conversation, call.client_id, _forced_tools(call))
     call = await _with_formats(service, call, text, shows_reasoning=shows_reasoning)
-    adds_special_tokens = conversation.adds_special_tokens
-    tokenize = partial(service.client.inputs.tokenize_rendered, add_special_tokens=adds_special_tokens)
+    tokenize = partial(
+        service.client.inputs.tokenize_rendered, add_special_tokens=conversation.adds_special_tokens,
+        truncation=conversation.truncation,
+    )  # fmt: skip
     return await prepared(service, call, tokenize, [text])
 
 

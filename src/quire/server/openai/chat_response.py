@@ -9,6 +9,7 @@ from quire.server.api.token_logprobs import TokenNames
 from quire.server.api.usage import TokenUsage
 from quire.server.openai.logprobs import WholeChatLogprobs, chat_logprobs, prompt_logprobs
 from quire.server.openai.parsed_message import ParsedMessage, whole_message
+from quire.server.openai.request_models import ChatBody, CompletionBody
 from quire.server.openai.response_builder import (
     UNUSED_OF_CHOICES,
     UNUSED_OF_CHUNK_CHOICES,
@@ -16,6 +17,7 @@ from quire.server.openai.response_builder import (
     OpenAIRequest,
     OpenAIResponseBuilder,
 )
+from quire.text.conversation import content_text
 from quire.text.tokenizer import Tokenizer
 
 ROLE = "assistant"
@@ -36,7 +38,8 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
     def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer | None) -> None:
         super().__init__(request)
         self._tokenizer = tokenizer
-        self._names = TokenNames(tokenizer)
+        self._names = TokenNames(tokenizer, as_ids=bool(request.body.return_tokens_as_token_ids))
+        self._echo = _echo(request.body)
         self._num_begun = 0                      # messages with a role sent
         self._parsed: dict[int, ParsedMessage] = {}  # messages that are read for tool calls and reasoning, by index
 
@@ -57,14 +60,17 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         yield from encode_streamed(self._whole_choice(output, message, parsed.finish_reason(output.finish_reason)))
 
     def _whole_choice(self, output: CompletionOutput, message: Json, finish_reason: str | None) -> Json:
+        if self._echo:
+            message["content"] = self._echo + (message["content"] or "")
         return {
             "index": output.index,
             "message": {"role": ROLE, **_NULL_FIELDS, **message},
             "logprobs": self._logprobs(output),
             "finish_reason": finish_reason,
             "stop_reason": output.stop_reason,
+            "token_ids": self._token_ids(output),
             **UNUSED_OF_CHOICES,
-        } | self._tokens(output)
+        }
 
     def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Iterable[Json]:
         if self.request.reading is not None:
@@ -90,10 +96,15 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
     def _last_chunk_choice(self, piece: CompletionOutput, delta: Json, finish_reason: str | None) -> Json:
         """Return the last choice of a piece, with what belongs to all of it."""
         choice = _chunk(piece.index, self._with_role(piece, delta))
-        choice |= {"logprobs": self._logprobs(piece), "finish_reason": finish_reason}
+        choice |= {
+            "logprobs": self._logprobs(piece), "finish_reason": finish_reason, "token_ids": self._token_ids(piece)
+        }
         if piece.finish_reason is not None:
             choice |= {"stop_reason": piece.stop_reason, **UNUSED_OF_CHUNK_CHOICES}
-        return choice | self._tokens(piece)
+        return choice
+
+    def _token_ids(self, output: CompletionOutput) -> list[int] | None:
+        return output.token_ids if self.request.body.return_token_ids else None
 
     def _parsed_message(self, reading: OutputReading, piece: CompletionOutput) -> ParsedMessage:
         parsed = self._parsed.get(piece.index)
@@ -110,18 +121,21 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         if not self._is_first(piece):
             return delta
         self._num_begun = piece.index + 1
-        return {"role": ROLE, "content": None if delta else ""} | delta
+        first = {"role": ROLE, "content": None if delta else ""} | delta
+        return first | {"content": self._echo + (first["content"] or "")} if self._echo else first
 
     def _start_messages(self, index: int) -> Iterator[Json]:
         """Yield an empty piece of each message that must start before `index`."""
         for earlier in range(self._num_begun, index):
-            yield _chunk(earlier, {"role": ROLE, "content": ""})
+            yield _chunk(earlier, {"role": ROLE, "content": self._echo})
         self._num_begun = max(self._num_begun, index)
 
     def _logprobs(self, piece: CompletionOutput) -> JsonStream | WholeChatLogprobs | None:
         if piece.packed_logprobs is None:
             return None
-        return chat_logprobs(self._names, piece.packed_logprobs, self.request.params.logprobs or 0)
+        params = self.request.params
+        num_top = None if params.logprob_token_ids else params.logprobs or 0
+        return chat_logprobs(self._names, piece.packed_logprobs, num_top)
 
     def _usage(self, usage: TokenUsage) -> Json:
         written = super()._usage(usage)
@@ -132,6 +146,8 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
 
     def _prompt_fields(self) -> Json:
         fields: Json = {"prompt_token_ids": None, "prompt_text": None}
+        if isinstance(self.request.body, ChatBody) and self.request.body.return_prompt_text:
+            fields["prompt_text"] = self.request.requests[0].prompt.text
         if not self.streams:
             fields["prompt_logprobs"] = None
         if self.request.body.return_token_ids:
@@ -140,6 +156,13 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
             table = self._prompt_logprobs[0]
             fields["prompt_logprobs"] = None if table is None else prompt_logprobs(self._names, table)
         return fields
+
+
+def _echo(body: ChatBody | CompletionBody) -> str:
+    """Return the text that messages begin with: with `echo`, the last message if it is the assistant's."""
+    if not isinstance(body, ChatBody) or not body.echo or body.messages[-1].role != ROLE:
+        return ""
+    return content_text("messages[-1]", body.messages[-1].content)
 
 
 def _chunk(index: int, delta: Json) -> Json:

@@ -16,8 +16,8 @@ from quire.server.openai.response_builder import (
 from quire.text.tokenizer import Tokenizer
 
 # Fields of a choice that are null unless they are set.
-_NULL_FIELDS_OF_CHUNKS: Json = {"prompt_token_ids": None, **UNUSED_OF_CHUNK_CHOICES}
-_NULL_FIELDS: Json = {"prompt_token_ids": None, "prompt_logprobs": None, **UNUSED_OF_CHOICES}
+_NULL_FIELDS_OF_CHUNKS: Json = {"prompt_token_ids": None, "token_ids": None, **UNUSED_OF_CHUNK_CHOICES}
+_NULL_FIELDS: Json = {"prompt_token_ids": None, "prompt_logprobs": None, "token_ids": None, **UNUSED_OF_CHOICES}
 
 
 class CompletionResponseBuilder(OpenAIResponseBuilder):
@@ -33,7 +33,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         self._num_added = [
             self._num_added_chars(request.prompt) if has_logprobs else 0 for request in request.requests
         ]
-        self._names = TokenNames(tokenizer)
+        self._names = TokenNames(tokenizer, as_ids=bool(request.body.return_tokens_as_token_ids))
         self._null_fields = _NULL_FIELDS_OF_CHUNKS if request.stream else _NULL_FIELDS
         self._logprobs: dict[int, CompletionLogprobs] = {}  # of the choices with output
         self._begun: set[int] = set()            # choices with a first part
@@ -42,8 +42,10 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         index = self._index(prompt_index, output)
         choice: Json = {
             "index": index, "text": output.text, "logprobs": None, "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason, **self._null_fields, **self._tokens(output),
+            "stop_reason": output.stop_reason, **self._null_fields,
         }  # fmt: skip
+        if self.request.body.return_token_ids:
+            choice["token_ids"] = output.token_ids
         is_first = index not in self._begun
         if output.packed_logprobs is not None:
             written = self._logprobs.get(index) or self._choice_logprobs(prompt_index, index)
@@ -71,22 +73,22 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
             choice["text"] = self._echoes[prompt_index] + choice["text"]
 
     def _echo(self, prompt_index: int) -> str:
-        """Return the text of a prompt: as sent, or decoded from its tokens."""
+        """Return the text of a prompt: as sent, or decoded from its tokens, special tokens included."""
         prompt = self.request.requests[prompt_index].prompt
         if prompt.text is not None:
             return prompt.text
         assert self._tokenizer is not None, "echo needs a tokenizer"
-        return self._tokenizer.decode(prompt.token_ids.tolist(), self.request.params.skip_special_tokens)
+        return self._tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
 
     def _prompt_part(self, prompt_index: int) -> LogprobPiece:
         """Return the logprobs of a prompt, which precede those of each choice."""
         table = self._prompt_logprobs[prompt_index]
         assert table is not None, "logprobs with echo include the prompt's"
         prompt = self.request.requests[prompt_index].prompt
-        if prompt.text is None:
-            return self._new_logprobs([], start=0).piece(prompt.token_ids, table)
-        start = -self._num_added[prompt_index]
-        written = CompletionLogprobs(self._tokenizer, [], skip_special_tokens=False, start=start)
+        start = 0 if prompt.text is None else -self._num_added[prompt_index]
+        written = CompletionLogprobs(
+            self._tokenizer, [], skip_special_tokens=False, start=start, names=self._names
+        )
         return written.piece(prompt.token_ids, table)
 
     def _num_added_chars(self, prompt: TokenizedPrompt) -> int:
@@ -100,9 +102,8 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
     def _choice_logprobs(self, prompt_index: int, index: int) -> CompletionLogprobs:
         start = 0 if self._echoes is None else len(self._echoes[prompt_index])
         token_ids = self.request.requests[prompt_index].prompt.token_ids
-        written = self._logprobs[index] = self._new_logprobs(token_ids, start)
-        return written
-
-    def _new_logprobs(self, prompt_token_ids: Sequence[int], start: int) -> CompletionLogprobs:
         skip = self.request.params.skip_special_tokens
-        return CompletionLogprobs(self._tokenizer, prompt_token_ids, skip_special_tokens=skip, start=start)
+        written = self._logprobs[index] = CompletionLogprobs(
+            self._tokenizer, token_ids, skip_special_tokens=skip, start=start, names=self._names
+        )
+        return written

@@ -8,7 +8,6 @@ from quire.server.api.bodies import OtherFields
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     # OpenAI's
     "audio": (),
-    "echo": (False,),
     "function_call": ("none", "auto"),         # without functions
     "functions": ([],),
     "modalities": (["text"],),
@@ -19,41 +18,40 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "suffix": ("",),
+    "suffix": (),
     "tool_choice": ("none", "auto"),           # without tools
     "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM's
-    "add_special_tokens": (True,),
     "best_of": (1,),
     "chat_template": (),
     "documents": ([],),
+    "ec_transfer_params": ({},),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "include_reasoning": (True,),
-    "kv_transfer_params": (),
+    "kv_transfer_params": ({},),
     "logits_processors": ([],),
-    "logprob_token_ids": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
-    "prompt_embeds": (),
-    "repetition_detection": (),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "stream_options.continuous_usage_stats": (False,),
+    "prompt_embeds": ([],),
+    "repetition_detection": ({},),
+    "return_weight_versions": (False,),
     "structural_tag": (),
     "structured_outputs": (),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
+    "thinking_token_budget": (-1,),            # no limit
     "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 
-# Labels of the client or the request, hints on storage and padding, options of features that are refused.
+# Labels of the client or the request, hints on storage, padding and the size of chunks, options of features that are
+# refused, and of routes and models that Quire does not have.
 WITHOUT_EFFECT = frozenset((
-    "guided_decoding_backend", "request_id",
+    "guided_decoding_backend", "request_id", "session_id", "stream_interval", "return_token_offsets",
+    "routed_experts_prompt_start", "mm_payload", "return_mm_kwargs",
     "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
     "stream_options.include_obfuscation", "user",
 ))

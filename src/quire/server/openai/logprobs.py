@@ -1,13 +1,22 @@
 """Logprobs in OpenAI's JSON: parallel lists for completions, one object per token for chats."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
+from typing import Any
 
 import msgspec
 
 from quire.core.logprob_table import Logprobs, Position
 from quire.server.api.json_encoding import JsonStream, array, encode
-from quire.server.api.token_logprobs import SLICE_CANDIDATES, TokenLogprob, TokenNames, slices_of, token_logprob
+from quire.server.api.token_logprobs import (
+    SLICE_CANDIDATES,
+    TokenLogprob,
+    TokenNames,
+    is_wide,
+    slices_of,
+    token_logprob,
+    wide_token_logprob,
+)
 from quire.text.detokenizer import IncrementalDetokenizer, incremental_detokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -43,9 +52,10 @@ class CompletionLogprobs:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, start: int
-    ) -> None:
-        self._names = TokenNames(tokenizer)
+        self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, start: int,
+        names: TokenNames | None = None,
+    ) -> None:  # fmt: skip
+        self._names = names or TokenNames(tokenizer)
         self._end = start
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None:
@@ -106,11 +116,15 @@ class LogprobPiece:
         for start in range(0, len(self._token_ids), SLICE_CANDIDATES):
             yield encode([self._names.key(token_id) for token_id in self._token_ids[start : start + SLICE_CANDIDATES]])
 
-    def top_logprobs(self) -> Iterator[bytes]:
+    def top_logprobs(self) -> Iterator[bytes | Iterator[bytes]]:
         """Yield slices of `top_logprobs`."""
         yield from self._unknown()
         for start, stop in slices_of(self._table):
-            yield encode([self._top(position) for position in self._table.positions(start, stop)])
+            positions = self._table.positions(start, stop)
+            if is_wide(self._table):
+                yield from map(self._wide_top, positions)
+            else:
+                yield encode([self._top(position) for position in positions])
 
     def _unknown(self) -> Iterator[bytes]:
         if self._num_unknown:
@@ -123,12 +137,23 @@ class LogprobPiece:
         top[key(token_ids[0])] = logprobs[0]  # two tokens may have the same text
         return top
 
+    def _wide_top(self, position: Position) -> Iterator[bytes]:
+        """Yield the JSON of `_top` in slices of work; they are empty while names are collected."""
+        token_ids, logprobs, _ = position
+        top: dict[str, float] = {}
+        for start in range(0, len(token_ids), SLICE_CANDIDATES):
+            some = slice(start, start + SLICE_CANDIDATES)
+            top |= zip(map(self._names.key, token_ids[some]), logprobs[some], strict=True)
+            yield b""
+        top[self._names.key(token_ids[0])] = logprobs[0]
+        yield from _wide_object(top.items())
+
 
 def completion_logprobs(pieces: Sequence[LogprobPiece]) -> JsonStream | WholeCompletionLogprobs:
     """Return the logprobs of consecutive pieces as one object."""
     if len(pieces) == 1 and pieces[0].is_short:
         return pieces[0].whole()
-    lists: dict[bytes, Iterable[Iterator[bytes]]] = {
+    lists: dict[bytes, Iterable[Iterator[bytes | Iterator[bytes]]]] = {
         b'{"text_offset":': (piece.offsets() for piece in pieces),
         b',"token_logprobs":': (piece.token_logprobs() for piece in pieces),
         b',"tokens":': (piece.tokens() for piece in pieces),
@@ -138,27 +163,51 @@ def completion_logprobs(pieces: Sequence[LogprobPiece]) -> JsonStream | WholeCom
     return JsonStream(chain(chain.from_iterable(written), (b"}",)))
 
 
-def chat_logprobs(names: TokenNames, table: Logprobs, num_top: int) -> JsonStream | WholeChatLogprobs:
-    """Return the logprobs of tokens with the `num_top` most likely at their position, best first."""
+def _wide_object(items: Iterable[tuple[Any, Any]]) -> Iterator[bytes]:
+    """Yield the JSON of an object with many members, a slice of them at a time."""
+    rest, between = iter(items), b"{"
+    while some := dict(islice(rest, SLICE_CANDIDATES)):
+        yield between + encode(some)[1:-1]
+        between = b","
+    yield b"}"
+
+
+def chat_logprobs(names: TokenNames, table: Logprobs, num_top: int | None) -> JsonStream | WholeChatLogprobs:
+    """Return the logprobs of tokens with the `num_top` most likely at their position, best first; see above."""
     if table.num_candidates <= SLICE_CANDIDATES:
         positions = table.positions(0, len(table))
         return WholeChatLogprobs([token_logprob(names, position, num_top) for position in positions])
-    slices = (
-        encode([token_logprob(names, position, num_top) for position in table.positions(start, stop)])
-        for start, stop in slices_of(table)
-    )
-    return JsonStream(chain((b'{"content":',), array(slices), (b',"refusal":null}',)))
+
+    def slices() -> Iterator[bytes | Iterator[bytes]]:
+        for start, stop in slices_of(table):
+            positions = table.positions(start, stop)
+            if is_wide(table):
+                yield from (wide_token_logprob(names, position, num_top) for position in positions)
+            else:
+                yield encode([token_logprob(names, position, num_top) for position in positions])
+
+    return JsonStream(chain((b'{"content":',), array(slices()), (b',"refusal":null}',)))
 
 
 def prompt_logprobs(names: TokenNames, table: Logprobs) -> JsonStream:
     """Return the candidates of each position of a prompt by token id; its first token has none."""
-    slices = (
-        encode([_by_token_id(names, position) for position in table.positions(start, stop)])
-        for start, stop in slices_of(table)
-    )
-    return JsonStream(array(chain((b"[null]",), slices)))
+
+    def slices() -> Iterator[bytes | Iterator[bytes]]:
+        yield b"[null]"
+        for start, stop in slices_of(table):
+            positions = table.positions(start, stop)
+            if is_wide(table):
+                yield from (_wide_object(_by_token_id(names, position)) for position in positions)
+            else:
+                yield encode([dict(_by_token_id(names, position)) for position in positions])
+
+    return JsonStream(array(slices()))
 
 
-def _by_token_id(names: TokenNames, position: Position) -> dict[int, PromptLogprob]:
-    candidates = zip(*position, strict=True)
-    return {token_id: PromptLogprob(logprob, rank, names.decoded(token_id)) for token_id, logprob, rank in candidates}
+def _by_token_id(names: TokenNames, position: Position) -> Iterator[tuple[int, PromptLogprob]]:
+    """Yield the candidates of a position by token id, each once."""
+    seen = set[int]()
+    for token_id, logprob, rank in zip(*position, strict=True):
+        if token_id not in seen:
+            seen.add(token_id)
+            yield token_id, PromptLogprob(logprob, rank, names.decoded(token_id))

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from quire.core.checks import refuse
+from quire.engine.input_processor import Truncation
 from quire.server.api.output_constraints import CONSTRAINT_FIELDS
 from quire.server.api.preparation import prepared
 from quire.server.chat.conversation import Conversation, effort_variables
@@ -51,9 +52,16 @@ def constraint_fields(body: GenerationBody) -> dict[str, Any]:
 
 async def prepare_prompts(service: Service, call: OpenAIRequest, prompts: list[Prompt]) -> OpenAIRequest:
     """Return the call with an engine request for each prompt. InvalidRequestError for the first invalid one."""
-    adds_special_tokens = call.body.add_special_tokens is not False
-    tokenize = partial(service.client.inputs.tokenize, add_special_tokens=adds_special_tokens)
+    tokenize = partial(
+        service.client.inputs.tokenize, add_special_tokens=call.body.add_special_tokens is not False,
+        truncation=truncation_of(service, call),
+    )  # fmt: skip
     return await prepared(service, call, tokenize, prompts)
+
+
+def truncation_of(service: Service, call: OpenAIRequest) -> Truncation | None:
+    """Return the truncation of the prompts; from the left unless the body says otherwise, as in vLLM."""
+    return service.client.inputs.truncation_of(call.params, keeps_last=call.body.truncation_side != "right")
 
 
 def conversation_of(
@@ -63,6 +71,8 @@ def conversation_of(
     continues = bool(body.continue_final_message)
     begins = body.add_generation_prompt
     variables = effort_variables(body.reasoning_effort) | (body.chat_template_kwargs or {})
+    if isinstance(body, ChatBody) and body.documents is not None:
+        variables |= {"documents": _checked_documents(body.documents)}
     for name in _TEMPLATE_ARGUMENTS.intersection(variables):
         refuse("chat_template_kwargs", name, "variables that are no fields of the body")
     return Conversation(
@@ -73,6 +83,12 @@ def conversation_of(
         variables=variables,
         adds_special_tokens=bool(body.add_special_tokens),
     )
+
+
+def _checked_documents(documents: object) -> list[dict[str, Any]]:
+    if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
+        refuse("documents", documents, "a list of objects")
+    return documents
 
 
 def _as_message(message: ChatMessage) -> Message:

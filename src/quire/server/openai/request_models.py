@@ -1,36 +1,51 @@
 """Request models: names and types of the fields of each body, in pydantic, for the checks and for openapi.json.
 
-Types are strict: a bool is no integer and "5" is no number. null means the default everywhere. Ranges, and the elements
-of lists, are only documented here: `SamplingParams` checks them for all routes. Bounds that depend on the server's
-options are added to the schema by `quire.server.app`.
+Types are as lenient as vLLM's: "3" and 3.0 are integers, "true" is true, true is the number 1. null means the default
+everywhere. Ranges, and the elements of lists, are only documented here: `SamplingParams` checks them for all routes.
+Bounds that depend on the server's options are added to the schema by `quire.server.app`.
 """
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from quire.core.beam_search_params import MAX_LENGTH_PENALTY
 from quire.core.checks import MAX_INT
 from quire.core.sampling_params import (
-    MAX_LOGIT_BIAS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
-    MAX_SEED,
-    MAX_TEMPERATURE,
     MIN_SEED,
 )
 from quire.engine.input_processor import MAX_PRIORITY
-from quire.server.api.bodies import NULL, TEXT, Body, Schema, Strict, documented_as, integer, list_of, number
+from quire.server.api.bodies import MAX_HTTP_SEED, NULL, TEXT, Body, Schema, Strict, documented_as, list_of
 from quire.server.chat.conversation import EFFORTS
 from quire.server.openai.field_support import OTHER_FIELDS
 from quire.text.tools import NAME_PATTERN
+
+MAX_HTTP_TEMPERATURE = 2.0      # OpenAI's and vLLM's; Python takes more
+
+# Other forms of a number and of a flag, loosely: pydantic reads them, and refuses what is none.
+_NUMBER_FORMS: tuple[Schema, ...] = ({"type": "string", "pattern": "[0-9]"}, {"type": "boolean"}, NULL)
+_FLAG_FORMS: tuple[Schema, ...] = ({"enum": [0, 1]}, {"type": "string", "pattern": "^[A-Za-z01]+$"}, NULL)
+Flag = Annotated[bool | None, documented_as({"type": "boolean"}, *_FLAG_FORMS)]
+Lenient = ConfigDict(strict=False)
+
+
+def _integer(low: int, high: int = MAX_INT) -> WithJsonSchema:
+    return documented_as({"type": "integer", "minimum": low, "maximum": high}, *_NUMBER_FORMS)
+
+
+def _number(low: float, high: float, *, above_low: bool = False) -> WithJsonSchema:
+    kind = {"type": "number", "exclusiveMinimum" if above_low else "minimum": low, "maximum": high}
+    return documented_as(kind, *_NUMBER_FORMS)
+
 
 _TOKEN: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
 
 
 def _checked_content(content: object) -> object:
-    """Return valid content of a message: text, text parts or null."""
+    """Return valid content of a message: text, parts of text and refusals, or null."""
     if content is None or isinstance(content, str):
         return content
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
@@ -39,18 +54,24 @@ def _checked_content(content: object) -> object:
 
 
 def _is_text_part(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    has_text = isinstance(part, dict) and part.get("type") in ("text", "refusal")
+    return has_text and isinstance(part.get(part["type"]), str)  # type: ignore[attr-defined, index]
 
 
 _PART: Schema = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"type": {"const": kind}, kind: {"type": "string"}},
+            "required": ["type", kind],
+        }
+        for kind in ("text", "refusal")
+    ]
 }
 _BIAS: Schema = {
     "type": "object",
     "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-    "additionalProperties": {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
+    "additionalProperties": {"type": "number"},   # clipped to -100 to 100
 }
 _TOOL: Schema = {
     "type": "object",
@@ -106,13 +127,18 @@ Salt = Annotated[str | None, documented_as(TEXT, NULL)]
 class OpenAIBody(Body):
     """Fields of every body of these routes."""
 
+    model_config = Lenient
+
     OTHERS = OTHER_FIELDS
 
 
 class StreamOptions(Strict):
     """Options of a stream."""
 
-    include_usage: bool | None = None
+    model_config = Lenient
+
+    include_usage: Flag = None
+    continuous_usage_stats: Flag = None
 
 
 class ChatMessage(Strict):
@@ -130,8 +156,10 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 class TemplateOptions(Strict):
     """Options of rendering messages by the chat template."""
 
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    model_config = Lenient
+
+    add_generation_prompt: Flag = None
+    continue_final_message: Flag = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[Any, documented_as(list_of(_TOOL), NULL)] = None
     reasoning_effort: Annotated[str | None, documented_as({"type": "string", "enum": [*EFFORTS]}, NULL)] = None
@@ -142,28 +170,34 @@ class GenerationBody(OpenAIBody):
 
     NESTED: ClassVar = {"stream_options": StreamOptions}
 
-    n: Annotated[int | None, integer(1)] = None
-    temperature: Annotated[float | None, number(0, MAX_TEMPERATURE)] = None
-    top_p: Annotated[float | None, number(0, 1, above_low=True)] = None
-    top_k: Annotated[int | None, integer(-1)] = None
-    min_p: Annotated[float | None, number(0, 1)] = None
-    presence_penalty: Annotated[float | None, number(-MAX_PENALTY, MAX_PENALTY)] = None
-    frequency_penalty: Annotated[float | None, number(-MAX_PENALTY, MAX_PENALTY)] = None
-    repetition_penalty: Annotated[float | None, number(0, MAX_REPETITION_PENALTY, above_low=True)] = None
-    seed: Annotated[int | None, integer(MIN_SEED, MAX_SEED)] = None
-    max_tokens: Annotated[int | None, integer(1)] = None
-    min_tokens: Annotated[int | None, integer(0)] = None
-    ignore_eos: bool | None = None
+    n: Annotated[int | None, _integer(1)] = None
+    temperature: Annotated[float | None, _number(0, MAX_HTTP_TEMPERATURE)] = None
+    top_p: Annotated[float | None, _number(0, 1, above_low=True)] = None
+    top_k: Annotated[int | None, _integer(-1)] = None
+    min_p: Annotated[float | None, _number(0, 1)] = None
+    presence_penalty: Annotated[float | None, _number(-MAX_PENALTY, MAX_PENALTY)] = None
+    frequency_penalty: Annotated[float | None, _number(-MAX_PENALTY, MAX_PENALTY)] = None
+    repetition_penalty: Annotated[float | None, _number(0, MAX_REPETITION_PENALTY, above_low=True)] = None
+    seed: Annotated[int | None, _integer(MIN_SEED, MAX_HTTP_SEED)] = None
+    max_tokens: Annotated[int | None, _integer(1)] = None
+    min_tokens: Annotated[int | None, _integer(0)] = None
+    ignore_eos: Flag = None
     stop: Annotated[Any, documented_as(TEXT, list_of(TEXT), NULL)] = None
     stop_token_ids: TokenIds = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: Flag = None
+    skip_special_tokens: Flag = None
     logit_bias: Annotated[Any, documented_as(_BIAS, NULL)] = None
     allowed_token_ids: Annotated[Any, documented_as(list_of(_TOKEN, least=1), NULL)] = None
     bad_words: Annotated[Any, documented_as(list_of(TEXT), NULL)] = None
-    prompt_logprobs: Annotated[int | None, integer(0)] = None
-    return_token_ids: bool | None = None
-    add_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int | None, _integer(-1)] = None
+    logprob_token_ids: TokenIds = None
+    return_token_ids: Flag = None
+    return_tokens_as_token_ids: Flag = None
+    add_special_tokens: Flag = None
+    spaces_between_special_tokens: Flag = None
+    truncate_prompt_tokens: Annotated[int | None, _integer(-1)] = None
+    truncation_side: Annotated[str | None, documented_as({"enum": ["left", "right", None]})] = None
+    echo: Flag = None
     response_format: Annotated[Any, documented_as(_RESPONSE_FORMAT, NULL)] = None
     structured_outputs: Annotated[Any, documented_as({"type": "object"}, NULL)] = None
     guided_json: Annotated[Any, documented_as({"type": "object"}, TEXT, NULL)] = None
@@ -173,10 +207,10 @@ class GenerationBody(OpenAIBody):
     guided_whitespace_pattern: Annotated[str | None, documented_as(TEXT, NULL)] = None
     structural_tag: Annotated[Any, documented_as({"type": "object"}, TEXT, NULL)] = None
     cache_salt: Salt = None
-    priority: Annotated[int | None, integer(-MAX_PRIORITY, MAX_PRIORITY)] = None
-    use_beam_search: bool | None = None
-    length_penalty: Annotated[float | None, number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)] = None
-    stream: bool | None = None
+    priority: Annotated[int | None, _integer(-MAX_PRIORITY, MAX_PRIORITY)] = None
+    use_beam_search: Flag = None
+    length_penalty: Annotated[float | None, _number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)] = None
+    stream: Flag = None
     stream_options: StreamOptions | None = None
 
 
@@ -184,31 +218,32 @@ class CompletionBody(GenerationBody):
     """The body of /v1/completions."""
 
     prompt: Prompt
-    max_tokens: Annotated[int | None, integer(0)] = None  # 0 with echo
-    echo: bool | None = None
-    logprobs: Annotated[int | None, integer(0)] = None
-    best_of: Annotated[int | None, integer(1)] = None
+    max_tokens: Annotated[int | None, _integer(0)] = None  # 0 with echo
+    logprobs: Annotated[int | None, _integer(-1)] = None
+    best_of: Annotated[int | None, _integer(1)] = None
 
 
 class ChatBody(GenerationBody, TemplateOptions):
     """The body of /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int | None, integer(1)] = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, integer(0)] = None
+    max_completion_tokens: Annotated[int | None, _integer(1)] = None
+    logprobs: Flag = None
+    top_logprobs: Annotated[int | None, _integer(-1)] = None
     tool_choice: Annotated[Any, documented_as(_CHOICE, _NAMED_TOOL, _ALLOWED_TOOLS, NULL)] = None
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
+    parallel_tool_calls: Flag = None
+    include_reasoning: Flag = None
+    return_prompt_text: Flag = None
+    documents: Annotated[Any, documented_as(list_of({"type": "object"}), NULL)] = None
 
 
 class TokenizeBody(OpenAIBody, TemplateOptions):
     """The body of /tokenize: a prompt, or messages as in a chat."""
 
     prompt: str | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: Flag = None
     messages: Messages | None = None
-    return_token_strs: bool | None = None
+    return_token_strs: Flag = None
 
 
 class DetokenizeBody(OpenAIBody):

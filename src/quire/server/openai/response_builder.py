@@ -6,6 +6,7 @@ number of units of an output.
 """
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -69,9 +70,15 @@ class OpenAIRequest(ApiRequest):
         return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
 
     @property
+    def includes_usage_so_far(self) -> bool:
+        """Whether each chunk has the usage of its choice so far."""
+        return self.include_usage and bool(self.body.stream_options and self.body.stream_options.continuous_usage_stats)
+
+    @property
     def shows_prompt(self) -> bool:
-        """Whether choices begin with their prompt."""
-        return bool(self.body.return_token_ids or (isinstance(self.body, CompletionBody) and self.body.echo))
+        """Whether choices begin with their prompt, or with a part of it."""
+        has_text = isinstance(self.body, ChatBody) and self.body.return_prompt_text
+        return bool(self.body.return_token_ids or self.body.echo or has_text)
 
     @property
     def shows_tokens(self) -> bool:
@@ -90,6 +97,9 @@ class OpenAIResponseBuilder(ABC):
         self._prompt_logprobs: dict[int, Logprobs | None] = {}      # of the prompts with an output
         self._halves = self._encoded_halves()
         self._has_begun = False                                         # the first chunk was built
+        self._num_output_tokens: dict[int, int] | None = None           # of each choice, if chunks have usage
+        if request.includes_usage_so_far:
+            self._num_output_tokens = defaultdict(int)
 
     @property
     def streams(self) -> bool:
@@ -122,8 +132,19 @@ class OpenAIResponseBuilder(ABC):
         if output.packed_prompt_logprobs is not None or prompt_index not in self._prompt_logprobs:
             self._prompt_logprobs[prompt_index] = output.packed_prompt_logprobs
         for piece in output.outputs:
+            if self._num_output_tokens is not None:
+                self._num_output_tokens[self._index(prompt_index, piece)] += len(piece.token_ids)
             for choice in self._chunk_choices(prompt_index, piece):
-                yield from self._chunk(choice)
+                yield from self._chunk(prompt_index, choice)
+
+    def _usage_so_far(self, prompt_index: int, choice: Json) -> Json:
+        """Return the field `usage` of a chunk, with the tokens of its choice so far; no field if chunks have none."""
+        if self._num_output_tokens is None:
+            return {}
+        num_prompt = len(self.request.requests[prompt_index].prompt.token_ids)
+        num_output = self._num_output_tokens[choice["index"]]
+        usage = {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+        return {"usage": usage}
 
     def weight(self, prompt_index: int, output: RequestOutput) -> int:
         """Return the work of encoding an output, in candidates of logprobs."""
@@ -171,10 +192,6 @@ class OpenAIResponseBuilder(ABC):
     def _is_shown(self, piece: CompletionOutput) -> bool:
         return bool(piece.text or piece.finish_reason or (piece.token_ids and self.request.shows_tokens))
 
-    def _tokens(self, piece: CompletionOutput) -> Json:
-        """Return the token fields of a choice."""
-        return {"token_ids": piece.token_ids if self.request.body.return_token_ids else None}
-
     def _envelope(self, kind: str, choices: Sequence[Json] | JsonStream) -> Json:
         request = self.request
         return {
@@ -186,13 +203,15 @@ class OpenAIResponseBuilder(ABC):
             "choices": choices,
         }
 
-    def _chunk(self, choice: Json) -> Iterable[bytes]:
+    def _chunk(self, prompt_index: int, choice: Json) -> Iterable[bytes]:
         """Return the event of a choice; the first one of a stream has the prompt's fields."""
-        if self._has_begun:
+        if self._has_begun and self._num_output_tokens is None:
             head, tail = self._halves
             return chain((head,), encode_streamed(choice), (tail,))
+        message = self._chunk_envelope([choice]) | self._usage_so_far(prompt_index, choice)
+        if not self._has_begun:
+            message |= self._prompt_fields()
         self._has_begun = True
-        message = self._chunk_envelope([choice]) | self._prompt_fields()
         return chain((b"data: ",), encode_streamed(message), (b"\n\n",))
 
     def _chunk_envelope(self, choices: Sequence[Json]) -> Json:

@@ -8,26 +8,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
-from quire.core.beam_search_params import BeamSearchParams
-from quire.core.checks import check_int, check_optional_int, shown
-from quire.core.sampling_params import SamplingParams
+from quire.core.beam_search_params import MAX_LENGTH_PENALTY, BeamSearchParams
+from quire.core.checks import check_float, check_int, check_optional_int, refuse, shown
+from quire.core.sampling_params import MAX_LOGIT_BIAS, MIN_SEED, SamplingParams
 from quire.engine.input_processor import CheckedParams
+from quire.server.api.bodies import MAX_HTTP_SEED
 from quire.server.api.preparation import sampling_params
 from quire.server.errors import invalid, renamed_fields, unsupported
-from quire.server.openai.request_models import ChatBody, CompletionBody, GenerationBody
+from quire.server.openai.request_models import MAX_HTTP_TEMPERATURE, ChatBody, CompletionBody, GenerationBody
 from quire.server.service import Service
 
 DEFAULT_COMPLETION_TOKENS = 16
 
 _SAME_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "logit_bias", "allowed_token_ids",
-    "bad_words", "include_stop_str_in_output", "skip_special_tokens",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "logprob_token_ids",
+    "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens",
 )
 
 # Of SamplingParams: those that a beam search uses; those of detokenizing, and the seed, which it does not need.
 _USED_BY_BEAMS = ("n", "temperature", "max_tokens", "ignore_eos")
-_HARMLESS_TO_BEAMS = ("seed", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
+_HARMLESS_TO_BEAMS = (
+    "truncate_prompt_tokens", "seed", "include_stop_str_in_output", "skip_special_tokens", "detokenize"
+)
 
 
 def checked_params(body: CompletionBody | ChatBody, service: Service) -> CheckedParams:
@@ -39,6 +42,11 @@ def checked_params(body: CompletionBody | ChatBody, service: Service) -> Checked
     check_int("n", given.get("n", 1), 1, service.options.max_n)
     if body.stream_options is not None and not body.stream:
         invalid("stream_options is only allowed when stream is true", param="stream_options")
+    _check_as_vllm(body)
+    if body.logprob_token_ids:
+        _check_replaced_logprobs(body, service.client.inputs.max_logprobs)
+    if body.logit_bias is not None:
+        given["logit_bias"] = _clipped(body.logit_bias)
     given |= _completion_params(body) if isinstance(body, CompletionBody) else _chat_params(body)
     params = sampling_params(service, given, is_beam_search=bool(body.use_beam_search))
     with field_names(body):
@@ -48,13 +56,47 @@ def checked_params(body: CompletionBody | ChatBody, service: Service) -> Checked
 def _beam_search_params(body: CompletionBody | ChatBody, params: SamplingParams) -> BeamSearchParams | None:
     """Return the beam search of a call, or None. `params` are the sampling parameters of its body."""
     length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    check_float("length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     if not body.use_beam_search:
-        if length_penalty != 1:
-            invalid("length_penalty is only allowed when use_beam_search is true", param="length_penalty")
         return None
     for name, value in _unsupported_by_beams(body, params):
         invalid(f"{name} {shown(value)} is not allowed when use_beam_search is true", param=name)
     return BeamSearchParams(params.n, params.max_tokens, params.ignore_eos, params.temperature, length_penalty)
+
+
+def _check_as_vllm(body: CompletionBody | ChatBody) -> None:
+    """Raise ApiError or InvalidRequestError for values that Python accepts and vLLM's server refuses."""
+    if body.temperature is not None:
+        check_float("temperature", body.temperature, 0.0, MAX_HTTP_TEMPERATURE)
+    if body.seed is not None:
+        check_int("seed", body.seed, MIN_SEED, MAX_HTTP_SEED)
+    if body.temperature == 0 and (body.n or 1) > 1 and not body.use_beam_search:
+        invalid(f"n must be 1 when temperature is 0: all answers would be the same, got {body.n}", param="n")
+    if body.truncation_side not in (None, "left", "right"):
+        refuse("truncation_side", body.truncation_side, "left or right")
+    if body.spaces_between_special_tokens is False and body.skip_special_tokens is False:
+        unsupported("spaces_between_special_tokens", value=False)
+
+
+def _check_replaced_logprobs(body: CompletionBody | ChatBody, most: int) -> None:
+    """Check the number of logprobs that logprob_token_ids replaces. ApiError 400 if no logprobs are asked for."""
+    if body.logprobs is None or body.logprobs is False:
+        expected = "given" if isinstance(body, CompletionBody) else "true"
+        invalid(f"logprob_token_ids is only allowed when logprobs is {expected}", param="logprob_token_ids")
+    if isinstance(body, CompletionBody):
+        check_int("logprobs", body.logprobs, -1, most)
+    elif body.top_logprobs is not None:
+        check_int("top_logprobs", body.top_logprobs, -1, most)
+
+
+def _clipped(bias: object) -> object:
+    """Return a bias with its numbers clipped to the range; anything else is left to be refused."""
+    if not isinstance(bias, dict):
+        return bias
+    return {
+        key: min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, value)) if type(value) in (int, float) else value
+        for key, value in bias.items()
+    }
 
 
 @contextmanager
@@ -81,7 +123,8 @@ def _completion_params(body: CompletionBody) -> dict[str, object]:
         max_tokens = 1
     elif max_tokens == 0:
         invalid("max_tokens must be at least 1 unless echo is true, got 0", param="max_tokens")
-    params: dict[str, object] = {"max_tokens": max_tokens, "logprobs": body.logprobs}
+    logprobs = None if body.logprob_token_ids else body.logprobs
+    params: dict[str, object] = {"max_tokens": max_tokens, "logprobs": logprobs}
     if body.echo and body.prompt_logprobs is None:
         params["prompt_logprobs"] = body.logprobs
     return params
@@ -91,13 +134,10 @@ def _chat_params(body: ChatBody) -> dict[str, object]:
     """Return the parameters that chats alone have, by default as many tokens as the context allows."""
     max_tokens = check_optional_int("max_tokens", body.max_tokens, 1)
     max_completion_tokens = check_optional_int("max_completion_tokens", body.max_completion_tokens, 1)
-    if max_completion_tokens is not None and max_tokens not in (None, max_completion_tokens):
-        message = f"max_tokens is {max_tokens} and max_completion_tokens is {max_completion_tokens}: give one of them"
-        invalid(message, param="max_tokens")
-    top_logprobs = check_optional_int("top_logprobs", body.top_logprobs, 0)
+    top_logprobs = check_optional_int("top_logprobs", body.top_logprobs, -1)
     if top_logprobs and not body.logprobs:
         invalid("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
-    logprobs = (top_logprobs or 0) if body.logprobs else None
+    logprobs = (top_logprobs or 0) if body.logprobs and not body.logprob_token_ids else None
     return {"max_tokens": max_completion_tokens or max_tokens, "logprobs": logprobs}
 
 

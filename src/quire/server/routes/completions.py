@@ -6,10 +6,12 @@ all prompts are checked.
 
 import time
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from quire.core.checks import shown
 from quire.core.owner_labels import OPERATOR
 from quire.engine.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
@@ -31,6 +33,7 @@ from quire.server.openai.preprocessing import (
     conversation_of,
     parse_prompts,
     prepare_prompts,
+    truncation_of,
 )
 from quire.server.openai.request_models import ChatBody, CompletionBody
 from quire.server.openai.response_builder import OpenAIRequest
@@ -73,7 +76,9 @@ async def create_chat_completion(request: Request) -> Response:
     with service.admit(1, param="messages", client_id=call.client_id) as reservation:
         with field_names(body):
             call = await constrained(service, call, constraint_fields(body))
-            conversation = conversation_of(body, body.messages, call.tools.tools)
+            conversation = replace(
+                conversation_of(body, body.messages, call.tools.tools), truncation=truncation_of(service, call)
+            )
             shows_reasoning = body.include_reasoning is not False
             call = await prepare_chat(service, call, conversation, shows_reasoning=shows_reasoning)
         builder = ChatResponseBuilder(call, service.client.tokenizer)
@@ -116,6 +121,10 @@ def _checked_request(
 
 
 def _tool_use(service: Service, body: ChatBody) -> ToolUse:
+    if body.tools == []:
+        invalid("tools must have at least one tool, or be left out, got a list of 0", param="tools")
+    if body.tools is None and body.tool_choice not in (None, "none"):
+        invalid(f"tool_choice {shown(body.tool_choice)} needs tools", param="tool_choice")
     is_parallel = body.parallel_tool_calls is not False
     return tool_use(body.tools, body.tool_choice, service.formats, is_parallel=is_parallel)
 
