@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quire.core.kv_dtypes import QUANTIZED
+from quire.engine.formats import load_tokenizer
 from quire.kernels.back_end import choose_back_end
 from quire.model.batch import ForwardBatch
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
@@ -33,7 +34,6 @@ from quire.model.loader import build_decoder
 from quire.model.quantization import WHOLE_ROW, Quantization, WeightScheme
 from quire.model.resolve import resolve_model
 from quire.model.weight_formats.rounded import RoundedFormat
-from quire.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "tools"), str(ROOT / "tests")]
@@ -63,7 +63,7 @@ def held_out_tokens(folder: Path, text: Path | None) -> list[int]:
         return [token for case in cases for token in case["prompt_token_ids"] + case["output_token_ids"]]
     import demo_corpus  # noqa: PLC0415 (a module of tools/)
 
-    tokenizer = Tokenizer.from_folder_if_any(folder)
+    tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
     modules = demo_corpus.read_modules(random.Random(0))[:NUM_HELD_OUT] if text is None else [text.read_text()]
     return tokenizer.encode("".join(modules))

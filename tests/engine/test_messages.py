@@ -21,7 +21,6 @@ from quire.core.outputs import WAIT_REASONS, Admission, KVStats, SequenceDelta, 
 from quire.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from quire.core.sequence import Request
 from quire.core.task import GENERATE, BeamSearch, Pin, Scope
-from quire.core.token_bytes import TokenBytes
 from quire.core.token_ids import pack_tokens
 from quire.engine.messages import (
     FAULT,
@@ -42,7 +41,6 @@ from quire.engine.messages import (
     Report,
     Start,
     Stepped,
-    Vocabulary,
     decode_command,
     decode_report,
     error_from,
@@ -110,10 +108,8 @@ requests = st.builds(
     owner=texts,
 )
 shows = st.builds(GetBlocks, counts, counts, counts)
-vocabularies = st.builds(TokenBytes.pack, st.lists(st.binary(max_size=5)), st.frozensets(counts, max_size=3))
 commands = st.one_of(
     st.builds(Start, options),
-    st.builds(Vocabulary, vocabularies),
     st.builds(Add, requests),
     st.builds(Abort, request_ids),
     st.builds(Finish, counts, counts),

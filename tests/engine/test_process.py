@@ -21,7 +21,6 @@ from quire.core.errors import ConfigError, ModelError, RequestFailedError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import KVStats
 from quire.core.task import Pin
-from quire.core.token_bytes import TokenBytes
 from quire.engine import client as client_module
 from quire.engine import process
 from quire.engine.client import EngineClient
@@ -44,7 +43,6 @@ from quire.engine.messages import (
     Refused,
     Report,
     Stepped,
-    Vocabulary,
     is_add,
 )
 from quire.engine.options import EngineOptions
@@ -450,15 +448,6 @@ class Script:
 def request(request_id: int, prompt_len: int = 10, **params: object) -> Add:
     own = SamplingParams(max_tokens=30, ignore_eos=True, **params)  # type: ignore[arg-type]
     return Add(make_request(request_id, [request_id] * prompt_len, own))
-
-
-def test_engine_keeps_the_vocabulary_that_it_is_sent() -> None:
-    script = Script([Vocabulary(TokenBytes.pack([b"a", b"bc"], frozenset({1})))])
-    assert script.engine.token_bytes() is None
-    script.run()
-    table = script.engine.token_bytes()
-    assert table is not None
-    assert (table[0], table[1], table.special_token_ids) == (b"a", b"bc", {1})
 
 
 def pin(request_id: int, prompt_len: int = 10) -> Add:

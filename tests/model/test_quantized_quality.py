@@ -37,8 +37,7 @@ BARS = {"int8": 0.002, "int4": 0.05}  # nats per token
 @pytest.fixture(scope="module")
 def tokens(demo_model: Path) -> Tensor:
     """Tokens of a text that the model was not trained on."""
-    tokenizer = Tokenizer.from_folder_if_any(demo_model)
-    assert tokenizer is not None
+    tokenizer = Tokenizer.from_folder(demo_model)
     return torch.tensor(tokenizer.encode(Path(quire.llm.__file__).read_text(encoding="utf-8"))[:LENGTH])
 
 

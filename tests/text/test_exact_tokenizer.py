@@ -25,10 +25,10 @@ def test_library_spells_texts_by_the_same_bytes(tokenizer: ModelTokenizer) -> No
     library = read_vocabulary(TokenizerText(text, tokenizer.vocab_size), tokenizer.vocab_size + 70, frozenset({1}))
     assert library.vocab_size == tokenizer.vocab_size + 70
     assert library.eos_tokens == [1]
-    table = tokenizer.pack_token_bytes()
+    table = tokenizer.token_bytes(skip_special_tokens=False)
     assert table is not None
-    for each in range(len(table)):
-        if each not in table.special_token_ids and table[each] != b"\xff":  # the library marks special ones by it
+    for each in range(tokenizer.vocab_size):
+        if each not in tokenizer.special_token_ids and table[each] != b"\xff":  # the library marks special ones by it
             assert library.decode_bytes([each]) == table[each]
     for each in TEXTS:
         assert b"".join(table[token] for token in library.tokenize_str(each)) == each.encode()

@@ -12,6 +12,7 @@ import pytest
 
 from quire.core.errors import InvalidRequestError, ModelError
 from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import tokenizer_file
 from support import small_tokenizers
 from support.text_tokenizers import REAL, SMALL, expected_ids
 
@@ -149,12 +150,12 @@ def test_text_with_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
 
 
 def test_folder_without_tokenizer_is_told_from_a_broken_one(tmp_path: Path) -> None:
-    assert Tokenizer.from_folder_if_any(tmp_path) is None
+    assert tokenizer_file(tmp_path) is None
     with pytest.raises(ModelError, match=r"no file tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer\.json is not a tokenizer"):
-        Tokenizer.from_folder_if_any(tmp_path)
+        Tokenizer.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]", b'"text"', b"{" * 100_000, b'{"model": {"type": "BPE"}}'])
@@ -247,13 +248,3 @@ def test_real_chat_template_renders_like_transformers(tokenizer_folder: Path) ->
     assert ours.apply_chat_template(talk) == theirs.apply_chat_template(
         talk, add_generation_prompt=True, tokenize=False
     )
-
-
-@pytest.mark.parametrize("tokenizer", [*SMALL, *REAL], indirect=True)
-def test_packed_vocabulary_has_the_bytes_of_every_token(tokenizer: Tokenizer) -> None:
-    table, packed = tokenizer.token_bytes(skip_special_tokens=False), tokenizer.pack_token_bytes()
-    assert (packed is None) == (table is None)
-    if packed is not None and table is not None:
-        assert len(packed) == tokenizer.vocab_size
-        assert all(packed[token_id] == table[token_id] for token_id in range(len(packed)))
-        assert packed.special_token_ids == tokenizer.special_token_ids

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire.core.errors import ModelError
+from quire.engine.formats import load_tokenizer
 from quire.text.sentencepiece import MODEL_FILE, SentencePieceModel
 from quire.text.tokenizer import Tokenizer
 from support import small_tokenizers
@@ -220,7 +221,7 @@ def test_folder_without_a_tokenizer_is_warned_of(tmp_path: Path, caplog: pytest.
     (tmp_path / "merges.txt").write_text("")
     (tmp_path / "qwen.tiktoken").write_text("")
     with caplog.at_level(logging.WARNING, logger="quire"):
-        assert Tokenizer.from_folder_if_any(tmp_path) is None
+        assert load_tokenizer(tmp_path) is None
     assert "has no tokenizer: prompts must be token ids" in caplog.text
     assert "found only merges.txt, qwen.tiktoken" in caplog.text
     assert "save_pretrained" in caplog.text

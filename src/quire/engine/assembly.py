@@ -78,8 +78,6 @@ def build_engine(
     if grammars is not None and read is read_tokenizer and loaded.model.vocab_size > LARGE_VOCABULARY:
         grammars.load()
     engine = _build(options, loaded.model, cache, scheduling, grammars)
-    if tokenizer is not None:
-        engine.token_bytes = tokenizer.pack_token_bytes
     ready = _ready(loaded, engine, cache, scheduling)
     inputs = InputProcessor(tokenizer, ready, options, cuts_answers=True)
     return AssembledEngine(engine, inputs, tokenizer, loaded.model, ready)

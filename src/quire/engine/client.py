@@ -63,7 +63,6 @@ class EngineClient:
         self._is_idle, self._last_progress_s = True, 0.0  # by the engine's last report, and when it was received
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._receiver: asyncio.Task[None] | None = None
-        self._vocabulary: asyncio.Task[None] | None = None  # packs and sends it
 
     @classmethod
     async def connect(
@@ -129,23 +128,6 @@ class EngineClient:
             stream.abort()
             raise
         return stream
-
-    async def send_vocabulary(self) -> None:
-        """Send the bytes of the tokenizer's tokens, once. For requests that need them in the engine, before `add`.
-
-        Not a part of the start, which 0.27 s of CPU for 151,646 tokens would make longer.
-        """
-        self._raise_if_dead()
-        if self._vocabulary is None:
-            self._vocabulary = asyncio.create_task(self._pack_vocabulary(), name="vocabulary")
-        await asyncio.shield(self._vocabulary)
-
-    async def _pack_vocabulary(self) -> None:
-        if self.tokenizer is None:
-            return
-        token_bytes = await asyncio.to_thread(self.tokenizer.pack_token_bytes)
-        if token_bytes is not None:
-            self._send(messages.Vocabulary(token_bytes))
 
     def _on_abort(self, request_id: int, finished: FinishedRequest) -> None:
         self._send(messages.Abort(request_id))

@@ -11,7 +11,6 @@ from quire.core.errors import InvalidRequestError
 from quire.core.outputs import Admission, KVStats, SequenceDelta
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
-from quire.core.token_bytes import TokenBytes
 from quire.engine.block_holders import count_blocks_by_owner, list_holders
 from quire.execution.executor import Executor
 from quire.scheduling.isolation import PROBE_ID, Isolation
@@ -35,7 +34,6 @@ class Engine:
         self.grammars = grammars            # None: requests with grammars are refused
         self.num_computed_tokens = 0        # by the last step
         self.on_submit: Callable[[StepPlan], None] = lambda plan: None  # called with each plan before it is submitted
-        self.token_bytes: Callable[[], TokenBytes | None] = lambda: None  # of the vocabulary
         self._isolation = Isolation(scheduler)
         self._suspects: list[int] = []      # requests that may have made the last step fail
         self._is_certain = False            # the only suspect was being planned or recorded

@@ -13,7 +13,6 @@ from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.outputs import Admission, KVStats, SequenceDelta, WaitReason
 from quire.core.sequence import Request
-from quire.core.token_bytes import TokenBytes
 from quire.core.token_ids import PackedTokens
 from quire.engine.options import EngineOptions
 from quire.engine.sampling_defaults import NO_DEFAULTS, SamplingDefaults
@@ -60,13 +59,7 @@ class GetBlocks(msgspec.Struct, tag="get_blocks", array_like=True, frozen=True):
     tier: Tier = "kv"
 
 
-class Vocabulary(msgspec.Struct, tag="vocabulary", array_like=True, frozen=True):
-    """The bytes of the tokenizer's tokens, sent before the first request that needs them."""
-
-    token_bytes: TokenBytes
-
-
-Command = Start | Vocabulary | Add | Abort | Finish | GetBlocks
+Command = Start | Add | Abort | Finish | GetBlocks
 
 
 # --- from the engine --------------------------------------------------------------------------------------------------

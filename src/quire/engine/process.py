@@ -141,8 +141,6 @@ class EngineLoop:
                 self._engine.finish(request_id, index)
             case messages.GetBlocks(_, first, count, tier):
                 self._send(messages.BlocksReply(command, self._engine.block_map(first, count, tier)))
-            case messages.Vocabulary(token_bytes):
-                self._engine.token_bytes = lambda: token_bytes
             case messages.Start():
                 raise AssertionError("started twice")
 

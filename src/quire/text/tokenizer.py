@@ -16,13 +16,12 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from quire.core.errors import InvalidRequestError, ModelError
-from quire.core.token_bytes import TokenBytes
 from quire.text.chat_template import ChatTemplate
 from quire.text.exact_tokenizer import exact_tokenizer_json
 from quire.text.longest_token import LongestToken, longest_token
 from quire.text.text_settings import TOKENIZER_FILE, TextSettings, read_text_settings
 from quire.text.token_bytes import TokenBytesCache, decoding_rule
-from quire.text.tokenizer_files import read_backend, tokenizer_file, warn_missing_tokenizer
+from quire.text.tokenizer_files import read_backend, tokenizer_file
 
 _ANCHOR_TEXT = "a"
 _SHORT_TOKENS = 4096
@@ -71,14 +70,6 @@ class Tokenizer:
                 raise ModelError(f"{place} is not a tokenizer that can be loaded: {error}") from error
             raise
         return tokenizer
-
-    @classmethod
-    def from_folder_if_any(cls, folder: Path) -> Self | None:
-        """Load the tokenizer of a model, or warn and return None if it has none: the model takes token ids."""
-        if tokenizer_file(folder) is not None:
-            return cls.from_folder(folder)
-        warn_missing_tokenizer(folder)
-        return None
 
     @property
     def eos_token_id(self) -> int | None:
@@ -171,14 +162,6 @@ class Tokenizer:
     def exact_json(self) -> str | None:
         """Return the text of a tokenizer.json that spells every text exactly, for grammars; None as `token_bytes`."""
         return None if self._rule is None else exact_tokenizer_json(self._backend)
-
-    def pack_token_bytes(self) -> TokenBytes | None:
-        """Return the bytes of the whole vocabulary, or None as `token_bytes`. 0.2 s for 151,643 tokens."""
-        if self._rule is None:
-            return None
-        texts = map(self._backend.id_to_token, range(self.vocab_size))
-        to_bytes = self._rule.to_bytes
-        return TokenBytes.pack((b"" if text is None else to_bytes(text) for text in texts), self.special_token_ids)
 
     # --- chat -----------------------------------------------------------------------------------------------------
 
