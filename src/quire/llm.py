@@ -278,9 +278,16 @@ class LLM:
         for request_id, (prompt, own, level) in enumerate(asked, self._num_requests):
             if checked is None or own is not last or level is not checked.priority:
                 checked, last = inputs.check_params(own, beam, level), own
+                self._check_grammar(checked.params)
             prepared.append(inputs.prepare(request_id, prompt, checked))
         self._num_requests += len(prepared)
         return prepared
+
+    def _check_grammar(self, params: SamplingParams) -> None:
+        """Raise InvalidRequestError for a grammar that cannot be compiled, before any request of the call is queued."""
+        grammars = self._engine.engine.grammars
+        if params.structured_outputs is not None and grammars is not None:
+            grammars.check(params.structured_outputs)
 
     def _finish_all(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}

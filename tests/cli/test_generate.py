@@ -147,6 +147,22 @@ def test_file_is_answered_in_its_order_with_its_own_parameters(run: Run, llm: LL
     assert [position[0]["token_id"] for position in sampled["logprobs"]] == sampled["token_ids"]
 
 
+def test_lines_have_their_own_grammars(run: Run, tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    path = write_lines(
+        tmp_path / "in.jsonl",
+        {"prompt": "class A", "structured_outputs": {"regex": "[0-9]{3}"}},
+        {"prompt": "class A", "structured_outputs": {"json": schema, "disable_any_whitespace": True}},
+        {"messages": [{"role": "user", "content": "Well?"}], "structured_outputs": {"choice": ["yes", "no"]}},
+    )
+    ran = run("generate", "--input", path, "--max-tokens", 20, "--temperature", 0, *SMALL)
+    assert ran.code == 0
+    texts = [json.loads(line)["outputs"][0]["text"] for line in ran.out.splitlines()]
+    assert re.fullmatch("[0-9]{3}", texts[0])
+    assert json.loads(texts[1])["a"] in (1, 2)
+    assert texts[2] in ("yes", "no")
+
+
 def test_chat_goes_through_the_models_template(run: Run, llm: LLM, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Sort a list."}]
     path = write_lines(tmp_path / "in.jsonl", {"messages": messages})
@@ -179,12 +195,18 @@ def test_formats_can_be_chosen(run: Run, tmp_path: Path) -> None:
     assert json.loads(as_json)["outputs"][0]["text"] + "\n" == text
 
 
-def test_bad_line_stops_everything_before_a_model_is_loaded(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [('"top_p": 7', "top_p must be"), ('"structured_outputs": {"regexp": "a"}', "structured_outputs has no field")],
+)
+def test_bad_line_stops_everything_before_a_model_is_loaded(
+    run: Run, tmp_path: Path, bad: str, message: str
+) -> None:
     path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    path.write_text('{"prompt": "fine"}\n\n{"prompt": "a", "top_p": 7}\n')
+    path.write_text(f'{{"prompt": "fine"}}\n\n{{"prompt": "a", {bad}}}\n')
     ran = run("generate", tmp_path / "no-such-model", "--input", path, "--output", out)
     assert (ran.code, ran.out) == (1, "")
-    assert ran.err.startswith(f"quire: {path}, line 3: top_p must be")
+    assert ran.err.startswith(f"quire: {path}, line 3: {message}")
     assert not out.exists()
 
 
@@ -195,6 +217,8 @@ def test_bad_line_stops_everything_before_a_model_is_loaded(run: Run, tmp_path: 
         ({"prompt_token_ids": [10**6]}, "token ids must be integers from 0"),
         ({"prompt_token_ids": []}, "empty"),
         ({"prompt": "a", "n": 9}, "n is 9"),
+        ({"prompt": "a", "structured_outputs": {"regex": "(a"}}, "structured_outputs cannot be used"),
+        ({"prompt": "a", "structured_outputs": {"json": {"type": "string", "format": "odd"}}}, "odd"),
     ],
 )
 def test_line_that_the_model_refuses_is_named_and_nothing_runs(

@@ -173,6 +173,31 @@ def test_grammar_that_cannot_be_used_fails_its_request_alone(demo_model: Path) -
         assert llm.kv_stats().used_blocks == 0
 
 
+def test_limit_that_is_exceeded_in_the_output_refuses_the_request(demo_model: Path) -> None:
+    """The parser has a row of 2,000 items at most; this grammar needs more behind its first two letters."""
+    words = " | ".join(f'"w{number}"' for number in range(2500))
+    wide = StructuredOutputsParams(grammar=f'start: /[a-z]{{2}}/ "-" word\nword: {words}\n')
+    with LLM(demo_model, max_model_len=160) as llm:
+        (expected,) = run(llm, [(PROMPTS[0], PLAIN)])
+        stream = llm.stream([PROMPTS[0]], PLAIN)
+        first = next(stream)
+        with pytest.raises(InvalidRequestError, match=r"structured_outputs cannot be used: .* max is 2000") as error:
+            run(llm, [(PROMPTS[1], SamplingParams(structured_outputs=wide))])
+        assert error.value.param == "structured_outputs"
+        assert [first, *stream][-1].outputs == expected.outputs
+        assert llm.kv_stats().used_blocks == 0
+
+
+def test_grammar_that_cannot_be_compiled_is_refused_before_anything_runs(demo_model: Path) -> None:
+    broken = SamplingParams(structured_outputs=StructuredOutputsParams(grammar="start: unknown_rule"))
+    with LLM(demo_model, max_model_len=160) as llm:
+        plans = list[object]()
+        llm._engine.engine.on_submit = plans.append
+        with pytest.raises(InvalidRequestError, match="unknown_rule") as error:
+            run(llm, [(PROMPTS[0], PLAIN), (PROMPTS[1], broken)])
+        assert (error.value.param, plans) == ("structured_outputs", [])
+
+
 def test_allowed_tokens_outside_of_the_grammar_fail_the_request(demo_model: Path) -> None:
     with LLM(demo_model, max_model_len=160) as llm, pytest.raises(RequestFailedError, match="leave no token"):
         run(llm, [(PROMPTS[0], params("choice", allowed_token_ids=[3]))])

@@ -48,6 +48,7 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     error: str | None = None                            # why the whole request has failed: its last delta
     pooled: bytes | None = None                         # float32 vector of the request's hidden states
     ends_with_text: bool = False                        # "stop" without a stop token: the last token is text, too
+    param: str | None = None                            # the field of the request that is at fault for `error`
 
 
 class Admission(NamedTuple):

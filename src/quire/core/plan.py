@@ -150,7 +150,7 @@ class StepResult(Struct, frozen=True, array_like=True):
 
     `rows`: the results of rows that differ from one token per sample; their entries in `token_ids` and `logprobs` are
     undefined. Each row with drafts has one. `failures`: rows whose tokens or logprobs could not be computed, with the
-    reason; all else of them is undefined.
+    reason; all else of them is undefined. `at_fault`: those of them that a field of the request has made fail.
     """
 
     token_ids: list[int]
@@ -160,3 +160,4 @@ class StepResult(Struct, frozen=True, array_like=True):
     rates: MeasuredRates = UNMEASURED
     failures: dict[int, str] = field(default_factory=dict)
     rows: dict[int, RowResult] = field(default_factory=dict)
+    at_fault: dict[int, str] = field(default_factory=dict)   # the field of each row

@@ -44,7 +44,7 @@ def _mask(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> None:
     if not masked.size:
         return
     assert samples.masks is not None, "rows with grammars, and no masks"
-    found, bits, _, late = samples.masks
+    found, bits, _, late, _ = samples.masks
     concerned = np.sort(np.append(found, list(late)).astype(np.int64)) if late else found
     assert np.array_equal(concerned, masked), f"masks of {found}, {late} late, not of {masked}"
     if found.size:

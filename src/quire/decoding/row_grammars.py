@@ -18,13 +18,15 @@ class TokenMasks(NamedTuple):
     """Masks of some samples of a step: samples int64 [num], ascending; bits uint32 [num, num_words], one per token.
 
     `failures`: samples without masks, which could not be computed, with the reason; theirs allow every token. `late`:
-    samples of late rows, which are not among `samples`; what is drawn for them is dropped.
+    samples of late rows, which are not among `samples`; what is drawn for them is dropped. `at_fault`: failures for
+    which the request's grammar is at fault itself.
     """
 
     samples: NDArray[np.int64]
     bits: NDArray[np.uint32]
     failures: dict[int, str]
     late: frozenset[int] = frozenset()
+    at_fault: frozenset[int] = frozenset()
 
     def part(self, start: int, stop: int) -> "TokenMasks":
         """Return the masks of samples [start, stop), counted from `start`."""
@@ -41,6 +43,7 @@ class RowProgress(NamedTuple):
     has_ended: bool = False          # the output is complete, and only an end of sequence could follow
     forced: tuple[int, ...] = ()     # the next tokens: each is the only one that its mask would allow
     failure: str | None = None       # why the row cannot continue
+    is_at_fault: bool = False        # the grammar is
 
 
 class StepGrammars(Protocol):

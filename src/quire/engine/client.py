@@ -297,7 +297,10 @@ class EngineClient:
     def _fail_outputs(self, failed: Iterable[tuple[int, Exception]]) -> None:
         """Abort requests whose output could not be made, and fail their streams."""
         for request_id, error in failed:
-            log.error("request %d has failed", request_id, exc_info=error)
+            if isinstance(error, InvalidRequestError):
+                log.info("request %d is refused: %s", request_id, error)
+            else:
+                log.error("request %d has failed", request_id, exc_info=error)
             self._send(messages.Abort(request_id))
             shown = RequestFailedError(f"the request's output could not be made: {error}")
             self._streams.fail(request_id, error if isinstance(error, EngineError) else shown)

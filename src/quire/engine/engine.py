@@ -11,6 +11,7 @@ from quire.core.errors import InvalidRequestError
 from quire.core.outputs import Admission, KVStats, SequenceDelta
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.block_holders import count_blocks_by_owner, list_holders
 from quire.execution.executor import Executor
 from quire.scheduling.isolation import PROBE_ID, Isolation
@@ -21,6 +22,9 @@ GRAMMAR_WAIT_S = 0.005  # that a step waits for a grammar if nothing else is to 
 
 class Grammars(Protocol):
     """Grammars that are being compiled."""
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Raise InvalidRequestError for one that cannot be compiled."""
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the next one is compiled, at most this long. No request runs."""

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import structs
 
-from quire.core.errors import RequestFailedError
+from quire.core.errors import InvalidRequestError, RequestFailedError
 from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import (
     MAX_PREEMPTIONS_KEPT,
@@ -323,9 +323,12 @@ def _extend(
 ) -> int:  # fmt: skip
     """Add a delta to its branch, and the prompt logprobs of the first one to the request; return the tokens appended.
 
-    `is_first`: not the continuation of a delta in parts. RequestFailedError if the delta carries an error.
+    `is_first`: not the continuation of a delta in parts. RequestFailedError if the delta carries an error,
+    InvalidRequestError if that is the fault of a field of the request.
     """
     if delta.error is not None:
+        if delta.param is not None:
+            raise InvalidRequestError(delta.error, param=delta.param)
         raise RequestFailedError(delta.error)
     request = opened.prepared.request
     if opened.metrics.first_token_s is None:

@@ -27,6 +27,7 @@ from quire.model.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
 
+GRAMMAR_FIELD = "structured_outputs"
 PROMPT_LOGITS_ROWS = 256  # rows of logits held at once for prompt logprobs: 256 x 150,000 x 4 bytes is 154 MB
 
 
@@ -90,8 +91,10 @@ class Worker:
         if inputs.grammars is not None:
             failed |= inputs.grammars.masks().failures
         failures = {int(inputs.sample_rows[index]): why for index, why in failed.items() if index not in rejected}
+        at_fault = dict[int, str]()
         if inputs.grammars is not None:
-            results |= self._advance_grammars(inputs, inputs.grammars, sampled, results, failures)
+            at_fault = {int(inputs.sample_rows[index]): GRAMMAR_FIELD for index in inputs.grammars.masks().at_fault}
+            results |= self._advance_grammars(inputs, inputs.grammars, sampled, results, failures, at_fault)
             results |= _late(inputs, inputs.grammars.masks().late, results)
         return StepResult(
             token_ids=sampled.token_ids,
@@ -101,15 +104,16 @@ class Worker:
             rates=self._rates(),
             failures=failures,
             rows=results,
+            at_fault=at_fault,
         )
 
     def _advance_grammars(
         self, inputs: StepInputs, grammars: StepGrammars, sampled: SampledTokens, results: dict[int, RowResult],
-        failures: dict[int, str],
+        failures: dict[int, str], at_fault: dict[int, str],
     ) -> dict[int, RowResult]:  # fmt: skip
         """Return the results of rows with grammars that have ended, or force tokens, which are written into their rows.
 
-        `results`: of rows with drafts. Adds the rows with grammars that cannot continue to `failures`.
+        `results`: of rows with drafts. Adds the rows with grammars that cannot continue to `failures` and `at_fault`.
         """
         changed, max_len = dict[int, RowResult](), self._batch.token_ids.shape[1]
         for index in grammars.masks().samples.tolist():
@@ -122,6 +126,7 @@ class Worker:
             assert progress is not None, f"row {row} has a mask and no grammar"
             if progress.failure is not None:
                 failures[row] = progress.failure
+                at_fault |= {row: GRAMMAR_FIELD} if progress.is_at_fault else {}
             elif progress.has_ended or progress.forced or row in results:
                 changed[row] = _with_progress(result, progress)
                 self._batch.append(row, behind, progress.forced)

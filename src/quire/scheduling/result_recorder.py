@@ -124,15 +124,19 @@ class ResultRecorder:
         if delta.token_ids or delta.finish_reason is not None or delta.pooled is not None:
             self.deltas.append(delta)
 
-    def fail(self, failures: Mapping[int, str]) -> None:
-        """Finish the requests that own these rows, for the reasons given; their blocks leave the prefix cache."""
+    def fail(self, failures: Mapping[int, str], at_fault: Mapping[int, str]) -> None:
+        """Finish the requests that own these rows, for the reasons given; their blocks leave the prefix cache.
+
+        `at_fault`: the fields of those requests that have failed by themselves.
+        """
         for request in [r for r in self._queues.running if any(sequence.row in failures for sequence in r.live)]:
-            index, why = next((s.index, failures[s.row]) for s in request.live if s.row in failures)
+            index, row = next((s.index, s.row) for s in request.live if s.row in failures)
             for sequence in list(request.live):
                 self._cache.invalidate(sequence.seq_id)
                 self._queues.set_computed(sequence, 0)
                 self._finish(request, sequence)
-            self.deltas.append(SequenceDelta(request.request_id, index, [], error=why))
+            delta = SequenceDelta(request.request_id, index, [], error=failures[row], param=at_fault.get(row))
+            self.deltas.append(delta)
 
     def store_prompt_logprobs(self, chunk: PromptLogprobsChunk) -> None:
         """Store the logprobs of prompt positions that are not known yet: a recomputed prompt returns them again."""

@@ -257,7 +257,7 @@ class Scheduler:
         step = self._step
         assert plan is step.plan, "a result for another plan"
         if result.failures:
-            self._recorder.fail(result.failures)
+            self._recorder.fail(result.failures, result.at_fault)
         self._recorder.advance(step, result, self._ahead)
         self.cache.end_step()
         self.preemption.record_step(result)

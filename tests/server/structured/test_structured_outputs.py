@@ -99,6 +99,30 @@ def test_output_has_the_form_that_the_field_asks_for(
     assert fits(choice["text"]), choice["text"]
 
 
+WIDE = " | ".join(f'"w{number}"' for number in range(2500))  # more than the parser's 2,000 items at a time
+LATE = f'start: /[a-z]{{12}}/ "-" word\nword: {WIDE}\n'
+
+
+@pytest.mark.parametrize("field", ["structured_outputs", "guided_grammar"])
+def test_limit_that_is_exceeded_in_the_output_is_the_clients_error(server: ServerProcess, field: str) -> None:
+    given = {field: {"grammar": LATE} if field == "structured_outputs" else LATE}
+    told = error(server, **given, max_tokens=20)
+    assert (told["type"], told["param"]) == ("invalid_request_error", field)
+    assert told["message"].startswith(f"{field} cannot be used: ")
+    assert "max is 2000" in told["message"]
+    body = {"prompt": "def ", "max_tokens": 20, "stream": True, **given}
+    frames = server.post("/v1/completions", body).text.split("\n\n")
+    last = json.loads([frame for frame in frames if frame.startswith("data: {")][-1].removeprefix("data: "))
+    assert last == {"error": told}
+    assert completion(server, max_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+def test_limit_that_is_exceeded_at_once_is_found_by_the_check(server: ServerProcess) -> None:
+    told = error(server, structured_outputs={"grammar": f"start: word\nword: {WIDE}\n"})
+    assert told["param"] == "structured_outputs.grammar"
+    assert "max is 2000" in told["message"]
+
+
 def test_constraint_holds_with_all_that_a_request_may_have(server: ServerProcess) -> None:
     body = {"n": 3, "logprobs": 2, "frequency_penalty": 1.0, "min_p": 0.01, "response_format": JSON_SCHEMA}
     choices = completion(server, **body)["choices"]

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from quire.core.errors import EngineError
+from quire.core.errors import EngineError, InvalidRequestError
 from quire.core.grammar_limits import GRAMMAR_LIMITS
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.kernels.token_masks import num_words
@@ -31,10 +31,6 @@ _MAX_REASON_CHARS = 300
 _PANIC = "PanicException"   # of the library's Rust side; its type cannot be imported
 
 
-class GrammarError(EngineError):
-    """A grammar that cannot be used, or does not allow what was sampled."""
-
-
 def reason_of(error: BaseException | str) -> str:
     """Return the first line of an error of the library. Raises `error` if it is none, such as KeyboardInterrupt."""
     if isinstance(error, BaseException) and not isinstance(error, Exception) and type(error).__name__ != _PANIC:
@@ -43,9 +39,30 @@ def reason_of(error: BaseException | str) -> str:
     return (lines[0] if lines else repr(error))[:_MAX_REASON_CHARS]
 
 
-def error_of(matcher: LLMatcher) -> str | None:
-    """Return why a matcher cannot continue; None if it can, or if its grammar has ended."""
-    return reason_of(matcher.get_error()) if matcher.is_error() else None
+class GrammarError(EngineError):
+    """A grammar that cannot be used, or does not allow what was sampled."""
+
+
+class InvalidGrammarError(GrammarError):
+    """A grammar that is itself at fault: it has no meaning, or needs more than LIMITS allow."""
+
+
+def fault_of(matcher: LLMatcher) -> GrammarError | None:
+    """Return the error of a matcher that cannot continue by its grammar; None if it can, or if its grammar has ended.
+
+    A panic of the library is not the grammar's fault.
+    """
+    if not matcher.is_error():
+        return None
+    reason = reason_of(matcher.get_error())
+    return (GrammarError if "panic" in reason.lower() else InvalidGrammarError)(reason)
+
+
+def check_grammar(params: StructuredOutputsParams) -> None:
+    """Raise InvalidGrammarError for a grammar that has no meaning, or is past a limit before it has any output."""
+    is_error, notes = LLMatcher.validate_grammar_with_warnings(params.to_grammar(), limits=LIMITS)
+    if is_error:
+        raise InvalidGrammarError(reason_of(notes[0]))
 
 
 class CompiledGrammar:
@@ -58,8 +75,8 @@ class CompiledGrammar:
         mask = np.empty(num_words(tokenizer.vocab_size), np.uint32)
         if not first.is_error():
             first.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if (error := error_of(first)) is not None:
-            raise GrammarError(error)
+        if (error := fault_of(first)) is not None:
+            raise error
 
     def start(self) -> LLMatcher:
         """Return a matcher at the beginning of an output."""
@@ -175,6 +192,10 @@ class GrammarCache:
         assert self._tokenizer is not None, "the tokenizer is the first job of the thread"
         try:
             return CompiledGrammar(self._tokenizer.result(), params.to_grammar())
+        except GrammarError:
+            raise
+        except InvalidRequestError as error:
+            raise InvalidGrammarError(reason_of(error)) from error
         except BaseException as error:
             raise GrammarError(reason_of(error)) from error
 

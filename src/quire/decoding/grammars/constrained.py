@@ -1,11 +1,16 @@
 """Constrained decoding of one engine: the door of this room. See `quire.decoding.row_grammars` for the protocol."""
 
 from collections.abc import Callable
+from functools import lru_cache
 
+from quire.core.errors import InvalidRequestError
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.decoding.grammars.compiler import GrammarCache
+from quire.decoding.grammars.compiler import GrammarCache, GrammarError, check_grammar
+from quire.decoding.grammars.row_state import FIELD, failure_of
 from quire.decoding.grammars.rows import GrammarRows
 from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
+
+MAX_CHECKED = 16
 
 __all__ = ["ConstrainedDecoding", "TokenizerText"]
 
@@ -25,6 +30,7 @@ class ConstrainedDecoding:
         jumps_forward: bool,
     ) -> None:
         self._cache = GrammarCache(lambda: read_vocabulary(load_tokenizer(), vocab_size, eos_token_ids))
+        self._check = lru_cache(MAX_CHECKED)(check_grammar)
         self.rows = GrammarRows(self._cache, vocab_size, jumps_forward=jumps_forward)
 
     def load(self) -> None:
@@ -35,6 +41,13 @@ class ConstrainedDecoding:
     def is_loading(self) -> bool:
         """Return whether the tokenizer is being loaded, or has been."""
         return self._cache.is_loading
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Raise InvalidRequestError for a grammar that cannot be compiled. Takes as long as to compile it."""
+        try:
+            self._check(params)
+        except GrammarError as error:
+            raise InvalidRequestError(failure_of(error), param=FIELD) from error
 
     def is_compiled(self, params: StructuredOutputsParams) -> bool:
         """Return whether a request with this grammar can be admitted; else the grammar is being compiled, or waits."""

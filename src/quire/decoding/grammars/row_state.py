@@ -7,6 +7,7 @@ Masks are filled by jobs, in threads. A row has one job at a time, and nothing e
 that its step did not wait for is there for the next step of the row.
 """
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -17,7 +18,14 @@ from numpy.typing import NDArray
 
 from quire.core.plan import NewRow
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.decoding.grammars.compiler import CompiledGrammar, GrammarCache, GrammarError, error_of, reason_of
+from quire.decoding.grammars.compiler import (
+    CompiledGrammar,
+    GrammarCache,
+    GrammarError,
+    InvalidGrammarError,
+    fault_of,
+    reason_of,
+)
 from quire.decoding.row_grammars import RowProgress
 
 MAX_FORCED = 32          # tokens that one step forces: each takes some microseconds between two steps
@@ -26,8 +34,17 @@ LEXER_IS_FULL = "too many states"  # in the library's error
 NOTHING_FOLLOWS = "NoExtensionBias"
 ALL_BITS = 0xFFFFFFFF
 FAILED = "its grammar has failed"
+FIELD = "structured_outputs"
+
+_LIMIT = re.compile("max is|limit|fuel|too many", re.IGNORECASE)  # in errors of the library
 
 Result = TypeVar("Result")
+
+
+def failure_of(error: BaseException) -> str:
+    """Return why a row cannot continue. Raises `error` if it is none of the library, such as KeyboardInterrupt."""
+    reason = reason_of(error)
+    return f"{FIELD} cannot be used: {reason}" if isinstance(error, InvalidGrammarError) else f"{FAILED}: {reason}"
 
 
 class MaskJob:
@@ -36,7 +53,7 @@ class MaskJob:
     Behind a draft that is forbidden all tokens are allowed, for no sample there is kept. `failure`: why there are none.
     """
 
-    __slots__ = ("_num_tokens", "_state", "bits", "drafts", "failure", "is_done", "started_s")
+    __slots__ = ("_num_tokens", "_state", "bits", "drafts", "failure", "is_at_fault", "is_done", "started_s")
 
     def __init__(
         self, state: "RowState", num_tokens: int, drafts: Sequence[int], bits: NDArray[np.uint32]
@@ -44,6 +61,7 @@ class MaskJob:
         self._state, self._num_tokens, self.drafts, self.bits = state, num_tokens, drafts, bits
         self.started_s = time.monotonic()
         self.failure: str | None = None
+        self.is_at_fault = False  # the grammar is
         self.is_done = False
 
     def run(self, cache: GrammarCache) -> None:
@@ -51,8 +69,9 @@ class MaskJob:
         try:
             self._state.fill(cache, self.drafts, self.bits)
         except BaseException as error:
-            self.failure = f"{FAILED}: {reason_of(error)}"
+            self.failure, self.is_at_fault = FAILED, isinstance(error, InvalidGrammarError)
             self.bits.fill(ALL_BITS)
+            self.failure = failure_of(error)
         finally:
             self.is_done = True
 
@@ -151,16 +170,24 @@ class RowState:
             self._matcher = self._grammar.start()
         new = self._output[self._num_consumed :]
         if new and not self._matcher.consume_tokens(new):
-            raise GrammarError(error_of(self._matcher) or f"it does not allow the tokens {new[:8]}")
+            raise refusal_of(self._matcher, new)
         self._num_consumed += len(new)
         return self._matcher
 
     def _consume(self, matcher: LLMatcher, token: int) -> bool:
         """Take one token; return whether the output is complete with it."""
         if not matcher.consume_token(token):
-            raise GrammarError(error_of(matcher) or f"it does not allow the token {token}")
+            raise refusal_of(matcher, [token])
         self._num_consumed += 1
         return matcher.is_stopped()
+
+
+def refusal_of(matcher: LLMatcher, token_ids: Sequence[int]) -> GrammarError:
+    """Return the error of a matcher that does not take tokens: its own limits, or tokens that no mask has allowed."""
+    error = fault_of(matcher)
+    if error is not None and _LIMIT.search(str(error)):
+        return error
+    return GrammarError(f"it does not allow the tokens {list(token_ids[:8])}" + (f": {error}" if error else ""))
 
 
 def _fill_mask(matcher: LLMatcher, bits: NDArray[np.uint32]) -> None:
@@ -170,10 +197,10 @@ def _fill_mask(matcher: LLMatcher, bits: NDArray[np.uint32]) -> None:
 
 def _check(matcher: LLMatcher) -> None:
     """Raise GrammarError if the mask that was filled last is none: an error, or no token that could follow."""
-    if (error := error_of(matcher)) is not None:
-        raise GrammarError(error)
+    if (error := fault_of(matcher)) is not None:
+        raise error
     if matcher.stop_reason() == NOTHING_FOLLOWS:
-        raise GrammarError("no token of the vocabulary can follow")
+        raise InvalidGrammarError("no token of the vocabulary can follow")
 
 
 def _fill_behind(matcher: LLMatcher, drafts: Sequence[int], bits: NDArray[np.uint32]) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.plan import RowDrafts, StepPlan
-from quire.decoding.grammars.compiler import GrammarCache, reason_of
-from quire.decoding.grammars.row_state import FAILED, MaskJob, RowState
+from quire.decoding.grammars.compiler import GrammarCache, InvalidGrammarError
+from quire.decoding.grammars.row_state import FAILED, MaskJob, RowState, failure_of
 from quire.decoding.row_grammars import RowProgress, TokenMasks
 from quire.kernels.token_masks import num_words
 
@@ -96,7 +96,7 @@ class GrammarRows:
         try:
             return entry.state.advance(self._cache, token_ids, max_forced, self._vocab_size)
         except BaseException as error:
-            return RowProgress(0, failure=f"{FAILED}: {reason_of(error)}")
+            return RowProgress(0, failure=failure_of(error), is_at_fault=isinstance(error, InvalidGrammarError))
 
     def submit(self, jobs: Sequence[MaskJob]) -> list["Future[None]"]:
         """Have jobs run by as many threads as are of use."""
@@ -138,7 +138,7 @@ class StepMasks:
             deadline_s = time.monotonic() + MASK_WAIT_S
             while not any(map(_is_ready, self._entries.values())) and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
-        late, failures = set[int](), dict[int, str]()
+        late, failures, at_fault = set[int](), dict[int, str](), set[int]()
         for row, entry in list(self._entries.items()):
             job, samples = entry.state.job, self._samples[entry.place].tolist()
             assert job is not None, f"row {row} has no job"
@@ -153,12 +153,14 @@ class StepMasks:
                 self._bits[entry.place] = job.bits[: 1 + len(entry.drafts)]
             if job.failure is not None:
                 failures |= dict.fromkeys(samples, job.failure)
+                at_fault.update(samples if job.is_at_fault else ())
                 del self._entries[row]
         self._rows.num_late += len(late)
         taken: slice | NDArray[np.bool_] = slice(None)
         if late:
             taken = np.isin(self._samples, list(late), invert=True)
-        self._masks = TokenMasks(self._samples[taken], self._bits[taken], failures, frozenset(late))
+        found, bits = self._samples[taken], self._bits[taken]
+        self._masks = TokenMasks(found, bits, failures, frozenset(late), frozenset(at_fault))
 
     def masks(self) -> TokenMasks:
         """Return the masks of the samples of rows with grammars, after `finish_masks`."""

@@ -14,6 +14,7 @@ from quire.server.admission.logprob_memory import LogprobReservation
 from quire.server.api.observer import QueuedRequest
 from quire.server.api.request import ApiRequest
 from quire.server.api.usage import RequestUsage, fill_record
+from quire.server.errors import renamed_fields
 from quire.server.http.request_log import RequestRecord
 from quire.server.service import Service
 
@@ -36,6 +37,7 @@ class Generation:
             for prepared, stream in zip(request.requests, streams, strict=True)
         ]
         self._request, self._streams, self._record, self._slices = request, streams, record, service.slices
+        self._names = {"structured_outputs": request.constraint_field}  # in errors of the engine
         self._logprobs, self._concurrency = logprobs, concurrency.keep()
         self._num_recorded = 0                    # pieces of outputs, since the last iteration of the event loop
         self._observed = None
@@ -82,8 +84,9 @@ class Generation:
     async def last_outputs(self) -> list[RequestOutput]:
         """Wait for the last output of every prompt. The streams are of kind "final"."""
         outputs = []
-        for index, stream in enumerate(self._streams):
-            outputs.append(await self._record_output(index, await anext(stream)))
+        with renamed_fields(self._names):
+            for index, stream in enumerate(self._streams):
+                outputs.append(await self._record_output(index, await anext(stream)))
         return outputs
 
     async def send_all(self, consume: Callable[[int, RequestOutput], Awaitable[None]]) -> None:
@@ -110,8 +113,9 @@ class Generation:
         self._logprobs.release()
 
     async def _send(self, index: int, consume: Callable[[int, RequestOutput], Awaitable[None]]) -> None:
-        async for output in self._streams[index]:
-            await consume(index, await self._record_output(index, output))
+        with renamed_fields(self._names):
+            async for output in self._streams[index]:
+                await consume(index, await self._record_output(index, output))
 
     async def _record_output(self, index: int, output: RequestOutput) -> RequestOutput:
         """Record the tokens of an output, in slices of _PIECES_PER_ITERATION pieces."""

@@ -53,7 +53,8 @@ async def constrained(service: Service, call: R, fields: Mapping[str, Any]) -> R
         invalid(f"{name} is not allowed when use_beam_search is true", param=name)
     checked = call.checked
     whole = replace(checked.params, structured_outputs=params)
-    return replace(call, checked=service.client.inputs.check_params(whole, checked.beam, checked.priority))
+    checked = service.client.inputs.check_params(whole, checked.beam, checked.priority)
+    return replace(call, checked=checked, constraint_field=name)
 
 
 async def prepared(

@@ -50,4 +50,6 @@ async def _with_formats(service: Service, call: R, prompt: str, *, shows_reasoni
         params = replace(call.params, structured_outputs=StructuredOutputsParams(grammar=text))
         return service.client.inputs.check_params(params, call.checked.beam, call.checked.priority)
 
-    return replace(call, reading=reading, checked=await service.threads.run(len(prompt), checked, call.client_id))
+    field = "tools" if use.is_constrained else call.constraint_field
+    constrained = await service.threads.run(len(prompt), checked, call.client_id)
+    return replace(call, reading=reading, checked=constrained, constraint_field=field)
