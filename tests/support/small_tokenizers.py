@@ -61,6 +61,17 @@ def metaspace() -> Tokenizer:
     return tokenizer
 
 
+def metaspace_alone() -> Tokenizer:
+    """Unigram without bytes, and a Metaspace decoder: what the vocabulary cannot spell is unknown."""
+    letters = sorted(set("".join(CORPUS[:3]).replace(" ", "▁")) - {"\n"} | {"▁", "▁the", "▁stop"})
+    pieces = [(BOS, 0.0), (EOS, 0.0), ("<unk>", 0.0), *((piece, -float(len(letters))) for piece in letters)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
+    tokenizer.add_special_tokens([BOS, EOS, "<unk>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
 def word_level() -> Tokenizer:
     """Whole words and no decoder: they are joined by spaces."""
     words = [BOS, EOS, "<unk>", *sorted(set(" ".join(CORPUS).split()))]

@@ -5,18 +5,29 @@ others. What only writes a text in the alphabet of the vocabulary stays: `▁` f
 """
 
 import json
+import re
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from quire.text.token_bytes import BYTE_TOKEN, decoding_rule
 
-def exact_tokenizer_json(backend: Backend) -> str:
-    """Return a tokenizer as the text of a tokenizer.json, without normalizers that change texts."""
+
+def exact_tokenizer_json(backend: Backend) -> str | None:
+    """Return a tokenizer as the text of a tokenizer.json, without normalizers that change texts.
+
+    None for one with tokens that cannot be decoded one by one.
+    """
+    has_rule = decoding_rule(backend) is not None
+    decoder = None if has_rule else _inner_decoder(backend)
+    if decoder is None and not has_rule:
+        return None
     text: str = backend.to_str()
-    if backend.normalizer is None:
+    if backend.normalizer is None and decoder is None:
         return text
     fields = json.loads(text)
-    fields["normalizer"] = _exact(fields["normalizer"])
+    fields["normalizer"] = None if fields["normalizer"] is None else _exact(fields["normalizer"])
+    fields["decoder"] = decoder or fields["decoder"]
     return json.dumps(fields, ensure_ascii=False)
 
 
@@ -29,3 +40,27 @@ def _exact(normalizer: dict[str, Any]) -> dict[str, Any] | None:
         case {"type": "Prepend" | "ByteLevel"} | {"type": "Replace", "pattern": {"String": _}}:
             return normalizer
     return None
+
+
+def _inner_decoder(backend: Backend) -> dict[str, Any] | None:
+    """Return a decoder that decodes tokens one by one as a Metaspace decoder does behind the first token of a text.
+
+    At the beginning of a text that one drops spaces; but a prompt is there. None for other decoders, and where tokens
+    that are written like bytes are text, which the libraries of grammars cannot tell from bytes.
+    """
+    if backend.decoder is None:
+        return None
+    decoder = json.loads(backend.decoder.__getstate__())
+    match decoder.get("decoders", [decoder]):
+        case [{"type": "ByteFallback"}, {"type": "Metaspace", "replacement": mark}, *rest]:
+            pass
+        case [{"type": "Metaspace", "replacement": mark}, *rest] if not any(
+            re.fullmatch(BYTE_TOKEN, token) for token in backend.get_vocab()
+        ):
+            pass
+        case _:
+            return None
+    if rest not in ([], [{"type": "Fuse"}]):
+        return None
+    space = {"type": "Replace", "pattern": {"String": mark}, "content": " "}
+    return {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}, {"type": "Fuse"}]}

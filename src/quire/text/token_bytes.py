@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Backend
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -95,7 +95,7 @@ def _byte_fallback_rule(decoders: list[dict[str, Any]]) -> DecodingRule | None:
     def to_bytes(token: str) -> bytes:
         for old, new in replaced:
             token = token.replace(old, new)
-        byte = _BYTE_TOKEN.fullmatch(token) if has_bytes else None
+        byte = BYTE_TOKEN.fullmatch(token) if has_bytes else None
         return bytes.fromhex(byte[1]) if byte else token.encode()
 
     return DecodingRule(to_bytes, drops_first_space)

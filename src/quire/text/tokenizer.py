@@ -160,8 +160,11 @@ class Tokenizer:
         return self.special_token_ids - kept if skip_special_tokens else frozenset()
 
     def exact_json(self) -> str | None:
-        """Return the text of a tokenizer.json that spells every text exactly, for grammars; None as `token_bytes`."""
-        return None if self._rule is None else exact_tokenizer_json(self._backend)
+        """Return the text of a tokenizer.json that spells texts exactly behind a prompt, for grammars.
+
+        None if this tokenizer's tokens cannot be decoded one by one there.
+        """
+        return exact_tokenizer_json(self._backend)
 
     # --- chat -----------------------------------------------------------------------------------------------------
 

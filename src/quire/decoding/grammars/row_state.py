@@ -147,8 +147,11 @@ class RowState:
             following = matcher.compute_ff_tokens()
             if not following or following[0] >= vocab_size:
                 break
+            if not matcher.try_consume_tokens(following[:1]):
+                break  # the unknown token: the vocabulary cannot spell the text, and has no bytes
+            self._num_consumed += 1
             forced.append(following[0])
-            if self._consume(matcher, following[0]):
+            if matcher.is_stopped():
                 return RowProgress(num_kept, has_ended=True, forced=tuple(forced))
         return RowProgress(num_kept, forced=tuple(forced))
 
