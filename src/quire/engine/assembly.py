@@ -39,11 +39,6 @@ except ModuleNotFoundError as error:
     ConstrainedDecoding = None  # type: ignore[assignment,misc]  # optional: without it requests with grammars are refused
 
 
-# Tokens of a vocabulary above which an engine process reads it for grammars when it starts, not for the first grammar:
-# that holds the interpreter lock, 1.5 s for 151,646 tokens, which would be a pause of all streams.
-LARGE_VOCABULARY = 1 << 15
-
-
 @dataclass(frozen=True, slots=True)
 class AssembledEngine:
     """An engine that is ready to step, its model, and what checks its requests."""
@@ -71,12 +66,16 @@ def build_engine(
     options: EngineOptions, loaded: LoadedModel, tokenizer: Tokenizer | None = None,
     read_tokenizer: Callable[[], Tokenizer] | None = None,
 ) -> AssembledEngine:  # fmt: skip
-    """Return an engine for any loaded model. `read_tokenizer`, without a `tokenizer`: called for the first grammar."""
-    cache, scheduling = configs_for(options, loaded.limits, loaded.model, loaded.meter)
+    """Return an engine for any loaded model. `read_tokenizer`, without a `tokenizer`: called once, in a thread.
+
+    That begins at once, for grammars: reading a vocabulary holds the interpreter lock, 1.2 s for 151,646 tokens, which
+    would be a pause of all streams when the first grammar arrives. With a `tokenizer` it waits for the first grammar.
+    """
     read = read_tokenizer if tokenizer is None else lambda: tokenizer
     grammars = None if read is None else _grammars(options, loaded, read)
-    if grammars is not None and read is read_tokenizer and loaded.model.vocab_size > LARGE_VOCABULARY:
+    if grammars is not None and tokenizer is None:
         grammars.load()
+    cache, scheduling = configs_for(options, loaded.limits, loaded.model, loaded.meter)
     engine = _build(options, loaded.model, cache, scheduling, grammars)
     ready = _ready(loaded, engine, cache, scheduling)
     inputs = InputProcessor(tokenizer, ready, options, cuts_answers=True)

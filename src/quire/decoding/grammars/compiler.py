@@ -91,7 +91,7 @@ def num_bytes_of(text: str) -> int:
 class GrammarCache:
     """Compiled grammars by their parameters, the least recently used first. Used by the step's and the mask's threads.
 
-    `load_tokenizer` runs in the compiling thread, when the first grammar arrives or `load` is called.
+    `load_tokenizer` runs in a thread of its own, when the first grammar arrives or `load` is called.
     """
 
     def __init__(self, load_tokenizer: Callable[[], LLTokenizer]) -> None:
@@ -108,7 +108,9 @@ class GrammarCache:
         """Return the tokenizer of the vocabulary, which is loaded once."""
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = self._pool.submit(self._load_tokenizer)
+                pool = ThreadPoolExecutor(1, "vocabulary")  # of normal priority: it holds the interpreter lock
+                self._tokenizer = pool.submit(self._load_tokenizer)
+                pool.shutdown(wait=False)
             return self._tokenizer
 
     @property
@@ -189,9 +191,8 @@ class GrammarCache:
         return future
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        assert self._tokenizer is not None, "the tokenizer is the first job of the thread"
         try:
-            return CompiledGrammar(self._tokenizer.result(), params.to_grammar())
+            return CompiledGrammar(self.load().result(), params.to_grammar())
         except GrammarError:
             raise
         except InvalidRequestError as error:
