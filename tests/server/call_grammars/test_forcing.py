@@ -66,7 +66,7 @@ def markers(row: ToolFormat) -> list[str]:
     """Return the parts of a format that real tokenizers have as special tokens."""
     pattern = r"<\|?[\w:]+\|?>|\[[A-Z_]{2,}\]|<｜[^｜]*｜>|｜DSML｜"
     found = {token for text in row.marker_texts for token in re.findall(pattern, text)}
-    return sorted(found | ({'<|"|>'} & set(row.marker_texts)))
+    return sorted(found | {row.quote} if row.notation == "gemma" else found)
 
 
 def check_calls(row: ToolFormat, output: str, is_parallel: bool) -> None:
@@ -97,7 +97,8 @@ def walk(row: ToolFormat, seed: int, is_special: bool) -> None:
 def beginning(row: ToolFormat, special: dict[str, int], seed: int) -> list[str | int]:
     """Return text, and what a call begins with, as tokens."""
     if row.is_bare:
-        return [{"{call}": '{"name": "', "{list}": ("[echo(", "[now(")[seed % 2]}[row.call]]
+        starts = {"{call}": '{"name": "', "{calls}": '[{"name": "', "{list}": ("[echo(", "[now(")[seed % 2]}
+        return [starts[row.call]]
     start = "<|channel|>commentary to=functions." if row.has_channels else f"{TEXT}{first_marker(row)}"
     pieces = re.split("|".join(f"({re.escape(text)})" for text in special) or r"(?!)", start)
     return [special.get(piece, piece) for piece in pieces if piece]

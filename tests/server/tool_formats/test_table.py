@@ -49,7 +49,8 @@ SHOWN = [row for row in TOOL_FORMATS if not row.is_bare and row.name != "phi4_mi
 
 @pytest.mark.parametrize("row", SHOWN, ids=lambda row: row.name)
 def test_template_with_a_call_has_the_format_of_the_call(row: ToolFormat) -> None:
-    template = f"{{% if tools %}}<|start|>{row.section[0]}{row.call}{row.parameter}{row.section[1]}<|message|>"
+    parts = (row.section[0], row.call, row.parameter, row.section[1], *row.drops)
+    template = f"{{% if tools %}}<|start|>{''.join(parts)}<|message|>"
     assert find_format("auto", template) is row
 
 

@@ -34,6 +34,7 @@ _PREAMBLE = "<|channel|>commentary<|message|>"
 _FINAL = "<|channel|>final<|message|>"
 _NO_LIST = rf"{ANY_TEXT} & ~/\s*\[\s*\w+\s*\((?s:.*)/"
 _NO_OBJECT = rf'{ANY_TEXT} & ~/\s*\{{\s*"name"(?s:.*)/'
+_NO_ARRAY = rf'{ANY_TEXT} & ~/\s*\[\s*\{{\s*"name"(?s:.*)/'
 MAX_CALLS = 128  # of one output
 
 
@@ -80,7 +81,7 @@ class _CallGrammar:
         if not self._is_triggered:
             return rules.text(self._calls(lead.lstrip(), is_parallel))
         if row.is_bare:
-            other = _NO_LIST if self._template[1] == "list" else _NO_OBJECT
+            other = {"list": _NO_LIST, "calls": _NO_ARRAY}.get(self._template[1], _NO_OBJECT)
             return rules.text(f"{self._calls('', is_parallel)} | {rules.add(other)}")
         marker = marker_of(lead.lstrip())
         others = [text for pair in (reasoning.markers if reasoning else ()) for text in pair]
@@ -115,10 +116,15 @@ class _CallGrammar:
 
     def _json_call(self, name: str, schema: Schema, lead: str = "") -> str:
         """Return an expression for an object with the name and arguments of a call, and what closes it."""
-        key, arguments = self._row.keys
-        head = f'{{{compact_json(key)}: {compact_json(name)}, {compact_json(arguments)}: '
+        rules, row = self._rules, self._row
+        key, arguments = row.keys
         tail = self._template[-1] if self._template[1] == "call" else ""
-        return f"{self._rules.literal(lead + head)} {closed_json_text(schema)} {self._rules.literal('}' + tail)}"
+        head = f"{compact_json(key)}: {compact_json(name)}, {compact_json(arguments)}: "
+        before = rules.literal(f"{lead}{{{compact_json(name)}: " if row.has_name_as_key else f"{lead}{{{head}")
+        if row.index_key:
+            number = f'{rules.literal(f"{lead}{{{compact_json(row.index_key)}: ")} /"[0-9]{{1,3}}"/'
+            before = f"{number} {rules.literal(', ' + head)}"
+        return f"{before} {closed_json_text(schema)} {rules.literal('}' + tail)}"
 
     def _python_call(self, name: str, schema: Schema, lead: str = "") -> str:
         return f'{self._rules.literal(f"{lead}{name}(")} {python_arguments(self._rules, schema)} ")"'
@@ -131,8 +137,9 @@ class _CallGrammar:
             if field == "name":
                 parts.append(rules.literal(html.escape(name) if row.is_escaped else name))
             elif field == "arguments":
-                is_json = row.notation != "gemma"
-                parts.append(closed_json_text(schema) if is_json else GemmaValues(rules, schema).object_text(schema))
+                is_gemma = row.notation == "gemma"
+                values = GemmaValues(rules, schema, row.quote)
+                parts.append(values.object_text(schema) if is_gemma else closed_json_text(schema))
             elif field == "parameters":
                 parts.append(self._parameters(schema))
             elif field == "index":

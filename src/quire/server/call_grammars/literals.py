@@ -10,7 +10,6 @@ from quire.server.tool_formats.argument_types import own_types, types_of
 
 Schema = Mapping[str, Any]
 NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
-_QUOTE = '<|"|>'  # Gemma's
 _MAX_PARTS = 64
 _OF_OTHERS = ("properties", "required", "items", "minLength", "maxLength", "pattern", "$defs", "definitions")
 _PYTHON = {"true": '"True"', "false": '"False"', "null": '"None"'}
@@ -101,9 +100,10 @@ def python_arguments(rules: Rules, schema: Schema) -> str:
 class GemmaValues:
     """Expressions for values in Gemma's notation: keys without quotes, strings in quotes of their own."""
 
-    def __init__(self, rules: Rules, root: Schema) -> None:
+    def __init__(self, rules: Rules, root: Schema, quote: str) -> None:
         self._rules = rules
         self._root = root
+        self._quote = quote
         self._referenced: dict[str, str] = {}  # rules of the parts that are referred to
 
     def object_text(self, schema: Schema) -> str:
@@ -144,7 +144,8 @@ class GemmaValues:
 
     def _kind(self, kind: str, schema: Schema) -> str:
         if kind == "string":
-            return f"{self._rules.literal(_QUOTE)} {self._rules.text_before(_QUOTE, body=string_body(schema))}"
+            text = self._rules.text_before(self._quote, body=string_body(schema))
+            return f"{self._rules.literal(self._quote)} {text}"
         if kind == "object":
             return self.object_text(schema)
         if kind != "array":
@@ -160,7 +161,7 @@ class GemmaValues:
     def _constant(self, value: object) -> str:
         """Return an expression for one value."""
         if isinstance(value, str):
-            return self._rules.literal(f"{_QUOTE}{value}{_QUOTE}")
+            return self._rules.literal(f"{self._quote}{value}{self._quote}")
         if isinstance(value, list):
             inside = ' "," '.join(map(self._constant, value))
             return f'"[" {inside} "]"'

@@ -29,6 +29,9 @@ class ToolFormat:
     skips_space: bool = False  # white space in front of calls is no content, even if `call` does not begin with it
     drops: tuple[str, ...] = ()  # markers around content that are no part of it
     keys: tuple[str, str] = ("name", "arguments")  # of `{call}`; `parameters` and `arguments` are both read
+    index_key: str = ""  # of `{call}`: its number, as text, is written in front of the name
+    has_name_as_key: bool = False  # `{call}` is an object with one key, the name; its value are the arguments
+    quote: str = '<|"|>'  # around strings in Gemma's notation
     is_escaped: bool = False  # names and keys are escaped as in XML
     has_channels: bool = False  # the output is a sequence of messages with headers, as in Harmony
     aliases: tuple[str, ...] = ()  # names of vLLM's parsers for it
@@ -45,7 +48,7 @@ class ToolFormat:
         """Return the texts that the format consists of: special tokens that are part of one are kept in the text."""
         templates = (self.call, self.parameter, *self.variants, *self.section, *self.drops)
         texts = (text for template in templates for text in re.split(r"\{[^}]*\}", template))
-        extra = (*(_HARMONY if self.has_channels else ()), *(['<|"|>'] if self.notation == "gemma" else []))
+        extra = (*(_HARMONY if self.has_channels else ()), *([self.quote] if self.notation == "gemma" else []))
         return (*dict.fromkeys(text for text in texts if text), *extra)
 
 

@@ -106,7 +106,9 @@ class Syntax:
             if rest[0] in ("call", "calls", "list"):
                 kind = "list" if rest[0] == "list" else "json"
                 first = r"\[" if rest[0] == "list" else r"[\[{]"
-                heads.append(sequence(f"{kind}__{number}", [SPACE, *(a for a in parts if a != SPACE)], [[first]]))
+                while parts and parts[-1] == SPACE:
+                    parts.pop()
+                heads.append(sequence(f"{kind}__{number}", [SPACE, *parts, *([SPACE] if parts else [])], [[first]]))
                 continue
             body = ""
             for field, text in zip(rest[::2], rest[1::2], strict=True):

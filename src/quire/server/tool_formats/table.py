@@ -8,12 +8,12 @@ from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "qwen3_coder",
-        "Qwen3-Coder, Qwen3.5 and later, MiMo, Nemotron 3, Step 3.5",
+        "Qwen3-Coder, Qwen3.5 and later, MiMo, Nemotron 3, Step 3.5 and 5",
         call="\n<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>",
         parameter="<parameter={key}>\n{value}\n</parameter>\n",
         notation="tagged",
         variants=("\n<function={name}>\n{parameters}</function>",),
-        aliases=("qwen3_xml", "mimo", "step3p5"),
+        aliases=("qwen3_xml", "mimo", "step3p5", "step5"),
         fingerprints=(("<function=", "<parameter=", "<tool_call>"),),
         model_types=("qwen3_next", "qwen3_5", "qwen3_5_moe"),
     ),
@@ -27,6 +27,93 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         model_types=("seed_oss",),
     ),
     ToolFormat(
+        "dots",
+        "dots",
+        call='<invoke name="{name}">{parameters}</invoke>',
+        parameter='<parameter name="{key}">{value}</parameter>',
+        section=("<dots_function_call>", "</dots_function_call>"),
+        separator="",
+        notation="tagged",
+        fingerprints=(("<dots_function_call>",),),
+    ),
+    ToolFormat(
+        "step3",
+        "Step 3",
+        call='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">{parameters}'
+        "</steptml:invoke><｜tool_call_end｜>",
+        parameter='<steptml:parameter name="{key}">{value}</steptml:parameter>',
+        section=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+        separator="<｜tool_sep｜>",
+        notation="tagged",
+        variants=(
+            '<｜tool_call_begin｜><steptml:invoke name="{name}">{parameters}</steptml:invoke><｜tool_call_end｜>',
+        ),
+        fingerprints=(("<steptml:invoke",),),
+        model_types=("step3_text", "step3_vl"),
+    ),
+    ToolFormat(
+        "longcat",
+        "LongCat Flash",
+        call="<longcat_tool_call>{call}</longcat_tool_call>",
+        skips_space=True,
+        fingerprints=(("<longcat_tool_call>",),),
+        model_types=("longcat_flash",),
+    ),
+    ToolFormat(
+        "plamo3",
+        "PLaMo 3",
+        call="<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>{name}<|plamo:end_tool_name:plamo|>"
+        "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>{arguments}"
+        "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>",
+        section=("<|plamo:begin_tool_requests:plamo|>", "<|plamo:end_tool_requests:plamo|>"),
+        separator="",
+        fingerprints=(("<|plamo:begin_tool_request",),),
+        model_types=("plamo3",),
+    ),
+    ToolFormat(
+        "apertus",
+        "Apertus",
+        call="<|tools_prefix|>{calls}<|tools_suffix|>",
+        separator=", ",
+        has_name_as_key=True,
+        fingerprints=(("<|tools_prefix|>",),),
+        model_types=("apertus",),
+    ),
+    *(
+        ToolFormat(
+            name,
+            models,
+            call="<|START_ACTION|>{calls}<|END_ACTION|>",
+            separator=",\n    ",
+            keys=("tool_name", "parameters"),
+            index_key="tool_call_id",
+            drops=(f"<|START_{part}|>", f"<|END_{part}|>"),
+            fingerprints=(("<|START_ACTION|>", *others),),
+            model_types=(model_type,),
+        )
+        for name, models, part, others, model_type in (
+            ("cohere_command4", "Command A+", "TEXT", ["<|START_TEXT|>"], "cohere2_moe"),
+            ("cohere_command3", "Command A, R7B", "RESPONSE", [], "cohere2"),
+        )
+    ),
+    ToolFormat(
+        "gigachat3",
+        "GigaChat 3 and 3.1",
+        call="<|function_call|>{call}",
+        separator="",
+        variants=("<|message_sep|>\n\nfunction call<|role_sep|>\n{call}",),
+        fingerprints=(("<|function_call|>",), ("function call", "<|role_sep|>", "<|message_sep|>")),
+    ),
+    ToolFormat(
+        "functiongemma",
+        "FunctionGemma",
+        call="<start_function_call>call:{name}{arguments}<end_function_call>",
+        separator="",
+        notation="gemma",
+        quote="<escape>",
+        fingerprints=(("<start_function_call>",),),
+    ),
+    ToolFormat(
         "minimax_m2",
         "MiniMax M2",
         call='<invoke name="{name}">\n{parameters}</invoke>\n',
@@ -38,23 +125,45 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         model_types=("minimax_m2",),
     ),
     ToolFormat(
+        "hy_v3",
+        "Hunyuan 3",
+        call="<tool_call>{name}<tool_sep>\n{parameters}</tool_call>\n",
+        parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+        section=("<tool_calls>\n", "</tool_calls>"),
+        separator="",
+        notation="tagged",
+        fingerprints=(("<tool_sep>", "<arg_key>"),),
+    ),
+    ToolFormat(
+        "hy_v4",
+        "Hunyuan 4",
+        call="<tool_call>{name}{parameters}</tool_call>",
+        parameter="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
+        section=("<tool_calls>", "</tool_calls>"),
+        separator="",
+        notation="tagged",
+        fingerprints=(("<tool_calls>", "</arg_key><arg_value>"),),
+    ),
+    ToolFormat(
         "glm47",
-        "GLM 4.7 and 5",
+        "GLM 4.7 and 5, Ling 3",
         call="<tool_call>{name}{parameters}</tool_call>",
         parameter="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
         separator="",
         notation="tagged",
         skips_space=True,
+        aliases=("ling3",),
         fingerprints=(("</arg_key><arg_value>",),),
         model_types=("glm4_moe_lite", "glm_moe_dsa"),
     ),
     ToolFormat(
         "glm45",
-        "GLM 4.5 and 4.6",
+        "GLM 4.5 and 4.6, Laguna",
         call="\n<tool_call>{name}\n{parameters}</tool_call>",
         parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
         separator="",
         notation="tagged",
+        aliases=("poolside_v1",),
         fingerprints=(("<arg_key>", "<arg_value>"),),
         model_types=("glm4_moe",),
     ),
@@ -63,7 +172,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         "Qwen 2.5 and 3, Hermes 2 and 3, Granite 4, and others with JSON in `<tool_call>`",
         call="\n<tool_call>\n{call}\n</tool_call>",
         separator="",
-        aliases=("granite4", "ernie45"),
+        aliases=("granite4", "ernie45", "qwen3_json"),
         fingerprints=(("<tool_call>", "</tool_call>"),),
         model_types=("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granitemoehybrid"),
     ),
@@ -232,6 +341,13 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         model_types=("llama4",),
     ),
     ToolFormat(
+        "xlam",
+        "xLAM 2",
+        call="{calls}",
+        separator=", ",
+        variants=("```json\n{calls}\n```", "<tool_call>{calls}</tool_call>"),
+    ),
+    ToolFormat(
         "llama3_json",
         "Llama 3.1 to 3.3",
         call="{call}",
@@ -277,6 +393,28 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         may_call=False,
         fingerprints=(("[THINK]",), ("<think>", "[TOOL_CALLS]")),
     ),
+    *(
+        ReasoningFormat(name, models, markers=(pair,), fingerprints=((pair[0],),), aliases=aliases)
+        for name, models, pair, aliases in (
+            ("minimax_m3", "MiniMax M3", ("<mm:think>", "</mm:think>"), ()),
+            ("plamo3", "PLaMo 3", ("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"), ()),
+            (
+                "cohere_command3",
+                "Command A, Command A+",
+                ("<|START_THINKING|>", "<|END_THINKING|>"),
+                ("cohere_command4",),
+            ),
+        )
+    ),
+    ReasoningFormat(
+        "granite",
+        "Granite 3.2",
+        markers=(
+            ("Here is my thought process:", "Here is my response:"),
+            ("Here's my thought process:", "Here's my response:"),
+        ),
+        fingerprints=(("Here is my thought process:",), ("Here's my thought process:",)),
+    ),
     ReasoningFormat(
         "seed_oss",
         "Seed-OSS",
@@ -289,7 +427,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         "models that always reason, with the start marker in the prompt or left out (DeepSeek R1, QwQ, MiniMax M2)",
         markers=_THINK,
         is_open_from_start=True,  # so only by name: with a start marker in the prompt or the output, `qwen3` serves
-        aliases=("minimax_m2", "step3", "step3p5"),
+        aliases=("minimax_m2", "step3", "step3p5", "step5"),
     ),
     ReasoningFormat(
         "qwen3",
@@ -297,12 +435,28 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         markers=_THINK,
         aliases=(
             "glm45", "glm47", "kimi_k2", "deepseek_v3", "deepseek_v4", "deepseek_v41", "mimo", "nemotron_v3", "holo2",
-            "ernie45", "hunyuan_a13b", "olmo3", "hy_v3",
+            "ernie45", "hunyuan_a13b", "olmo3", "hy_v3", "hy_v4", "ling3", "poolside_v1", "minicpmv",
+            "granite_thinking_parser",
         ),
         fingerprints=(("<think>",), ("</think>",)),
         model_types=("qwen3", "qwen3_moe", "minimax_m2", "deepseek_v32", "deepseek_v4", "deepseek_v41"),
     ),
 )  # fmt: skip
+
+# Names of vLLM's parsers that are refused, and the reason.
+UNSUPPORTED = {
+    "beam": "it is for one model of its own",
+    "hf": "auto recognizes the format of the chat template",
+    "inkling": "messages by content type are not read",
+    "k2_horizon": "it has three formats, chosen by a variable of the template",
+    "minicpm5": "CDATA sections of XML are not read",
+    "minimax_m3": "arguments as nested XML elements are not read",
+    "minimax_m2_append_think": "it leaves reasoning in the content; none does so, too",
+    "muse": "channels of Muse are not read",
+    "muse_glimmer": "channels of Muse are not read",
+    "musespark1x": "channels of Muse are not read",
+    "olmo3": "calls on lines of their own are not read; pythonic reads lists of calls",
+}
 
 # Of calls that are required where a template has no known format.
 FALLBACK = next(row for row in TOOL_FORMATS if row.name == "hermes")
@@ -332,6 +486,8 @@ def _find(rows: Sequence[Row], option: str, name: str, chat_template: str | None
         for row in rows:
             if name in (row.name, *row.aliases):
                 return row
+        if name in UNSUPPORTED:
+            raise ValueError(f"{option} {name!r} is not supported: {UNSUPPORTED[name]}")
         names = ", ".join(sorted({known for row in rows for known in (row.name, *row.aliases)}))
         raise ValueError(f"{option} {name!r} is unknown; choose auto, none, {names}")
     if not chat_template:

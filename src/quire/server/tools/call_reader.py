@@ -117,7 +117,12 @@ class CallReader:
             if kind_of(found) == "close":
                 return self._end() if name else Outcome.NONE
             key = found["_key"]
-            if key == "name" and not name:
+            if self._row.has_name_as_key and not name:
+                name = key
+                self._begin(name)
+                if not (yield from self._json_arguments([], True)):
+                    break
+            elif key == self._row.keys[0] and not name:
                 if (found := (yield from reader.match(_NAME))) is None:
                     return Outcome.NONE
                 name = found["_name"]

@@ -54,7 +54,7 @@ PYTHON = Notation(
 )  # fmt: skip
 GEMMA = Notation(
     key=r"[^:{}\[\],<\s][^:{}\[\],<]{0,255}+", key_end=":", close=r"\}", bare=r"[^,{}\[\]<\s][^,{}\[\]<]{0,255}+",
-    quotes=('<|"|>',), has_escapes=False, has_bare_keys=True,
+    quotes=('<|"|>', "<escape>"), has_escapes=False, has_bare_keys=True,
 )  # fmt: skip
 
 

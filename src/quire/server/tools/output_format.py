@@ -3,7 +3,14 @@
 from quire.server.api.output_events import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
 from quire.server.call_grammars.forcing import forcing_grammar
 from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
-from quire.server.tool_formats.table import FALLBACK, REASONING_FORMATS, TOOL_FORMATS, find_format, find_reasoning
+from quire.server.tool_formats.table import (
+    FALLBACK,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    UNSUPPORTED,
+    find_format,
+    find_reasoning,
+)
 from quire.server.tools.output_parser import OutputParser
 from quire.server.tools.served_formats import served_formats
 
@@ -11,6 +18,7 @@ __all__ = [
     "FALLBACK",
     "REASONING_FORMATS",
     "TOOL_FORMATS",
+    "UNSUPPORTED",
     "Arguments",
     "CallBegan",
     "CallEnded",
