@@ -7,7 +7,7 @@ referenced by `@name`. Pure text functions: nothing is compiled here.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -175,6 +175,15 @@ def either(first: str, second: str) -> str:
     if shared:
         raise ValueError(f"two grammars have the same names: {', '.join(map(str, shared))}")
     return compact_json({"grammars": [{"lark_grammar": f"start: @{name} | @{other_name}\n"}, *parts, *others]})
+
+
+def before_answer(write: Callable[[str], str], answer: str) -> str:
+    """Return the grammar that `write` returns when it is given the reference to another grammar, with that one.
+
+    ValueError for JSON as `after_reasoning`.
+    """
+    parts, name = _referable(answer, "answer", set())
+    return compact_json({"grammars": [{"lark_grammar": write(f"@{name}")}, *parts]})
 
 
 def marker_text(text: str, special: Mapping[str, int] = NO_TOKENS) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import jsonschema
 import pytest
@@ -152,6 +153,60 @@ def test_tool_without_named_properties_takes_any(name: str, call: str, arguments
     for is_triggered in (False, True):
         assert GrammarWalk().accepts(forcing_grammar(find_format(name), tools, is_triggered=is_triggered), call)
     assert [json.loads(text) for _, text in ended_calls(parse(name, [call], tools=tools))] == [arguments]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits", "does_not"),
+    [
+        ("^a+$", ("a", "aaa"), ("ba", "ab", "")),
+        ("^a", ("ab",), ("ba",)),
+        ("a$", ("ba",), ("ab",)),
+        ("b", ("abc",), ("ac",)),
+        (r"^(a|b)\$", ("a$", "b$c"), ("a",)),
+        ("^[$|]$", ("$", "|"), ("a",)),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "gemma4"])
+def test_patterns_of_text_have_anchors(
+    name: str, pattern: str, fits: tuple[str, ...], does_not: tuple[str, ...]
+) -> None:
+    call = {
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>",
+        "glm47": "<tool_call>f<arg_key>a</arg_key><arg_value>{}</arg_value></tool_call>",
+        "gemma4": '<|tool_call>call:f{{a:<|"|>{}<|"|>}}<tool_call|>',
+    }[name]
+    grammar = forcing_grammar(find_format(name), [tool_of("a", {"type": "string", "pattern": pattern})])
+    walks = GrammarWalk()
+    assert all(walks.accepts(grammar, call.format(value)) for value in fits)
+    assert not any(walks.accepts(grammar, call.format(value)) for value in does_not)
+
+
+def test_enumerations_of_text_may_be_long() -> None:
+    tool = tool_of("a", {"enum": [f"city {number}" for number in range(3000)]})
+    grammar, walks = forcing_grammar(find_format("glm47"), [tool]), GrammarWalk()
+    for value, fits in (("city 0", True), ("city 2999", True), ("city 3000", False)):
+        call = f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
+        assert walks.accepts(grammar, call) is fits
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("qwen3_coder", "a<b"), ("kimi_k3", "a\nb"), ("pythonic", "a-b"), ("gemma4", "a:b")]
+)
+def test_required_property_that_cannot_be_written_is_named(name: str, key: str) -> None:
+    row, tool = find_format(name), tool_of(key, {"type": "string"})
+    with pytest.raises(ValueError, match=f"f requires the property {re.escape(repr(key))}, which cannot be written"):
+        forcing_grammar(row, [tool])
+    del tool["function"]["parameters"]["required"]
+    walks = GrammarWalk()
+    output = walks.draw(forcing_grammar(row, [tool], is_parallel=False), 1)
+    assert output is not None
+    assert ended_calls(parse(name, [output], tools=[tool])) == [("f", "{}")]
+    assert forcing_grammar(find_format("hermes"), [tool_of(key, {"type": "string"})])
+
+
+def tool_of(key: str, part: dict[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {key: part}, "required": [key], "additionalProperties": False}
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
 
 
 def test_one_call_is_the_end_without_parallel_calls() -> None:

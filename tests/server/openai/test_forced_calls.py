@@ -108,6 +108,45 @@ def test_what_cannot_be_forced_is_refused(server: OpenAIServer, fields: Json, pa
     assert param is None or error["param"] == param, error
 
 
+# --- in the notation of the model's calls -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tagged() -> Iterator[OpenAIServer]:
+    with openai_server(EngineOptions(), tool_call_parser="qwen3_coder") as running:
+        yield running
+
+
+def tool_of(part: Json, name: str = "city") -> Json:
+    schema = {"type": "object", "properties": {name: part}, "required": [name], "additionalProperties": False}
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+def test_tagged_parameters_fit_their_schema(tagged: OpenAIServer) -> None:
+    for part in ({"type": "string", "pattern": "^[ab]{3,5}$"}, {"enum": ["Ulm", "Rome", "Uelzen"]}):
+        tool = tool_of(part)
+        fields = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+        ((_, arguments),) = calls_of(tagged.ask(CHAT, **asked(**fields))["choices"][0])
+        jsonschema.validate(arguments, tool["function"]["parameters"])
+
+
+@pytest.mark.parametrize(
+    ("tool", "reason"),
+    [
+        (tool_of({"type": "string"}, "a<b"), "f requires the property 'a<b', which cannot be written"),
+        (tool_of({"type": "string", "minLength": 3000, "maxLength": 100_000}), "fuel exhausted"),
+    ],
+    ids=["a name that ends its tag", "more work as text than as JSON"],
+)
+def test_what_the_notation_cannot_force_is_refused(tagged: OpenAIServer, tool: Json, reason: str) -> None:
+    status, error = tagged.refusal(CHAT, **asked(tool_choice="required", tools=[tool]))
+    assert (status, error["param"]) == (400, "tools")
+    assert error["message"].startswith("tools cannot be enforced: ")
+    assert reason in error["message"]
+    free = tagged.ask(CHAT, **asked(tools=[tool], max_tokens=4))
+    assert free["choices"][0]["finish_reason"] in ("length", "stop")
+
+
 # --- by a model that calls tools --------------------------------------------------------------------------------------
 
 

@@ -9,11 +9,12 @@ from tokenizers import AddedToken
 from quire.core.errors import ConfigError
 from quire.server.api.output_formats import NO_TOOLS, OutputReading, ToolUse
 from quire.server.options import ServerOptions
-from quire.server.tools.output_format import served_formats
+from quire.server.tools.output_format import Content, Reasoning, served_formats
 from quire.server.tools.served_formats import ServedFormats
 from quire.text.tokenizer import Tokenizer
 from support import small_tokenizers
 from support.calling_model import CLOCK, KNOWING_TEMPLATE, SPECIAL, WEATHER
+from support.grammar_walks import GrammarWalk
 
 PROMPT = "user: hi\nassistant:"
 STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
@@ -97,3 +98,23 @@ def test_grammar_follows_the_reasoning(tmp_path: Path) -> None:
     assert "<think>" not in begun
     assert "</think>" in begun
     assert served.grammar(f"{PROMPT}<think>\n\n</think>\n\n", NO_TOOLS, answer) == answer
+
+
+def test_answer_of_a_format_with_channels_is_its_final_message(tmp_path: Path) -> None:
+    served = formats(tmp_path, tool_call_parser="gpt_oss", reasoning_parser="gpt_oss")
+    answer, walks = "start: /[ab]{1,4}/\n", GrammarWalk()
+    thinking = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Ulm"}'
+    for use, calls in ((NO_TOOLS, False), (AUTO, True)):
+        grammar = served.grammar(PROMPT, use, answer, is_for_check=True)
+        assert grammar is not None
+        for before in ("", thinking):
+            assert walks.accepts(grammar, f"{before}<|channel|>final<|message|>ab")
+            assert not walks.accepts(grammar, f"{before}<|channel|>final<|message|>c")
+            assert walks.accepts(grammar, before + call) is calls
+        assert not walks.accepts(grammar, "ab")
+    reading = reading_of(served, NO_TOOLS)
+    assert reading is not None
+    parser = reading.new_parser()
+    events = parser.feed(f"{thinking}<|channel|>final<|message|>ab") + parser.finish()
+    assert events == [Reasoning("Hm."), Content("ab")]

@@ -26,5 +26,8 @@ class OutputConstraints(Protocol):
         InvalidRequestError names the field and the reason; ApiError 429 where too many requests wait.
         """
 
+    async def check_grammar(self, grammar: str, name: str, client_id: str = "") -> None:
+        """Compile a grammar that was made of the field `name`. Errors are those of `check`."""
+
     async def close(self) -> None:
         """End the process."""

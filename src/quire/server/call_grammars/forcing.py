@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from quire.core.grammar_text import closed_json_text, compact_json, literal_text
+from quire.core.grammar_text import before_answer, closed_json_text, compact_json, literal_text
 from quire.server.call_grammars.literals import (
     NO_PARAMETERS,
     GemmaValues,
@@ -25,7 +25,7 @@ from quire.server.call_grammars.literals import (
 from quire.server.call_grammars.rules import ANY_TEXT, Rules, alternatives
 from quire.server.tool_formats.argument_types import types_of
 from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
-from quire.server.tool_formats.syntax import marker_of, split
+from quire.server.tool_formats.syntax import KEY, marker_of, split
 from quire.server.tool_formats.table import FALLBACK
 
 _TEXT = frozenset({"string"})
@@ -35,6 +35,7 @@ _FINAL = "<|channel|>final<|message|>"
 _NO_LIST = rf"{ANY_TEXT} & ~/\s*\[\s*\w+\s*\((?s:.*)/"
 _NO_OBJECT = rf'{ANY_TEXT} & ~/\s*\{{\s*"name"(?s:.*)/'
 _NO_ARRAY = rf'{ANY_TEXT} & ~/\s*\[\s*\{{\s*"name"(?s:.*)/'
+_ANY_KEY = r"[^\n]{1,40}"  # escaped, a character takes up to six
 MAX_CALLS = 128  # of one output
 
 
@@ -46,14 +47,20 @@ def forcing_grammar(
     is_parallel: bool = True,
     special: Mapping[str, int] | None = None,
     reasoning: ReasoningFormat | None = None,
+    answer: str | None = None,
 ) -> str:
     """Return the grammar of calls of the tools, in llguidance's Lark; of the fallback format without a row.
 
     `tools`: OpenAI's tool objects, those that may be called. `is_triggered`: text and no call at all are allowed; the
     arguments of tools that are not `strict` are then any object. `is_parallel`: several calls. `special`: ids of the
     tokenizer's special tokens, by their texts. `reasoning`: its markers, if special, may be in the text around calls.
+    `answer`: grammar of the final message in place of a call, for formats with channels. ValueError, which names the
+    property, for a tool that requires one that the format cannot write.
     """
-    return _CallGrammar(row or FALLBACK, tools, is_triggered, special or {}).text(is_parallel, reasoning)
+    grammar = _CallGrammar(row or FALLBACK, tools, is_triggered, special or {})
+    if answer is None:
+        return grammar.text(is_parallel, reasoning)
+    return before_answer(grammar.messages, answer)
 
 
 class _CallGrammar:
@@ -76,7 +83,7 @@ class _CallGrammar:
         """Return the whole grammar."""
         rules, row = self._rules, self._row
         if row.has_channels:
-            return rules.text(self._messages())
+            return self.messages(ANY_TEXT if self._is_triggered else "")
         lead = row.section[0] or self._template[0]
         if not self._is_triggered:
             return rules.text(self._calls(lead.lstrip(), is_parallel))
@@ -112,7 +119,7 @@ class _CallGrammar:
         return f"{calls} {rules.literal(row.section[1])}"
 
     def _each(self, expression: Callable[[str, Schema], str]) -> str:
-        return alternatives([self._rules.add(expression(name, schema)) for name, schema in self._tools])
+        return alternatives([self._rules.add(_named(expression, name, schema)) for name, schema in self._tools])
 
     def _json_call(self, name: str, schema: Schema, lead: str = "") -> str:
         """Return an expression for an object with the name and arguments of a call, and what closes it."""
@@ -155,7 +162,7 @@ class _CallGrammar:
         """Return an expression for tagged parameters."""
         parts = [
             (self._rules.add(self._parameter(key, part, types_of(schema, key))), is_required)
-            for key, part, is_required in properties(schema)
+            for key, part, is_required in properties(schema, _ANY_KEY if self._row.is_escaped else KEY)
         ]
         if is_open(schema):
             keys = self._rules.add("/[A-Za-z_][A-Za-z0-9_]{0,63}/")
@@ -188,8 +195,8 @@ class _CallGrammar:
         if not is_text:
             return " ".join([*parts, closed_json_text(part), rules.literal(end)])
         if (values := choices(part)) is not None:
-            texts = [rules.literal(value) for value in values if isinstance(value, str)]
-            return " ".join([*parts, alternatives([text or '""' for text in texts]), rules.literal(end)])
+            texts = [value for value in values if isinstance(value, str)]
+            return " ".join([*parts, rules.one_of(texts), rules.literal(end)])
         close = end.strip()
         line = end.startswith("\n")
         body = string_body(part, "[^\\n]" if line else "(?s:.)")
@@ -204,14 +211,25 @@ class _CallGrammar:
             return "true" if types == _TEXT else "false"
         return "number" if types <= {"integer", "number"} else min(types)
 
-    def _messages(self) -> str:
-        """Return an expression for Harmony's messages: reasoning and preambles, then a call, or an answer."""
+    def messages(self, final: str) -> str:
+        """Return the grammar of Harmony's messages: reasoning and preambles, then a call, or `final` as the answer."""
         rules = self._rules
         heads = alternatives([rules.add(rules.literal(head)) for head in (_ANALYSIS, _PREAMBLE)])
         message = rules.add(f"{heads} {rules.text_before('<|end|>')} {rules.literal('<|start|>assistant')}")
-        call = rules.add(f"{rules.literal(self._template[0])} {self._each(self._named_call)}")
-        ends = f"({call} | {rules.literal(_FINAL)} {ANY_TEXT})" if self._is_triggered else call
-        return f"{message}{{0,{MAX_CALLS}}} {ends}"
+        ends = []
+        if self._tools:
+            ends.append(rules.add(f"{rules.literal(self._template[0])} {self._each(self._named_call)}"))
+        if final:
+            ends.append(f"{rules.literal(_FINAL)} {final}")
+        return rules.text(f"{message}{{0,{MAX_CALLS}}} {alternatives(ends)}")
+
+
+def _named(expression: Callable[[str, Schema], str], name: str, schema: Schema) -> str:
+    """Return the expression of a tool's calls. ValueError with the tool's name."""
+    try:
+        return expression(name, schema)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from error
 
 
 def _without_strings(part: Mapping[str, Any]) -> dict[str, Any]:

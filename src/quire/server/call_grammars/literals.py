@@ -1,12 +1,15 @@
 """Grammars of arguments that are not written as JSON, by the JSON schemas of the tools' parameters."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire.core.checks import shown
 from quire.core.grammar_text import closed_json_text, compact_json, json_text, literal_text, regex_text
 from quire.core.schema_references import referenced
 from quire.server.call_grammars.rules import ANY_TEXT, Rules, alternatives
 from quire.server.tool_formats.argument_types import own_types, types_of
+from quire.server.tool_formats.syntax import GEMMA_KEY, PYTHON_KEY
 
 Schema = Mapping[str, Any]
 NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -25,10 +28,31 @@ def within(root: Schema, schema: object) -> dict[str, Any]:
 def string_body(schema: Schema, character: str = "(?s:.)") -> str:
     """Return a regular expression of the strings that a schema allows, by its limits and its pattern."""
     if isinstance(schema.get("pattern"), str):
-        return regex_text(f"(?s:.*)(?:{schema['pattern']})(?s:.*)")
+        return _searched(schema["pattern"])
     if "minLength" in schema or "maxLength" in schema:
         return f"/{character}{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/"
     return ANY_TEXT
+
+
+def _searched(pattern: str) -> str:
+    """Return a regular expression of the texts in which a pattern is found; its anchors are those of the text."""
+    before = after = "(?s:.*)"
+    if not _has_alternatives(pattern):
+        if pattern.startswith("^"):
+            before, pattern = "", pattern[1:]
+        if (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2 and pattern.endswith("$"):
+            after, pattern = "", pattern[:-1]
+    return regex_text(f"{before}(?:{pattern}){after}")
+
+
+def _has_alternatives(pattern: str) -> bool:
+    """Return whether a pattern has `|` outside of groups."""
+    depth = 0
+    for piece in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]", pattern, re.DOTALL):
+        depth += (piece == "(") - (piece == ")")
+        if piece == "|" and depth == 0:
+            return True
+    return False
 
 
 def choices(schema: Schema) -> list[Any] | None:
@@ -55,12 +79,25 @@ def string_parts(schema: Schema) -> list[Schema]:
     return result
 
 
-def properties(schema: Schema) -> list[tuple[str, dict[str, Any], bool]]:
-    """Return keys, schemas and necessity of an object's properties."""
-    required = schema.get("required", ())
+def properties(schema: Schema, key_pattern: str) -> list[tuple[str, dict[str, Any], bool]]:
+    """Return keys, schemas and necessity of an object's properties, without those that cannot be written.
+
+    ValueError for one that is required, and not written as `key_pattern` says.
+    """
+    names = schema.get("required", ())
+    required = {key for key in names if isinstance(key, str)} if isinstance(names, list) else set()
     parts = schema.get("properties")
-    parts = parts if isinstance(parts, Mapping) else {}
-    return [(key, within(schema, part), key in required) for key, part in parts.items() if part is not False]
+    parts = dict(parts) if isinstance(parts, Mapping) else {}
+    for key in sorted(required - parts.keys()):
+        parts[key] = schema.get("additionalProperties", {})
+    result = []
+    for key, part in parts.items():
+        is_written = part is not False and re.fullmatch(key_pattern, key) is not None and key == key.strip()
+        if key in required and not is_written:
+            raise ValueError(f"requires the property {shown(key)}, which cannot be written in the format of its calls")
+        if is_written:
+            result.append((key, within(schema, part), key in required))
+    return result
 
 
 def is_open(schema: Schema) -> bool:
@@ -87,7 +124,7 @@ def python_arguments(rules: Rules, schema: Schema) -> str:
         pair = rules.add(f'/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ "=" {json_text({})}')
         return f'({pair} (", " {pair})*)?'
     parts = []
-    for key, part, is_required in properties(schema):
+    for key, part, is_required in properties(schema, PYTHON_KEY):
         types = types_of({"properties": {key: part}} | part, key)
         value = closed_json_text(part)
         if types <= {"boolean", "null"} and types and choices(part) is None:
@@ -113,7 +150,7 @@ class GemmaValues:
             return f'"{{" ({key} ":" {self._any()} ("," {key} ":" {self._any()})*)? "}}"'
         parts = [
             (f"{literal_text(key + ':')} {self._rules.add(self._value(part))}", is_required)
-            for key, part, is_required in properties(schema)
+            for key, part, is_required in properties(schema, GEMMA_KEY)
         ]
         return f'"{{" {joined(self._rules, parts, ",")} "}}"'
 

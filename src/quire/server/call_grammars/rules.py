@@ -17,11 +17,11 @@ class Rules:
         self._rules: dict[str, str] = {}  # by their names, with attributes
         self._names: dict[str, str] = {}  # of rules, by what they are
 
-    def add(self, expression: str, attribute: str = "") -> str:
+    def add(self, expression: str, attribute: str = "", *, is_terminal: bool = False) -> str:
         """Return the name of a rule for an expression; the same one for the same expression."""
         key = f"{attribute}: {expression}"
         if key not in self._names:
-            is_terminal = " & " in expression and not attribute  # only terminals may be intersections
+            is_terminal |= " & " in expression and not attribute  # only terminals may be intersections
             self._names[key] = f"{'R' if is_terminal else 'r'}{len(self._names)}"
             self._rules[self._names[key] + attribute] = expression
         return self._names[key]
@@ -50,6 +50,13 @@ class Rules:
     def literal(self, text: str) -> str:
         """Return an expression for a text."""
         return marker_text(text, self._special)
+
+    def one_of(self, texts: Sequence[str]) -> str:
+        """Return an expression for one of some texts; a terminal where that is possible: it costs least."""
+        expressions = [self.literal(text) or '""' for text in texts]
+        if len(texts) == 1 or "" in texts or any(self._pattern.search(text) for text in texts):
+            return alternatives(expressions)
+        return self.add(" | ".join(expressions), is_terminal=True)
 
     def text_before(self, end: str, without: Sequence[str] = (), body: str = ANY_TEXT) -> str:
         """Return an expression for text by a regular expression, up to and including `end`, and without some texts."""

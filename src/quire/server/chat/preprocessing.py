@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from quire.core.errors import InvalidRequestError
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.input_processor import CheckedParams
 from quire.server.api.preparation import R, prepared
@@ -43,13 +44,27 @@ async def _with_formats(service: Service, call: R, prompt: str, *, shows_reasoni
     if not use.is_constrained and (answer is None or applies_at_once):
         return replace(call, reading=reading)
 
+    text = None if answer is None else answer.to_grammar()
+
+    def grammars() -> tuple[str | None, str | None]:
+        """Return the grammar, and that of the check: none if no tool is part of it."""
+        try:
+            is_own = bool(_forced_tools(call)) and service.constraints is not None
+            own = formats.grammar(prompt, use, text, is_for_check=True) if is_own else None
+            return formats.grammar(prompt, use, text), own
+        except ValueError as error:
+            raise InvalidRequestError(f"tools cannot be enforced: {error}", param="tools") from error
+
+    grammar, own = await service.threads.run(len(prompt), grammars, call.client_id)
+    if grammar is None:
+        return replace(call, reading=reading)
+    if own is not None and service.constraints is not None:
+        await service.constraints.check_grammar(own, "tools", call.client_id)
+
     def checked() -> CheckedParams:
-        text = formats.grammar(prompt, use, None if answer is None else answer.to_grammar())
-        if text is None:
-            return call.checked
-        params = replace(call.params, structured_outputs=StructuredOutputsParams(grammar=text))
+        params = replace(call.params, structured_outputs=StructuredOutputsParams(grammar=grammar))
         return service.client.inputs.check_params(params, call.checked.beam, call.checked.priority)
 
     field = "tools" if use.is_constrained else call.constraint_field
-    constrained = await service.threads.run(len(prompt), checked, call.client_id)
+    constrained = await service.threads.run(len(grammar), checked, call.client_id)
     return replace(call, reading=reading, checked=constrained, constraint_field=field)

@@ -63,6 +63,10 @@ class GrammarChecker:
             raise InvalidRequestError(f"{name} must be JSON: {error}", param=name) from error
         return StructuredOutputsParams(grammar=await self._grammar(job, name, client_id))
 
+    async def check_grammar(self, grammar: str, name: str, client_id: str = "") -> None:
+        """Compile a grammar that was made of a field, as OutputConstraints.check_grammar says."""
+        await self._grammar(frame(CheckGrammar({"grammar": grammar}, {"grammar": name}, is_own=True)), name, client_id)
+
     async def close(self) -> None:
         """End the process."""
         await self._lane.close()

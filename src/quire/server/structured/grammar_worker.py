@@ -57,7 +57,11 @@ class GrammarJobs:
             return frame(_refusal(error, command.names))
 
     def _checked(self, command: CheckGrammar, limits: GrammarLimits) -> str:
-        """Return the grammar of a constraint. InvalidRequestError names its field."""
+        """Return the grammar of a constraint, "" for one of the server. InvalidRequestError names its field."""
+        if command.is_own:
+            if reason := self._fault(command.fields["grammar"]):
+                raise InvalidRequestError(f"grammar cannot be enforced: {_in_short(reason)}", param="grammar")
+            return ""
         for name in ("json", "structural_tag"):
             text = command.fields.get(name)
             if isinstance(text, str) and len(text) <= limits.schema.max_schema_bytes:

@@ -28,10 +28,14 @@ class LoadLimits(msgspec.Struct, tag="load", array_like=True, frozen=True):
 
 
 class CheckGrammar(msgspec.Struct, tag="check", array_like=True, frozen=True):
-    """Fields of StructuredOutputsParams as a client sent them, and the names under which it sent them."""
+    """Fields of StructuredOutputsParams as a client sent them, and the names under which it sent them.
+
+    `is_own`: the one field is a grammar that the server made, without the bounds of a client's.
+    """
 
     fields: dict[str, Any]
     names: dict[str, str]
+    is_own: bool = False
 
 
 class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):

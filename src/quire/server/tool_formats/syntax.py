@@ -8,7 +8,9 @@ from quire.server.tool_formats.reader import SPACE, any_of, atoms, sequence
 from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
 
 NAME = r"[^\s<>\"'(){}\[\]|=,;:]{1,128}+"
-KEY = r"[^<>\"{}\n]{1,256}+"
+KEY = r"[^<>\"{}\n]{1,256}+"  # of a tagged parameter
+PYTHON_KEY = r"[^\W\d]\w{0,127}+"
+GEMMA_KEY = r"[^:{}\[\],<\s][^:{}\[\],<]{0,255}+"
 _BODIES = ("arguments", "parameters")
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from quire.server.tool_formats.argument_types import json_value, string_text
 from quire.server.tool_formats.reader import SPACE, Reader, Steps, any_of, atoms, kind_of, number_of, sequence
+from quire.server.tool_formats.syntax import GEMMA_KEY, PYTHON_KEY
 
 MAX_DEPTH = 64  # of brackets
 _ANY: frozenset[str] = frozenset()
@@ -49,11 +50,11 @@ class Notation:
 
 
 PYTHON = Notation(
-    key=r"[^\W\d]\w{0,127}+", key_end="=", close=r"\)", bare=r"[\w+\-.]{1,400}+", quotes=("'", '"'),
+    key=PYTHON_KEY, key_end="=", close=r"\)", bare=r"[\w+\-.]{1,400}+", quotes=("'", '"'),
     has_escapes=True, has_bare_keys=False,
 )  # fmt: skip
 GEMMA = Notation(
-    key=r"[^:{}\[\],<\s][^:{}\[\],<]{0,255}+", key_end=":", close=r"\}", bare=r"[^,{}\[\]<\s][^,{}\[\]<]{0,255}+",
+    key=GEMMA_KEY, key_end=":", close=r"\}", bare=r"[^,{}\[\]<\s][^,{}\[\]<]{0,255}+",
     quotes=('<|"|>', "<escape>"), has_escapes=False, has_bare_keys=True,
 )  # fmt: skip
 

@@ -32,6 +32,8 @@ class ServedFormats:
             self.reasoning = find_reasoning(options.reasoning_parser, template)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        rows = (self.calls, self.reasoning)
+        self._channels = find_format("gpt_oss") if any(row and row.has_channels for row in rows) else None
         is_described = template is not None and ChatTemplate(template).is_given_format
         if self.calls is None and is_described and options.tool_call_parser == "auto":
             self.calls = FALLBACK
@@ -67,6 +69,8 @@ class ServedFormats:
         if reasoning is not None and (reasoning.has_channels or self._is_over(prompt)):
             reasoning = None
         force = partial(forcing_grammar, calls, use.allowed, is_parallel=use.is_parallel, special=special)
+        if answer is not None and self._channels is not None and not use.is_required:
+            return forcing_grammar(self._channels, use.allowed if calls else (), special=special, answer=answer)
         if answer is None and calls is not None and use.is_constrained and not use.is_required:
             return force(is_triggered=True, reasoning=reasoning)
         grammar = answer
