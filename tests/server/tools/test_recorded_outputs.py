@@ -89,6 +89,7 @@ def test_recorded_calls_are_read_in_any_pieces(name: str) -> None:
         ("minimax_m3", "<mm:think>Why?</mm:think>So."),
         ("plamo3", "<|plamo:begin_think:plamo|>Why?<|plamo:end_think:plamo|>So."),
         ("cohere_command4", "<|START_THINKING|>Why?<|END_THINKING|>So."),
+        ("hunyuan_a13b", "<think>\nWhy?\n</think>\n<answer>\nSo.\n</answer>"),
         ("granite", "Here is my thought process: Why? Here is my response: So."),
         ("granite", "Here's my thought process:\nWhy?\n\nHere's my response:\nSo."),
     ],
@@ -98,6 +99,20 @@ def test_recorded_reasoning_is_read_in_any_pieces(name: str, output: str) -> Non
     assert texts(events, Reasoning).strip() == "Why?"
     assert texts(events, Content) == "So."
     assert parse("none", output, name) == events
+
+
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [
+        ("gemma4", "<|tool_call>:f{b:2.5}<tool_call|>"),
+        ("xlam", 'Hm.[TOOL_CALLS][{"name": "f", "arguments": {"b": 2.5}}]'),
+        ("glm47", "<tool_call>f<arg_key>b</arg_key><arg_value>2.5</arg_value></tool_call>"),
+    ],
+)
+def test_variants_of_calls_and_of_types_are_read(name: str, output: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"b": {"type": "float"}}}}}
+    ((function, arguments),) = ended_calls(parse(name, [output], tools=[tool]))
+    assert (function, json.loads(arguments)) == ("f", {"b": 2.5})
 
 
 def test_unsupported_name_has_the_reason() -> None:

@@ -8,6 +8,10 @@ from quire.core.schema_references import referenced
 
 _MAX_SCHEMAS = 64  # that are looked at for one parameter
 _LITERALS = {"True": ("true", "boolean"), "False": ("false", "boolean"), "None": ("null", "null")}
+_OTHER_NAMES = {  # of types in the schemas of tools that were made by hand
+    "str": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean", "dict": "object",
+    "list": "array",
+}  # fmt: skip
 _NAMES: dict[type, str] = {
     bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", dict: "object", list: "array"
 }  # fmt: skip
@@ -39,7 +43,8 @@ def types_of(schema: object, key: str) -> frozenset[str]:
 def own_types(part: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema names itself."""
     written = part.get("type")
-    types = {name for name in (written if isinstance(written, list) else [written]) if isinstance(name, str)}
+    names = written if isinstance(written, list) else [written]
+    types = {_OTHER_NAMES.get(name, name) for name in names if isinstance(name, str)}
     if not types and isinstance(part.get("enum"), list):
         types = {_NAMES[type(value)] for value in part["enum"] if type(value) in _NAMES}
     if not types and "const" in part:

@@ -61,6 +61,7 @@ class ReasoningFormat:
     markers: tuple[tuple[str, str], ...]  # start and end; the first pair is written, all are read
     ends: tuple[str, ...] = ()  # markers of what follows, which end the reasoning without being part of its end
     is_open_from_start: bool = False  # models that reason without a start marker, in the prompt or the output
+    drops: tuple[str, ...] = ()  # markers around the content that follows
     may_call: bool = True  # calls inside of reasoning are calls; False: text
     has_channels: bool = False
     aliases: tuple[str, ...] = ()
@@ -70,7 +71,8 @@ class ReasoningFormat:
     @property
     def marker_texts(self) -> tuple[str, ...]:
         """Return the texts that the format consists of: special tokens that are part of one are kept in the text."""
-        return (*(text for pair in self.markers for text in pair), *self.ends, *(_HARMONY if self.has_channels else ()))
+        pairs = (text for pair in self.markers for text in pair)
+        return (*pairs, *self.ends, *self.drops, *(_HARMONY if self.has_channels else ()))
 
     def starts(self, prompt: str) -> bool:
         """Return whether the output starts inside of reasoning: by the end of the rendered prompt alone."""

@@ -60,7 +60,7 @@ class Syntax:
         calls: list[str] = []
         if row is not None:
             calls = self._add_calls(row)
-        drops = _literals("drop", row.drops if row else ())
+        drops = _literals("drop", (*(row.drops if row else ()), *(reasoning.drops if reasoning else ())))
         pairs, others = (reasoning.markers, reasoning.ends) if reasoning else ((), ())
         starts = _literals("reasoning", ("\n" + start for start, _ in pairs))
         ends = _literals("end", ("\n" + end for _, end in pairs))

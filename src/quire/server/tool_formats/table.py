@@ -277,6 +277,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         call="<|tool_call>call:{name}{arguments}<tool_call|>",
         separator="",
         notation="gemma",
+        variants=("<|tool_call>:{name}{arguments}<tool_call|>",),
         fingerprints=(("<|tool_call>call:",), ("<|tool_call>", "<tool_call|>")),
         model_types=("gemma4", "gemma4_text"),
     ),
@@ -345,7 +346,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         "xLAM 2",
         call="{calls}",
         separator=", ",
-        variants=("```json\n{calls}\n```", "<tool_call>{calls}</tool_call>"),
+        variants=("```json\n{calls}\n```", "<tool_call>{calls}</tool_call>", "[TOOL_CALLS]{calls}"),
     ),
     ToolFormat(
         "llama3_json",
@@ -407,6 +408,13 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         )
     ),
     ReasoningFormat(
+        "hunyuan_a13b",
+        "Hunyuan A13B",
+        markers=_THINK,
+        drops=("<answer>", "\n</answer>"),
+        fingerprints=(("<think>", "<answer>"),),
+    ),
+    ReasoningFormat(
         "granite",
         "Granite 3.2",
         markers=(
@@ -435,7 +443,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         markers=_THINK,
         aliases=(
             "glm45", "glm47", "kimi_k2", "deepseek_v3", "deepseek_v4", "deepseek_v41", "mimo", "nemotron_v3", "holo2",
-            "ernie45", "hunyuan_a13b", "olmo3", "hy_v3", "hy_v4", "ling3", "poolside_v1", "minicpmv",
+            "ernie45", "olmo3", "hy_v3", "hy_v4", "ling3", "poolside_v1", "minicpmv",
             "granite_thinking_parser",
         ),
         fingerprints=(("<think>",), ("</think>",)),

@@ -105,6 +105,8 @@ class OutputParser:
                 case "end" | "other":
                     self._is_reasoning = False
                     yield from reader.skip_space()
+                case "drop" if not self._has_content:
+                    yield from reader.skip_space()
             if self._is_bare and not self._is_reasoning and not self._has_content:
                 yield from self._read_bare_calls()
 
