@@ -17,6 +17,7 @@ from quire.server import template_renderer
 from quire.server.api import json_decoding, request_parsing
 from quire.server.api.json_decoding import SLICE_BYTES
 from quire.server.options import DEFAULT_LIMITS
+from quire.server.structured import checker
 from support.openai_server import OpenAIServer
 
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE, PREFIXES = (
@@ -73,7 +74,7 @@ def meter(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Met
     monkeypatch.setattr(server.service, "options", replace(server.service.options, **defaults))
     for module, name in ((json_decoding, "loads"), (json_decoding, "_decode_raw"), (request_parsing, "loads")):
         monkeypatch.setattr(module, name, meter.parser(getattr(module, name)))
-    for module in (client_module, template_renderer):
+    for module in (client_module, template_renderer, checker):
         monkeypatch.setattr(module, "frame", meter.frame(module.frame))
     ticking = server.on_loop(lambda: asyncio.get_running_loop().create_task(_tick(meter)))
     yield meter
@@ -101,6 +102,10 @@ def numbered(head: bytes, piece: bytes, count: int, tail: bytes) -> bytes:
 
 PROMPT = b'{"max_tokens":1,"prompt":'
 VARIABLE = b',"chat_template_kwargs":{"x":'
+TOOLS = b',"tool_choice":"required","tools":[%s]'
+TOOL = b'{"type":"function","function":{"name":"f","parameters":%s}}'
+SCHEMA = b',"response_format":{"type":"json_schema","json_schema":{"name":"x","schema":%s}}'
+PROPERTIES = numbered(b'{"type":"object","properties":{', b'"%x":{"type":"string"}', 1000, b"}}")
 BODIES: dict[str, tuple[str, bytes]] = {
     "a text": (COMPLETIONS, filled(PROMPT + b'"', b"a", b'"}')),
     "escapes": (COMPLETIONS, filled(PROMPT + b'"', b"\\u0041", b'"}')),
@@ -136,6 +141,18 @@ BODIES: dict[str, tuple[str, bytes]] = {
     "variables as may be": (CHAT, chat(b'"a"', VARIABLE + b"[" + b"[]," * 32_000 + b"[]]}")),
     "numbers as variables": (CHAT, chat(b'"a"', filled(VARIABLE + b"[", b"1,", b"1]}")[:-100] + b"1]}")),
     "a long message": (CHAT, chat(b'"' + b"a" * (SIZE - 100) + b'"')),
+    "tools": (CHAT, chat(b'"a"', b',"tools":[' + b",".join([TOOL % b"{}"] * 20_000) + b"]")),
+    "tools as may be": (CHAT, chat(b'"a"', TOOLS % b",".join([TOOL % PROPERTIES] * 4))),
+    "a tool with brackets": (CHAT, chat(b'"a"', TOOLS % (TOOL % (b'{"x":[' + b"[]," * 1_000_000 + b"[]]}")))),
+    "a tool with a text": (CHAT, chat(b'"a"', TOOLS % (TOOL % (b'{"title":"' + b"a" * (SIZE - 500) + b'"}')))),
+    "a schema": (CHAT, chat(b'"a"', SCHEMA % PROPERTIES)),
+    "a schema with brackets": (CHAT, chat(b'"a"', SCHEMA % (b'{"enum":[' + b"[]," * 1_000_000 + b"[]]}"))),
+    "a schema with a text": (CHAT, chat(b'"a"', SCHEMA % (b'{"title":"' + b"a" * (SIZE - 500) + b'"}'))),
+    "a schema as text": (COMPLETIONS, filled(PROMPT + b'"a","guided_json":"', b"a", b'"}')),
+    "choices": (COMPLETIONS, filled(PROMPT + b'"a","guided_choice":[', b'"a",', b'"a"]}')),
+    "a regex": (COMPLETIONS, filled(PROMPT + b'"a","guided_regex":"', b"a", b'"}')),
+    "a grammar": (COMPLETIONS, filled(PROMPT + b'"a","structured_outputs":{"grammar":"', b"a", b'"}}')),
+    "unknown constraints": (COMPLETIONS, numbered(PROMPT + b'"a","structured_outputs":{', b'"%x":1', 300_000, b"}}")),
     "text to tokenize": (TOKENIZE, filled(b'{"prompt":"', b"ab ", b'"}')),
     "brackets to tokenize": (TOKENIZE, filled(b'{"prompt":[', b"[],", b"[]]}")),
     "tokens": (DETOKENIZE, filled(b'{"tokens":[', b"5,", b"5]}")),
