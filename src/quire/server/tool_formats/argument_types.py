@@ -1,18 +1,16 @@
 """Types of arguments that a model writes as text, by the JSON schema of their tool."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from quire.core.schema_references import referenced
 
 _MAX_SCHEMAS = 64  # that are looked at for one parameter
-_LITERALS = {"True": ("true", "boolean"), "False": ("false", "boolean"), "None": ("null", "null")}
 _OTHER_NAMES = {  # of types in the schemas of tools that were made by hand
     "str": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean", "dict": "object",
     "list": "array",
 }  # fmt: skip
-_NAMES: dict[type, str] = {
+TYPE_NAMES: dict[type, str] = {
     bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", dict: "object", list: "array"
 }  # fmt: skip
 
@@ -46,37 +44,9 @@ def own_types(part: Mapping[str, Any]) -> set[str]:
     names = written if isinstance(written, list) else [written]
     types = {_OTHER_NAMES.get(name, name) for name in names if isinstance(name, str)}
     if not types and isinstance(part.get("enum"), list):
-        types = {_NAMES[type(value)] for value in part["enum"] if type(value) in _NAMES}
+        types = {TYPE_NAMES[type(value)] for value in part["enum"] if type(value) in TYPE_NAMES}
     if not types and "const" in part:
-        types = {_NAMES[type(part["const"])]}
+        types = {TYPE_NAMES[type(part["const"])]}
     if not types and "properties" in part:
         types = {"object"}
     return types
-
-
-def string_text(text: str) -> str:
-    """Return the inside of the JSON string of a text."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def json_value(text: str, types: frozenset[str] | None) -> str:
-    """Return the JSON of a value that was written as text: of one of the types, of any if there are none.
-
-    What is no JSON of these types is a string.
-    """
-    value = text.strip()
-    literal, type_name = _LITERALS.get(value, (value, ""))
-    if not type_name:
-        try:
-            type_name = _NAMES[type(json.loads(value, parse_constant=_refuse))]
-        except (ValueError, RecursionError):
-            type_name = "string"
-    if type_name != "string" and (not types or type_name in types or (type_name == "integer" and "number" in types)):
-        return literal
-    if type_name == "string" and value[:1] == '"' and types and "string" not in types:
-        return value
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")

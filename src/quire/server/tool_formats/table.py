@@ -49,7 +49,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
             '<｜tool_call_begin｜><steptml:invoke name="{name}">{parameters}</steptml:invoke><｜tool_call_end｜>',
         ),
         fingerprints=(("<steptml:invoke",),),
-        model_types=("step3_text", "step3_vl"),
     ),
     ToolFormat(
         "longcat",
@@ -57,7 +56,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         call="<longcat_tool_call>{call}</longcat_tool_call>",
         skips_space=True,
         fingerprints=(("<longcat_tool_call>",),),
-        model_types=("longcat_flash",),
     ),
     ToolFormat(
         "plamo3",
@@ -68,7 +66,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         section=("<|plamo:begin_tool_requests:plamo|>", "<|plamo:end_tool_requests:plamo|>"),
         separator="",
         fingerprints=(("<|plamo:begin_tool_request",),),
-        model_types=("plamo3",),
     ),
     ToolFormat(
         "apertus",
@@ -77,7 +74,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         separator=", ",
         has_name_as_key=True,
         fingerprints=(("<|tools_prefix|>",),),
-        model_types=("apertus",),
     ),
     *(
         ToolFormat(
@@ -399,12 +395,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         for name, models, pair, aliases in (
             ("minimax_m3", "MiniMax M3", ("<mm:think>", "</mm:think>"), ()),
             ("plamo3", "PLaMo 3", ("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"), ()),
-            (
-                "cohere_command3",
-                "Command A, Command A+",
-                ("<|START_THINKING|>", "<|END_THINKING|>"),
-                ("cohere_command4",),
-            ),
+            ("cohere_command3", "Command A, A+", ("<|START_THINKING|>", "<|END_THINKING|>"), ("cohere_command4",)),
         )
     ),
     ReasoningFormat(
@@ -460,9 +451,7 @@ UNSUPPORTED = {
     "minicpm5": "CDATA sections of XML are not read",
     "minimax_m3": "arguments as nested XML elements are not read",
     "minimax_m2_append_think": "it leaves reasoning in the content; none does so, too",
-    "muse": "channels of Muse are not read",
-    "muse_glimmer": "channels of Muse are not read",
-    "musespark1x": "channels of Muse are not read",
+    **dict.fromkeys(("muse", "muse_glimmer", "musespark1x"), "channels of Muse are not read"),
     "olmo3": "calls on lines of their own are not read; pythonic reads lists of calls",
 }
 
