@@ -12,6 +12,7 @@ import pytest
 
 from quire.server.openai.field_support import UNSUPPORTED
 from quire.server.openai.request_models import ChatBody, CompletionBody, DetokenizeBody, PrefixBody, TokenizeBody
+from quire.server.responses.request_models import ResponsesBody
 from support.clients import LIMIT_S
 from support.metrics_page import wait_until_idle
 from support.reciting_model import Reciter
@@ -38,9 +39,24 @@ GENERATION: dict[str, Any] = {
 }
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
 TEMPLATE = {"add_generation_prompt": True, "chat_template_kwargs": {"a": 1}}
+RESPONSE: dict[str, Any] = {
+    "input": [  # as short as the server's limit; tests of input items have calls
+        {"role": "developer", "content": "d"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "s"}], "content": None},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}]},
+    ],
+    "instructions": "i",
+    "tools": [{"type": "mcp"}],  # ignored; functions would make the prompt too long
+    "tool_choice": "auto",
+    "text": {"format": {"type": "json_schema", "name": "n", "schema": {"enum": [1, 2]}}, "verbosity": "low"},
+    "reasoning": {"effort": "low", "summary": "auto"}, "include": ["message.output_text.logprobs"], "top_logprobs": 2,
+    "metadata": {"a": "b"}, "max_output_tokens": 4, "temperature": 0.7, "store": True, "stream": True,
+}  # fmt: skip
 WHOLE: dict[str, tuple[dict[str, Any], type]] = {
     "/v1/completions": ({"prompt": ["ab", "cd"], "echo": True, "logprobs": 2, **GENERATION}, CompletionBody),
     "/v1/chat/completions": ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, **GENERATION}, ChatBody),
+    "/v1/responses": (RESPONSE, ResponsesBody),
     "/tokenize": ({"messages": MESSAGES, **TEMPLATE}, TokenizeBody),
     "/detokenize": ({"tokens": [5, 6, 300]}, DetokenizeBody),
     "/v1/prefixes": ({"prompt": [5, 6, 7], "cache_salt": "s"}, PrefixBody),
@@ -132,7 +148,13 @@ async def ask_all(url: str, path: str, faulty: Iterable[bytes]) -> list[tuple[by
 def check_answer(response: httpx.Response) -> None:
     if response.headers["content-type"].startswith("text/event-stream"):
         *events, rest = response.text.split("\n\n")
-        assert (events.pop(), rest) == ("data: [DONE]", "")
+        assert rest == ""
+        if events[0].startswith("event: "):
+            kinds = [event.partition("\n")[0].removeprefix("event: ") for event in events]
+            assert (kinds[0], "error" in kinds) == ("response.created", False)
+            assert kinds[-1] in ("response.completed", "response.incomplete")
+            return
+        assert events.pop() == "data: [DONE]"
         assert not any("error" in json.loads(event.removeprefix("data: ")) for event in events)
     else:
         assert isinstance(response.json(), dict)

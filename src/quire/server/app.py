@@ -43,6 +43,13 @@ except ModuleNotFoundError as error:
         raise
     output_constraints = None  # type: ignore[assignment]  # optional: without it requests with grammars are refused
 
+try:
+    from quire.server.responses.routes import router as responses_router
+except ModuleNotFoundError as error:
+    if not f"{error.name}.".startswith("quire.server.responses."):
+        raise
+    responses_router = None  # type: ignore[assignment]  # optional: without it /v1/responses answers 404
+
 _NULLABLE_STRING = {"type": ["string", "null"]}
 _ERROR = {
     "type": "object",
@@ -76,6 +83,8 @@ def create_app(service: Service) -> FastAPI:
         modules.append(prefixes)
     for module in modules:
         app.include_router(module.router)
+    if responses_router is not None:
+        app.include_router(responses_router)
     if install_inspection is not None:
         install_inspection(app, service)
     handle_errors(app)

@@ -114,7 +114,7 @@ class Limits:
         64 << 20, "of the calls that /v1/requests/{id}/explain knows",
         row="memory of the calls that `explain` knows, objects included", past="the oldest are forgotten",
     )  # fmt: skip
-    max_messages: int = _count(4096, "messages of a conversation", **_REFUSED)
+    max_messages: int = _count(4096, "messages of a conversation, or items of an input", **_REFUSED)
     max_conversation_bytes: int = _size(
         4 << 20, "messages of a conversation and the variables of its template",
         row="messages of a conversation and the variables of its template, as msgpack", **_REFUSED,

@@ -18,6 +18,9 @@ class ResponseBuilder(Protocol):
     def response(self, outputs: Sequence[RequestOutput], usage: TokenUsage) -> Iterator[bytes]:
         """Yield the whole response, from the last output of each prompt."""
 
+    def first_chunk(self) -> bytes:
+        """Return the beginning of a stream, sent before there is an output."""
+
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
         """Yield the events for the new part of an output; nothing if there is nothing to show."""
 

@@ -118,6 +118,8 @@ class EventStream(Response):
             self._generation.release()
 
     async def _send_events(self, send: Send) -> None:
+        if first := self._builder.first_chunk():
+            await send(_body(first))
         async with Keepalive(self._service.options.stream_keepalive, lambda: send(_body(KEEPALIVE))) as keepalive:
 
             async def send_output(prompt_index: int, output: RequestOutput) -> None:

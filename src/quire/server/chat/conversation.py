@@ -10,6 +10,7 @@ from quire.server.service import Service
 from quire.text.conversation import Message
 from quire.text.tools import Tool
 
+_FIELDS = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message"))
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -45,8 +46,21 @@ async def rendered(
     )
 
 
-def effort_variables(effort: str | None, param: str = "reasoning_effort") -> dict[str, Any]:
-    """Return the variables of templates that depend on the effort; templates ignore those that they do not know.
+def template_variables(
+    effort: str | None, given: Mapping[str, Any] | None, *, param: str = "reasoning_effort"
+) -> dict[str, Any]:
+    """Return the variables of the template that a body gives, and those for the effort of its field `param`.
+
+    InvalidRequestError for variables that are fields of bodies.
+    """
+    variables = _effort_variables(effort, param) | dict(given or {})
+    for name in _FIELDS.intersection(variables):
+        refuse("chat_template_kwargs", name, "variables that are no fields of the body")
+    return variables
+
+
+def _effort_variables(effort: str | None, param: str) -> dict[str, Any]:
+    """Return the variables that depend on the effort; templates ignore those that they do not know.
 
     `enable_thinking` is that of Qwen3 and GLM, `thinking` of DeepSeek V3.1 and Granite, `reasoning_effort` of gpt-oss.
     """

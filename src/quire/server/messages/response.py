@@ -69,6 +69,10 @@ class MessageBuilder:
         message["usage"]["output_tokens"] = usage.num_output_tokens
         yield encode(message)
 
+    def first_chunk(self) -> bytes:
+        """Return nothing: a stream begins with its first output, which says what was cached."""
+        return b""
+
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
         """Yield the events for the new part of an output."""
         if not self._has_begun:

@@ -17,7 +17,7 @@ from quire.server.api.output_formats import ToolUse
 from quire.server.api.preparation import constrained, cut_header, sampling_params
 from quire.server.api.request_parsing import read_body
 from quire.server.api.responses import create_response, json_response
-from quire.server.chat.conversation import Conversation, effort_variables, rendered
+from quire.server.chat.conversation import Conversation, rendered, template_variables
 from quire.server.chat.preprocessing import prepare_chat
 from quire.server.chat.tool_choice import tool_use
 from quire.server.errors import ApiError, invalid, use_error_form
@@ -45,7 +45,6 @@ router = APIRouter(tags=["messages"], responses=ERRORS)
 _STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # with stream: true
 _NAMES = {
     "response_format": "output_config.format", "stop": "stop_sequences", "prompt": "messages",
-    "reasoning_effort": "output_config.effort",
 }  # fmt: skip
 
 
@@ -147,7 +146,7 @@ async def _conversation(body: ConversationBody, service: Service, use: ToolUse, 
         messages = openai_messages(system_blocks(body.system), body.messages)
         is_continued = continues(messages)
         return Conversation(
-            messages=messages, tools=use.tools, variables=effort_variables(thinking_effort(body)),
+            messages=messages, tools=use.tools, variables=template_variables(thinking_effort(body), None),
             add_generation_prompt=not is_continued, continue_final_message=is_continued,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from quire.core.checks import refuse
 from quire.engine.input_processor import Truncation
 from quire.server.api.output_constraints import CONSTRAINT_FIELDS
 from quire.server.api.preparation import prepared
-from quire.server.chat.conversation import Conversation, effort_variables
+from quire.server.chat.conversation import Conversation, template_variables
 from quire.server.errors import invalid
 from quire.server.openai.request_models import ChatBody, ChatMessage, GenerationBody, TokenizeBody
 from quire.server.openai.response_builder import OpenAIRequest
@@ -18,7 +18,6 @@ from quire.text.conversation import Message
 from quire.text.tools import Tool
 
 Prompt = str | list[int]
-_TEMPLATE_ARGUMENTS = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message"))
 
 
 def parse_prompts(prompt: Any) -> list[Prompt]:  # noqa: ANN401 (JSON)
@@ -70,11 +69,9 @@ def conversation_of(
     """Return the conversation of a body. InvalidRequestError for variables of the template that are fields."""
     continues = bool(body.continue_final_message)
     begins = body.add_generation_prompt
-    variables = effort_variables(body.reasoning_effort) | (body.chat_template_kwargs or {})
+    variables = template_variables(body.reasoning_effort, body.chat_template_kwargs)
     if isinstance(body, ChatBody) and body.documents is not None:
         variables |= {"documents": _checked_documents(body.documents)}
-    for name in _TEMPLATE_ARGUMENTS.intersection(variables):
-        refuse("chat_template_kwargs", name, "variables that are no fields of the body")
     return Conversation(
         messages=[_as_message(message) for message in messages],
         tools=tools,

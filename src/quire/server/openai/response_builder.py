@@ -127,6 +127,10 @@ class OpenAIResponseBuilder(ABC):
         """Return the usage object, once all choices were built."""
         return usage_json(usage)
 
+    def first_chunk(self) -> bytes:
+        """Return nothing: a stream begins with its first output."""
+        return b""
+
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
         """Yield the events for the new part of an output; nothing if there is nothing to show."""
         if output.packed_prompt_logprobs is not None or prompt_index not in self._prompt_logprobs:

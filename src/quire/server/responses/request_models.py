@@ -1,0 +1,170 @@
+"""Body of /v1/responses: names and types of its fields, and what is known and not supported.
+
+Types are strict, null means the default. Items, tools and the format of the text are checked where they are converted.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
+
+from quire.core.checks import check_optional_int, refuse, shown
+from quire.core.sampling_params import MAX_PENALTY, MAX_REPETITION_PENALTY, MAX_SEED, MAX_TEMPERATURE, MIN_SEED
+from quire.server.api.bodies import (
+    NULL,
+    TEXT,
+    Body,
+    OtherFields,
+    Schema,
+    Strict,
+    documented_as,
+    integer,
+    list_of,
+    number,
+)
+from quire.server.chat.conversation import EFFORTS
+from quire.server.errors import ApiError
+
+LOGPROBS = "message.output_text.logprobs"
+# What `include` may name. Only LOGPROBS has an effect: the others are of tools and inputs that there are none of, and
+# reasoning is never encrypted.
+INCLUDABLE = (
+    LOGPROBS, "reasoning.encrypted_content", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "file_search_call.results", "message.input_image.image_url", "web_search_call.action.sources",
+    "web_search_call.results",
+)  # fmt: skip
+
+_OTHERS = OtherFields(
+    unsupported={
+        # OpenAI's
+        "access_programs": (),
+        "background_options": ({},),
+        "context_management": ([],),
+        "image": ({},),
+        "moderation": (),
+        "service_tier": ("auto", "default"),
+        # vLLM's
+        "enable_response_messages": (False,),
+        "kv_transfer_params": (),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+        "previous_input_messages": ([],),
+        "spaces_between_special_tokens": (True,),
+        "structured_outputs": (),
+        "vllm_xargs": ({},),
+        "watermarking": (False,),
+    },
+    without_effect=frozenset((
+        "prompt_cache_options", "request_id", "session_id", "stream_options.include_obfuscation",
+    )),
+)
+
+_ITEM: Schema = {"type": "object", "properties": {"type": {"type": "string"}}}
+_TOOL: Schema = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
+_CHOICE: Schema = {"type": "string", "enum": ["none", "auto", "required"]}
+_NAMED: Schema = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
+
+
+class StreamOptions(Strict):
+    """Options of a stream, which have no effect."""
+
+
+class Reasoning(Strict):
+    """Options of reasoning. Summaries are never made: the reasoning itself is part of the output."""
+
+    effort: Annotated[str | None, documented_as({"type": "string", "enum": [*EFFORTS]}, NULL)] = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextOptions(Strict):
+    """Options of the text of an output."""
+
+    format: Annotated[Any, documented_as({"type": "object"}, NULL)] = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponsesBody(Body):
+    """The body of /v1/responses."""
+
+    OTHERS = _OTHERS
+    NESTED: ClassVar = {"stream_options": StreamOptions}
+
+    input: Annotated[Any, documented_as(TEXT, list_of(_ITEM, least=1))]
+    instructions: str | None = None
+    tools: Annotated[Any, documented_as(list_of(_TOOL), NULL)] = None
+    tool_choice: Annotated[Any, documented_as(_CHOICE, _NAMED, NULL)] = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: Annotated[int | None, integer(1)] = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    include: Annotated[Any, documented_as(list_of({"type": "string", "enum": [*INCLUDABLE]}), NULL)] = None
+    max_output_tokens: Annotated[int | None, integer(1)] = None
+    temperature: Annotated[float | None, number(0, MAX_TEMPERATURE)] = None
+    top_p: Annotated[float | None, number(0, 1, above_low=True)] = None
+    top_logprobs: Annotated[int | None, integer(0)] = None
+    truncation: Literal["auto", "disabled"] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    # State, which is not stored
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Annotated[Any, documented_as(NULL)] = None
+    prompt: Annotated[Any, documented_as(NULL)] = None
+    # vLLM's
+    top_k: Annotated[int | None, integer(-1)] = None
+    min_p: Annotated[float | None, number(0, 1)] = None
+    presence_penalty: Annotated[float | None, number(-MAX_PENALTY, MAX_PENALTY)] = None
+    frequency_penalty: Annotated[float | None, number(-MAX_PENALTY, MAX_PENALTY)] = None
+    repetition_penalty: Annotated[float | None, number(0, MAX_REPETITION_PENALTY, above_low=True)] = None
+    seed: Annotated[int | None, integer(MIN_SEED, MAX_SEED)] = None
+    stop: Annotated[Any, documented_as(TEXT, list_of(TEXT), NULL)] = None
+    ignore_eos: bool | None = None
+    logit_bias: Annotated[Any, documented_as({"type": "object"}, NULL)] = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: Annotated[str | None, documented_as(TEXT, NULL)] = None
+
+
+_SAME_NAMES = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "stop", "ignore_eos", "logit_bias", "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
+
+
+def given_params(body: ResponsesBody) -> dict[str, object]:
+    """Return the fields of SamplingParams that a body has. InvalidRequestError for an invalid one of its own."""
+    given = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
+    given["max_tokens"] = check_optional_int("max_output_tokens", body.max_output_tokens, 1)
+    top_logprobs = check_optional_int("top_logprobs", body.top_logprobs, 0)
+    check_optional_int("max_tool_calls", body.max_tool_calls, 1)
+    include = [] if body.include is None else body.include
+    if not isinstance(include, list) or not all(isinstance(each, str) and each in INCLUDABLE for each in include):
+        refuse("include", include, f"a list of some of {', '.join(INCLUDABLE)}")
+    if LOGPROBS in include:
+        given["logprobs"] = top_logprobs or 0
+    return given
+
+
+def check_stateless(body: ResponsesBody) -> None:
+    """Raise ApiError 400 for a field that needs stored state.
+
+    `store` is accepted: clients send true by default, and the response says false.
+    """
+    for name in ("previous_response_id", "conversation"):
+        if getattr(body, name) is not None:
+            _refuse_state(name, getattr(body, name), "send all items of the conversation as input")
+    if body.background:
+        _refuse_state("background", body.background, "use a stream, or wait for the response")
+    if body.prompt is not None:
+        _refuse_state("prompt", body.prompt, "send its text as instructions and input")
+
+
+def _refuse_state(name: str, value: object, instead: str) -> NoReturn:
+    message = f"{name} {shown(value)} is not supported: this server stores no responses and prompts; {instead}"
+    raise ApiError(400, message, param=name, code="unsupported_parameter")
