@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.outputs import (
     CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     KVStats,
     Logprob,
     PinnedPrefix,
     Preemption,
     RequestMetrics,
     RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
 )
+from quire.core.pooling import PoolingParams
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import branch_seed
 from quire.core.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
@@ -28,14 +33,19 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "GuidedDecodingParams",
     "KVStats",
     "Logprob",
     "PinnedPrefix",
+    "PoolingParams",
     "Preemption",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "branch_seed",
 ]

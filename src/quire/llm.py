@@ -4,7 +4,9 @@ import inspect
 import json
 import sys
 import time
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeVar, cast
@@ -15,7 +17,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import InvalidRequestError, ModelError
 from quire.core.options import declared_options
-from quire.core.outputs import KVStats, PinnedPrefix, RequestOutput
+from quire.core.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    KVStats,
+    PinnedPrefix,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from quire.core.pooling import PoolingParams, PoolingTask
 from quire.core.sampling_params import SamplingParams
 from quire.engine.assembly import AssembledEngine, assemble
 from quire.engine.devices import release_device_memory
@@ -30,6 +41,7 @@ from quire.engine.input_processor import (
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind, OutputProcessor
 from quire.engine.pinned_prefixes import PinnedPrefixes
+from quire.engine.scoring import check_pairs, pair_options, tokenize_pairs
 from quire.text.conversation import Message
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool
@@ -65,8 +77,10 @@ class LLM:
         swap_dir: str | Path | None = None,
         generation_config: str | Path = "auto",
         override_generation_config: str | Mapping[str, Any] | None = None,
+        hf_overrides: str | Mapping[str, Any] = "",
         **settings: Any,  # noqa: ANN401
     ) -> None:
+        overrides = hf_overrides if isinstance(hf_overrides, str) else json.dumps(dict(hf_overrides))
         found, text, swap = (None if path is None else str(path) for path in (model, tokenizer, swap_dir))
         if engine_settings is not None:
             settings = engine_settings(settings, _SETTINGS)
@@ -74,7 +88,7 @@ class LLM:
         override = override if isinstance(override, str) else json.dumps(dict(override))
         options = EngineOptions(
             found, tokenizer=text, swap_dir=swap, generation_config=str(generation_config),
-            override_generation_config=override, **settings,
+            override_generation_config=override, hf_overrides=overrides, **settings,
         )  # fmt: skip
         self._assembled: AssembledEngine | None = assemble(options, loads_tokenizer=True)
         self._outputs = OutputProcessor(self._assembled.tokenizer)
@@ -211,6 +225,73 @@ class LLM:
             raise InvalidRequestError(f"params must be BeamSearchParams, got {type(params).__name__}", param="params")
         return self._finish_all(self._prepare(tokenized, as_sampling_params(params), beam=params), use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of every prompt, in the order of the prompts, of a model that pools (`runner`).
+
+        Prompts and priorities as for `generate`. `truncate_prompt_tokens`: tokens of a prompt that are kept, the first
+        ones; -1: as many as the model takes. InvalidRequestError as `generate`, and for a model that does not pool.
+        """
+        inputs = self._inputs  # raises RuntimeError if closed, before any other error
+        truncation = inputs.check_truncation(truncate_prompt_tokens)
+        tokenized = [inputs.tokenize(prompt, truncation=truncation) for prompt in _as_list(prompts)]
+        prepared = self._prepare_pools(tokenized, pooling_params, "embed", priority)
+        return [
+            EmbeddingRequestOutput(
+                each.request_id, EmbeddingOutput(_vector(each).tolist()), each.prompt_token_ids,
+                each.num_cached_tokens, metrics=each.metrics,
+            )
+            for each in self._finish_all(prepared, use_tqdm)
+        ]  # fmt: skip
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        pooling_params: PoolingParams | None = None,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        priority: int | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return the score of every pair: one text for all of `data_2`, or as many as it has.
+
+        A reranker reads each pair as one prompt, with the `instruction`; the score is between 0 and 1. With an embedder
+        it is the cosine of both embeddings. Other arguments and errors as of `embed`.
+        """
+        inputs = self._inputs
+        params = pooling_params or PoolingParams()
+        queries, documents = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        check_pairs(queries, documents, ("data_1", "data_2"))
+        task: PoolingTask = "score" if inputs.pooler.is_reranker else "embed"
+        truncation = inputs.check_truncation(truncate_prompt_tokens)
+        activation = params.use_activation if isinstance(params, PoolingParams) else None
+        options = pair_options(inputs, truncation, instruction=instruction, use_activation=activation)
+        scoring = tokenize_pairs(inputs, queries, documents, options)
+        if isinstance(params, PoolingParams) and task == "embed":
+            params = replace(params, task=None, use_activation=None)
+        outputs = self._finish_all(self._prepare_pools(scoring.prompts, params, task, priority), use_tqdm)
+        found = []
+        for index, score in enumerate(scoring.scores([_vector(output) for output in outputs])):
+            parts = [outputs[number] for number in scoring.prompts_of_pair(index)]
+            found.append(
+                ScoringRequestOutput(
+                    "_".join(part.request_id for part in parts),
+                    ScoringOutput(score),
+                    [token for part in parts for token in part.prompt_token_ids],
+                    sum(part.num_cached_tokens for part in parts),
+                )
+            )
+        return found
+
     def pin_prefix(self, prefix: Prompt) -> PinnedPrefix:
         """Compute a prefix once and keep it until it is unpinned: prompts that begin with it compute the rest only.
 
@@ -289,6 +370,24 @@ class LLM:
         if params.structured_outputs is not None and grammars is not None:
             grammars.check(params.structured_outputs)
 
+    def _prepare_pools(
+        self,
+        prompts: list[TokenizedPrompt],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        task: PoolingTask,
+        priority: int | Sequence[int] | None,
+    ) -> list[PreparedRequest]:
+        """Check every request for a vector and queue none, as `_prepare`."""
+        inputs, prepared = self._inputs, list[PreparedRequest]()
+        own = _one_each("pooling_params", params, PoolingParams(), len(prompts))
+        priorities = _one_each("priority", priority, 0, len(prompts))
+        for request_id, (prompt, each, level) in enumerate(
+            zip(prompts, own, priorities, strict=True), self._num_requests
+        ):
+            prepared.append(inputs.prepare_pool(request_id, prompt, inputs.check_pooling(each, task, level)))
+        self._num_requests += len(prepared)
+        return prepared
+
     def _finish_all(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -348,6 +447,11 @@ class LLM:
             self._unread.pop(request_id, None)
             self._engine.engine.abort(request_id)
             self._outputs.drop(request_id)
+
+
+def _vector(output: RequestOutput) -> "array[float]":
+    assert output.pooled is not None, "a request for a vector gave none"
+    return output.pooled
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -625,5 +625,6 @@ def test_pooled_vector_reaches_the_output() -> None:
     delta = SequenceDelta(7, 0, [], finish_reason="stop", pooled=struct.pack("3f", 1.0, -0.5, 0.25))
     processor.process([delta], now_s=STEP_S)
     output = processor.output(7)
-    assert output.pooled == [1.0, -0.5, 0.25]
+    assert output.pooled is not None
+    assert output.pooled.tolist() == [1.0, -0.5, 0.25]
     assert (output.finished, output.outputs[0].token_ids, output.outputs[0].finish_reason) == (True, [], "stop")

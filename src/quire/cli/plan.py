@@ -10,6 +10,7 @@ from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_
 from quire.core.options import SIZE, parse_bytes, same_option
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import free_memory_bytes
+from quire.model.pooler import find_pooler
 from quire.model.quantization import CHECKPOINT_METHODS
 from quire.server.ops.startup_banner import format_bytes
 from quire.sim.hardware import Hardware, read_hardware
@@ -67,14 +68,24 @@ def plan(
     found, refusals = device.plan(model, engine), device.not_servable_yet(model, engine)
     is_packed = model.quantization.method in CHECKPOINT_METHODS  # elements of its files are no parameters
     num_stored = 0 if model.folder is None or is_packed else stored_parameters(model.folder)
-    report.print_rows(f"{found.model} on {found.num_devices} x {found.hardware}", _rows(found))
+    pooling = _pooling(model, engine)
+    report.print_rows(f"{found.model} on {found.num_devices} x {found.hardware}", _rows(found) | pooling)
     if num_stored not in (0, found.num_parameters):
         report.print_line(f"the files hold {num_stored:,} parameters, config.json describes {found.num_parameters:,}")
     print_refusals(refusals)
     derived = {
-        "kv_cache_bytes": found.kv_cache_bytes, "stored_parameters": num_stored, "not_servable_yet": refusals
+        "kv_cache_bytes": found.kv_cache_bytes, "stored_parameters": num_stored, "not_servable_yet": refusals,
+        "pooling": pooling.get("pooling"),
     }  # fmt: skip
     report.write_json(json, asdict(found) | derived)
+
+
+def _pooling(model: Model, engine: EngineOptions) -> dict[str, str]:
+    """Return the row of the pooling of a model that gives vectors."""
+    if model.folder is None:
+        return {}
+    config = find_pooler(engine.runner, model.folder, model.spec, engine.hf_overrides).config
+    return {} if config is None else {"pooling": str(config)}
 
 
 def print_refusals(refusals: list[str]) -> None:

@@ -20,16 +20,17 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def file_inside(folder: Path, name: str) -> Path:
-    """Return the path of file `name` of `folder`.
+def file_inside(folder: Path, name: str, subfolder: str = "") -> Path:
+    """Return the path of file `name` of `folder`, or of a subfolder.
 
     `name` must be a plain file name, and the file a regular one that really lies in the folder: links out of it are
     refused, but for those of the hub's cache (models--*/snapshots/REVISION), which lead to its own blobs. Raises
     ModelError.
     """
-    if name != Path(name).name or "\\" in name or "\0" in name or name in ("", ".", ".."):
-        raise ModelError(f"{folder}: {name!r:.300} is not a plain file name")
-    path, root = folder / name, folder.resolve()
+    for part in (name, subfolder) if subfolder else (name,):
+        if part != Path(part).name or "\\" in part or "\0" in part or part in ("", ".", ".."):
+            raise ModelError(f"{folder}: {part!r:.300} is not a plain file name")
+    path, root = folder / subfolder / name, folder.resolve()
     if not path.is_file():
         raise ModelError(f"{folder}: no file {name}")
     target = path.resolve()
@@ -49,9 +50,9 @@ def read_bytes(folder: Path, name: str) -> bytes:
         raise ModelError(f"{path}: cannot be read: {error}") from error
 
 
-def read_text(folder: Path, name: str) -> str:
+def read_text(folder: Path, name: str, subfolder: str = "") -> str:
     """Return the text of file `name` of `folder`. ModelError names it if it is missing, too large or no UTF-8."""
-    path = file_inside(folder, name)
+    path = file_inside(folder, name, subfolder)
     try:
         if path.stat().st_size > MAX_TEXT_BYTES:
             raise ModelError(f"{path}: larger than {MAX_TEXT_BYTES} bytes")
@@ -60,15 +61,20 @@ def read_text(folder: Path, name: str) -> str:
         raise ModelError(f"{path}: cannot be read as text: {error}") from error
 
 
-def read_json_object(folder: Path, name: str) -> dict[str, object]:
-    """Return the JSON object in file `name` of `folder`. ModelError as `read_text`, and if it is something else."""
-    text = read_text(folder, name)
+def read_json(folder: Path, name: str, subfolder: str = "") -> object:
+    """Return the JSON in file `name` of `folder`, or of a subfolder. ModelError as `read_text`, and if it is none."""
+    text = read_text(folder, name, subfolder)
     try:
-        content = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{folder / name}: cannot be read as JSON: {error}") from error
+        raise ModelError(f"{folder / subfolder / name}: cannot be read as JSON: {error}") from error
+
+
+def read_json_object(folder: Path, name: str, subfolder: str = "") -> dict[str, object]:
+    """Return the JSON object in a file. ModelError as `read_json`, and if it is something else."""
+    content = read_json(folder, name, subfolder)
     if not isinstance(content, dict):
-        raise ModelError(f"{folder / name}: expected a JSON object, found {type(content).__name__}")
+        raise ModelError(f"{folder / subfolder / name}: expected a JSON object, found {type(content).__name__}")
     return content
 
 

@@ -1,5 +1,6 @@
 """Outputs: token records inside the engine, `RequestOutput` and its parts for users."""
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -142,7 +143,49 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     packed_prompt_logprobs: Logprobs | None = field(default=None, repr=False)  # of all but the first token
-    pooled: list[float] | None = None  # vector of the prompt's hidden states, where one was asked for
+    pooled: "array[float] | None" = None  # float32 vector of a request for one
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The embedding of a prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """The dimensions of the embedding."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """The output of a request for an embedding."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """The score of a pair of texts."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """The output of a request for a score. `prompt_token_ids`: of the pair as the model reads it, or of both texts."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
 
 
 @dataclass(frozen=True, slots=True)

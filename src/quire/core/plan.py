@@ -13,6 +13,7 @@ from msgspec import Struct, field
 
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.outputs import TokenLogprobs
+from quire.core.pooling import Pool
 from quire.core.sampling_params import SamplingParams
 
 BlockIds = Sequence[int]  # of a whole table: thousands, so an array
@@ -41,6 +42,7 @@ class NewRow:
     eos_token_ids: frozenset[int] = frozenset()        # tokens that min_tokens forbids, besides params.stop_token_ids
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     beam: BeamSearchParams | None = None               # its samples return the likeliest tokens, as logprobs
+    pool: Pool | None = None                           # it has no samples: its last entry returns a vector
 
 
 class RowFork(NamedTuple):
@@ -80,8 +82,9 @@ class StepPlan(Struct, frozen=True, array_like=True):
     all entries in order. Sample j is drawn behind token `sample_tokens[j]` of the flat batch and becomes the token at
     the position after it in row `sample_rows[j]`: the same row in most cases, the rows of all branches when the prompt
     of a request with n > 1 has just been computed. A row has no sample, one, or, with drafts, several at consecutive
-    positions. Entries in `stored_entries` are of one token whose keys and values are in the cache: only its logits are
-    computed, nothing is written.
+    positions. A row with a `pool` has none: the entry that ends with its last token returns a vector, as
+    `RowResult.pooled`. Entries in `stored_entries` are of one token whose keys and values are in the cache: only its
+    logits are computed, nothing is written.
     """
 
     row_forks: list[RowFork] = field(default_factory=list)
@@ -141,7 +144,7 @@ class RowResult(Struct, frozen=True, array_like=True, omit_defaults=True):
     has_ended: bool = False                        # the sequence finishes with reason "stop" behind these tokens
     forced: list[int] = []                         # appended without a draw, computed later; none with logprobs
     drafts: list[int] = []                         # to be verified by the next step of the row, if it has room
-    pooled: bytes | None = None                    # float32 vector of the row's hidden states
+    pooled: bytes | None = None                    # float32 vector of a row with a `pool`, which has ended with it
     is_late: bool = False                          # nothing was sampled: its mask was not filled in time
 
 

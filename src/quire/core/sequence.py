@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from quire.core.logprob_table import LogprobTable
+from quire.core.pooling import Pool
 from quire.core.sampling_params import SamplingParams
 from quire.core.task import GENERATE, NO_SCOPE, Scope, Task
 from quire.core.token_ids import PackedTokens, TokenIds
@@ -65,7 +66,7 @@ class Request:
     prompt_token_ids: PackedTokens
     params: SamplingParams
     seed: int                         # of branch 0
-    max_tokens: int                   # resolved: params.max_tokens, or the most that fits
+    max_tokens: int                   # resolved: params.max_tokens, or the most that fits; 0 with the task Pool
     eos_token_ids: frozenset[int] = frozenset()            # of the model; empty with ignore_eos
     stop_token_ids: frozenset[int] = frozenset()           # params.stop_token_ids
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
@@ -88,3 +89,13 @@ class Request:
     def num_queued_tokens(self) -> int:
         """Prompt tokens x n: what the request counts for while it waits."""
         return len(self.prompt_token_ids) * self.params.n
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether its prompt is looked up in the prefix cache: not where each of its hidden states is needed."""
+        return self.params.prompt_logprobs is None and not self.keeps_state
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the worker keeps a sum over the prompt, which is lost with the row: a preempted one starts again."""
+        return isinstance(self.task, Pool) and self.task.reads_all_states

@@ -9,6 +9,7 @@ from typing import NamedTuple, assert_never
 import msgspec
 
 from quire.core.beam_search_params import BeamSearchParams
+from quire.core.pooling import Pool
 
 
 class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
@@ -25,7 +26,7 @@ class Pin(msgspec.Struct, tag="pin", array_like=True, frozen=True):
     """Compute the prompt and keep its blocks under the request's id; the output is ignored."""
 
 
-Task = Generate | BeamSearch | Pin
+Task = Generate | BeamSearch | Pin | Pool
 
 GENERATE = Generate()
 
@@ -35,10 +36,15 @@ def beam_params(task: Task) -> BeamSearchParams | None:
     match task:
         case BeamSearch(params):
             return params
-        case Generate() | Pin():
+        case Generate() | Pin() | Pool():
             return None
         case _:
             assert_never(task)
+
+
+def pool_of(task: Task) -> Pool | None:
+    """Return the pooling of a request for a vector, None for other tasks."""
+    return task if isinstance(task, Pool) else None
 
 
 class Scope(NamedTuple):

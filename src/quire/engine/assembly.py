@@ -77,7 +77,7 @@ def build_engine(
         grammars.load()
     cache, scheduling = configs_for(options, loaded.limits, loaded.model, loaded.meter)
     engine = _build(options, loaded.model, cache, scheduling, grammars)
-    ready = _ready(loaded, engine, cache, scheduling)
+    ready = _ready(loaded, engine, cache, scheduling, is_static=options.batching == "static")
     inputs = InputProcessor(tokenizer, ready, options, cuts_answers=True)
     return AssembledEngine(engine, inputs, tokenizer, loaded.model, ready)
 
@@ -119,7 +119,9 @@ def _build(
     return Engine(_scheduler(scheduling, cache, is_prepared), executor, grammars)
 
 
-def _ready(loaded: LoadedModel, engine: Engine, cache: CacheConfig, scheduling: SchedulerConfig) -> Ready:
+def _ready(
+    loaded: LoadedModel, engine: Engine, cache: CacheConfig, scheduling: SchedulerConfig, *, is_static: bool
+) -> Ready:
     """Return the figures that clients of the engine need."""
     model = loaded.model
     return Ready(
@@ -136,6 +138,9 @@ def _ready(loaded: LoadedModel, engine: Engine, cache: CacheConfig, scheduling: 
         kv_cache_dtype=model.kv_geometry.quantized_dtype,
         quantization="" if loaded.quantization == UNQUANTIZED else str(loaded.quantization),
         sampling=loaded.sampling,
+        pooler=None if is_static else loaded.pooler,
+        no_pooler_reason="its batches are static" if is_static else loaded.no_pooler_reason,
+        generates=loaded.has_head,
     )
 
 

@@ -8,17 +8,20 @@ parameters' own classes. `check_params` needs no prompt, so that a request is re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from functools import cached_property, partial
+from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar
+
+from msgspec import structs
 
 from quire.core.beam_search_params import BeamSearchParams
-from quire.core.checks import MAX_INT, check_int, check_text, shown
+from quire.core.checks import MAX_INT, check_int, check_text, refuse, shown
 from quire.core.errors import InvalidRequestError
 from quire.core.owner_labels import OwnerLabels
+from quire.core.pooling import Pool, PoolerConfig, PoolingParams, PoolingTask, pool_for
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import NUM_SEEDS, arrival_seed
 from quire.core.sequence import Request
-from quire.core.task import GENERATE, BeamSearch, Pin, Scope
+from quire.core.task import GENERATE, BeamSearch, Pin, Scope, Task
 from quire.core.token_ids import PackedTokens, pack_tokens
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
@@ -41,6 +44,9 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+
+
+S = TypeVar("S", list[int], PackedTokens)
 
 
 class Truncation(NamedTuple):
@@ -89,6 +95,13 @@ class CheckedParams:
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
 
+class CheckedPooling(NamedTuple):
+    """Parameters of requests for vectors, checked against the model. Only `InputProcessor.check_pooling` makes them."""
+
+    task: Pool
+    priority: int
+
+
 class PreparedRequest(NamedTuple):
     """A request that was checked and numbered, and its prompt. Not queued yet."""
 
@@ -98,7 +111,7 @@ class PreparedRequest(NamedTuple):
 
 
 _IDS_AT_ONCE = 8192    # checked and packed, which keeps the interpreter lock for half a millisecond
-_ANY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)  # every request samples one
+_ANY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)  # of what is no generation
 
 MAX_PRIORITY = 100     # of either sign; in levels of ageing
 MAX_SALT_CHARS = 1024  # the cache stores a salt as long as a block computed under it
@@ -109,7 +122,7 @@ def check_cache_salt(cache_salt: object, max_chars: int = MAX_SALT_CHARS) -> str
     return None if cache_salt is None else check_text("cache_salt", cache_salt, max_chars)
 
 
-def _truncated(token_ids: PackedTokens, truncation: Truncation | None) -> PackedTokens:
+def _truncated(token_ids: S, truncation: Truncation | None) -> S:
     if truncation is None:
         return token_ids
     num_tokens = truncation.num_tokens
@@ -142,6 +155,8 @@ class InputProcessor:
         self._vocab_size, self._eos_token_ids = ready.vocab_size, _eos_token_ids(tokenizer, ready)
         self._engine_seed, self._policy = options.seed, options.scheduling_policy
         self.owners = owners or OwnerLabels()
+        self._generates, self._no_pooler_reason = ready.generates, ready.no_pooler_reason
+        self._pooler = ready.pooler
 
     def truncation_of(self, params: SamplingParams, *, keeps_last: bool = True) -> Truncation | None:
         """Return the truncation that parameters ask for. InvalidRequestError if it is longer than max_model_len."""
@@ -219,6 +234,28 @@ class InputProcessor:
             param="prompt",
         )
 
+    def tokenize_framed(self, before: str, text: str, after: str, truncation: Truncation | None) -> TokenizedPrompt:
+        """Return the tokens of a text between two others, each tokenized by itself. It is truncated, they are not."""
+        if self._tokenizer is None:
+            raise InvalidRequestError("the model has no tokenizer: scores need one", param="model")
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        head, tail, most = encode(before), encode(after), None if truncation is None else truncation.num_tokens
+        if most is not None and most <= len(head) + len(tail):
+            message = f"truncate_prompt_tokens must be above {len(head) + len(tail)}, the tokens around a pair"
+            raise InvalidRequestError(f"{message}, got {most}", param="truncate_prompt_tokens")
+        if most is None and len(text) > self.limits.max_model_len:
+            self.limits.check_length(self._tokenizer.min_num_tokens(text))
+        ids = encode(text)
+        if truncation is not None and most is not None:
+            ids = _truncated(ids, truncation._replace(num_tokens=most - len(head) - len(tail)))
+        return TokenizedPrompt(before + text + after, self._check_token_ids([*head, *ids, *tail]))
+
+    def cut_text(self, text: str, max_tokens: int) -> str:
+        """Return the beginning of a text that has at most so many tokens; 0: all of it."""
+        if max_tokens == 0 or self._tokenizer is None:
+            return text
+        return self._tokenizer.cut(text, max_tokens)
+
     def _check_token_ids(self, token_ids: Sequence[int]) -> PackedTokens:
         if not isinstance(token_ids, (list, tuple)):
             raise InvalidRequestError(
@@ -258,6 +295,8 @@ class InputProcessor:
                 f"sampling_params must be SamplingParams, got {type(params).__name__}", param="sampling_params"
             )
         params = replace(params)
+        if not self._generates:
+            raise InvalidRequestError("the model has no output head: it gives embeddings alone", param="model")
         params.check_vocabulary(self._vocab_size)
         names = ["logprobs", "prompt_logprobs"]
         if params.logprob_token_ids:
@@ -281,33 +320,24 @@ class InputProcessor:
         if params.structured_outputs is not None and (beam is not None or self._tokenizer is None):
             reason = "the model has no tokenizer" if beam is None else "a beam search takes no grammar"
             raise InvalidRequestError(f"structured_outputs cannot be used: {reason}", param="structured_outputs")
+        self._check_priority(priority)
+        return CheckedParams(params, beam, priority, self._tokenizer)
+
+    def _check_priority(self, priority: int) -> None:
         check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if priority != 0 and self._policy == "fcfs":
             message = f"priority must be 0, the only one with scheduling_policy fcfs, got {priority}"
             raise InvalidRequestError(message, param="priority")
-        return CheckedParams(params, beam, priority, self._tokenizer)
 
     def prepare(
         self, request_id: int, prompt: TokenizedPrompt, checked: CheckedParams, client_id: str = "", weight: float = 1.0
     ) -> PreparedRequest:
         """Return a request that the scheduler will take. ContextLengthError if one of this length could never run."""
         params, beam = checked.params, checked.beam
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
-            params=params,
-            seed=arrival_seed(self._engine_seed, request_id) if params.seed is None else params.seed % NUM_SEEDS,
-            max_tokens=self._resolve_max_tokens(len(prompt.token_ids), params),
-            eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
-            stop_token_ids=frozenset(params.stop_token_ids or ()),
-            bad_words_token_ids=checked.bad_words_token_ids,
-            task=GENERATE if beam is None else BeamSearch(beam),
-            scope=Scope(salt=prompt.cache_salt),
-            priority=checked.priority,
-            owner=self.owners.label(prompt.key_number, prompt.cache_salt),
-            client_id=client_id,
-            weight=weight,
-        )
+        request = self._request(request_id, prompt, params, GENERATE if beam is None else BeamSearch(beam))
+        request.max_tokens = self._resolve_max_tokens(len(prompt.token_ids), params)
+        request.bad_words_token_ids, request.priority = checked.bad_words_token_ids, checked.priority
+        request.client_id, request.weight = client_id, weight
         return PreparedRequest(request, prompt)
 
     def prepare_pin(
@@ -317,6 +347,80 @@ class InputProcessor:
         prepared = self.prepare(request_id, prompt, self.check_params(_ANY_TOKEN), client_id, weight)
         prepared.request.task = Pin()
         return prepared
+
+    def _request(
+        self, request_id: int, prompt: TokenizedPrompt, params: SamplingParams, task: Task
+    ) -> Request:
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            seed=arrival_seed(self._engine_seed, request_id) if params.seed is None else params.seed % NUM_SEEDS,
+            max_tokens=0,
+            eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
+            stop_token_ids=frozenset(params.stop_token_ids or ()),
+            task=task,
+            scope=Scope(salt=prompt.cache_salt),
+            owner=self.owners.label(prompt.key_number, prompt.cache_salt),
+        )
+
+    # --- vectors --------------------------------------------------------------------------------------------------
+
+    @property
+    def pooler(self) -> PoolerConfig:
+        """The pooling of the model. InvalidRequestError, with the reason, for one that gives no vectors."""
+        if self._pooler is None:
+            message = f"the model gives no embeddings or scores: {self._no_pooler_reason}"
+            raise InvalidRequestError(message, param="model", code="unsupported_parameter")
+        if self._pooler.score_tokens is not None:
+            self._pooler = self._with_score_token_ids(self._pooler, self._pooler.score_tokens)
+        return self._pooler
+
+    def _with_score_token_ids(self, pooler: PoolerConfig, tokens: tuple[str, str]) -> PoolerConfig:
+        if self._tokenizer is None:
+            raise InvalidRequestError("the model has no tokenizer: scores need one", param="model")
+        no, yes = (self._tokenizer.token_id(token) for token in tokens)
+        if no is None or yes is None or max(no, yes) >= self._vocab_size:
+            message = f"classifier_from_token: the tokenizer does not have both tokens {shown(', '.join(tokens))}"
+            raise InvalidRequestError(message, param="model")
+        return structs.replace(pooler, score_token_ids=(no, yes), score_tokens=None)
+
+    def check_pooling(
+        self, params: PoolingParams, task: PoolingTask = "embed", priority: int = 0
+    ) -> CheckedPooling:
+        """Return parameters for `prepare_pool`; InvalidRequestError if no prompt can have them."""
+        if not isinstance(params, PoolingParams):
+            raise InvalidRequestError(
+                f"pooling_params must be PoolingParams, got {type(params).__name__}", param="pooling_params"
+            )
+        pool = pool_for(params, self.pooler, task)
+        self._check_priority(priority)
+        return CheckedPooling(pool, priority)
+
+    def prepare_pool(
+        self, request_id: int, prompt: TokenizedPrompt, checked: CheckedPooling, client_id: str = "",
+        weight: float = 1.0,
+    ) -> PreparedRequest:  # fmt: skip
+        """Return a request for the vector of a prompt. ContextLengthError if one of this length could never run."""
+        self.limits.check_admissible(len(prompt.token_ids), 0, 1)
+        request = self._request(request_id, prompt, _ANY_TOKEN, checked.task)
+        request.priority, request.client_id, request.weight = checked.priority, client_id, weight
+        return PreparedRequest(request, prompt)
+
+    def check_truncation(self, max_tokens: int | None, side: object = None) -> Truncation | None:
+        """Return the truncation of prompts that are pooled, by default from the right; None: there is none.
+
+        InvalidRequestError for one that the model could not have.
+        """
+        if max_tokens is not None:
+            check_int("truncate_prompt_tokens", max_tokens, -1, self.limits.max_model_len)
+            if max_tokens == 0:
+                refuse("truncate_prompt_tokens", max_tokens, "-1 (as many as the model takes) or above 0")
+        if side not in (None, "left", "right"):
+            refuse("truncation_side", side, "left or right")
+        if max_tokens is None:
+            return None
+        return Truncation(self.limits.max_model_len if max_tokens == -1 else max_tokens, keeps_last=side == "left")
 
     def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Return max_tokens, or the most that fits where it is None; raise if it could never run."""

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from quire.core.errors import ModelError
+from quire.core.pooling import PoolerConfig
 from quire.engine.device_sizing import positions_for
 from quire.engine.devices import resolve_device
 from quire.engine.formats import read_source
@@ -19,13 +21,17 @@ from quire.kernels.support import require_kv_dtype
 from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
+from quire.model.pooler import find_pooler
 from quire.model.quantization import UNQUANTIZED, Quantization
 from quire.model.spec import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on its device. `meter` measures the GPU's memory; None on a CPU."""
+    """A model on its device. `meter` measures the GPU's memory; None on a CPU.
+
+    `pooler`: None for a model that gives no vectors, for `no_pooler_reason`. `has_head`: False if it cannot generate.
+    """
 
     model: LanguageModel
     limits: ModelLimits
@@ -33,12 +39,18 @@ class LoadedModel:
     meter: CudaMemoryMeter | None
     quantization: Quantization = UNQUANTIZED
     sampling: SamplingDefaults = NO_DEFAULTS
+    pooler: PoolerConfig | None = None
+    no_pooler_reason: str = ""
+    has_head: bool = True
 
 
 def load(options: EngineOptions, folder: Path) -> LoadedModel:
     """Load the model of a folder or file. ModelError and ConfigError name what is not supported."""
     source = read_source(folder)
     spec, sampling, ends = source.spec, sampling_defaults(options, folder), eos_token_ids(options, source)
+    pooler = find_pooler(options.runner, folder, spec, options.hf_overrides)
+    if not spec.has_head and pooler.config is None:
+        raise ModelError(f"{folder}: the model has no output head, and gives no vectors: {pooler.reason}")
     device = resolve_device(options.device)
     back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=spec.head_dim)
     meter = _cuda_memory_meter(device) if device.type == "cuda" else None
@@ -51,10 +63,12 @@ def load(options: EngineOptions, folder: Path) -> LoadedModel:
     model = load_model(
         source, dtype=options.dtype, device=device, back_end=back_end, max_positions=options.max_model_len,
         table_positions=num_positions, kv_cache_dtype=options.kv_cache_dtype,
-        quantization=quantization,
+        quantization=quantization, needs_head=pooler.config is None or pooler.config.is_reranker,
     )  # fmt: skip
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
-    return LoadedModel(model, limits, ends, meter, quantization, sampling)
+    return LoadedModel(
+        model, limits, ends, meter, quantization, sampling, pooler.config, pooler.reason, model.spec.has_head
+    )
 
 
 def _limits(spec: DecoderSpec, geometry: KVGeometry) -> ModelLimits:

@@ -12,6 +12,7 @@ import msgspec
 from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.outputs import Admission, KVStats, SequenceDelta, WaitReason
+from quire.core.pooling import PoolerConfig
 from quire.core.sequence import Request
 from quire.core.token_ids import PackedTokens
 from quire.engine.options import EngineOptions
@@ -87,6 +88,9 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     quantization: str = ""  # in words; empty: none
     kv_cache_dtype: str = ""  # of a quantized KV cache; empty: none
     sampling: SamplingDefaults = NO_DEFAULTS
+    pooler: PoolerConfig | None = None  # None: the model gives no vectors
+    no_pooler_reason: str = ""  # for which it gives none
+    generates: bool = True  # False: it has no output head
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):

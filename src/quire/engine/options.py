@@ -18,6 +18,7 @@ from quire.core.config import (
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import KVCacheDtype
 from quire.core.options import SIZE, check_options, option, parse_bytes
+from quire.model.pooler import Runner, parse_overrides
 from quire.model.quantization import (
     DEFAULT_GROUP_SIZE,
     WHOLE_ROW,
@@ -60,6 +61,17 @@ class EngineOptions:
     override_generation_config: str = _engine(
         "", "values before those of generation_config.json, as JSON", metavar="JSON",
         row="keys of `generation_config.json` as JSON (in Python also a dict), which come before those of the file",
+    )  # fmt: skip
+    runner: Runner = _engine(
+        "auto", "what the model is for: pooling serves embeddings and scores too; auto goes by its folder",
+        row="`pooling`: the model gives embeddings, or scores, too ([embeddings.md](embeddings.md)); `generate`: it "
+        "does not; `auto`: it does if its folder says how (`1_Pooling`, `1_LogitScore`, a base model without a head)",
+    )  # fmt: skip
+    hf_overrides: str = _engine(
+        "", "keys of config.json about embeddings and scores, as JSON", metavar="JSON",
+        row="JSON object with keys that are taken from here instead of `config.json`: `is_matryoshka`, "
+        "`matryoshka_dimensions`, `classifier_from_token`, `is_original_qwen3_reranker`, `architectures`; for "
+        "embeddings and scores alone ([embeddings.md](embeddings.md)). In Python also a dict",
     )  # fmt: skip
     dtype: Dtype = _engine(
         "auto", "of weights, activations and KV cache: auto (the model's), float32, bfloat16 or float16",
@@ -216,6 +228,7 @@ class EngineOptions:
         self._check_swap()
         self._check_override()
         _ = self.quantization_options
+        parse_overrides(self.hf_overrides)
         if self.tensor_parallel_size != 1:
             raise ConfigError(f"tensor_parallel_size {self.tensor_parallel_size!r} is not supported yet, only 1")
 

@@ -257,7 +257,7 @@ class OutputProcessor:
             packed_prompt_logprobs=prompt_logprobs if self._is_packed else None,
             num_cached_tokens=request.metrics.num_cached_tokens,
             metrics=replace(request.metrics),
-            pooled=None if request.pooled is None else array("f", request.pooled).tolist(),
+            pooled=None if request.pooled is None else array("f", request.pooled),
         )
 
     def drop(self, request_id: int) -> None:

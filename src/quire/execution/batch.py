@@ -5,7 +5,7 @@ writes sampled tokens into the rows itself, so a decode step sends no token. Per
 with NumPy, without a Python loop over sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.core.plan import NewRow, RowDrafts, RowFork, StepPlan
+from quire.decoding.pooling import PooledEntry, RowPool
 from quire.decoding.row_grammars import StepGrammars
 from quire.decoding.sampling_state import SamplingState
 from quire.model.batch import ForwardBatch
@@ -33,6 +34,7 @@ class StepInputs(NamedTuple):
     sample_num_tokens: IntArray  # [N] tokens of that row before the sample, so also the position of the sampled token
     logit_rows: IntArray        # [N] the token of the flat batch behind which it is drawn
     drafts: list[RowDrafts]     # those rows have several samples, in the order of positions
+    pooled: list[PooledEntry]   # those rows have no samples
     grammars: StepGrammars | None = None  # None: no sample is masked
 
 
@@ -47,6 +49,7 @@ class PersistentBatch:
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # number asked for; -1: none
         self.sampling = SamplingState(max_num_seqs, vocab_size)
+        self._pools = dict[int, RowPool]()                                # of the rows that pool
         self._owners = np.zeros(max_num_seqs, dtype=np.int64)             # number of sequences each row has had
 
     def apply(self, plan: StepPlan) -> None:
@@ -76,6 +79,9 @@ class PersistentBatch:
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.prompt_logprobs[row] = -1 if asked is None else asked
         self.sampling.set(new)
+        self._pools.pop(row, None)
+        if new.pool is not None:
+            self._pools[row] = RowPool(new.pool, new.num_prompt_tokens)
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """Gather the inputs of the forward pass and of the sampler."""
@@ -108,7 +114,17 @@ class PersistentBatch:
             sample_num_tokens=positions[logit_rows] + 1,
             logit_rows=logit_rows,
             drafts=plan.drafts,
+            pooled=list(self._pooled_entries(plan)) if self._pools else [],
         )
+
+    def _pooled_entries(self, plan: StepPlan) -> Iterator[PooledEntry]:
+        """Yield the entries of rows that pool. They hold the rows' states: a row may have a new owner by the result."""
+        begin = 0
+        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            state = self._pools.get(row)
+            if state is not None:
+                yield PooledEntry(row, begin, begin + count, start, state)
+            begin += count
 
     def write_placeholders(self, inputs: StepInputs) -> IntArray:
         """Write -1 - row for each token that is being sampled; return the rows' owners, for `record`."""

@@ -71,7 +71,7 @@ class CudaWorker(Worker):
         known = forward.token_ids
         forward.token_ids.copy_(torch.where(known < 0, self._last_tokens[references], known))
         hidden = None if self._graphs is None else self._graphs.run(forward)
-        if hidden is not None and self._has_prompt_logprobs(inputs):
+        if hidden is not None and (inputs.pooled or self._has_prompt_logprobs(inputs)):
             hidden = hidden.clone()  # read when the step is completed, which may be after the next replay
         hidden = self.forward(forward) if hidden is None else hidden
         if inputs.grammars is not None:

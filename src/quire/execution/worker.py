@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.core.outputs import TokenLogprobs
 from quire.core.plan import MeasuredRates, PromptLogprobsChunk, RowResult, StepPlan, StepResult
+from quire.decoding.pooling import pool
 from quire.decoding.row_grammars import RowGrammars, RowProgress, StepGrammars
 from quire.decoding.sampler import NOT_FINITE, SampledTokens, is_finite, join, prompt_logprobs, sample
 from quire.decoding.sampling_batch import SamplingBatch
@@ -96,6 +97,10 @@ class Worker:
             at_fault = {int(inputs.sample_rows[index]): GRAMMAR_FIELD for index in inputs.grammars.masks().at_fault}
             results |= self._advance_grammars(inputs, inputs.grammars, sampled, results, failures, at_fault)
             results |= _late(inputs, inputs.grammars.masks().late, results)
+        if inputs.pooled:
+            vectors, unsound = pool(inputs.pooled, hidden, self._model.logits)
+            results |= {row: RowResult(has_ended=True, pooled=vector.tobytes()) for row, vector in vectors.items()}
+            failures |= unsound
         return StepResult(
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
@@ -135,6 +140,8 @@ class Worker:
     def _sample(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens:
         """Draw all samples at once; if that fails, one by one. hidden [T, hidden], logit_rows [N]."""
         num_samples = len(inputs.sample_rows)
+        if num_samples == 0:
+            return SampledTokens([], None)
         hidden = hidden[logit_rows]
         try:
             return self._draw(inputs, self._model.logits(hidden), slice(num_samples))

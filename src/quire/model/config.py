@@ -4,6 +4,7 @@ Of generation_config.json only the end-of-sequence tokens are read here; `quire.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from quire.core.errors import ConfigError, ModelError
@@ -15,6 +16,7 @@ from quire.model.weight_formats.sizes import DTYPE_BYTES
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 EOS_KEY = "eos_token_id"
+BASE_MODEL, WITH_HEAD = "Model", "ForCausalLM"  # ends of names of architectures
 
 
 def read_config(folder: Path) -> dict[str, object]:
@@ -34,7 +36,8 @@ def spec_from_config(config: Mapping[str, object], source: str = CONFIG_FILE) ->
     """
     reader = ConfigReader(config, source)
     try:
-        return FAMILIES[_architecture(reader)](reader)
+        architecture, has_head = _architecture(reader)
+        return replace(FAMILIES[architecture](reader), has_head=has_head)
     except SpecError as error:
         raise reader.error(str(error)) from error
 
@@ -68,14 +71,21 @@ def checked_eos_token_ids(value: object, place: str, vocab_size: int) -> frozens
     return frozenset(_checked(item, place, vocab_size) for item in items)
 
 
-def _architecture(config: ConfigReader) -> str:
-    """Return the architecture that the config names, or that of its model type if it names none."""
+def _architecture(config: ConfigReader) -> tuple[str, bool]:
+    """Return the architecture that the config names, or that of its model type if it names none.
+
+    The second is False for the base model of the architecture, which has no head: `Qwen3Model` of `Qwen3ForCausalLM`.
+    """
     named = config.raw("architectures")
     found = named[0] if isinstance(named, list) and named else MODEL_TYPES.get(str(config.raw("model_type")))
+    if isinstance(found, str) and found.endswith(BASE_MODEL):
+        whole = found.removesuffix(BASE_MODEL) + WITH_HEAD
+        if whole in FAMILIES:
+            return whole, False
     if not isinstance(found, str) or found not in FAMILIES:
         what = f"architecture {found!r:.80}" if found is not None else f"model_type {config.raw('model_type')!r:.80}"
         raise config.error(f"unknown {what}; known are {', '.join(FAMILIES)}")
-    return found
+    return found, True
 
 
 def _generation_config(folder: Path) -> Mapping[str, object]:

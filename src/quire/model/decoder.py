@@ -42,7 +42,9 @@ class Decoder:
         require_ops(self.back_end.name, program.ops)
         self._program = self.back_end.fuse(program)
         self._project_out = None if shapes.project_out is None else weights.linear(shapes.project_out)
-        self._head = weights.head(shapes.head, self._embedding.tokens, is_tied=spec.is_head_tied)
+        self._head = None
+        if spec.has_head:
+            self._head = weights.head(shapes.head, self._embedding.tokens, is_tied=spec.is_head_tied)
         self.num_parameters, self.weight_bytes = weights.tally.num_parameters, weights.tally.weight_bytes
 
     @property
@@ -70,6 +72,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
+        assert self._head is not None, "the model has no output head"
         self.progress += 1
         return self._head(hidden if self._project_out is None else self._project_out(hidden))
 

@@ -22,7 +22,7 @@ def num_layer_weights(spec: DecoderSpec) -> int:
 def num_parameters(spec: DecoderSpec) -> int:
     """Return the parameters of a model, a tied head counted once."""
     around = DecoderShapes.of(spec)
-    num_head = around.head.num_weights if spec.is_head_tied else 0
+    num_head = around.head.num_weights if spec.is_head_tied or not spec.has_head else 0
     return sum(map(_num_elements, (*around, *_shapes_of_layers(spec)))) - num_head
 
 
@@ -39,6 +39,7 @@ def weight_bytes(
     """
     around, prefix = DecoderShapes.of(spec), spec.weights.prefixes[0]
     is_head_kept = packing.copies_tied_head or not spec.is_head_tied or quantization.head != UNQUANTIZED.head
+    is_head_kept &= spec.has_head
 
     def kept(shape: Shape | None, prefix: str) -> int:
         scheme = UNQUANTIZED.layers

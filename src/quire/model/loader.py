@@ -1,6 +1,7 @@
 """Loading: a folder, any other model source or any checkpoint becomes a `Decoder` that is ready to run."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,22 +28,26 @@ def load_model(
     table_positions: int | None = None,
     kv_cache_dtype: str = "auto",
     quantization: Quantization | None = None,
+    needs_head: bool = True,
 ) -> Decoder:
     """Load a model, given by its source, or by its folder if its weights are floats, onto `device`.
 
     dtype: auto (as the config says), float32, bfloat16 or float16. `max_positions`: the longest sequence to be served,
     at most the model's own; dynamic scaling depends on it, which is off by default. `table_positions`: the length of
     rotary tables, where fewer positions than that can be used. `kv_cache_dtype`: a value of --kv-cache-dtype.
-    `quantization`: what the source answered to the options; None is as the checkpoint says. Raises ModelError for a
-    model that cannot be loaded, ConfigError for an unknown dtype.
+    `quantization`: what the source answered to the options; None is as the checkpoint says. Without `needs_head` a
+    model may lack its output head. Raises ModelError for a model that cannot be loaded, ConfigError for an unknown
+    dtype.
     """
     source = read_folder(model) if isinstance(model, Path) else model
     found = source.quantization(QuantizationOptions()) if quantization is None else quantization
     if found != UNQUANTIZED:
         log.info("quantization %s", found)
-    stored = source.open_tensors(found)
+    stored, spec = source.open_tensors(found), source.spec
+    if not (needs_head or spec.is_head_tied or f"{spec.weights.head}.weight" in stored.checkpoint.names):
+        spec = replace(spec, has_head=False)
     return build_decoder(
-        source.spec,
+        spec,
         stored.checkpoint,
         dtype=getattr(torch, source.dtype(dtype)),
         device=torch.device(device),

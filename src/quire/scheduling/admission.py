@@ -202,9 +202,9 @@ class AdmissionControl:
     def match(self, request: Request) -> PrefixMatch:
         """Match the first branch of a waiting request: at most its prompt, if other branches fork from it.
 
-        A request with prompt logprobs computes its whole prompt.
+        A request that needs something of each token, prompt logprobs or a mean, computes its whole prompt.
         """
-        if request.params.prompt_logprobs is not None:
+        if not request.reads_cache:
             return NO_MATCH
         first = request.live[0]
         match = self._lookups.match_first(request, first.num_tokens)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from quire.cache.manager import KVCacheManager
+from quire.core.pooling import Pool
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
 from quire.core.task import BeamSearch
 from quire.scheduling.plan_builder import PlanBuilder
@@ -93,7 +94,8 @@ def _chunks(
             elif sequence.seq_id not in seen:
                 start = sequence.num_computed_tokens + counts.get(sequence.seq_id, 0)
                 num_known = sequence.num_prompt_tokens if waits_to_fork else sequence.num_tokens
-                left.append((num_known - start, request, sequence, start))
+                if num_known > start or not isinstance(request.task, Pool):  # else it ends with the current step
+                    left.append((num_known - start, request, sequence, start))
     chunks = list[Chunk]()
     for num_missing, request, sequence, start in sorted(left, key=lambda each: each[0]):
         if (count := min(num_missing, budget)) <= 0:
@@ -121,5 +123,5 @@ def _advance(
     is_last: bool = True,
 ) -> None:  # fmt: skip
     ahead.advance(sequence, count, cache.append(sequence.seq_id, count, can_be_awaited=False), start)
-    if is_last:
+    if is_last and not isinstance(request.task, Pool):
         ahead.sample(request, sequence)

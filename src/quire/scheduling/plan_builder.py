@@ -5,7 +5,7 @@ from typing import Any
 from quire.cache.block_table import TableUpdate
 from quire.core.plan import BlockCopy, BlockIds, NewRow, RowDrafts, StepPlan
 from quire.core.sequence import Request, Sequence
-from quire.core.task import beam_params
+from quire.core.task import beam_params, pool_of
 
 
 class PlanBuilder:
@@ -47,6 +47,7 @@ class PlanBuilder:
                 eos_token_ids=request.eos_token_ids,
                 bad_words_token_ids=request.bad_words_token_ids,
                 beam=beam_params(request.task),
+                pool=pool_of(request.task),
             )
         )
 

@@ -14,6 +14,7 @@ from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
 from quire.core.outputs import WaitReason
 from quire.core.plan import BlockCopy
+from quire.core.pooling import Pool
 from quire.core.sequence import NO_ROW, Request, Sequence
 from quire.core.task import BeamSearch, Pin
 from quire.scheduling.admission import AdmissionControl
@@ -155,7 +156,8 @@ class Planner:
         step.advance(sequence, num_tokens, self._append(step, request, sequence, num_tokens))
         if sequence.num_computed_tokens + num_tokens < sequence.num_tokens:
             return num_tokens
-        step.sample(request, sequence)
+        if not isinstance(request.task, Pool):
+            step.sample(request, sequence)
         if sequence.drafts:
             num_tokens += self._verify_drafts(step, request, sequence, budget - num_tokens)
         return num_tokens
@@ -272,7 +274,7 @@ class Planner:
         self._start(step, request, first, match)
         if request.num_preemptions == 0:
             request.num_cached_tokens = first.num_computed_tokens
-            if request.params.prompt_logprobs is None:
+            if request.reads_cache:
                 self._cache.count_query(first.num_prompt_tokens, first.num_computed_tokens)
             self._order.charge_prompt(request)
         if first.num_output_tokens > 0 and self._admission.has_prompt(request, match):
@@ -329,14 +331,18 @@ def num_missing_tokens(request: Request) -> int:
 def _decodes(running: list[Request], index: int, budget: int, *, has_drafts: bool) -> list[Sequence]:
     """Return the sequences of the running requests from `index` on that compute one token each: most, in most steps.
 
-    Ends before a request that has more to compute, or drafts, or is a group. `has_drafts`: some sequence has drafts.
+    Ends before a request that has more to compute, or drafts, or is a group, or pools. `has_drafts`: some sequence has
+    drafts.
     """
     sequences = []
     for request in running[index : index + min(budget, _DECODES_AT_ONCE)]:
         live = request.live
         first = live[0]
-        num_missing = first.num_prompt_tokens + len(first.token_ids.output) - first.num_computed_tokens
+        num_output_tokens = len(first.token_ids.output)
+        num_missing = first.num_prompt_tokens + num_output_tokens - first.num_computed_tokens
         if num_missing != 1 or len(live) > 1 or first.row == NO_ROW or (has_drafts and first.drafts):
+            break
+        if num_output_tokens == 0 and isinstance(request.task, Pool):
             break
         sequences.append(first)
     return sequences

@@ -38,10 +38,10 @@ class PreemptionPolicy:
     def choose(self, request: Request, footprint: Footprint, num_free_swap_blocks: int) -> PreemptionKind:
         """Choose for a victim that holds such blocks, and count it as preempted.
 
-        It is computed again where the swap space has no room for all of them.
+        It is computed again where the swap space has no room for all of them, or the worker keeps more than its blocks.
         """
         kind: PreemptionKind = "recompute"
-        if self._mode != "recompute" and 0 < footprint.num_blocks <= num_free_swap_blocks:
+        if self._mode != "recompute" and not request.keeps_state and 0 < footprint.num_blocks <= num_free_swap_blocks:
             kind = "swap" if self._mode == "swap" else self._cheaper(footprint, _num_computed_tokens(request))
         self.count(kind)
         return kind

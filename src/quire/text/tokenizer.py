@@ -110,6 +110,27 @@ class Tokenizer:
         ids: list[int] = self._backend.post_process(encoding, add_special_tokens=add_special_tokens).ids
         return ids[:num_tokens], is_cut
 
+    def cut(self, text: str, max_tokens: int) -> str:
+        """Return the longest beginning of a text that has at most so many tokens, special tokens not counted.
+
+        A text that ends between two tokens of the whole may have other tokens, so it is cut until they are few enough.
+        """
+        while text:
+            try:
+                (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
+            except TypeError as error:
+                raise InvalidRequestError("prompt must be a valid Unicode string", param="prompt") from error
+            if len(encoding.ids) <= max_tokens:
+                break
+            offsets: list[tuple[int, int]] = encoding.offsets
+            text = text[: min(offsets[max_tokens - 1][1], offsets[max_tokens][0], len(text) - 1)]
+        return text
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token of the vocabulary, by its text there; None if there is none."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
+
     def min_num_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens from the length of the text; 0 if there is none."""
         if self._longest_token is None:

@@ -42,6 +42,7 @@ def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
         ("model", name),
         ("weights", f"{format_bytes(ready.weights_bytes)}, {ready.num_parameters:,} parameters of {ready.dtype}"),
         *([("quantization", ready.quantization)] if ready.quantization else []),
+        *([("pooling", str(ready.pooler))] if ready.pooler is not None else []),
         ("device", ready.device),
         ("KV cache", _blocks(limits.num_blocks, ready) + (ready.kv_cache_dtype and f" in {ready.kv_cache_dtype}")),
         ("swap", _blocks(ready.num_swap_blocks, ready) if ready.num_swap_blocks else "none"),

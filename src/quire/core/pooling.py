@@ -1,0 +1,109 @@
+"""Pooling: how a model's hidden states become one vector per prompt, and the parameters of a request for one."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from quire.core.checks import check_bool, check_int, refuse
+from quire.core.errors import InvalidRequestError
+
+PoolingKind = Literal["last", "mean", "cls"]  # the hidden state of the last token, their mean, that of the first token
+PoolingTask = Literal["embed", "score"]
+TASKS: tuple[PoolingTask, ...] = ("embed", "score")
+
+
+class PoolerConfig(msgspec.Struct, frozen=True, array_like=True):
+    """Pooling of a model, as its folder says. Hidden states are those that the output head reads.
+
+    `score_token_ids`: of a reranker, the tokens for no and yes: their logits behind a prompt are its score, and it
+    gives no embeddings. `score_tokens`: the same as texts, which the tokenizer has to look up.
+    """
+
+    kind: PoolingKind
+    num_dimensions: int                       # of a hidden state
+    normalizes: bool = True                   # to length 1, unless a request says otherwise
+    is_matryoshka: bool = False               # the first dimensions of an embedding are an embedding, too
+    matryoshka_dimensions: tuple[int, ...] = ()  # the only numbers of them; empty: any
+    score_token_ids: tuple[int, int] | None = None
+    score_tokens: tuple[str, str] | None = None
+
+    @property
+    def is_reranker(self) -> bool:
+        """Whether it scores pairs by itself."""
+        return self.score_token_ids is not None or self.score_tokens is not None
+
+    def __str__(self) -> str:
+        """Describe the pooling in words, for the banner and for `quire plan`."""
+        if self.is_reranker:
+            return "scores of pairs, by the logits of two tokens"
+        end = ", normalized" if self.normalizes else ""
+        return f"{self.kind} of {self.num_dimensions} dimensions{end}"
+
+
+class Pool(msgspec.Struct, tag="pool", array_like=True, frozen=True):
+    """The task of a request whose prompt becomes a vector; no token is sampled.
+
+    With `token_ids` the vector is the logits of these tokens behind the prompt; else it is the pooled hidden states,
+    of which the first `num_dimensions` are kept (0: all), then normalized if asked for.
+    """
+
+    kind: PoolingKind
+    num_dimensions: int = 0
+    normalizes: bool = True
+    token_ids: tuple[int, ...] = ()
+
+    @property
+    def reads_all_states(self) -> bool:
+        """Whether the hidden states of the whole prompt are needed: none may come from the prefix cache."""
+        return self.kind != "last"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """Parameters of a request for a vector, as in vLLM. A value out of range raises ValueError that names the field.
+
+    task: "embed" or "score"; None: what the model gives. dimensions: how many of an embedding are kept, before it is
+    normalized again; of models with Matryoshka embeddings alone. use_activation: whether an embedding is normalized,
+    and a score mapped to 0 to 1; None: as the model says.
+    """
+
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    task: PoolingTask | None = None
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None:
+            check_int("dimensions", self.dimensions, 1)
+        if self.use_activation is not None:
+            check_bool("use_activation", self.use_activation)
+        if self.task is not None and self.task not in TASKS:
+            refuse("task", self.task, " or ".join(TASKS))
+
+
+def pool_for(params: PoolingParams, pooler: PoolerConfig, task: PoolingTask) -> Pool:
+    """Return the task of a request with these parameters. InvalidRequestError for what the model does not give."""
+    if params.task is not None and params.task != task:
+        raise InvalidRequestError(f"task must be {task} here, got {params.task}", param="task")
+    if task == "score" and pooler.score_token_ids is not None:
+        return Pool("last", token_ids=pooler.score_token_ids)
+    if pooler.is_reranker:
+        raise InvalidRequestError("the model scores pairs of texts: it gives no embeddings", param="model")
+    _check_dimensions(params.dimensions, pooler)
+    normalizes = pooler.normalizes if params.use_activation is None else params.use_activation
+    return Pool(pooler.kind, params.dimensions or 0, normalizes)
+
+
+def _check_dimensions(dimensions: int | None, pooler: PoolerConfig) -> None:
+    if dimensions is None:
+        return
+    if not pooler.is_matryoshka:
+        message = (
+            f"dimensions must be unset: the model's config.json does not say that it has Matryoshka embeddings "
+            f"(is_matryoshka, matryoshka_dimensions), got {dimensions}"
+        )
+        raise InvalidRequestError(message, param="dimensions")
+    check_int("dimensions", dimensions, 1, pooler.num_dimensions)
+    allowed = pooler.matryoshka_dimensions
+    if allowed and dimensions not in allowed:
+        refuse("dimensions", dimensions, f"one of {', '.join(map(str, allowed))}")

@@ -1,0 +1,177 @@
+"""Pooling of a model by its folder: sentence-transformers' modules, and what overrides of config.json say.
+
+A folder with modules.json or 1_Pooling is an embedder, or with 1_LogitScore a reranker. Loads no torch.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.core.checks import shown
+from quire.core.errors import ConfigError, ModelError
+from quire.core.model_files import read_json, read_json_object
+from quire.core.pooling import PoolerConfig, PoolingKind
+from quire.model.config_reader import CONFIG_FILE, ConfigReader
+from quire.model.spec import DecoderSpec
+
+Runner = Literal["auto", "generate", "pooling"]
+
+MODULES_FILE, POOLING_FOLDER = "modules.json", "1_Pooling"
+OVERRIDES = (
+    "architectures", "is_matryoshka", "matryoshka_dimensions", "classifier_from_token", "is_original_qwen3_reranker"
+)  # fmt: skip
+_RERANKERS = ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification")  # the template of pairs is that of Qwen3-Reranker
+_MAX_MODULES = 16
+_KINDS: dict[str, PoolingKind] = {
+    "lasttoken": "last", "last_token": "last", "mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPooler:
+    """The pooling of a model; or None, with the reason, as an error continues it."""
+
+    config: PoolerConfig | None
+    reason: str = ""
+
+
+def find_pooler(runner: Runner, path: Path, spec: DecoderSpec, overrides: str = "") -> FoundPooler:
+    """Return the pooling of the model in a folder or file. `overrides`: JSON, as of `parse_overrides`.
+
+    ModelError or ConfigError with the runner `pooling` for a model that is not pooled here; with `auto` that is the
+    reason.
+    """
+    if runner == "generate":
+        return FoundPooler(None, "it runs with --runner generate")
+    if runner == "pooling":
+        return FoundPooler(_pooler(path, spec, parse_overrides(overrides)))
+    try:
+        if not (overrides or not spec.has_head or _has_modules(path)):
+            return FoundPooler(None, f"its folder has no {POOLING_FOLDER}/config.json; --runner pooling makes it pool")
+        return FoundPooler(_pooler(path, spec, parse_overrides(overrides)))
+    except ModelError as error:
+        if not spec.has_head:
+            raise
+        return FoundPooler(None, str(error))
+
+
+def parse_overrides(text: str) -> dict[str, Any]:
+    """Return the keys of config.json that a JSON object overrides. ConfigError for one that is not supported."""
+    try:
+        overrides = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"hf_overrides must be a JSON object, got {shown(text)}: {error}") from error
+    if not isinstance(overrides, dict):
+        raise ConfigError(f"hf_overrides must be a JSON object, got {shown(text)}")
+    for key in overrides:
+        if key not in OVERRIDES:
+            raise ConfigError(f"hf_overrides can have {', '.join(OVERRIDES)}, got {shown(key)}")
+    return overrides
+
+
+def _has_modules(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    return (path / POOLING_FOLDER / CONFIG_FILE).exists() or any(
+        kind in ("Pooling", "LogitScore") for kind, _ in _modules(path)
+    )
+
+
+def _pooler(path: Path, spec: DecoderSpec, overrides: Mapping[str, Any]) -> PoolerConfig:
+    config: dict[str, Any] = read_json_object(path, CONFIG_FILE) if path.is_dir() else {}
+    reader = ConfigReader({**config, **overrides}, str(path / CONFIG_FILE))
+    if not reader.flag("is_causal", True) or reader.flag("use_bidirectional_attention", False):
+        raise reader.error("attention is bidirectional, which is not supported yet")
+    if spec.embedding_size != spec.hidden_size:
+        raise reader.error("hidden states of another width than embeddings cannot be pooled yet")
+    folders = dict(_modules(path)) if path.is_dir() else {}
+    for kind in folders.keys() - {"Transformer", "Pooling", "Normalize", "LogitScore"}:
+        raise ModelError(f"{path / MODULES_FILE}: modules of type {shown(kind)} are not supported yet")
+    if (ids := _score_token_ids(path, reader, folders)) is not None:
+        return PoolerConfig("last", spec.hidden_size, score_token_ids=ids)
+    if (texts := _score_tokens(reader)) is not None:
+        return PoolerConfig("last", spec.hidden_size, score_tokens=texts)
+    has_config = "Pooling" in folders or (path / POOLING_FOLDER / CONFIG_FILE).exists()
+    kind = _pooling_kind(path, folders.get("Pooling", POOLING_FOLDER), spec) if has_config else "last"
+    dimensions = _matryoshka_dimensions(reader, spec)
+    return PoolerConfig(
+        kind,
+        spec.hidden_size,
+        normalizes="Normalize" in folders if folders else True,
+        is_matryoshka=bool(dimensions) or reader.flag("is_matryoshka", False),
+        matryoshka_dimensions=dimensions,
+    )
+
+
+def _modules(path: Path) -> list[tuple[str, str]]:
+    """Return the modules of modules.json: the last part of the type, and the folder; empty without the file."""
+    if not (path / MODULES_FILE).exists():
+        return []
+    found = read_json(path, MODULES_FILE)
+    if not isinstance(found, list) or len(found) > _MAX_MODULES or not all(isinstance(each, dict) for each in found):
+        raise ModelError(f"{path / MODULES_FILE}: expected a list of at most {_MAX_MODULES} objects")
+    modules = [(each.get("type"), each.get("path", "")) for each in found]
+    if not all(isinstance(kind, str) and isinstance(folder, str) for kind, folder in modules):
+        raise ModelError(f"{path / MODULES_FILE}: type and path of each module must be texts")
+    return [(kind.rpartition(".")[2], folder) for kind, folder in modules]
+
+
+def _pooling_kind(path: Path, folder: str, spec: DecoderSpec) -> PoolingKind:
+    """Return the pooling of 1_Pooling/config.json, which has one mode, as a text or as the only flag that is true."""
+    values = read_json_object(path, CONFIG_FILE, folder)
+    place = f"{path / folder / CONFIG_FILE}"
+    named = values.get("pooling_mode")
+    prefix = "pooling_mode_"
+    modes = [named] if named is not None else [
+        key.removeprefix(prefix) for key, value in values.items() if key.startswith(prefix) and value is True
+    ]  # fmt: skip
+    if len(modes) != 1 or modes[0] not in _KINDS:
+        raise ModelError(f"{place}: pooling_mode must be one of lasttoken, mean or cls, got {shown(modes)}: "
+                         f"{', '.join(map(str, modes))[:80]}")
+    for key in ("word_embedding_dimension", "embedding_dimension"):
+        if values.get(key, spec.hidden_size) != spec.hidden_size:
+            raise ModelError(f"{place}: {key} must be {spec.hidden_size}, got {shown(values[key])}")
+    return _KINDS[modes[0]]
+
+
+def _matryoshka_dimensions(reader: ConfigReader, spec: DecoderSpec) -> tuple[int, ...]:
+    value = reader.raw("matryoshka_dimensions")
+    if value is None:
+        return ()
+    is_list = isinstance(value, list) and all(type(each) is int and 1 <= each <= spec.hidden_size for each in value)
+    if not is_list:
+        raise reader.error(f"matryoshka_dimensions must be a list of 1 to {spec.hidden_size}, got {shown(value)}")
+    return tuple(value)  # type: ignore[arg-type]
+
+
+def _score_token_ids(path: Path, reader: ConfigReader, folders: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the tokens for no and yes of sentence-transformers' LogitScore."""
+    if "LogitScore" not in folders:
+        return None
+    _check_is_reranker(reader)
+    values = read_json_object(path, CONFIG_FILE, folders["LogitScore"])
+    scores = ConfigReader(values, str(path / folders["LogitScore"] / CONFIG_FILE))
+    limit = reader.size("vocab_size") - 1
+    no, yes = (scores.size(key, least=0, limit=limit) for key in ("false_token_id", "true_token_id"))
+    return no, yes
+
+
+def _score_tokens(reader: ConfigReader) -> tuple[str, str] | None:
+    """Return the tokens for no and yes as texts, by vLLM's key."""
+    tokens = reader.names("classifier_from_token")
+    if not tokens:
+        if reader.flag("is_original_qwen3_reranker", False):
+            raise reader.error("is_original_qwen3_reranker needs classifier_from_token, the tokens for no and yes")
+        return None
+    _check_is_reranker(reader)
+    if len(tokens) != 2:
+        raise reader.error(f"classifier_from_token must be the tokens for no and yes, got {len(tokens)} of them")
+    return tokens[0], tokens[1]
+
+
+def _check_is_reranker(reader: ConfigReader) -> None:
+    named = reader.names("architectures")
+    if not named or named[0] not in _RERANKERS:
+        raise reader.error(f"rerankers are supported of the architecture Qwen3ForCausalLM alone, got {shown(named)}")
