@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.server.options import ServerOptions, parse_key_weights
+from quire.server.options import ServerOptions, parse_key_weights, parse_names
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
@@ -108,3 +108,32 @@ def test_weight_out_of_range_is_refused(weight: float) -> None:
 def test_weight_is_that_of_the_key() -> None:
     options = ServerOptions(api_key=("a", "b", "c"), key_weights=(2.0, 0.5))
     assert [options.weight_of(number) for number in (-1, 0, 1, 2, 3)] == [1.0, 1.0, 2.0, 0.5, 1.0]
+
+
+def test_lists_are_read_as_json_or_one_by_one() -> None:
+    assert parse_names("allowed_origins", ['["https://a.example", "https://b.example"]', "*"]) == (
+        "https://a.example", "https://b.example", "*",
+    )  # fmt: skip
+    for wrong in ('["a", 1]', '["a"', '[""]', ""):
+        with pytest.raises(ConfigError, match="allowed_origins must be a text or a list of texts as JSON"):
+            parse_names("allowed_origins", [wrong])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"root_path": "llm"}, "root_path must begin with / and not end with it, got 'llm'"),
+        ({"root_path": "/llm/"}, "root_path must begin with /"),
+        ({"root_path": "/%6c"}, "root_path must be ASCII without escapes"),
+        ({"uds": ""}, "uds must be a path"),
+        ({"allow_credentials": True}, r"allow_credentials needs allowed_origins by name"),
+        ({"allow_credentials": True, "allowed_origins": ("*",)}, "by name, not"),
+    ],
+)
+def test_paths_and_origins_that_cannot_work_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ServerOptions(**options)
+
+
+def test_unix_socket_needs_no_key() -> None:
+    ServerOptions(uds="/tmp/quire.sock", host="0.0.0.0")

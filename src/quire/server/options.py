@@ -5,6 +5,7 @@ status that the option states.
 """
 
 import ipaddress
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -230,6 +231,20 @@ def parse_key_weights(texts: Sequence[str]) -> tuple[float, ...]:
     return tuple(weights.get(place, 1.0) for place in range(1, max(weights, default=0) + 1))
 
 
+def parse_names(name: str, texts: Sequence[str]) -> tuple[str, ...]:
+    """Return the values of a repeatable flag, each a text or a list of texts as JSON."""
+    values: list[str] = []
+    for text in texts:
+        try:
+            given = json.loads(text) if text.lstrip().startswith("[") else [text]
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{name} must be a text or a list of texts as JSON, got {text[:200]!r}") from error
+        if not all(isinstance(each, str) and each for each in given):
+            raise ConfigError(f"{name} must be a text or a list of texts as JSON, got {text[:200]!r}")
+        values += given
+    return tuple(values)
+
+
 @dataclass(frozen=True, slots=True)
 class ServerOptions(Limits):
     """Settings of the server beside its limits: addresses, keys, and behaviour when the engine fails or stalls."""
@@ -239,6 +254,40 @@ class ServerOptions(Limits):
         row="address to listen on; one that other machines reach needs `--api-key` or `--allow-unauthenticated`",
     )  # fmt: skip
     port: int = _server(8000, "port to listen on; 0 takes any free one", low=0, high=65535)
+    uds: str | None = _server(
+        None, "path of a Unix domain socket to listen on, in place of host and port", metavar="PATH",
+        row="path of a Unix domain socket to listen on, in place of `--host` and `--port`; a file that a server left "
+        "there is replaced, and all connections count as one client unless they have keys",
+    )  # fmt: skip
+    root_path: str = _server(
+        "", "path under which a proxy serves this server", metavar="PATH",
+        row="path under which a proxy serves this server, as `/llm`: requests with and without it are answered",
+    )  # fmt: skip
+    allowed_origins: tuple[str, ...] = _server(
+        (), "origins of web pages that may call this server, as JSON or repeatable; * is all", metavar="ORIGIN",
+        parse=partial(parse_names, "allowed_origins"),
+        row='origins of web pages that may call this server (CORS): `\'["https://example.org"]\'`, or repeatable; '
+        "`*` is all. Without it no page of another origin can read an answer",
+    )  # fmt: skip
+    allowed_methods: tuple[str, ...] = _server(
+        ("*",), "methods that those pages may use", metavar="METHOD", parse=partial(parse_names, "allowed_methods"),
+        row="methods that those pages may use, as above",
+    )  # fmt: skip
+    allowed_headers: tuple[str, ...] = _server(
+        ("*",), "headers that those pages may send", metavar="HEADER", parse=partial(parse_names, "allowed_headers"),
+        row="headers that those pages may send, as above",
+    )  # fmt: skip
+    allow_credentials: bool = _server(
+        False, "let those pages send cookies and HTTP passwords",
+        row="those pages may send cookies and HTTP passwords; needs origins by name",
+    )  # fmt: skip
+    enable_request_id_headers: bool = _server(
+        False, "answer with the client's X-Request-Id",
+        row="the `X-Request-Id` of an answer is the client's, if it sent one; the log has it as `client_request_id`",
+    )  # fmt: skip
+    enable_tokenizer_info_endpoint: bool = _server(
+        False, "serve /tokenizer_info: the tokenizer's settings and chat template"
+    )
     served_model_name: tuple[str, ...] = _server(
         (), "the model's name for clients (repeatable)", shown_default="the model's path or id", metavar="NAME",
         row="name of the model for clients, `quire-demo` for the demo model; repeatable; answers carry the one "
@@ -337,7 +386,8 @@ class ServerOptions(Limits):
         self._check_key_weights()
         if not all(name and name.isprintable() for name in self.served_model_name):
             raise ConfigError("served_model_name must not be empty or have control characters")
-        if not (self.api_key or self.allow_unauthenticated or _is_loopback(self.host)):
+        self._check_paths()
+        if not (self.api_key or self.allow_unauthenticated or self.uds is not None or _is_loopback(self.host)):
             raise ConfigError(
                 f"host {self.host} can be reached by others: set api_key, or allow_unauthenticated to serve everyone, "
                 f"or host to 127.0.0.1"
@@ -351,6 +401,16 @@ class ServerOptions(Limits):
     def weight_of(self, key_number: int) -> float:
         """Return the weight of a key, from 1; that of all others is 1."""
         return self.key_weights[key_number - 1] if 0 < key_number <= len(self.key_weights) else 1.0
+
+    def _check_paths(self) -> None:
+        if self.uds == "":
+            raise ConfigError("uds must be a path, got ''")
+        if self.root_path and not (self.root_path.startswith("/") and not self.root_path.endswith("/")):
+            raise ConfigError(f"root_path must begin with / and not end with it, got {self.root_path!r}")
+        if not self.root_path.isascii() or "%" in self.root_path:
+            raise ConfigError(f"root_path must be ASCII without escapes, got {self.root_path!r}")
+        if self.allow_credentials and (not self.allowed_origins or "*" in self.allowed_origins):
+            raise ConfigError("allow_credentials needs allowed_origins by name, not *")
 
     def _check_operator_key(self) -> None:
         key = self.operator_api_key

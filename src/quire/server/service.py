@@ -45,6 +45,7 @@ class Service:
     model_source: str | None = None           # folder, file or id that the model was loaded from; None: its first name
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
+    num_open_calls: int = 0                   # of routes that compute
     critical_tasks: tuple[asyncio.Task[Any], ...] = ()  # the service is unhealthy once one of them has ended
 
     def __post_init__(self) -> None:

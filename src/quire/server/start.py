@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from quire.engine.launcher import EngineProcess
 from quire.engine.options import EngineOptions
-from quire.server.http.sockets import bind, raise_file_limit
+from quire.server.http.sockets import bind, bind_path, raise_file_limit, remove_path
 from quire.server.ops.signals import STOP_SIGNALS, StoppedError, exit_on_signal
 from quire.server.options import ServerOptions
 
@@ -23,7 +23,7 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
     """
     _ensure_standard_streams()
     raise_file_limit(options.max_connections)
-    with bind(options.host, options.port) as listener:
+    with bind(options.host, options.port) if options.uds is None else bind_path(options.uds) as listener:
         for number in STOP_SIGNALS:
             signal.signal(number, exit_on_signal)
         child = EngineProcess.spawn(engine)
@@ -38,6 +38,7 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
             child.process.kill()  # it may be in the middle of a long load, and holds no state
             raise
         finally:
+            remove_path(options.uds)
             child.stop()
 
 

@@ -39,6 +39,7 @@ class Tokenizer:
         backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in known])
         self._backend = backend
         self.named_tokens: Mapping[str, str] = settings.named_tokens  # `bos_token`, ...: chat templates know them so
+        self._others = settings.others
         self._chat_template = None if settings.chat_template is None else ChatTemplate(settings.chat_template)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(known.values()).union(id_ for id_, token in added.items() if token.special)
@@ -70,6 +71,11 @@ class Tokenizer:
                 raise ModelError(f"{place} is not a tokenizer that can be loaded: {error}") from error
             raise
         return tokenizer
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings that tokenizer_config.json holds, with special tokens and chat template as they apply."""
+        template = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **self._others, **self.named_tokens, **template}
 
     @property
     def eos_token_id(self) -> int | None:
@@ -160,6 +166,11 @@ class Tokenizer:
             text = self.decode([*self._anchor, token_id], skip_special_tokens=False).removeprefix(self._anchor_text)
             self._token_texts[token_id] = text
         return text
+
+    def token_piece(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it; empty for an id that it lacks."""
+        piece: str | None = self._backend.id_to_token(token_id)
+        return piece or ""
 
     def token_bytes(
         self, skip_special_tokens: bool, kept: frozenset[int] = frozenset()

@@ -20,6 +20,14 @@ _ROWS = (
     same(text("host"), "127.0.0.1 by default; another one needs a key or `--allow-unauthenticated`"),
     same(number("port")),
     same(texts("api_key"), "repeatable, too"),
+    same(text("uds"), "a file that a server left there is replaced"),
+    same(text("root_path"), "requests with and without it are answered"),
+    same(config("allowed_origins"), "none by default: else any web page could call a server on its reader's machine"),
+    same(config("allowed_methods"), "repeatable, too"),
+    same(config("allowed_headers"), "repeatable, too"),
+    same(switch("allow_credentials"), "needs origins by name"),
+    same(switch("enable_tokenizer_info_endpoint")),
+    same(switch("enable_request_id_headers"), "without it `X-Request-Id` is the server's own"),
     same(text("config")),
     same(
         text("tool_call_parser"),
@@ -44,7 +52,7 @@ _ROWS = (
               number("data_parallel_supervisor_port"), real("dp_supervisor_probe_interval_s"),
               real("dp_supervisor_probe_timeout_s"), number("dp_supervisor_probe_failure_threshold")),
     *accepted("there are no routes of Cohere's", switch("cohere_is_reasoning_model"), text("cohere_format")),
-    *accepted("there are no pages of documentation; the schema is at /openapi.json", switch("disable_fastapi_docs"),
+    *accepted("/docs is a page without scripts, and needs a key where keys are set", switch("disable_fastapi_docs"),
               switch("enable_offline_docs")),
     *accepted("requests have no images, audio or video", switch("trust_request_mm_kwargs"),
               switch("enable_flash_late_interaction")),
@@ -66,9 +74,6 @@ _ROWS = (
              switch("enable_ssl_refresh"), number("ssl_cert_reqs", 0), text("ssl_ciphers")),
     *refused("only HTTP is served", number("grpc_port"), switch("grpc"), switch("headless"),
              switch("enable_scale_out")),
-    *refused("not there yet", text("uds"), text("root_path"), config("allowed_origins"), config("allowed_methods"),
-             config("allowed_headers"), switch("allow_credentials"), switch("enable_tokenizer_info_endpoint"),
-             switch("enable_request_id_headers")),
 )
 
 SERVER_ROWS: tuple[Row, ...] = tuple(replace(row, is_engine=False) for row in _ROWS)

@@ -38,6 +38,37 @@ def test_every_url_but_health_needs_a_key(url: str, method: str) -> None:
     assert response.headers["WWW-Authenticate"] == "Bearer"
 
 
+def test_pages_of_origins_that_are_named_may_call() -> None:
+    app = make_app(api_key=("mine",), allowed_origins=("https://a.example",), allow_credentials=True)
+    asking = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    headers = asking | {"Access-Control-Request-Headers": "authorization"}
+    allowed = ask(app, "OPTIONS", "/v1/completions", headers=headers)
+    assert (allowed.status_code, allowed.headers["Access-Control-Allow-Origin"]) == (200, "https://a.example")
+    assert "authorization" in allowed.headers["Access-Control-Allow-Headers"]
+    assert ask(app, "OPTIONS", "/v1/models", headers=asking | {"Origin": "https://b.example"}).status_code == 400
+    refused = ask(app, "GET", "/v1/models", headers={"Origin": "https://a.example"})
+    assert (refused.status_code, refused.headers["Access-Control-Allow-Origin"]) == (401, "https://a.example")
+    assert "Access-Control-Allow-Origin" not in ask(app, "GET", "/health", headers={"Origin": "https://b.example"}).headers
+
+
+def test_without_origins_no_page_of_another_origin_may_call() -> None:
+    asking = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    answer = ask(make_app(), "OPTIONS", "/v1/completions", headers=asking)
+    assert (answer.status_code, "Access-Control-Allow-Origin" in answer.headers) == (405, False)
+
+
+def test_paths_are_answered_with_and_without_the_root_path() -> None:
+    app = make_app(root_path="/llm", api_key=("mine",))
+    key = {"Authorization": "Bearer mine"}
+    assert [ask(app, "GET", path).status_code for path in ("/health", "/llm/health")] == [200, 200]
+    assert [ask(app, "GET", path).status_code for path in ("/version", "/llm/version", "/llm/llm/version")] == [401] * 3
+    asked = [ask(app, "GET", path, headers=key).status_code for path in ("/version", "/llm/version", "/llmversion")]
+    assert asked == [200, 200, 404]
+    for path in ("/%6clm/health", "/llm/%68ealth", "/x/llm/health"):  # no other spelling is an open path
+        assert ask(app, "GET", path).status_code == 401
+    assert ask(app, "GET", "/llm/openapi.json", headers=key).json()["servers"] == [{"url": "/llm"}]
+
+
 def test_health_needs_no_key() -> None:
     assert ask(make_app(api_key=KEYS), "GET", "/health").status_code == 200
 

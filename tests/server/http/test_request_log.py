@@ -63,6 +63,15 @@ def test_each_request_gets_an_id_of_ours(log: pytest.LogCaptureFixture) -> None:
     assert [line["request_id"] in ids for line in request_lines(log)] == [True] * 5
 
 
+def test_clients_id_is_logged_and_returned_where_that_is_asked_for(log: pytest.LogCaptureFixture) -> None:
+    app = make_app(enable_request_id_headers=True)
+    for sent, is_taken in (("mine-7", True), ("", False), ("x" * 129, False), ("caf\xe9", False)):
+        returned = ask(app, "GET", "/version", headers={"X-Request-Id": sent.encode("latin-1")}).headers["X-Request-Id"]
+        assert (returned == sent) == is_taken
+    ask(make_app(), "GET", "/version", headers={"X-Request-Id": "other"})
+    assert [line.get("client_request_id") for line in request_lines(log)] == ["mine-7", None, None, None, "other"]
+
+
 @pytest.mark.parametrize(
     ("method", "url", "status"), [("GET", "/x", 404), ("PUT", "/echo", 405), ("GET", "/version", 200)]
 )

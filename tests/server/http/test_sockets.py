@@ -2,11 +2,12 @@
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.server.http.sockets import bind, listen, port_of, url_of
+from quire.server.http.sockets import bind, bind_path, listen, port_of, remove_path, url_of
 
 HOST = "127.0.0.1"
 
@@ -65,3 +66,23 @@ def test_localhost_is_reached_by_ipv4() -> None:
     with bind("localhost", 0) as listener:
         assert listener.family is socket.AF_INET
         assert url_of(listener, "localhost").startswith("http://localhost:")
+
+
+def test_unix_socket_is_served_replaced_and_removed(tmp_path: Path) -> None:
+    path = str(tmp_path / "quire.sock")
+    with bind_path(path) as listener:
+        listen(listener, HOST)
+        assert url_of(listener, HOST) == f"unix:{path}"
+        with pytest.raises(ConfigError, match=f"cannot listen on uds {path}: it is in use"):
+            bind_path(path)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+    with bind_path(path):                               # left over by a server that has ended
+        remove_path(path)
+    assert not Path(path).exists()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="it is in use"):
+        bind_path(str(tmp_path / "file"))
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(ConfigError, match="cannot listen on uds"):
+        bind_path(str(tmp_path / "no" / "quire.sock"))

@@ -24,9 +24,9 @@ def test_special_tokens_are_added_unless_unwanted(server: OpenAIServer) -> None:
     assert server.ask("/detokenize", tokens=full)["prompt"] == "<|endoftext|>x"
 
 
-def test_tokens_as_text(server: OpenAIServer) -> None:
+def test_tokens_as_the_vocabulary_spells_them(server: OpenAIServer) -> None:
     answer = server.ask("/tokenize", prompt="def f", return_token_strs=True)
-    assert answer["token_strs"] == ["<|endoftext|>", "def", " f"]
+    assert answer["token_strs"] == ["<|endoftext|>", "def", "Ġf"]
 
 
 def test_conversation_is_what_a_chat_would_see(server: OpenAIServer) -> None:

@@ -1,10 +1,14 @@
 """Routes about the server itself."""
 
 import asyncio
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import quire
 from quire.server.ops import lifecycle
 from support.http_app import ask, make_app
+from support.openai_server import OpenAIServer
 
 
 def test_healthy_server_is_ready() -> None:
@@ -68,3 +72,37 @@ def test_metrics_are_prometheus_text() -> None:
     response = ask(app, "GET", "/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "vllm:num_requests_waiting" in response.text
+
+
+def test_ping_is_health_without_a_key() -> None:
+    app = make_app(api_key=("mine",))
+    assert [ask(app, method, "/ping").status_code for method in ("GET", "POST", "HEAD")] == [200, 200, 200]
+    app.state.service.client.is_alive = False
+    assert ask(app, "GET", "/ping").status_code == 503
+
+
+def test_docs_show_every_route_without_other_hosts() -> None:
+    app = make_app(api_key=("mine",))
+    refused = ask(app, "GET", "/docs")
+    assert (refused.status_code, refused.headers["WWW-Authenticate"].partition(",")[0]) == (401, "Bearer")
+    page = ask(app, "GET", "/docs", auth=("any", "mine"))
+    assert (page.status_code, page.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert all(path in page.text for path in ask(app, "GET", "/openapi.json", auth=("any", "mine")).json()["paths"])
+    assert "max_completion_tokens" in page.text
+    assert "<script" not in page.text
+    assert "//" not in page.text.replace("<!doctype", "")
+
+
+def test_load_counts_calls_under_way(server: OpenAIServer) -> None:
+    def load() -> int:
+        found: int = server.http.get("/load").json()["server_load"]
+        return found
+
+    assert load() == 0
+    with server.held(), ThreadPoolExecutor() as threads:
+        asked = [threads.submit(server.ask, "/v1/completions", prompt=[1, 2], max_tokens=2) for _ in range(3)]
+        server.wait_until(lambda: server.service.client.num_queued == 3)
+        assert load() == 3
+        os.kill(server.child.process.pid, signal.SIGCONT)
+        assert [each.result()["usage"]["completion_tokens"] for each in asked] == [2, 2, 2]
+    assert load() == 0

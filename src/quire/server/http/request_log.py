@@ -16,14 +16,16 @@ from quire.server.ops.logs import requests_log
 
 log = logging.getLogger(__name__)
 
+MAX_CLIENT_ID_CHARS = 128
 RECORD = "quire.record"                                        # of the scope
-_PROBES = frozenset({"/health", "/ready", "/metrics", "/debug/kv"})         # logged at debug only
+_PROBES = frozenset({"/health", "/ping", "/ready", "/load", "/metrics", "/debug/kv"})  # logged at debug only
 
 
 class RequestRecord(msgspec.Struct, omit_defaults=True):
     """Fields of the log line of one HTTP request, set by the routes. A field that is None is left out."""
 
     request_id: str | None = None
+    client_request_id: str | None = None
     model: str | None = None
     stream: bool | None = None
     num_prompts: int | None = None
@@ -45,22 +47,23 @@ def record_of(scope: Scope) -> RequestRecord:
 class RequestLog:
     """ASGI middleware. Its `send` is the only one of the server that every chunk of a stream passes."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, *, returns_client_ids: bool = False) -> None:
+        self._app, self._returns_client_ids = app, returns_client_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = scope[RECORD] = RequestRecord(request_id=uuid4().hex)
+        record = scope[RECORD] = RequestRecord(request_id=uuid4().hex, client_request_id=_client_id(scope))
         started_s, status = time.monotonic(), None
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                request_id = str(record.request_id).encode("ascii")
+                client_id = record.client_request_id if self._returns_client_ids else None
+                request_id = str(client_id or record.request_id).encode("ascii")
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
@@ -76,6 +79,12 @@ class RequestLog:
             await failure(scope, receive, send_with_id)
         finally:
             _write(scope, status, time.monotonic() - started_s, record)
+
+
+def _client_id(scope: Scope) -> str | None:
+    """Return the X-Request-Id that a client has sent; None for none, and for one that is long or not printable."""
+    sent = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    return sent if 0 < len(sent) <= MAX_CLIENT_ID_CHARS and sent.isascii() and sent.isprintable() else None
 
 
 def _write(scope: Scope, status: int | None, duration_s: float, record: RequestRecord) -> None:

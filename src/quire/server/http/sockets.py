@@ -5,8 +5,10 @@ A port in use is reported at once. Connections are bounded by an option, or by t
 
 import contextlib
 import errno
+import os
 import resource
 import socket
+import stat
 
 from quire.core.errors import ConfigError
 from quire.server.http.lingering_close import MAX_LINGERING
@@ -26,12 +28,48 @@ def bind(host: str, port: int) -> socket.socket:
         raise _explained(error, host, port) from error
 
 
+def bind_path(path: str) -> socket.socket:
+    """Return a bound Unix domain socket. A socket without a server is replaced; ConfigError for any other file."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_left_over(path):
+            os.unlink(path)
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        reason = "it is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        raise ConfigError(f"cannot listen on uds {path}: {reason}") from error
+    return listener
+
+
+def remove_path(path: str | None) -> None:
+    """Remove the file of a Unix domain socket, if there is one."""
+    if path is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _is_left_over(path: str) -> bool:
+    """Return whether a path is a socket on which nothing listens any more."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return False
+    except FileNotFoundError:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+    return False
+
+
 def listen(listener: socket.socket, host: str) -> None:
     """Start listening. ConfigError if another server listens on the port since `bind`."""
     try:
         listener.listen(BACKLOG)
     except OSError as error:
-        raise _explained(error, host, port_of(listener)) from error
+        raise _explained(error, host, 0 if listener.family == socket.AF_UNIX else port_of(listener)) from error
 
 
 def port_of(listener: socket.socket) -> int:
@@ -40,7 +78,9 @@ def port_of(listener: socket.socket) -> int:
 
 
 def url_of(listener: socket.socket, host: str) -> str:
-    """Return the server's URL."""
+    """Return the server's URL, or unix:PATH."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     return f"http://{f'[{host}]' if ':' in host else host}:{port_of(listener)}"
 
 

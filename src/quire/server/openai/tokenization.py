@@ -27,7 +27,7 @@ async def tokenized(service: Service, body: TokenizeBody, client_id: str) -> byt
     def response() -> bytes:
         tokens = tokenizer.encode(text, adds_special_tokens)
         parts = [tokens[start : start + _TOKENS_PER_SLICE] for start in range(0, len(tokens), _TOKENS_PER_SLICE)]
-        texts = (encode([tokenizer.token_text(token) for token in part]) for part in parts)
+        texts = (encode([tokenizer.token_piece(token) for token in part]) for part in parts)
         return b"".join(encode_streamed({
             "count": len(tokens),
             "max_model_len": service.client.ready.limits.max_model_len,

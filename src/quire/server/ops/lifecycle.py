@@ -20,7 +20,7 @@ from quire.engine.options import EngineOptions
 from quire.server.app import create_app
 from quire.server.errors import shutting_down
 from quire.server.http.server import HttpServer
-from quire.server.http.sockets import url_of
+from quire.server.http.sockets import remove_path, url_of
 from quire.server.ops import logs
 from quire.server.ops.engine_supervisor import supervise_engine, watch_for_stalls
 from quire.server.ops.metrics import Metrics
@@ -45,13 +45,14 @@ def run(child: EngineProcess, engine: EngineOptions, options: ServerOptions, lis
     logs.set_up()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_run(child, engine, options, listener))
+        remove_path(options.uds)
         logs.flush()
         os._exit(status)
 
 
 async def _run(child: EngineProcess, engine: EngineOptions, options: ServerOptions, listener: socket.socket) -> int:
     signals = StopSignals(child)
-    connecting = asyncio.create_task(_connect(child, engine, options))
+    connecting = asyncio.create_task(connect(child, engine, options))
     await signals.wait_or(connecting)
     if not connecting.done():
         child.process.kill()  # it may be in the middle of a long load, and holds no state
@@ -69,13 +70,18 @@ async def _run(child: EngineProcess, engine: EngineOptions, options: ServerOptio
         await http.stop()
         return status
     finally:
-        await service.templates.close()
-        if service.constraints is not None:
-            await service.constraints.close()
-        await service.client.close()
+        await close_service(service)
 
 
-async def _connect(child: EngineProcess, engine: EngineOptions, options: ServerOptions) -> Service:
+async def close_service(service: Service) -> None:
+    """End the processes of a service."""
+    await service.templates.close()
+    if service.constraints is not None:
+        await service.constraints.close()
+    await service.client.close()
+
+
+async def connect(child: EngineProcess, engine: EngineOptions, options: ServerOptions) -> Service:
     """Wait until the engine is ready. ConfigError, ModelError or EngineDeadError if its start fails."""
     names = options.served_model_name or (engine.model or DEMO_NAME,)
     metrics = Metrics(names[0])

@@ -1,4 +1,4 @@
-"""Routes of the server itself: health, readiness, version, metrics."""
+"""Routes of the server itself: health, readiness, load, version, metrics."""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -15,6 +15,19 @@ async def health(request: Request) -> Response:
     """Answer 200 while the engine is idle or makes progress, 503 when it is dead or stalled."""
     request.app.state.service.check_engine()
     return JSONResponse({})
+
+
+@router.get("/ping")
+@router.post("/ping", include_in_schema=False)
+async def ping(request: Request) -> Response:
+    """Answer as /health, without a key: SageMaker asks so."""
+    return await health(request)
+
+
+@router.get("/load")
+async def load(request: Request) -> Response:
+    """Return how many calls of the routes that compute are under way."""
+    return JSONResponse({"server_load": request.app.state.service.num_open_calls})
 
 
 @router.get("/ready")
