@@ -222,6 +222,6 @@ def test_folder_without_a_tokenizer_is_warned_of(tmp_path: Path, caplog: pytest.
     (tmp_path / "qwen.tiktoken").write_text("")
     with caplog.at_level(logging.WARNING, logger="quire"):
         assert load_tokenizer(tmp_path) is None
-    assert "has no tokenizer: prompts must be token ids" in caplog.text
+    assert "prompts must be token ids, chats and texts are refused: " in caplog.text
     assert "found only merges.txt, qwen.tiktoken" in caplog.text
     assert "save_pretrained" in caplog.text

@@ -10,7 +10,7 @@ from quire.core.sequence import Request
 from quire.decoding.row_grammars import RowGrammars
 from quire.engine.device_sizing import configs_for
 from quire.engine.engine import Engine
-from quire.engine.formats import load_tokenizer, tokenizer_loader
+from quire.engine.formats import TokenizerUse, load_tokenizer, tokenizer_loader
 from quire.engine.input_processor import InputProcessor
 from quire.engine.loading import LoadedModel, load
 from quire.engine.messages import Ready
@@ -58,8 +58,10 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
     folder = resolve_model(options.model)
     text_source = resolve_tokenizer(options.tokenizer, folder)
     if loads_tokenizer:
-        return build_engine(options, load(options, folder), load_tokenizer(text_source))
-    return build_engine(options, load(options, folder), read_tokenizer=tokenizer_loader(text_source))
+        use: TokenizerUse = "skipped" if options.skip_tokenizer_init else "optional"
+        return build_engine(options, load(options, folder), load_tokenizer(text_source, use))
+    read_tokenizer = None if options.skip_tokenizer_init else tokenizer_loader(text_source)
+    return build_engine(options, load(options, folder), read_tokenizer=read_tokenizer)
 
 
 def build_engine(

@@ -19,6 +19,7 @@ from quire.core.frames import frame
 from quire.core.owner_labels import OwnerLabels
 from quire.engine import messages
 from quire.engine.connection import EngineConnection
+from quire.engine.formats import TokenizerUse
 from quire.engine.input_processor import CheckedParams, InputProcessor, PreparedRequest, TokenizedPrompt
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Command, EngineDeadError, EngineState, Report
@@ -73,13 +74,18 @@ class EngineClient:
         request_ids: Iterator[int] | None = None,
         owners: OwnerLabels | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
+        *,
+        requires_tokenizer: bool = False,
     ) -> Self:
         """Wait until the engine is ready. `request_ids`, `owners`: those of an engine that this one replaces.
 
         Raises ConfigError or ModelError if it cannot run with these options, EngineDeadError if the process died, or
-        neither computed nor read for `start_timeout_s`. In each case the process has ended.
+        neither computed nor read for `start_timeout_s`. In each case the process has ended. With `requires_tokenizer` a
+        model without one is a ModelError, unless the options skip it.
         """
-        connection = await EngineConnection.open(process, start_timeout_s)
+        unskipped: TokenizerUse = "required" if requires_tokenizer else "optional"
+        use: TokenizerUse = "skipped" if options.skip_tokenizer_init else unskipped
+        connection = await EngineConnection.open(process, start_timeout_s, use)
         client = cls(connection, options, observer, request_ids or itertools.count(), owners)
         client._receiver = asyncio.create_task(client._receive_all(), name="engine reports")
         return client

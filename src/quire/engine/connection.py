@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 
 from quire.core.frames import LENGTH_BYTES
 from quire.engine import messages
-from quire.engine.formats import load_tokenizer
+from quire.engine.formats import TokenizerUse, load_tokenizer
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, Report
 from quire.engine.start_timeout import with_start_timeout
@@ -29,12 +29,15 @@ class EngineConnection:
         self._stopping = ThreadPoolExecutor(1, "engine stop")  # its own thread: other work must not delay a death
 
     @classmethod
-    async def open(cls, engine: EngineProcess, start_timeout_s: float) -> Self:
+    async def open(
+        cls, engine: EngineProcess, start_timeout_s: float, tokenizer_use: TokenizerUse = "optional"
+    ) -> Self:
         """Wait until the engine is ready. Errors as of `EngineClient.connect`; after one the process has ended."""
         writer: asyncio.StreamWriter | None = None
         try:
             reader, writer = await asyncio.open_unix_connection(sock=engine.connection)
-            tokenizer, ready = await with_start_timeout(_handshake(reader), engine.process.pid, start_timeout_s)
+            handshake = _handshake(reader, tokenizer_use)
+            tokenizer, ready = await with_start_timeout(handshake, engine.process.pid, start_timeout_s)
         except BaseException as error:
             if writer is not None:
                 writer.transport.abort()
@@ -67,10 +70,12 @@ class EngineConnection:
         return _exit_text(await asyncio.get_running_loop().run_in_executor(self._stopping, self.engine.stop))
 
 
-async def _handshake(reader: asyncio.StreamReader) -> tuple[Tokenizer | None, messages.Ready]:
+async def _handshake(
+    reader: asyncio.StreamReader, tokenizer_use: TokenizerUse
+) -> tuple[Tokenizer | None, messages.Ready]:
     """Wait for the engine's two reports of its start; read the tokenizer between them."""
     located = await _expect(reader, messages.Located)
-    tokenizer = await asyncio.to_thread(load_tokenizer, Path(located.folder))
+    tokenizer = await asyncio.to_thread(load_tokenizer, Path(located.folder), tokenizer_use)
     return tokenizer, await _expect(reader, messages.Ready)
 
 

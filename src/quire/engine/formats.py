@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
+from quire.core.errors import ModelError
 from quire.core.model_files import is_gguf, read_json_object
 from quire.core.optional_package import needs_package
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.source import ModelSource, is_quantized, read_folder
 from quire.text.tokenizer import Tokenizer
-from quire.text.tokenizer_files import tokenizer_file, warn_missing_tokenizer
+from quire.text.tokenizer_files import missing_tokenizer, tokenizer_file, warn_missing_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,21 @@ def read_source(path: Path) -> ModelSource:
         return found.read(path)
 
 
-def load_tokenizer(path: Path) -> Tokenizer | None:
+TokenizerUse = Literal["required", "optional", "skipped"]
+
+
+def load_tokenizer(path: Path, use: TokenizerUse = "optional") -> Tokenizer | None:
     """Load the tokenizer of a folder or file, or warn and return None if it has none: the model takes token ids.
 
-    Raises ModelError for one that is broken, or names the package that is missing.
+    Raises ModelError for one that is broken, for none where it is required, or names the package that is missing.
     """
-    load = tokenizer_loader(path)
+    load = None if use == "skipped" else tokenizer_loader(path)
     if load is None:
+        if use == "required":
+            message = f"{missing_tokenizer(path)}. --skip-tokenizer-init serves token ids alone"
+            raise ModelError(message)
+        if use == "skipped":
+            return None
         warn_missing_tokenizer(path)
         return None
     return load()

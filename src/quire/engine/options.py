@@ -51,6 +51,10 @@ class EngineOptions:
         row="folder, GGUF file or hub id with the tokenizer and the chat template; `None`: the model's own. For GGUF "
         "files with a vocabulary that is not read",
     )  # fmt: skip
+    skip_tokenizer_init: bool = _engine(
+        False, "load no tokenizer: prompts are token ids, and answers have no text",
+        row="`True`: no tokenizer is loaded: prompts are token ids, and outputs have no text",
+    )  # fmt: skip
     generation_config: str = _engine(
         "auto", "defaults of sampling: auto (the model's generation_config.json), vllm (none), or a folder or hub id",
         metavar="SOURCE",

@@ -31,17 +31,20 @@ def tokenizer_file(folder: Path) -> str | None:
     return VOCAB_FILE if has_byte_level_bpe(folder) else None
 
 
+def missing_tokenizer(folder: Path) -> str:
+    """Return, in words, what a folder without a tokenizer has instead, and what would help."""
+    found = sorted({path.name for pattern in _OTHER_FILES for path in folder.glob(pattern)})
+    instead = f"found only {', '.join(found)}" if found else "none of them is there"
+    return (
+        f"{folder} has no tokenizer, and --tokenizer names none. Needed is tokenizer.json, tokenizer.model, or "
+        f"vocab.json with merges.txt; {instead}. "
+        "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes tokenizer.json"
+    )
+
+
 def warn_missing_tokenizer(folder: Path) -> None:
     """Log that prompts can only be token ids, and what would help."""
-    found = sorted({path.name for pattern in _OTHER_FILES for path in folder.glob(pattern)})
-    log.warning(
-        "%s has no tokenizer: prompts must be token ids, chats and texts are refused, unless --tokenizer names one. "
-        "Needed is tokenizer.json, "
-        "tokenizer.model, or vocab.json with merges.txt; %s. transformers' AutoTokenizer.from_pretrained(...)"
-        ".save_pretrained(...) writes tokenizer.json",
-        folder,
-        f"found only {', '.join(found)}" if found else "none of them is there",
-    )
+    log.warning("prompts must be token ids, chats and texts are refused: %s", missing_tokenizer(folder))
 
 
 def read_backend(folder: Path, name: str) -> Tokenizer:

@@ -56,6 +56,7 @@ _SUPPORTED = (
         "`int8` and `int4` quantize float checkpoints while they are loaded; vLLM's names of formats (`awq`, `gptq`, "
         "`compressed-tensors`, `fp8`, `gguf`) only check what the checkpoint says ([quantization](quantization.md))",
     ),
+    same(switch("skip_tokenizer_init"), "`serve` needs it where the model has no tokenizer; `LLM` warns instead"),
     same(text("generation_config"), "a folder without the file ends the start"),
     same(config("override_generation_config"), "a value out of range ends the start; `eos_token_id` may be overridden"),
     same(texts("served_model_name"), "repeatable, too"),
@@ -251,7 +252,6 @@ _OPERATION = (
     *refused("a stalled engine is found by `--stall-limit`, which logs all stacks", config("watchdog_config")),
     *accepted("the environment has no settings but those of flags", switch("fail_on_environ_validation")),
     *refused("all routes are served", switch("tokens_only")),
-    *refused("not there yet", switch("skip_tokenizer_init")),
 )
 
 ENGINE_ROWS = (

@@ -86,7 +86,9 @@ async def connect(child: EngineProcess, engine: EngineOptions, options: ServerOp
     names = options.served_model_name or (engine.model or DEMO_NAME,)
     metrics = Metrics(names[0])
     owners = OwnerLabels(options.max_metric_labels)
-    client = await EngineClient.connect(child, engine, metrics, owners=owners, start_timeout_s=options.start_timeout)
+    client = await EngineClient.connect(
+        child, engine, metrics, owners=owners, start_timeout_s=options.start_timeout, requires_tokenizer=True
+    )
     metrics.engine_ready(client.ready)
     if defaults := client.ready.sampling.params:
         log.info("defaults of requests by generation_config: %s", ", ".join(f"{k} {v}" for k, v in defaults.items()))

@@ -1,0 +1,53 @@
+"""Models without a tokenizer: servers want a word for that, `LLM` warns; both take token ids then."""
+
+import logging
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.core.errors import InvalidRequestError, ModelError
+from support.cycle_model import write_cycle_model
+from support.server import ServerProcess, running_server
+
+CYCLE = [5, 6, 7]
+BODY = {"prompt": [5], "temperature": 0, "max_tokens": 3, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def mute(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model without a tokenizer, which says 5, 6, 7, 5, 6, ..."""
+    return write_cycle_model(tmp_path_factory.mktemp("mute"), 16, CYCLE)
+
+
+def test_server_refuses_to_start_unless_tokenizers_are_skipped(mute: Path) -> None:
+    with closing(ServerProcess(str(mute), "--num-kv-blocks", "16")) as server:
+        assert server.process.wait(timeout=120) == 1
+        assert f"{mute} has no tokenizer" in server.log
+        assert "--skip-tokenizer-init serves token ids alone" in server.log
+    with running_server(str(mute), "--num-kv-blocks", "16", "--skip-tokenizer-init") as running:
+        assert running.post("/v1/completions", BODY).json()["choices"][0]["token_ids"] == [6, 7, 5]
+        refused = running.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+        assert "tokenizer" not in running.log.lower()
+
+
+def test_llm_warns_once_and_takes_token_ids(mute: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "quire"), LLM(mute, num_kv_blocks=16) as llm:
+        (output,) = llm.generate([5], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+        with pytest.raises(ModelError, match="the model has no tokenizer"):
+            llm.get_tokenizer()
+    assert list(output.outputs[0].token_ids) == [6, 7, 5]
+    (warned,) = [record.getMessage() for record in caplog.records]
+    assert "prompts must be token ids" in warned
+
+
+def test_tokenizer_that_is_there_can_be_skipped(demo_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "quire"), LLM(demo_model, num_kv_blocks=16, skip_tokenizer_init=True) as llm:
+        assert llm.tokenizer is None
+        (output,) = llm.generate([5], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+        with pytest.raises(InvalidRequestError, match="the model has no tokenizer"):
+            llm.generate("text", use_tqdm=False)
+    assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 3)
+    assert not caplog.records
