@@ -12,6 +12,7 @@ from pathlib import Path
 
 from quire.cli.paper.command import PaperFlags
 from quire.cli.plan import DeviceFlags
+from quire.cli.run_batch.command import BatchFlags
 from quire.cli.simulate import LoadFlags
 from quire.core.options import SIZE, Declared, declared_options
 from quire.engine.options import EngineOptions
@@ -109,6 +110,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine_flags": engine_flags,
     "limits": limits,
     "serve": lambda: flags(ServerOptions),
+    "run_batch": lambda: flags(BatchFlags),
     "plan": lambda: flags(DeviceFlags),
     "simulate": lambda: flags(LoadFlags),
     "paper": lambda: flags(PaperFlags),

@@ -22,6 +22,13 @@ from quire.cli.serve import serve
 from quire.cli.simulate import simulate
 from quire.core.errors import EngineError
 
+try:
+    from quire.cli.run_batch.command import run_batch
+except ModuleNotFoundError as error:
+    if not f"{error.name}.".startswith("quire.cli.run_batch."):
+        raise
+    run_batch = None  # type: ignore[assignment]  # optional: without it there is no such command
+
 app = typer.Typer(
     name="quire",
     help="An inference and serving engine that manages the KV cache like virtual memory.",
@@ -33,6 +40,8 @@ app = typer.Typer(
 for command in (serve, generate, chat, plan, simulate, paper):
     app.command(cls=Command, context_settings=COMMAND_SETTINGS)(command)
 app.add_typer(bench)
+if run_batch is not None:
+    app.command("run-batch", cls=Command, context_settings=COMMAND_SETTINGS)(run_batch)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,116 @@
+"""Run of a batch: each line is a call of the server's application in this process, without a socket.
+
+So the fields, bounds and errors are those of the routes. Lines are asked as room comes free, and answered in order.
+"""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from fastapi import FastAPI
+from starlette.types import Message, Scope
+
+from quire.cli.run_batch.lines import Line, answered, refused
+from quire.engine.launcher import EngineProcess
+from quire.engine.messages import EngineDeadError
+from quire.engine.options import EngineOptions
+from quire.server.app import create_app
+from quire.server.ops.lifecycle import close_service, connect
+from quire.server.options import ServerOptions
+from quire.server.service import Service
+
+_RETRY_S = 0.5
+_TOO_MANY = 429
+
+
+@dataclass(slots=True)
+class Totals:
+    """Lines that were written, and those of them with an error."""
+
+    num_lines: int = 0
+    num_failed: int = 0
+
+
+async def run(
+    engine: EngineOptions, options: ServerOptions, lines: Iterator[Line], output: TextIO, max_inflight: int
+) -> Totals:
+    """Start an engine, ask all lines, write the answers. Raises as the start of a server, or EngineDeadError."""
+    child = EngineProcess.spawn(engine)
+    try:
+        service = await connect(child, engine, options)
+        try:
+            return await _ask_all(create_app(service), service, lines, output, max_inflight)
+        finally:
+            await close_service(service)
+            service.threads.close()
+    finally:
+        child.stop()
+
+
+async def _ask_all(
+    app: FastAPI, service: Service, lines: Iterator[Line], output: TextIO, max_inflight: int
+) -> Totals:
+    """Ask up to `max_inflight` lines at a time; write answers in the order of the lines."""
+    totals, asked = Totals(), deque[asyncio.Task[dict[str, Any]]]()
+
+    async def write_first() -> None:
+        answer = await asked[0]
+        asked.popleft()
+        if not service.client.is_alive:
+            raise EngineDeadError(service.client.death_reason)
+        output.write(json.dumps(answer) + "\n")
+        output.flush()
+        totals.num_lines += 1
+        totals.num_failed += answer["error"] is not None
+
+    try:
+        for line in lines:
+            asked.append(asyncio.create_task(_ask(app, line, asked)))
+            while len(asked) >= max_inflight or (asked and asked[0].done()):
+                await write_first()
+            await asyncio.sleep(0)  # so that the tasks begin
+        while asked:
+            await write_first()
+    finally:
+        for task in asked:
+            task.cancel()
+    return totals
+
+
+async def _ask(app: FastAPI, line: Line, asked: deque[asyncio.Task[dict[str, Any]]]) -> dict[str, Any]:
+    """Return the output of a line. One that finds a bound of the server reached is asked again when others are done."""
+    if line.error is not None:
+        return refused(line)
+    while True:
+        status, headers, body = await _call(app, line)
+        if status != _TOO_MANY or asked[0] is asyncio.current_task():  # for the first, nothing more comes free
+            return answered(line, status, headers.get(b"x-request-id", b"").decode(), body)
+        await asyncio.sleep(_RETRY_S)
+
+
+async def _call(app: FastAPI, line: Line) -> tuple[int, dict[bytes, bytes], bytes]:
+    """Return status, headers and body of the application's response."""
+    sent: list[Message] = [{"type": "http.request", "body": line.body, "more_body": False}]
+    received: list[Message] = []
+    path = line.url.encode()
+    scope: Scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": line.url, "raw_path": path, "query_string": b"", "root_path": "",
+        "headers": [(b"content-type", b"application/json")], "client": None, "server": None,
+    }  # fmt: skip
+
+    async def receive() -> Message:
+        if sent:
+            return sent.pop()
+        await asyncio.Event().wait()  # no client goes away
+        raise AssertionError("never set")
+
+    async def send(message: Message) -> None:
+        received.append(message)
+
+    await app(scope, receive, send)
+    start, *parts = received
+    return start["status"], dict(start["headers"]), b"".join(part.get("body", b"") for part in parts)

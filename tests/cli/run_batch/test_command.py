@@ -1,0 +1,69 @@
+"""`quire run-batch` answers a file as the server's routes would."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+
+Run = Callable[..., Any]
+SMALL = ("--num-kv-blocks", "64", "--max-num-seqs", "4", "--max-model-len", "256")
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPTS = ["def add(a, b):", "class Reader:", "import os", "x = 1", "for i in", "while True"]
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def line(custom_id: str, url: str, **body: Any) -> dict[str, Any]:  # noqa: ANN401 (JSON)
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"temperature": 0, "max_tokens": 5} | body}
+
+
+def test_each_line_gets_its_answer_in_the_order_of_the_lines(run: Run, tmp_path: Path, demo_model: Path) -> None:
+    completions = [line(f"p{number}", COMPLETION, prompt=text) for number, text in enumerate(PROMPTS)]
+    chat = line("chat", CHAT, messages=[{"role": "user", "content": "What does read_file do?"}])
+    long = line("long", COMPLETION, prompt=[5] * 300)
+    other = line("other", COMPLETION, prompt="x", model="another")
+    path, out = write(tmp_path / "in.jsonl", *completions, "{", chat, long, other), tmp_path / "out.jsonl"
+    ran = run("run-batch", "-i", path, "-o", out, "--max-inflight", 3, *SMALL)
+    assert (ran.code, ran.out) == (0, ""), ran.err
+    assert ran.err.endswith("10 lines answered, 3 of them with an error\n")
+    answers = [json.loads(each) for each in out.read_text().splitlines()]
+    assert [each["custom_id"] for each in answers] == [*(f"p{n}" for n in range(6)), None, "chat", "long", "other"]
+    with LLM(demo_model, max_model_len=256, num_kv_blocks=64) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
+    bodies = [each["response"]["body"] for each in answers[:6]]
+    assert [body["choices"][0]["text"] for body in bodies] == [output.outputs[0].text for output in outputs]
+    assert all(each["response"]["status_code"] == 200 and each["error"] is None for each in answers[:6])
+    assert bodies[0]["id"] == answers[0]["response"]["request_id"]
+    assert answers[7]["response"]["body"]["choices"][0]["message"]["content"]
+    assert answers[6]["error"]["message"].startswith("line 7 is not JSON")
+    assert (answers[8]["response"]["status_code"], answers[8]["error"]["code"]) == (400, "context_length_exceeded")
+    assert (answers[9]["response"]["status_code"], answers[9]["error"]["code"]) == (404, "model_not_found")
+    assert len({each["id"] for each in answers}) == len(answers)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "told"),
+    [
+        (("--max-inflight", 0), 1, "max_inflight must be at least 1, got 0"),
+        (("--max-lines", 1), 1, "more than 1 lines (max_lines)"),
+    ],
+)
+def test_bounds_that_are_broken_end_the_run(run: Run, tmp_path: Path, flags: Any, code: int, told: str) -> None:  # noqa: ANN401
+    path = write(tmp_path / "in.jsonl", *[line(str(number), COMPLETION, prompt="x") for number in range(2)])
+    ran = run("run-batch", "-i", path, "-o", tmp_path / "out.jsonl", *flags, *SMALL)
+    assert ran.code == code
+    assert told in ran.err
+
+
+def test_output_never_takes_the_place_of_the_input(run: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", line("1", COMPLETION, prompt="x"))
+    ran = run("run-batch", "-i", path, "-o", path)
+    assert ran.code == 2
+    assert json.loads(path.read_text())["custom_id"] == "1"
