@@ -14,6 +14,7 @@ import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelError, UnknownPrefixError
+from quire.engine.metric_values import Counter, Gauge, Histogram
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.pinned_prefixes import PinnedPrefixes
@@ -569,3 +570,23 @@ def test_refused_call_does_not_change_what_later_requests_draw(demo_model: Path)
 def test_signature_offers_every_setting_with_its_default() -> None:
     offered = {name: p.default for name, p in inspect.signature(LLM).parameters.items()}
     assert offered == {field.name: field.default for field in fields(EngineOptions)}
+
+
+def test_metrics_count_what_requests_were_given(demo_model: Path) -> None:
+    with LLM(str(demo_model), max_model_len=128, num_kv_blocks=32) as llm:
+        llm.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=4, n=2, ignore_eos=True), use_tqdm=False)
+        found = {(metric.name, *metric.labels.values()): metric for metric in llm.get_metrics()}
+        name = str(demo_model)
+    counts = {key[0]: metric.value for key, metric in found.items() if isinstance(metric, Counter)}
+    assert (counts["vllm:prompt_tokens"], counts["vllm:generation_tokens"]) == (5, 16)
+    ended = found["vllm:request_success", name, "length"]
+    assert isinstance(ended, Counter)
+    assert ended.value == 4
+    tokens = found["vllm:request_generation_tokens", name]
+    assert isinstance(tokens, Histogram)
+    assert (tokens.count, tokens.sum, tokens.buckets["5.0"], tokens.buckets["+Inf"]) == (2, 16.0, 0, 2)
+    running = found["vllm:num_requests_running", name]
+    assert isinstance(running, Gauge)
+    assert running.value == 0
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.get_metrics()

@@ -38,6 +38,9 @@ from quire.engine.input_processor import (
     TokenizedPrompt,
     Truncation,
 )
+from quire.engine.messages import EngineState, Stepped
+from quire.engine.metric_values import Metric, metric_values
+from quire.engine.metrics import Metrics
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind, OutputProcessor
 from quire.engine.pinned_prefixes import PinnedPrefixes
@@ -55,6 +58,7 @@ except ModuleNotFoundError as error:
 
 T = TypeVar("T")
 _SETTINGS = {option.name for option in declared_options(EngineOptions)}
+_NO_STATE = EngineState(0, 0, 0)  # of a step: `get_metrics` looks at the engine itself
 
 
 class LLM:
@@ -92,6 +96,8 @@ class LLM:
         )  # fmt: skip
         self._assembled: AssembledEngine | None = assemble(options, loads_tokenizer=True)
         self._outputs = OutputProcessor(self._assembled.tokenizer)
+        self._metrics = Metrics(found or "quire-demo")
+        self._metrics.engine_ready(self._assembled.ready)
         self._pinned = PinnedPrefixes(self._assembled.inputs.limits.block_size)
         self._num_requests = 0                                 # accepted so far; also the next one's id
         self._unread: dict[int, RequestOutput | Exception] = {}  # of each request, until its iterator gives it out
@@ -322,6 +328,12 @@ class LLM:
         """Return the state of the KV cache between two steps."""
         return self._engine.engine.kv_stats()
 
+    def get_metrics(self) -> list[Metric]:
+        """Return all metrics of /metrics but those of calls and of the process, as objects."""
+        engine = self._engine.engine
+        self._metrics.on_idle(engine.state(engine.kv_stats()))
+        return list(metric_values(self._metrics.collect()))
+
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def _tokenize(
@@ -431,6 +443,8 @@ class LLM:
         try:
             self._outputs.record_scheduled(engine.scheduler.preempted, engine.admissions, started_s)
             processed = self._outputs.process(deltas, time.monotonic())
+            step = Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, _NO_STATE)
+            self._metrics.on_step(step, processed)
             self._unread |= {request_id: self._outputs.output(request_id) for request_id in processed.ready}
         except BaseException:
             self._abort({delta.request_id for delta in deltas})  # their new tokens are lost

@@ -14,10 +14,10 @@ import uvloop
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp
 
+from quire.engine.metrics import Metrics
 from quire.server.app import create_app
 from quire.server.http.server import HttpServer
 from quire.server.http.sockets import bind, port_of
-from quire.server.ops.metrics import Metrics
 from quire.server.options import Limits, ServerOptions
 from quire.server.service import Service
 from quire.server.template_renderer import TemplateRenderer

@@ -14,11 +14,11 @@ import uvloop
 from quire.engine.client import EngineClient
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Report
+from quire.engine.metrics import Metrics
 from quire.engine.options import EngineOptions
 from quire.server.app import create_app
 from quire.server.http.server import HttpServer
 from quire.server.http.sockets import bind, url_of
-from quire.server.ops.metrics import Metrics
 from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.server.template_renderer import TemplateRenderer

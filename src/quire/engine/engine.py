@@ -13,6 +13,7 @@ from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.block_holders import count_blocks_by_owner, list_holders
+from quire.engine.messages import EngineState
 from quire.execution.executor import Executor
 from quire.scheduling.isolation import PROBE_ID, Isolation
 from quire.scheduling.scheduler import Scheduler
@@ -133,6 +134,21 @@ class Engine:
             for r in self.scheduler.admitted
             if r.request_id != PROBE_ID
         ]  # fmt: skip
+
+    def state(self, kv: KVStats) -> EngineState:
+        """Return the state between two steps; `kv` are statistics of the cache."""
+        scheduler = self.scheduler
+        return EngineState(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + scheduler.num_held,
+            num_swapped=len(scheduler.swapped),
+            kv=kv,
+            pins=scheduler.cache.pins,
+            num_pinned_blocks=scheduler.limits.num_pinned_blocks,
+            num_running_seqs=scheduler.num_running_seqs,
+            waits_for=scheduler.wait_reason,
+            num_deferred=scheduler.num_deferred,
+        )
 
     def kv_stats(self, *, by_owner: bool = True) -> KVStats:
         """Return the state of the KV cache between two steps, and what preemptions have cost.

@@ -183,18 +183,7 @@ class EngineLoop:
         return False
 
     def _state(self) -> EngineState:
-        scheduler = self._engine.scheduler
-        return EngineState(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + scheduler.num_held,
-            num_swapped=len(scheduler.swapped),
-            kv=self._kv_stats(),
-            pins=scheduler.cache.pins,
-            num_pinned_blocks=scheduler.limits.num_pinned_blocks,
-            num_running_seqs=scheduler.num_running_seqs,
-            waits_for=scheduler.wait_reason,
-            num_deferred=scheduler.num_deferred,
-        )
+        return self._engine.state(self._kv_stats())
 
     def _kv_stats(self) -> KVStats:
         """Return the state of the cache, with blocks by owner if the engine is idle or the last count is old."""

@@ -12,10 +12,10 @@ from starlette.types import Scope
 
 from quire.core.checks import shown
 from quire.core.errors import EngineError, InvalidRequestError, UnknownPrefixError
+from quire.engine.admission_rate import RETRY_AFTER_S
 from quire.engine.messages import EngineDeadError
 
 INVALID = "invalid_request_error"
-RETRY_AFTER_S = 5       # where no estimate is known
 MAX_QUOTED_CHARS = 200  # of a URL, in an error
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from quire.core.checks import shown
 from quire.engine.client import EngineClient
 from quire.engine.input_processor import PreparedRequest
+from quire.engine.metrics import Metrics
 from quire.server.admission.concurrency import ConcurrencyReservation
 from quire.server.admission.control import AdmissionControl
 from quire.server.api.active_responses import ActiveResponses
@@ -18,7 +19,6 @@ from quire.server.api.output_constraints import OutputConstraints
 from quire.server.api.output_formats import OutputFormats
 from quire.server.errors import ApiError, as_api_error, engine_unhealthy, shutting_down
 from quire.server.fair_semaphore import Lanes
-from quire.server.ops.metrics import Metrics
 from quire.server.options import ServerOptions
 from quire.server.preparation_threads import PreparationThreads
 from quire.server.template_renderer import TemplateRenderer

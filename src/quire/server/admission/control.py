@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 from quire.engine.client import EngineClient
 from quire.engine.input_processor import PreparedRequest
+from quire.engine.metrics import Metrics
 from quire.server.admission.body_memory import BodyMemory
 from quire.server.admission.concurrency import ConcurrencyLimiter, ConcurrencyReservation
 from quire.server.admission.logprob_memory import LogprobMemory
 from quire.server.admission.pending_pins import PendingPins
 from quire.server.errors import invalid, overloaded, too_many_queued_tokens
-from quire.server.ops.metrics import Metrics
 from quire.server.options import Limits
 
 

@@ -16,6 +16,7 @@ import uvloop
 from quire.core.owner_labels import OwnerLabels
 from quire.engine.client import EngineClient
 from quire.engine.launcher import EngineProcess
+from quire.engine.metrics import Metrics
 from quire.engine.options import EngineOptions
 from quire.server.app import create_app
 from quire.server.errors import shutting_down
@@ -23,7 +24,6 @@ from quire.server.http.server import HttpServer
 from quire.server.http.sockets import remove_path, url_of
 from quire.server.ops import logs
 from quire.server.ops.engine_supervisor import supervise_engine, watch_for_stalls
-from quire.server.ops.metrics import Metrics
 from quire.server.ops.signals import StopSignals
 from quire.server.ops.startup_banner import print_banner
 from quire.server.options import ServerOptions

@@ -13,20 +13,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.core.errors import InvalidRequestError, RequestFailedError
 from quire.core.outputs import Admission, FinishReason, KVStats, RequestMetrics, RequestOutput
 from quire.core.sampling_params import SamplingParams
+from quire.engine.admission_rate import LONGEST_S, RETRY_AFTER_S
 from quire.engine.client import EngineClient
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
+from quire.engine.metrics import CACHE_LABELS, QUEUE_BOUNDS, REFUSALS, Metrics
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import FinishedRequest, ProcessedStep
 from quire.engine.streams import RequestStream
 from quire.scheduling.limits import AdmissionLimits
-from quire.server.errors import RETRY_AFTER_S, shutting_down
-from quire.server.ops.admission_rate import LONGEST_S
-from quire.server.ops.metrics import CACHE_LABELS, QUEUE_BOUNDS, REFUSALS, Metrics
+from quire.server.errors import shutting_down
 from support.engine_process import read
 from support.http_app import make_app
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 MODEL = {"model_name": "tiny"}
 TIMEOUT_S = 60
 

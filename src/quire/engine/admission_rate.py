@@ -3,8 +3,7 @@
 import math
 from collections import deque
 
-from quire.server.errors import RETRY_AFTER_S
-
+RETRY_AFTER_S = 5  # where no estimate is known
 WINDOW_S = 30      # older admissions do not count
 LONGEST_S = 60     # upper bound: the estimate is rough
 

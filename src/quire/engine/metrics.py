@@ -19,10 +19,10 @@ from prometheus_client.registry import Collector
 from quire.core.config import PreemptionKind
 from quire.core.outputs import FinishReason, KVStats
 from quire.core.owner_labels import OTHER
+from quire.engine.admission_rate import AdmissionRate
+from quire.engine.histograms import RequestHistograms
 from quire.engine.messages import EngineState, Ready, Stepped
 from quire.engine.output_processor import FinishedRequest, ProcessedStep
-from quire.server.ops.admission_rate import AdmissionRate
-from quire.server.ops.histograms import RequestHistograms
 
 Labels = dict[str, str]
 Sample = tuple[Labels, float]  # all samples of a family have the same labels in the same order
