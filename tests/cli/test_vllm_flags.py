@@ -178,6 +178,12 @@ def test_flags_come_from_a_file(serve: Serve, run: Run, tmp_path: Path) -> None:
     assert serve(f"--config {path} --no-enable-lora")[0] == EngineOptions(max_num_seqs=256, max_num_batched_tokens=2048)
 
 
+def test_repeatable_flag_takes_one_value_from_a_file(serve: Serve, tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("served-model-name: name\n")
+    assert serve(f"--config {path}")[1].served_model_name == ("name",)
+
+
 def test_help_does_not_have_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERMINAL_WIDTH", "200")
     offered = run("serve", "--help").out
@@ -190,3 +196,21 @@ def test_other_commands_that_load_a_model_know_them(run: Run) -> None:
     assert "--enable-lora is not supported" in refusal(run, "bench", "throughput", "--enable-lora")
     assert "No such option: --uds" in refusal(run, "generate", "--uds", "x")
     assert "No such option: --enforce-eager" in refusal(run, "bench", "control-plane", "--enforce-eager")
+
+
+def test_key_of_vllm_is_taken_where_no_other_is_given(
+    serve: Serve, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "do-not-tell")
+    path = tmp_path / "serve.yaml"
+    path.write_text("port: 1\n")
+    assert serve("--host 0.0.0.0")[1].api_key == ("do-not-tell",)
+    assert serve(f"--config {path}")[1].api_key == ("do-not-tell",)
+    path.write_text("api-key: of-file\n")
+    assert serve(f"--config {path}")[1].api_key == ("of-file",)
+    assert serve("--api-key typed")[1].api_key == ("typed",)
+    monkeypatch.setenv("QUIRE_API_KEY", "one two")
+    assert serve("")[1].api_key == ("one", "two")
+    monkeypatch.delenv("QUIRE_API_KEY")
+    assert "do-not-tell" not in run("serve", "--help").out
+    assert "do-not-tell" not in run("serve", "--port", "-1").err

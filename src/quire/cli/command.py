@@ -22,6 +22,8 @@ class Command(TyperCommand):
         if warning is not None:
             print(f"quire: warning: {warning}", file=sys.stderr)  # noqa: T201
         try:
+            if "--help" not in args:        # which shows defaults
+                ctx.default_map = vllm_flags.defaults(os.environ)
             return super().parse_args(ctx, vllm_flags.arguments(args, os.environ))
         except typer.BadParameter as error:
             error.message += _origin(ctx, error.param)

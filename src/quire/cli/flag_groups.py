@@ -170,7 +170,7 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
     """
     if path is None:
         return None
-    known = {param.name for param in context.command.params if param.name} - _NOT_FROM_FILE
+    known = {param.name: param for param in context.command.params if param.name and param.name not in _NOT_FROM_FILE}
     vllm_flags = context.meta.get(VLLM_FLAGS)
     values: dict[str, Any] = {}
     for key, given in _read(path).items():
@@ -182,8 +182,11 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
                 raise typer.BadParameter(f"{path} has an unknown option {key!r}; this command knows {options}")
             if name in values:
                 raise typer.BadParameter(f"{path} names {name.replace('_', '-')!r} twice")
-            values[name] = _as_typed(path, name, value)
-    context.default_map = {name: value for name, value in values.items() if value is not None}
+            typed = _as_typed(path, name, value)
+            is_repeatable = getattr(known[name], "multiple", False)
+            values[name] = [typed] if is_repeatable and isinstance(typed, str) else typed
+    given_values = {name: value for name, value in values.items() if value is not None}
+    context.default_map = {**(context.default_map or {}), **given_values}
     return path
 
 

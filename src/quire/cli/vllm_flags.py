@@ -27,6 +27,7 @@ except ModuleNotFoundError as error:
     ROWS = {}  # optional: without it a command knows its own flags only
 
 PREFIX = "QUIRE"
+VLLM_KEY = "VLLM_API_KEY"       # in the environment; of servers, after keys from everywhere else
 _LEVEL = re.compile(r"-O=?(\d)")
 _KEY = re.compile(r"(--?[a-zA-Z][\w-]*)\.(.+)")
 
@@ -61,6 +62,11 @@ class VllmFlags:
         for name in self._off:
             environment.pop(variable_of(name), None)
         return [*self._from_environment(environment), *typed]
+
+    def defaults(self, environment: Mapping[str, str]) -> dict[str, Any]:
+        """Return options that vLLM's own variables of the environment give, unless they are given in other ways."""
+        key = environment.get(VLLM_KEY, "")
+        return {"api_key": [key]} if key and "api_key" in self._rows else {}
 
     def options_of(self, name: str, value: object) -> dict[str, Any]:
         """Return the options that a name of a file sets, with their values. Names that are no flags are returned."""
@@ -196,7 +202,7 @@ class VllmFlags:
             return []
         if flag.startswith("--no-") and row is not None and row.takes == "switch":
             return self._words(self._options_of(row, False, flag))
-        near = [*get_close_matches(flag, self._own_flags), *get_close_matches(flag, self._row_flags)]
+        near = get_close_matches(flag, self._own_flags | self._row_flags)
         return self._fail(f"No such option: {flag}" + (f" Did you mean {near[0]}?" if near else ""))
 
     def _words(self, options: dict[str, Any]) -> list[str]:

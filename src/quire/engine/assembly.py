@@ -79,6 +79,8 @@ def build_engine(
         grammars.load()
     cache, scheduling = configs_for(options, loaded.limits, loaded.model, loaded.meter)
     engine = _build(options, loaded.model, cache, scheduling, grammars)
+    if tokenizer is not None and (template := options.given_chat_template) is not None:
+        tokenizer.use_chat_template(template)
     ready = _ready(loaded, engine, cache, scheduling, is_static=options.batching == "static")
     inputs = InputProcessor(tokenizer, ready, options, cuts_answers=True)
     return AssembledEngine(engine, inputs, tokenizer, loaded.model, ready)

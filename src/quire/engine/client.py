@@ -54,6 +54,8 @@ class EngineClient:
         request_ids: Iterator[int], owners: OwnerLabels | None,
     ) -> None:  # fmt: skip
         self.ready, self.tokenizer = connection.ready, connection.tokenizer
+        if self.tokenizer is not None and (template := options.given_chat_template) is not None:
+            self.tokenizer.use_chat_template(template)
         self.state = EngineState(0, 0, 0)
         self.inputs = InputProcessor(self.tokenizer, self.ready, options, owners)
         self.pinned = PinnedPrefixes(self.ready.limits.block_size)

@@ -26,6 +26,7 @@ from quire.model.quantization import (
     Method,
     QuantizationOptions,
 )
+from quire.text.given_chat_template import given_chat_template
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -76,6 +77,12 @@ class EngineOptions:
         row="JSON object with keys that are taken from here instead of `config.json`: `is_matryoshka`, "
         "`matryoshka_dimensions`, `classifier_from_token`, `is_original_qwen3_reranker`, `architectures`; for "
         "embeddings and scores alone ([embeddings.md](embeddings.md)). In Python also a dict",
+    )  # fmt: skip
+    chat_template: str | None = _engine(
+        None, "file, or text, of a chat template in place of the model's", metavar="FILE|TEXT",
+        shown_default="the model's",
+        row="chat template in place of the model's: the path of a file, or the template itself (a text with braces or "
+        "line breaks); `None`: the model's",
     )  # fmt: skip
     dtype: Dtype = _engine(
         "auto", "of weights, activations and KV cache: auto (the model's), float32, bfloat16 or float16",
@@ -231,7 +238,7 @@ class EngineOptions:
             )
         self._check_swap()
         self._check_override()
-        _ = self.quantization_options
+        _ = self.quantization_options, self.given_chat_template
         parse_overrides(self.hf_overrides)
         if self.tensor_parallel_size != 1:
             raise ConfigError(f"tensor_parallel_size {self.tensor_parallel_size!r} is not supported yet, only 1")
@@ -245,6 +252,11 @@ class EngineOptions:
     def resolved_max_num_batched_tokens(self) -> int:
         """Tokens in one step, set or by default."""
         return self.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
+
+    @property
+    def given_chat_template(self) -> str | None:
+        """The chat template in place of the model's. Raises ConfigError if there is none at the path."""
+        return given_chat_template(self.chat_template)
 
     @property
     def quantization_options(self) -> QuantizationOptions:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from quire.core.errors import ConfigError
 from quire.core.options import SIZE, check_options, declared_options, option, parse_bytes, same_option
@@ -330,6 +331,15 @@ class ServerOptions(Limits):
         False, "accepted for vLLM's sake: tool_choice auto is always served",
         row="no effect: `tool_choice` `auto` is always served; vLLM needs the flag",
     )  # fmt: skip
+    default_chat_template_kwargs: str = _server(
+        "", "variables of the chat template, before those of requests, as JSON", metavar="JSON",
+        row='JSON object of variables of the chat template, such as `{"enable_thinking": false}`; those of a request '
+        "come before them",
+    )  # fmt: skip
+    enable_force_include_usage: bool = _server(
+        False, "end every stream with its usage, as if clients had asked", row="every stream of `/v1/completions` and "
+        "`/v1/chat/completions` ends with its usage, as with `stream_options.include_usage`",
+    )  # fmt: skip
     structured_outputs_config: str = _server(
         "", "defaults of outputs with grammars, as JSON in vLLM's names", metavar="JSON",
         row="JSON in vLLM's names: `disable_any_whitespace`, `disable_additional_properties` (both false): defaults "
@@ -382,7 +392,7 @@ class ServerOptions(Limits):
         if any(len(key.split()) != 1 or key != key.strip() for key in self.api_key):  # no client could send it
             raise ConfigError("api_key must not be empty or have spaces")
         self._check_operator_key()
-        _ = self.outputs_config
+        _ = self.outputs_config, self.template_variables
         self._check_key_weights()
         if not all(name and name.isprintable() for name in self.served_model_name):
             raise ConfigError("served_model_name must not be empty or have control characters")
@@ -397,6 +407,17 @@ class ServerOptions(Limits):
     def outputs_config(self) -> StructuredOutputsConfig:
         """The structured_outputs_config, parsed. ConfigError names what is wrong."""
         return parse_config(self.structured_outputs_config)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The default_chat_template_kwargs, parsed. ConfigError if they are no JSON object."""
+        try:
+            variables = json.loads(self.default_chat_template_kwargs or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"default_chat_template_kwargs must be a JSON object: {error}") from error
+        if not isinstance(variables, dict):
+            raise ConfigError(f"default_chat_template_kwargs must be a JSON object, got {variables!r:.80}")
+        return variables
 
     def weight_of(self, key_number: int) -> float:
         """Return the weight of a key, from 1; that of all others is 1."""

@@ -205,6 +205,10 @@ class Tokenizer:
         """Source of the model's chat template, if it has one."""
         return None if self._chat_template is None else self._chat_template.source
 
+    def use_chat_template(self, source: str) -> None:
+        """Render conversations with this template instead of the model's from now on; for the start of a process."""
+        self._chat_template = ChatTemplate(source)
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -20,6 +20,7 @@ from quire.vllm_arguments.rows import (
 _SUPPORTED = (
     same(text("model"), "without a model, the bundled demo model; `--model M` and `M` are the same"),
     same(text("tokenizer")),
+    same(text("chat_template"), "a file, or the template itself", lambda given, _shown: str(given)),
     same(text("dtype"), "`half` and `float` are `float16` and `float32`", values.dtype_name),
     same(
         number("max_model_len"),

@@ -38,7 +38,7 @@ async def rendered(
         conversation.messages,
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
-        variables=conversation.variables,
+        variables={**service.options.template_variables, **conversation.variables},
         tools=conversation.tools or None,
         forced=forced,
         limits=service.options,

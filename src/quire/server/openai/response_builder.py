@@ -63,11 +63,13 @@ class OpenAIRequest(ApiRequest):
     """A call of /v1/completions or /v1/chat/completions, with the body that its response depends on."""
 
     body: CompletionBody | ChatBody
+    always_includes_usage: bool = False
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with its usage."""
-        return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
+        asked = self.body.stream_options
+        return self.always_includes_usage or (asked is not None and bool(asked.include_usage))
 
     @property
     def includes_usage_so_far(self) -> bool:

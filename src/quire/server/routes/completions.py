@@ -115,6 +115,7 @@ def _checked_request(
         id=request_id, model=model, created=int(time.time()), checked=checked, stream=bool(body.stream),
         hides_output=body.max_tokens == 0, cache_salt=body.cache_salt, key_number=key_number,
         client_id=client_id_of(request.scope), body=body,
+        always_includes_usage=service.options.enable_force_include_usage,
         tools=_tool_use(service, body) if isinstance(body, ChatBody) else NO_TOOLS,
     )  # fmt: skip
     return call, record
