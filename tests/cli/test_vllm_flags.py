@@ -138,7 +138,7 @@ def test_json_may_be_given_key_by_key(serve: Serve, run: Run) -> None:
         ("--no-such-flag", "No such option: --no-such-flag"),
         ("--no-port", "No such option: --no-port"),
         ("-x", "No such option: -x"),
-        ("--hf-overrides.a 1 --hf-overrides.a.b 2", "a has a value already"),
+        ("--additional-config.a 1 --additional-config.a.b 2", "a has a value already"),
     ],
 )
 def test_what_is_refused_is_told_with_the_reason(run: Run, started: Started, line: str, words: str) -> None:

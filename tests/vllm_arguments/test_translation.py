@@ -93,7 +93,7 @@ ACCEPTED: dict[str, object] = {
     "enforce_eager": True, "trust_remote_code": True, "disable_log_stats": True, "tokenizer_mode": "auto",
     "load_format": "safetensors", "async_scheduling": False, "disable_custom_all_reduce": True,
     "max_seq_len_to_capture": 8192, "compilation_config": {"mode": 3}, "hf_token": None, "enable_chunked_prefill": True,
-    "served_model_name": "name", "cpu_offload_gb": 0, "model_loader_extra_config": {}, "pipeline_parallel_size": 1,
+    "served_model_name": "name", "cpu_offload_gb": 0, "model_class_overrides": {}, "pipeline_parallel_size": 1,
     "limit_mm_per_prompt": {"image": 0}, "attention_backend": object(), "distributed_executor_backend": "mp",
     "reasoning_parser": "qwen3",
 }  # fmt: skip
@@ -109,7 +109,7 @@ def test_argument_without_effect_is_logged_once(caplog: pytest.LogCaptureFixture
 
 REFUSED: dict[str, object] = {
     "pipeline_parallel_size": 2, "data_parallel_size": 2, "enable_lora": True, "speculative_config": {"model": "a"},
-    "load_format": "pt", "tokenizer_mode": "mistral", "model_loader_extra_config": {"a": 1}, "cpu_offload_gb": 4.0,
+    "load_format": "pt", "tokenizer_mode": "mistral", "model_class_overrides": {"a": 1}, "cpu_offload_gb": 4.0,
     "logits_processors": ["a.b"], "quantization_config": {"linear": "int8"}, "rope_scaling": {"factor": 2},
     "worker_cls": object, "revision": "main", "logprobs_mode": "raw_logits",
 }  # fmt: skip
@@ -127,7 +127,7 @@ def test_refusal_tells_the_value_but_no_token() -> None:
     with pytest.raises(ConfigError, match=r"^hf_token is not supported: .*HF_TOKEN"):
         settings(hf_token="secret")
     with pytest.raises(ConfigError) as long:
-        settings(model_loader_extra_config={"name": "long" * 1000})
+        settings(model_class_overrides={"name": "long" * 1000})
     assert len(str(long.value)) < 300
 
 
@@ -182,7 +182,7 @@ def test_swap_space_is_in_gib_only_without_a_unit() -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("pipeline_parallel_size", "two"), ("cpu_offload_gb", "much"), ("hf_overrides", "{"),
+    [("pipeline_parallel_size", "two"), ("cpu_offload_gb", "much"), ("model_class_overrides", "{"),
      ("enforce_eager", "perhaps")],
 )  # fmt: skip
 def test_text_of_another_type_is_refused_by_name(name: str, text: str) -> None:
