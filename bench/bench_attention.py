@@ -25,7 +25,7 @@ from quire.kernels.cache_layout import dtype_name
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.attention import paged_attention
 from quire.kernels.cpp.cache_layout import cache_shapes
-from quire.kernels.cpp.huge_pages import huge_pages
+from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.paged_attention import AttentionMetadata, build_metadata
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 14, 2, 64  # of bench-0.5b
@@ -34,17 +34,17 @@ CHUNKS = [(0, 2048), (6144, 2048)]  # tokens before, tokens of the chunk
 CACHE_MIB = 256  # of all layers' caches together, more than most last-level caches hold
 
 
-def random_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a cache in huge pages, as the engine has it."""
+def random_cache(memory: PackedMemory, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a cache on huge pages, as the engine has it; small ones share them."""
     count = int(np.prod(shape))
     if dtype.itemsize == 1:
-        elements = huge_pages(-(-count // 4), torch.float32).view(torch.int8)[:count]
+        elements = memory.take(count, torch.int8)
         elements.copy_(torch.randint(-100, 100, (1 << 16,), dtype=torch.int8).repeat(-(-count // (1 << 16)))[:count])
         num_tokens, width = shape[2:]
         scales = torch.full((num_tokens * (width - HEAD_DIM) // 4,), 0.01)
         elements.view(*shape[:2], -1)[..., num_tokens * HEAD_DIM :] = scales.view(torch.int8)
         return elements.view(shape).view(dtype)
-    cache = huge_pages(count, dtype)[:count].view(shape)
+    cache = memory.take(count, dtype).view(shape)
     cache.copy_(torch.randn(1 << 16).to(dtype).repeat(-(-count // (1 << 16)))[:count].view(shape))
     return cache
 
@@ -87,7 +87,8 @@ def bench_decode(batch: int, context: int, block_size: int, dtype: torch.dtype, 
     shapes = cache_shapes(metadata.block_tables.numel(), block_size, NUM_KV_HEADS, HEAD_DIM, dtype)
     layer_bytes = 2 * dtype.itemsize * int(np.prod(shapes[0]))
     num_layers = max(2, -(-cache_bytes // layer_bytes))
-    layers = [tuple(random_cache(shape, dtype) for shape in shapes) for _ in range(num_layers)]
+    memory = PackedMemory()
+    layers = [tuple(random_cache(memory, shape, dtype) for shape in shapes) for _ in range(num_layers)]
     words = [cache.flatten().view(torch.int64) for pair in layers for cache in pair]
     query = torch.randn(batch, NUM_HEADS, HEAD_DIM).to(dtype)
 
@@ -112,12 +113,13 @@ def bench_storage(
 ) -> str:
     """Return the milliseconds of a layer over a cache of `dtype` and over one stored as `name`, in turn; the ratios."""
     query, calls, sizes = torch.randn(num_queries, NUM_HEADS, HEAD_DIM).to(dtype), list[Callable[[], object]](), []
+    memory = PackedMemory()
     for stored in (KVDtype(dtype_name(dtype)), QUANTIZED[name]):
         element, num_blocks = getattr(torch, stored.element), int(metadata.block_tables.numel())
         shapes = cache_shapes(
             num_blocks, metadata.block_size, NUM_KV_HEADS, HEAD_DIM, element, stored.scale_bytes
         )
-        layers = [tuple(random_cache(shape, element) for shape in shapes) for _ in range(num_layers)]
+        layers = [tuple(random_cache(memory, shape, element) for shape in shapes) for _ in range(num_layers)]
         sizes.append(2 * element.itemsize * int(np.prod(shapes[0])) / 1e6)
         calls.append(partial(attend_all, query, layers, metadata))
     own, other = in_turns(calls, repeats, clock_of_threads())
@@ -148,7 +150,8 @@ def compare_storages(dtype: torch.dtype, name: str, block_size: int, repeats: in
 def bench_chunk(before: int, num_tokens: int, block_size: int, dtype: torch.dtype, repeats: int) -> None:
     metadata = make_metadata(1, before, num_tokens, block_size)
     shapes = cache_shapes(metadata.block_tables.numel(), block_size, NUM_KV_HEADS, HEAD_DIM, dtype)
-    keys, values = (random_cache(shape, dtype) for shape in shapes)
+    memory = PackedMemory()
+    keys, values = (random_cache(memory, shape, dtype) for shape in shapes)
     query = torch.randn(num_tokens, NUM_HEADS, HEAD_DIM).to(dtype)
     (times,) = in_turns([lambda: paged_attention(query, keys, values, metadata, HEAD_DIM**-0.5)], repeats)
     pairs = num_tokens * before + num_tokens * (num_tokens + 1) // 2

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 
 import typer
 
-ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
+ISAS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 STORIES = Path("../shared/data/models/stories260K")  # beside the checkout
 SMALL = {"num_kv_blocks": 88, "max_num_seqs": 24, "max_num_batched_tokens": 96}
 LONGEST = 320                                        # tokens of a request's prompt and output

@@ -9,9 +9,10 @@ others sleep. All get the same token ids at once, greedy, with the answers' leng
 Prefix caches are off, but for `--only prefix`, a burst that shares 512 tokens: there they are on, what a turn finds it
 has computed itself, and Quire without its cache takes part. A shared machine changes its speed: figures of one turn are
 compared with each other, and its speed is with each turn in the JSON. Every engine is warmed up first. The first
-model meets every peer, the others OpenVINO and vLLM. `--quick` tries everything in a few minutes; do that first, as
-vLLM compiles on its first start. More servers join http32: --server "llama.cpp=llama-server -m MODEL.gguf --port {port}
--np 64 -kvu".
+model meets every peer, the others OpenVINO and vLLM. `--quantization int8` quantizes Quire's weights, and Quire without
+it takes part, too; give OpenVINO an export of as many bits. `--quick` tries everything in a few minutes; do that first,
+as vLLM compiles on its first start. More servers join http32: --server "llama.cpp=llama-server -m MODEL.gguf --port
+{port} -np 64 -kvu".
 """
 
 import json
@@ -106,7 +107,7 @@ class Session:
         speeds = [c for r in records for t in r.turns for c in (t.calibration_before, t.calibration_after) if c]
         parts = [f"{key} {value}" for key, value in (self._facts | versions).items() if isinstance(value, str | int)]
         for name, unit in (("huge_pages", "GB/s read"), ("amx_tflops", "TFLOP/s of AMX")):
-            measured = sorted(float(speed[name]) for speed in speeds if name in speed)
+            measured = sorted(float(speed[name]) for speed in speeds if speed.get(name))
             parts += [f"{measured[0]:.3g} to {measured[-1]:.3g} {unit}"] if measured else []
         steal = [run.steal_share for record in records for turn in record.turns for run in turn.runs.values()]
         parts += ["prefix caches on for the workload prefix alone, new token ids in every turn"]
@@ -158,11 +159,14 @@ def ways(names: list[str]) -> Iterator[tuple[str, list[str]]]:
     yield "over HTTP", http
 
 
-def engines_of(way: str, peers: Installed, model: Path, openvino_model: Path | None) -> list[EngineSpec]:
+def engines_of(
+    way: str, peers: Installed, model: Path, openvino_model: Path | None, quantization: str | None
+) -> list[EngineSpec]:
     """Return the engines that are asked in that way."""
     if way == "over HTTP":
-        return roster.over_http(peers, model)
-    return roster.in_process(peers, model, openvino_model, prefix_caching=way == CACHES_ON)
+        return roster.over_http(peers, model, quantization=quantization)
+    caching = way == CACHES_ON
+    return roster.in_process(peers, model, openvino_model, prefix_caching=caching, quantization=quantization)
 
 
 def main(
@@ -172,6 +176,9 @@ def main(
     openvino: Annotated[Path | None, typer.Option(envvar="PEERS_OPENVINO", help="its environment's python")] = None,
     openvino_model: Annotated[
         list[Path] | None, typer.Option(exists=True, envvar="PEERS_OPENVINO_MODEL", help="in the models' order")
+    ] = None,
+    quantization: Annotated[
+        str | None, typer.Option("--quantization", "-q", help="of our weights; Quire without it takes part, too")
     ] = None,
     transformers: Annotated[Path | None, typer.Option(help="default: this one, if it has transformers")] = None,
     no_transformers: Annotated[bool, typer.Option("--no-transformers", help="leave it out")] = False,
@@ -200,6 +207,7 @@ def main(
     workloads = read_workloads(peers_folder / "workloads.json", all_names, quick=quick)
     exported = [*(openvino_model or []), *[None] * len(models)]
     facts = client_facts() | {"date": time.strftime("%Y-%m-%d %H:%M"), "plan": asdict(plan)}
+    facts["quantization"] = quantization or "none"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         session = Session(workloads, Calibration(peers_folder / "calib.py", folder), folder, facts)
@@ -209,7 +217,7 @@ def main(
                 fill_page_cache(path)
             for way, asked in ways(names[number]):
                 if asked:
-                    specs = engines_of(way, present, model, exported[number])
+                    specs = engines_of(way, present, model, exported[number], quantization)
                     once = plan if way == "in process" else replace(plan, loads=1)
                     try:
                         session.hold(model.name, way, specs, asked, once)

@@ -15,6 +15,7 @@ from side_by_side.engines import EngineSpec
 ADAPTERS = Path(__file__).parent / "adapters"
 OURS = "Quire"
 OURS_UNCACHED = "Quire, cache off"
+OURS_UNQUANTIZED = "Quire, unquantized"
 SLOW_IN_BATCHES = frozenset({"chat32", "prefix"})  # two minutes a turn and more
 CPUS = sorted(os.sched_getaffinity(0))
 
@@ -29,12 +30,16 @@ class Installed:
     servers: tuple[str, ...] = ()  # TITLE=COMMAND with {port}
 
 
-def in_process(peers: Installed, model: Path, openvino_model: Path | None, *, prefix_caching: bool) -> list[EngineSpec]:
-    """Return the engines that run token ids in a process, Quire first; where caches are on, also Quire without."""
+def in_process(
+    peers: Installed, model: Path, openvino_model: Path | None, *, prefix_caching: bool, quantization: str | None
+) -> list[EngineSpec]:
+    """Return the engines that run token ids in a process, Quire first; also Quire without its cache, or unquantized."""
     settings = Settings(str(model), len(CPUS), prefix_caching=prefix_caching)
-    ours = [(OURS, settings)]
+    ours = [(OURS, replace(settings, quantization=quantization))]
+    if quantization:
+        ours.append((OURS_UNQUANTIZED, settings))
     if prefix_caching:
-        ours.append((OURS_UNCACHED, replace(settings, prefix_caching=False)))
+        ours.append((OURS_UNCACHED, replace(ours[0][1], prefix_caching=False)))
     specs = [_adapter(title, Path(sys.executable), "quire_llm.py", chosen) for title, chosen in ours]
     if peers.openvino and openvino_model:
         exported = replace(settings, model=str(openvino_model))
@@ -49,13 +54,15 @@ def in_process(peers: Installed, model: Path, openvino_model: Path | None, *, pr
     return specs
 
 
-def over_http(peers: Installed, model: Path) -> list[EngineSpec]:
+def over_http(peers: Installed, model: Path, *, quantization: str | None) -> list[EngineSpec]:
     """Return the engines that have a server, Quire first. Prefix caches are off."""
     settings = Settings(str(model), len(CPUS))
     limits = ("--no-enable-prefix-caching", "--dtype", "bfloat16", "--max-model-len", f"{settings.max_model_len}",
               "--max-num-seqs", f"{settings.max_num_seqs}", "--port", "{port}")
     ours = (sys.executable, "-c", "from quire.cli.main import main; main()", "serve", str(model),
             "--kv-cache-memory", f"{settings.kv_cache_gib}GiB", *limits)
+    if quantization:
+        ours += ("--quantization", quantization)
     specs = [EngineSpec(OURS, ours, is_server=True)]
     if peers.vllm:
         command = (str(peers.vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from quire.sim.statistics import Spread, spread
 from side_by_side.contest import ContestRecord, Run
-from side_by_side.roster import OURS, OURS_UNCACHED
+from side_by_side.roster import OURS, OURS_UNCACHED, OURS_UNQUANTIZED
 
 MIB = 1 << 20
 
@@ -92,7 +92,8 @@ def engine_rows(model: str, record: ContestRecord) -> Iterator[Row]:
 
 def best_peer(row: Row) -> str | None:
     """Return the peer with the best median, if any has one."""
-    peers = {title: values for title, values in row.values.items() if values and title not in (OURS, OURS_UNCACHED)}
+    ours = (OURS, OURS_UNCACHED, OURS_UNQUANTIZED)
+    peers = {title: values for title, values in row.values.items() if values and title not in ours}
     medians = {title: spread(values).median for title, values in peers.items()}
     return (max if row.more_is_better else min)(medians, key=lambda title: medians[title], default=None)
 

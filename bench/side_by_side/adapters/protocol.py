@@ -31,6 +31,7 @@ class Settings:
     model: str  # folder, in the engine's own format
     num_threads: int
     prefix_caching: bool = False
+    quantization: str | None = None  # of weights, where the engine quantizes them itself
     kv_cache_gib: int = 2
     max_num_seqs: int = 64
     max_model_len: int = 4096

@@ -16,6 +16,7 @@ def load(settings: Settings) -> Loaded:
         "max_model_len": settings.max_model_len,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "enable_prefix_caching": settings.prefix_caching,
+        "quantization": settings.quantization,
     }
     llm = LLM(model=settings.model, **chosen)
 
