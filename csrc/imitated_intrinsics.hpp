@@ -1,6 +1,6 @@
 // The AVX-512 and AMX instructions that the kernels use, in plain C++: with them the builds for those instruction sets run,
 // slowly, on a CPU that has AVX2 alone (`make imitated`). In front of every source of such a build by -include; the
-// definitions IMITATE_AVX512, IMITATE_AVX512_BF16 and IMITATE_AMX say which instructions the build may use.
+// definitions IMITATE_AVX512, IMITATE_AVX512_VNNI, IMITATE_AVX512_BF16 and IMITATE_AMX say which instructions the build may use.
 //
 // Integers and float32 give the bits of the instructions. Sums of bfloat16 products are rounded after each product, in the
 // order of Intel's manual; subnormal numbers count as zeros there.
@@ -380,13 +380,16 @@ inline void tile_multiply_bf16(int to, int a, int b) {
 #define _mm512_cmp_ps_mask(a, b, predicate) quire::imitated::cmp_ps_mask<predicate>(a, b)
 #endif
 
+#ifdef IMITATE_AVX512_VNNI
+#define __AVX512VNNI__ 1
+#define _mm512_dpbusd_epi32 quire::imitated::dpbusd_epi32
+#endif
+
 #ifdef IMITATE_AVX512_BF16
 #define __AVX512BF16__ 1
-#define __AVX512VNNI__ 1
 #define _mm512_dpbf16_ps quire::imitated::dpbf16_ps
 #define _mm512_cvtneps_pbh quire::imitated::cvtneps_pbh
 #define _mm512_cvtne2ps_pbh quire::imitated::cvtne2ps_pbh
-#define _mm512_dpbusd_epi32 quire::imitated::dpbusd_epi32
 #endif
 
 #ifdef IMITATE_AMX

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <stdexcept>
 
 #include "kernels.hpp"
@@ -23,6 +24,7 @@ bool has_avx2() {
 #ifdef IMITATE  // imitated_intrinsics.hpp
 
 bool has_avx512() { return has_avx2(); }
+bool has_avx512_vnni() { return has_avx2(); }
 bool has_avx512_bf16() { return has_avx2(); }
 bool has_amx() { return has_avx2(); }
 
@@ -33,9 +35,8 @@ bool has_avx512() {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-bool has_avx512_bf16() {
-    return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-}
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_avx512_bf16() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
 
 // Tiles are 8 KiB of state per thread, which Linux gives only to processes that ask (arch_prctl, since 5.16).
 bool may_use_tiles() {
@@ -68,6 +69,7 @@ const Isa isas[] = {
 #ifdef HAS_X86_KERNELS
     {"amx", &amx::kernels, has_amx},
     {"avx512_bf16", &avx512_bf16::kernels, has_avx512_bf16},
+    {"avx512_vnni", &avx512_vnni::kernels, has_avx512_vnni},
     {"avx512", &avx512::kernels, has_avx512},
     {"avx2", &avx2::kernels, has_avx2},
 #endif
@@ -80,6 +82,12 @@ std::vector<std::string> usable_isas() {
     std::vector<std::string> names;
     for (const Isa& isa : isas)
         if (isa.is_there()) names.push_back(isa.name);
+#ifdef HAS_X86_KERNELS
+    if (__builtin_cpu_is("intel")) {
+        const auto bf16 = std::find(names.begin(), names.end(), "avx512_bf16");
+        if (bf16 != names.end()) std::iter_swap(bf16, bf16 + 1);
+    }
+#endif
     return names;
 }
 

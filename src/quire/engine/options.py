@@ -30,7 +30,7 @@ from quire.text.given_chat_template import given_chat_template
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-CpuIsa = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"]
+CpuIsa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 OVERRIDE = "override_generation_config"
 MAX_NUM_SEQS = 1 << 16  # every row has room for max_model_len tokens
 
@@ -110,7 +110,7 @@ class EngineOptions:
     )  # fmt: skip
     quantization_activations: Activations | None = _engine(
         None, "arithmetic of integer weights: int8 activations, or weights expanded to bfloat16", metavar="DTYPE",
-        shown_default="int8 for groups of at least 64",
+        shown_default="int8 for groups of at least 16",
         row="arithmetic of layers with integer weights: `int8`, activations are rounded to int8; `bfloat16`, weights "
         "are expanded to the model's dtype as they are used; `None`: `int8` where groups have at least 16 inputs",
     )  # fmt: skip
@@ -194,8 +194,8 @@ class EngineOptions:
     )  # fmt: skip
     cpu_isa: CpuIsa = _engine(
         "auto", "instruction set of the CPU's kernels; auto is the best there is",
-        row="instruction set of the CPU's kernels: `auto` (the best that the CPU has), `amx`, `avx512_bf16`, `avx512`, "
-        "`avx2`, `portable`",
+        row="instruction set of the CPU's kernels: `auto` (the best that the CPU has), `amx`, `avx512_bf16`, "
+        "`avx512_vnni`, `avx512`, `avx2`, `portable`",
     )  # fmt: skip
     seed: int = _engine(
         0, "of requests that bring none", row="of the engine: a request without a seed draws from this and its number"

@@ -55,7 +55,7 @@ class Mutant:
     caught_by: str          # a test, as file::name
     right_by: str
     chosen: str             # of their parameters, as for pytest -k
-    isas: tuple[str, ...] = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
+    isas: tuple[str, ...] = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 
 
 MUTANTS = {
