@@ -24,6 +24,7 @@ class Run:
     """One workload through one engine, once. The wall time ends with the last token."""
 
     wall_s: float
+    cpu_s: float  # of all its threads: what others do on the machine matters less to it
     num_prompt_tokens: int
     least_to_compute: int  # of the prompts' tokens
     num_output_tokens: int
@@ -144,11 +145,12 @@ class Contest(AbstractContextManager["Contest"]):
             since_s, cpu_s = self._idle_since.pop(title)
             record.idle_s += time.perf_counter() - since_s
             record.idle_cpu_s += engine.cpu_s - cpu_s
-        ticks = cpu_ticks()
+        ticks, cpu_s = cpu_ticks(), engine.cpu_s
         answers = engine.run(items)
-        run = turn.runs[title] = _run_of(items, answers, steal_share(ticks, cpu_ticks()))
+        steal = steal_share(ticks, cpu_ticks())
+        run = turn.runs[title] = _run_of(items, answers, steal, engine.cpu_s - cpu_s)
         record.peak_rss_bytes = engine.peak_rss_bytes
-        print(f"{turn.workload} #{turn.number} {title}: {run.wall_s:.3f} s", flush=True)
+        print(f"{turn.workload} #{turn.number} {title}: {run.wall_s:.3f} s, {run.cpu_s:.2f} s of CPU", flush=True)
         self._settle()
         self._idle_since[title] = time.perf_counter(), engine.cpu_s
 
@@ -189,9 +191,10 @@ def least_to_compute(prompts: Sequence[list[int]]) -> int:
     return len(prefixes) + num_repeated
 
 
-def _run_of(items: Sequence[WorkItem], answers: Answers, steal: float) -> Run:
+def _run_of(items: Sequence[WorkItem], answers: Answers, steal: float, cpu_s: float) -> Run:
     return Run(
         wall_s=max(timeline.token_times_s[-1] for timeline in answers.timelines),
+        cpu_s=cpu_s,
         num_prompt_tokens=sum(len(item.prompt_token_ids) for item in items),
         least_to_compute=least_to_compute([item.prompt_token_ids for item in items]),
         num_output_tokens=sum(item.output_len for item in items),

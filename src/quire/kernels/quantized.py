@@ -159,7 +159,7 @@ def _round_rows(rows: Tensor, group_size: int, zero: int) -> tuple[Tensor, Tenso
     extreme = torch.where(extreme.abs() < SMALLEST_ABSMAX, 0.0, extreme)
     if zero == ZERO_POINTS[INT8]:
         scales = extreme.abs() / (zero - 1)
-        elements = _nearest(groups, scales, 1 - zero, zero - 1)
+        elements = _near_whole_numbers(groups, scales, zero).view(torch.int32)  # the lowest byte is the whole number
     else:
         scales = extreme / -zero
         elements = _nearest(groups, scales, -zero, zero - 1)
@@ -167,14 +167,22 @@ def _round_rows(rows: Tensor, group_size: int, zero: int) -> tuple[Tensor, Tenso
         others = _nearest(groups, narrow, -zero, zero - 1)
         is_better = _squared_error(groups, others, narrow) < _squared_error(groups, elements, scales)
         scales, elements = torch.where(is_better, narrow, scales), torch.where(is_better[..., None], others, elements)
-    return elements.add_(zero).flatten(1)[:, : rows.shape[1]].to(torch.uint8), scales
+        elements.add_(zero)
+    return elements.flatten(1)[:, : rows.shape[1]].to(torch.uint8), scales
 
 
 def _nearest(groups: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
     """Return the multiples of each group's scale that are nearest, as whole numbers from `low` to `high`."""
+    return _near_whole_numbers(groups, scales).sub_(WHOLE_NUMBERS).clamp_(low, high)
+
+
+def _near_whole_numbers(groups: Tensor, scales: Tensor, zero: int = 0) -> Tensor:
+    """Return the nearest multiples of each group's scale, plus `zero`, behind WHOLE_NUMBERS.
+
+    Sums of this size are whole numbers, rounded to even; torch's round starts its threads for any number of elements.
+    """
     factor = torch.where(scales == 0, 0.0, scales.reciprocal())
-    # Sums of this size are whole numbers, rounded to even; torch's round starts its threads for any number of elements.
-    return (groups * factor[..., None]).add_(WHOLE_NUMBERS).sub_(WHOLE_NUMBERS).clamp_(low, high)
+    return (groups * factor[..., None]).add_(WHOLE_NUMBERS + zero)
 
 
 def _squared_error(groups: Tensor, elements: Tensor, scales: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def _q5_1(blocks: Tensor) -> Blocks:
 
 
 def _q8_0(blocks: Tensor) -> Blocks:
-    return Blocks(8, blocks[:, 2:] ^ 0x80, _halves(blocks[:, :2]), zero_point=128)
+    return Blocks(8, blocks[:, 2:].contiguous().bitwise_xor_(0x80), _halves(blocks[:, :2]), zero_point=128)
 
 
 def _q4_k(blocks: Tensor) -> Blocks:
@@ -128,12 +128,13 @@ READERS: dict[str, Callable[[Tensor], Blocks]] = {
 
 def _halves(pairs: Tensor) -> Tensor:
     """Return the float16 number of each two bytes [num_blocks, 2] as float32 [num_blocks, 1]."""
-    return pairs.contiguous().view(torch.float16).float()
+    return pairs.view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor, chunk: int = 0) -> Tensor:
     """Return the low halves of each `chunk` bytes, then their high halves; 0: of all bytes."""
-    chunks = packed.reshape(len(packed), -1, chunk or packed.shape[1])  # [num_blocks, num_chunks, chunk]
+    # Made contiguous first: torch takes a few bytes at a time of others.
+    chunks = packed.contiguous().view(len(packed), -1, chunk or packed.shape[1])  # [num_blocks, num_chunks, chunk]
     return torch.stack([chunks & 15, chunks >> 4], dim=2).flatten(1)
 
 
