@@ -118,6 +118,7 @@ def test_server_answers_without_all_rooms(demo_model: Path, environment: dict[st
         tool = {"type": "function", "function": {"name": "f"}}
         refused = server.post("/v1/chat/completions", chat | {"tools": [tool]})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_parameter")
+        assert server.post("/v1/embeddings", {"input": "a"}).status_code == 404
         for path in (f"/v1/requests/{completion['id']}/explain", "/debug/kv", "/debug/blocks"):
             assert server.get(path).status_code == 404, path
         assert server.post("/v1/messages", chat).status_code == 404

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -11,6 +12,7 @@ from quire.core.plan import StepPlan
 from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.cuda_graphs import CudaGraphRunner
 from quire.execution.cuda_worker import CudaWorker
+from support.embedders import write_embedder
 from support.random_model import write_random_model
 
 PROMPTS = [[(11 * i * i + 5 * seed) % 290 for i in range(length)] for seed, length in enumerate((40, 3, 33, 17))]
@@ -104,3 +106,43 @@ def test_prompt_logprobs_are_those_of_their_step_when_a_graph_is_replayed_meanwh
     assert found[0] == found[1]
     assert workers[0]._graphs is not None
     assert any(graph is not None for graph in workers[0]._graphs._graphs.values()), "no graph was ever replayed"
+
+
+@pytest.mark.parametrize("kind", ["last", "mean", "cls"])
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_vectors_are_the_same_with_two_steps_in_flight(
+    kind: str, has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are pooled in chunks beside decodes; one token at a time where steps are small enough for a graph."""
+    folder, prompts = write_embedder(tmp_path / "model", "qwen3", kind), [list(prompt) for prompt in PROMPTS]
+    settings: dict[str, Any] = {"max_num_batched_tokens": 4 if has_graphs else 24, "enable_prefix_caching": False}
+    ahead = list[StepPlan]()
+    submit: Callable[..., None] = AsyncCudaExecutor.submit
+
+    def noting(self: AsyncCudaExecutor, plan: StepPlan) -> None:
+        submit(self, plan)
+        if len(self._steps) == 2:
+            ahead.append(plan)
+
+    def make(*parts: object) -> AsyncCudaExecutor:
+        worker = CudaWorker(*parts)  # type: ignore[arg-type]
+        if has_graphs:
+            num_rows, max_blocks = worker._batch.block_tables.shape
+            worker._graphs = CudaGraphRunner(worker.forward, max_blocks, worker._model.device, replaying, num_rows)
+        return AsyncCudaExecutor(worker)
+
+    found = []
+    for is_async in (False, True):
+        if is_async:
+            monkeypatch.setattr("quire.engine.assembly._executor", make)
+            monkeypatch.setattr(AsyncCudaExecutor, "submit", noting)
+        with LLM(folder, **settings) as llm:
+            decodes = llm.stream([[5], [6], [7]], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+            next(decodes)
+            vectors = [output.outputs.embedding for output in llm.embed(prompts, use_tqdm=False)]
+            answers_beside = sorted(
+                (output.request_id, output.outputs[0].token_ids) for output in decodes if output.finished
+            )
+            found.append((vectors, answers_beside))
+    assert found[0] == found[1]
+    assert any(len(set(plan.rows) - set(plan.sample_rows)) > 0 for plan in ahead), "no chunk was planned ahead"

@@ -20,7 +20,7 @@ from quire.core.owner_labels import OwnerLabels
 from quire.engine import messages
 from quire.engine.connection import EngineConnection
 from quire.engine.formats import TokenizerUse
-from quire.engine.input_processor import CheckedParams, InputProcessor, PreparedRequest, TokenizedPrompt
+from quire.engine.input_processor import CheckedParams, CheckedPooling, InputProcessor, PreparedRequest, TokenizedPrompt
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Command, EngineDeadError, EngineState, Report
 from quire.engine.options import EngineOptions
@@ -117,6 +117,12 @@ class EngineClient:
     ) -> PreparedRequest:
         """Number a request of parameters from `inputs.check_params`. ContextLengthError if it could never run."""
         return self.inputs.prepare(next(self.request_ids), prompt, checked, client_id, weight)
+
+    def prepare_pool(
+        self, prompt: TokenizedPrompt, checked: CheckedPooling, client_id: str = "", weight: float = 1.0
+    ) -> PreparedRequest:
+        """As `prepare`, for a request for the vector of a prompt, of parameters from `inputs.check_pooling`."""
+        return self.inputs.prepare_pool(next(self.request_ids), prompt, checked, client_id, weight)
 
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"

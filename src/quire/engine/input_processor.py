@@ -96,10 +96,13 @@ class CheckedParams:
 
 
 class CheckedPooling(NamedTuple):
-    """Parameters of requests for vectors, checked against the model. Only `InputProcessor.check_pooling` makes them."""
+    """Parameters of requests for vectors, checked against the model. Only `InputProcessor.check_pooling` makes them.
+
+    `params`: those of any request, with the priority; nothing is sampled.
+    """
 
     task: Pool
-    priority: int
+    params: CheckedParams
 
 
 class PreparedRequest(NamedTuple):
@@ -395,7 +398,7 @@ class InputProcessor:
             )
         pool = pool_for(params, self.pooler, task)
         self._check_priority(priority)
-        return CheckedPooling(pool, priority)
+        return CheckedPooling(pool, CheckedParams(_ANY_TOKEN, None, priority, None))
 
     def prepare_pool(
         self, request_id: int, prompt: TokenizedPrompt, checked: CheckedPooling, client_id: str = "",
@@ -403,8 +406,8 @@ class InputProcessor:
     ) -> PreparedRequest:  # fmt: skip
         """Return a request for the vector of a prompt. ContextLengthError if one of this length could never run."""
         self.limits.check_admissible(len(prompt.token_ids), 0, 1)
-        request = self._request(request_id, prompt, _ANY_TOKEN, checked.task)
-        request.priority, request.client_id, request.weight = checked.priority, client_id, weight
+        request = self._request(request_id, prompt, checked.params.params, checked.task)
+        request.priority, request.client_id, request.weight = checked.params.priority, client_id, weight
         return PreparedRequest(request, prompt)
 
     def check_truncation(self, max_tokens: int | None, side: object = None) -> Truncation | None:

@@ -51,6 +51,13 @@ except ModuleNotFoundError as error:
         raise
     responses_router = None  # type: ignore[assignment]  # optional: without it /v1/responses answers 404
 
+try:
+    from quire.server.embeddings.routes import router as embedding_routes
+except ModuleNotFoundError as error:
+    if not f"{error.name}.".startswith("quire.server.embeddings."):
+        raise
+    embedding_routes = None  # type: ignore[assignment]  # optional: without it its routes answer 404
+
 _NULLABLE_STRING = {"type": ["string", "null"]}
 _ERROR = {
     "type": "object",
@@ -89,6 +96,8 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(module.router)
     if responses_router is not None:
         app.include_router(responses_router)
+    if embedding_routes is not None:
+        app.include_router(embedding_routes)
     if install_inspection is not None:
         install_inspection(app, service)
     handle_errors(app)

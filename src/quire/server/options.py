@@ -151,6 +151,17 @@ class Limits:
         10_000, "characters of a regex with its repetitions written out",
         row="characters of a regex, and of a schema's `pattern`, with counted repetitions written out", **_REFUSED,
     )  # fmt: skip
+    max_embedding_inputs: int = _count(
+        1024, "inputs of one call for embeddings", row="`input` of /v1/embeddings and /pooling, prompts", **_REFUSED
+    )
+    max_rerank_documents: int = _count(
+        1024, "documents of one call for scores", row="documents of /rerank, and texts of a side of /score", **_REFUSED
+    )
+    max_pooling_bytes: int = _size(
+        4 << 20, "texts of one call for embeddings or scores, each as often as it is read",
+        row="texts of a call for embeddings or scores; a query counts with each document that a reranker reads it "
+        "with, a token id as 4 bytes", **_REFUSED,
+    )  # fmt: skip
     max_choice_texts: int = _count(1024, "texts of a choice", row="texts of a `choice`", **_REFUSED)
     max_salt_chars: int = _count(
         1024, "longest cache_salt, in characters", row="characters of a `cache_salt`", **_REFUSED

@@ -42,9 +42,8 @@ class Generation:
         self._num_recorded = 0                    # pieces of outputs, since the last iteration of the event loop
         self._observed = None
         if service.observer is not None:
-            reads_cache = request.params.prompt_logprobs is None
             queued = [
-                QueuedRequest(prepared.prompt, stream.metrics, reads_cache)
+                QueuedRequest(prepared.prompt, stream.metrics, prepared.request.reads_cache)
                 for prepared, stream in zip(request.requests, streams, strict=True)
             ]
             self._observed = service.observer.on_queued(request.id, queued)

@@ -12,12 +12,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from quire.core.checks import shown
-from quire.core.owner_labels import OPERATOR
 from quire.engine.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
 from quire.server.api.generation import Generation
 from quire.server.api.output_formats import NO_TOOLS, ToolUse
 from quire.server.api.preparation import constrained
+from quire.server.api.priority import check_priority_granted
 from quire.server.api.request_parsing import read_body
 from quire.server.api.responses import create_response
 from quire.server.chat.preprocessing import prepare_chat
@@ -110,7 +110,7 @@ def _checked_request(
     checked = checked_params(body, service)
     check_cache_salt(body.cache_salt, service.options.max_salt_chars)
     key_number = key_number_of(request)
-    _check_priority_granted(service, checked.priority, key_number)
+    check_priority_granted(service, checked.priority, key_number)
     call = OpenAIRequest(
         id=request_id, model=model, created=int(time.time()), checked=checked, stream=bool(body.stream),
         hides_output=body.max_tokens == 0, cache_salt=body.cache_salt, key_number=key_number,
@@ -128,13 +128,3 @@ def _tool_use(service: Service, body: ChatBody) -> ToolUse:
         invalid(f"tool_choice {shown(body.tool_choice)} needs tools", param="tool_choice")
     is_parallel = body.parallel_tool_calls is not False
     return tool_use(body.tools, body.tool_choice, service.formats, is_parallel=is_parallel)
-
-
-def _check_priority_granted(service: Service, priority: int, key_number: int) -> None:
-    """Raise ApiError 400 for a priority below 0, which comes before all others, without the right to it."""
-    if priority < 0 and key_number != OPERATOR and not service.options.allow_client_priority:
-        message = (
-            f"priority must be 0 or more, got {priority}: below 0 it needs the operator's key (operator_api_key), or a "
-            f"server that grants it to all clients (allow_client_priority)"
-        )
-        invalid(message, param="priority", code="unsupported_parameter")

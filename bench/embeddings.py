@@ -1,0 +1,137 @@
+"""Throughput of embeddings beside transformers: 512 texts of mixed lengths, the same model, threads and dtype.
+
+    python bench/embeddings.py [--model FOLDER] [--dtype float32] [--texts 512] [--turns 3] [--threads N]
+
+Without a folder, a random model of Qwen3-Embedding-0.6B's width with fewer layers is written first, so no download is
+needed. Transformers gets its texts sorted by length, in batches of --batch with padding, which is the best that it can
+do; both sides get token ids. OpenVINO takes part where optimum-intel is installed. Turns alternate; the best of each is
+printed with the spread, and how far the vectors are apart.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModel, AutoModelForCausalLM, Qwen3Config
+
+from quire import LLM
+
+try:
+    from optimum.intel import OVModelForFeatureExtraction
+except ImportError:
+    OVModelForFeatureExtraction = None
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 32_000, "hidden_size": 1024,
+    "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "tie_word_embeddings": True, "rope_theta": 1e6,
+}  # fmt: skip
+Vectors = NDArray[np.float32]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--texts", type=int, default=512)
+    parser.add_argument("--longest", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.model or write_model(Path(scratch))
+        vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        prompts = make_prompts(options.texts, options.longest, vocab_size)
+        num_tokens = sum(map(len, prompts))
+        sides: dict[str, Callable[[], Vectors]] = {
+            "quire": quire_side(folder, options.dtype, prompts),
+            "transformers": transformers_side(folder, options.dtype, prompts, options.batch),
+        }
+        if (openvino := openvino_side(folder, prompts, options.batch)) is not None:
+            sides["openvino"] = openvino
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        vectors: dict[str, Vectors] = {}
+        for _ in range(options.turns):
+            for name, embed in sides.items():
+                started = time.perf_counter()
+                vectors[name] = embed()
+                seconds[name].append(time.perf_counter() - started)
+        print(f"{options.texts} texts, {num_tokens} tokens, {options.dtype}, {options.threads} threads")
+        for name, taken in seconds.items():
+            apart = np.abs(vectors[name] - vectors["quire"]).max()
+            print(f"{name:12} {options.texts / min(taken):8.1f} texts/s {num_tokens / min(taken):10.0f} tokens/s "
+                  f"best {min(taken):6.2f} s, worst {max(taken):6.2f} s, vectors apart {apart:.1e}")
+
+
+def write_model(folder: Path) -> Path:
+    """Write a model with random weights that transformers and Quire read alike."""
+    torch.manual_seed(0)
+    known = {name: value for name, value in CONFIG.items() if name != "architectures"}
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**known), dtype=torch.float32)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"dtype": "float32"}))
+    return folder
+
+
+def make_prompts(num: int, longest: int, vocab_size: int) -> list[list[int]]:
+    """Return token ids with lengths spread evenly over octaves, as passages and questions are mixed."""
+    rng = random.Random(0)
+    lengths = [int(8 * (longest / 8) ** rng.random()) for _ in range(num)]
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def quire_side(folder: Path, dtype: str, prompts: list[list[int]]) -> Callable[[], Vectors]:
+    llm = LLM(folder, dtype=dtype, runner="pooling", enable_prefix_caching=False, max_model_len=4096)
+
+    def embed() -> Vectors:
+        return np.array([each.outputs.embedding for each in llm.embed(prompts, use_tqdm=False)], dtype=np.float32)
+
+    return embed
+
+
+def transformers_side(folder: Path, dtype: str, prompts: list[list[int]], batch: int) -> Callable[[], Vectors]:
+    model = AutoModel.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    return lambda: padded(lambda ids, mask: model(ids, attention_mask=mask).last_hidden_state, prompts, batch)
+
+
+def openvino_side(folder: Path, prompts: list[list[int]], batch: int) -> Callable[[], Vectors] | None:
+    if OVModelForFeatureExtraction is None:
+        return None
+    model = OVModelForFeatureExtraction.from_pretrained(folder, export=True)
+    return lambda: padded(
+        lambda ids, mask: model(input_ids=ids, attention_mask=mask).last_hidden_state, prompts, batch
+    )
+
+
+@torch.inference_mode()
+def padded(
+    states_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], prompts: list[list[int]], batch: int
+) -> Vectors:
+    """Return the normalized last states of prompts, in batches of similar lengths, padded behind."""
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    found: list[Vectors | None] = [None] * len(prompts)
+    for start in range(0, len(order), batch):
+        part = order[start : start + batch]
+        lengths = torch.tensor([len(prompts[index]) for index in part])
+        ids = torch.zeros(len(part), int(lengths.max()), dtype=torch.int64)
+        for row, index in enumerate(part):
+            ids[row, : lengths[row]] = torch.tensor(prompts[index])
+        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+        last = states_of(ids, mask)[torch.arange(len(part)), lengths - 1].float()
+        for index, vector in zip(part, torch.nn.functional.normalize(last, dim=1).numpy(), strict=True):
+            found[index] = vector
+    return np.array(found, dtype=np.float32)
+
+
+if __name__ == "__main__":
+    main()

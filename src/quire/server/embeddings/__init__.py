@@ -1,0 +1,1 @@
+"""Embeddings and scores over HTTP: /v1/embeddings, /pooling, /score and /rerank."""
