@@ -76,7 +76,7 @@ def test_completion(client: OpenAI, reciter: Reciter) -> None:
 def test_list_of_prompts(client: OpenAI, reciter: Reciter) -> None:
     prompts = [reciter.prompt(), reciter.prompt(1)]
     alone = [client.completions.create(**GREEDY, prompt=one, max_tokens=9).choices[0].text for one in prompts]
-    together = client.completions.create(**GREEDY, prompt=prompts, max_tokens=9, n=2)
+    together = client.completions.create(**SAMPLED, prompt=prompts, max_tokens=9, n=2, extra_body={"top_k": 1})
     assert [(choice.index, choice.text) for choice in together.choices] == list(
         enumerate([alone[0], alone[0], alone[1], alone[1]])
     )
@@ -111,7 +111,7 @@ def test_first_piece_comes_before_the_end(client: OpenAI, server: ServerProcess)
 
 def test_usage_comes_last_if_asked_for(client: OpenAI, reciter: Reciter) -> None:
     asked = client.completions.create(
-        **GREEDY, prompt=reciter.prompt(), max_tokens=5, n=2, stream=True, stream_options={"include_usage": True}
+        **SAMPLED, prompt=reciter.prompt(), max_tokens=5, n=2, stream=True, stream_options={"include_usage": True}
     )
     *chunks, last = asked
     assert all(chunk.usage is None and len(chunk.choices) == 1 for chunk in chunks)
@@ -394,7 +394,7 @@ def test_models(client: OpenAI) -> None:
         ({"extra_body": {"top_k": -5}}, "top_k", None),
         ({"extra_body": {"min_p": 1.5}}, "min_p", None),
         ({"extra_body": {"use_beam_search": True}, "top_p": 0.5}, "top_p", None),
-        ({"extra_body": {"length_penalty": 2.0}}, "length_penalty", None),
+        ({"extra_body": {"length_penalty": 11.0}}, "length_penalty", None),
         ({"stream_options": {"include_usage": True}}, "stream_options", None),
     ],
 )
