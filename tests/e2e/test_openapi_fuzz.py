@@ -19,7 +19,9 @@ from support.metrics_page import wait_until_idle
 from support.reciting_model import Reciter
 from support.server import ServerProcess, running_server
 
-SMALL = ("--max-model-len", "128", "--num-kv-blocks", "256", "--max-num-seqs", "16", "--max-n", "4")
+SMALL = (
+    "--max-model-len", "128", "--num-kv-blocks", "256", "--max-num-seqs", "16", "--max-n", "4", "--runner", "pooling",
+)  # fmt: skip
 CHECKS = (
     "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance",
     "negative_data_rejection", "unsupported_method", "contracts_form",
@@ -28,7 +30,7 @@ ERROR_TYPES = ("invalid_request_error", "rate_limit_error", "server_error")
 ANTHROPICS = "/v1/messages"  # has a form of its own, as all below it
 PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize", "/v1/prefixes", ANTHROPICS,
-    f"{ANTHROPICS}/count_tokens",
+    f"{ANTHROPICS}/count_tokens", "/v1/embeddings", "/pooling", "/score", "/rerank",
 )
 MANY, FEW = 500, 4
 
