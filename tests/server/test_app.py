@@ -49,8 +49,9 @@ def test_ranges_are_those_of_the_parameters() -> None:
         kinds = kinds_of(fields[name])
         kind = kinds.get("number") or kinds["integer"] | {"minimum": int(kinds["integer"]["minimum"])}
         SamplingParams(**{name: kind["maximum"]})
-        with pytest.raises(ValueError, match=name):
-            SamplingParams(**{name: kind["maximum"] + 1})
+        if name not in ("temperature", "seed"):  # of these, routes take less than Python does: see test_fields
+            with pytest.raises(ValueError, match=name):
+                SamplingParams(**{name: kind["maximum"] + 1})
         if "exclusiveMinimum" in kind:
             with pytest.raises(ValueError, match=name):
                 SamplingParams(**{name: kind["exclusiveMinimum"]})

@@ -27,7 +27,9 @@ MAX_HTTP_TEMPERATURE = 2.0      # OpenAI's and vLLM's; Python takes more
 
 # Other forms of a number and of a flag, loosely: pydantic reads them, and refuses what is none.
 _NUMBER_FORMS: tuple[Schema, ...] = ({"type": "string", "pattern": "[0-9]"}, {"type": "boolean"}, NULL)
-_FLAG_FORMS: tuple[Schema, ...] = ({"enum": [0, 1]}, {"type": "string", "pattern": "^[A-Za-z01]+$"}, NULL)
+_FLAG_FORMS: tuple[Schema, ...] = (
+    {"type": "integer", "minimum": 0, "maximum": 1}, {"type": "string", "pattern": "^[A-Za-z01]+$"}, NULL,
+)  # fmt: skip
 Flag = Annotated[bool | None, documented_as({"type": "boolean"}, *_FLAG_FORMS)]
 Lenient = ConfigDict(strict=False)
 
@@ -196,7 +198,7 @@ class GenerationBody(OpenAIBody):
     add_special_tokens: Flag = None
     spaces_between_special_tokens: Flag = None
     truncate_prompt_tokens: Annotated[int | None, _integer(-1)] = None
-    truncation_side: Annotated[str | None, documented_as({"enum": ["left", "right", None]})] = None
+    truncation_side: Annotated[str | None, documented_as({"type": "string", "enum": ["left", "right"]}, NULL)] = None
     echo: Flag = None
     response_format: Annotated[Any, documented_as(_RESPONSE_FORMAT, NULL)] = None
     structured_outputs: Annotated[Any, documented_as({"type": "object"}, NULL)] = None
