@@ -28,7 +28,7 @@ Conjunction = list[Mapping[str, Any]]  # schemas that a value has to fit, all of
 
 
 def without_disjoint_one_of(schema: Any) -> Any:  # noqa: ANN401 (JSON)
-    """Return a schema with `anyOf` in place of each `oneOf` whose branches are proven to be disjoint."""
+    """Return a schema with `anyOf` in place of each `oneOf` with branches that are proven to be disjoint."""
     return _Prover(schema).rewritten(schema) if has_one_of(schema) else schema
 
 

@@ -83,7 +83,7 @@ class StepPlan(Struct, frozen=True, array_like=True):
     the position after it in row `sample_rows[j]`: the same row in most cases, the rows of all branches when the prompt
     of a request with n > 1 has just been computed. A row has no sample, one, or, with drafts, several at consecutive
     positions. A row with a `pool` has none: the entry that ends with its last token returns a vector, as
-    `RowResult.pooled`. Entries in `stored_entries` are of one token whose keys and values are in the cache: only its
+    `RowResult.pooled`. Entries in `stored_entries` are of one token with keys and values in the cache: only its
     logits are computed, nothing is written.
     """
 

@@ -42,7 +42,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pool(msgspec.Struct, tag="pool", array_like=True, frozen=True):
-    """The task of a request whose prompt becomes a vector; no token is sampled.
+    """The task of a request for the vector of its prompt; no token is sampled.
 
     With `token_ids` the vector is the logits of these tokens behind the prompt; else it is the pooled hidden states,
     of which the first `num_dimensions` are kept (0: all), then normalized if asked for.

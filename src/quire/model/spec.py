@@ -132,7 +132,7 @@ class DecoderSpec:
     embedding_size: int = 0                     # 0: hidden_size; else projected in and out
     has_final_norm: bool = True
     is_head_tied: bool = False                  # the head is the embedding table
-    has_head: bool = True                       # False: a base model, whose hidden states are pooled
+    has_head: bool = True                       # False: a base model; its hidden states are pooled
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)

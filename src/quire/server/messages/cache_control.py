@@ -36,7 +36,7 @@ Json = dict[str, Any]
 class Mark(NamedTuple):
     """The last block that is marked: `message` -2 in the tools, -1 in the system text, else the number of a message.
 
-    `block` -1: the whole message, whose content is one text.
+    `block` -1: the whole message; its content is one text.
     """
 
     message: int

@@ -42,7 +42,7 @@ class _Forwarded(Response):
 
 @router.post("/invocations", include_in_schema=False)
 async def invoke(request: Request) -> Response:
-    """Answer as the route does whose required field the body has: messages, prompt and so on."""
+    """Answer as the route does that requires a field of the body: messages, prompt and so on."""
     raw, names = await read_field_names(request)
     served = request.app.openapi()["paths"]  # cached
     paths = {field: path for field, path in ROUTES.items() if path in served}
