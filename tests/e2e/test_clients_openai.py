@@ -438,7 +438,7 @@ def test_unknown_model_and_route(client: OpenAI) -> None:
         client.models.retrieve("gpt-none")
     assert raised.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError) as raised:
-        client.embeddings.create(model=MODEL, input="x")
+        client.files.list()
     assert raised.value.code == "unknown_url"
 
 

@@ -20,7 +20,7 @@ from quire.server.errors import shutting_down
 from support.openai_server import LIMIT_S, OpenAIServer, events_of, openai_server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
+LONG = {"max_tokens": 900, "ignore_eos": True, "seed": 0}
 
 
 def connect(server: OpenAIServer, path: str, **body: Any) -> socket.socket:  # noqa: ANN401 (JSON)

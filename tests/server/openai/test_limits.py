@@ -114,7 +114,11 @@ BODIES: dict[str, list[Case]] = {
 }
 # Of the connection, and of time: the tests that show them.
 CONSTRAINTS = "tests/server/structured/test_structured_outputs.py::test_what_cannot_constrain_is_refused_by_name"
+VECTORS = "tests/server/embeddings/test_embeddings.py::"
 ELSEWHERE = {
+    "max_embedding_inputs": f"{VECTORS}test_bad_embedding_requests_name_field_and_limit",
+    "max_rerank_documents": f"{VECTORS}test_bad_requests_for_scores_name_field_and_limit",
+    "max_pooling_bytes": f"{VECTORS}test_bad_embedding_requests_name_field_and_limit",
     **dict.fromkeys(("max_grammar_bytes", "max_regex_bytes", "max_regex_length", "max_choice_texts"), CONSTRAINTS),
     "max_queued_requests": "tests/server/test_service.py::test_requests_that_wait_in_the_engine_count",
     "max_queued_tokens": "tests/server/test_service.py::test_queued_tokens_are_bounded_in_sum",

@@ -145,8 +145,9 @@ async def _conversation(body: ConversationBody, service: Service, use: ToolUse, 
     def convert() -> Conversation:
         messages = openai_messages(system_blocks(body.system), body.messages)
         is_continued = continues(messages)
+        variables = template_variables(thinking_effort(body), None, param="output_config.effort")
         return Conversation(
-            messages=messages, tools=use.tools, variables=template_variables(thinking_effort(body), None),
+            messages=messages, tools=use.tools, variables=variables,
             add_generation_prompt=not is_continued, continue_final_message=is_continued,
         )  # fmt: skip
 
