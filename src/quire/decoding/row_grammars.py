@@ -52,7 +52,8 @@ class StepGrammars(Protocol):
     def finish_masks(self, is_computed: Callable[[], bool] = lambda: True) -> None:
         """Decide which rows are late. Call it once, when the forward pass is under way: waits until it `is_computed`.
 
-        A step that computes other rows, without grammars, waits no longer; one of such rows alone a little.
+        A step that computes other rows, without grammars, waits no longer; one of such rows alone as long as masks
+        keep coming.
         """
 
     def masks(self) -> TokenMasks:

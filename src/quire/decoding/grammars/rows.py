@@ -17,7 +17,7 @@ from quire.kernels.token_masks import num_words
 
 IDLE_STEPS = 16  # without a sample, after which a row's matcher is dropped: its sequence may have ended
 MAX_THREADS = 8
-MASKS_WAIT_S = 0.001  # that a step of rows with grammars alone waits for masks that are not filled when it is computed
+MASKS_WAIT_S = 0.004  # in which another mask must be filled, for a step of rows with grammars alone to wait for more
 MASK_WAIT_S = 0.01    # the same, if not one is filled: the step would give nothing
 MAX_MASK_S = 30.0     # after which a row without its mask fails; LIMITS allow some 8 ms, compiling again some seconds
 _POLL_S = 0.0002
@@ -134,7 +134,10 @@ class StepMasks:
         while not is_computed():
             time.sleep(_POLL_S)
         if not self._has_others:
-            wait(self._filling, MASKS_WAIT_S)
+            num_before, num_filled = -1, 0
+            while num_before < num_filled < len(self._entries):  # a late row is computed again: waiting costs less
+                wait(self._filling, MASKS_WAIT_S)
+                num_before, num_filled = num_filled, sum(map(_is_ready, self._entries.values()))
             deadline_s = time.monotonic() + MASK_WAIT_S
             while not any(map(_is_ready, self._entries.values())) and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
