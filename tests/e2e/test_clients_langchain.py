@@ -110,7 +110,7 @@ def test_chat_extra_fields(chat: Callable[..., ChatOpenAI], message: HumanMessag
 
 
 def test_chat_errors(chat: Callable[..., ChatOpenAI], message: HumanMessage) -> None:
-    with pytest.raises(openai.BadRequestError, match="temperature must be a number from 0 to 100, got -1"):
+    with pytest.raises(openai.BadRequestError, match="temperature must be a number from 0 to 2, got -1"):
         chat(temperature=-1).invoke([message])
     with pytest.raises(openai.BadRequestError) as raised:
         list(chat(max_completion_tokens=5000).stream([message]))
