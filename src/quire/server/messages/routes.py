@@ -63,7 +63,7 @@ async def create_message(request: Request) -> Response:
     record = record_of(request.scope)
     record.request_id, record.model = f"msg_{uuid.uuid4().hex}", service.check_model(body.model)
     record.stream, record.num_prompts = bool(body.stream), 1
-    mark = last_mark(body) if service.options.max_pinned_prefixes else None
+    mark = last_mark(body)
     with _anthropic_names():
         call = MessagesRequest(
             id=record.request_id, model=record.model, created=int(time.time()),
@@ -75,7 +75,7 @@ async def create_message(request: Request) -> Response:
             call = await constrained(service, call, _constraints(body))
             conversation = await _conversation(body, service, call.tools, call.client_id)
             call = await prepare_chat(service, call, conversation)
-            if mark is not None:
+            if mark is not None and service.options.max_pinned_prefixes:
                 cut = await service.threads.run(
                     len(body.messages), partial(cut_conversation, body, mark, conversation), call.client_id
                 )
