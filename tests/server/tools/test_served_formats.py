@@ -1,12 +1,15 @@
 """Formats of a served model: recognized or named, and what they say of an output."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from llguidance import LLMatcher
 from tokenizers import AddedToken
 
 from quire.core.errors import ConfigError
+from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
 from quire.server.api.output_formats import NO_TOOLS, OutputReading, ToolUse
 from quire.server.options import ServerOptions
 from quire.server.tools.output_format import Content, Reasoning, served_formats
@@ -25,9 +28,12 @@ CONSTRAINED = [
 ]  # fmt: skip
 
 
-def formats(folder: Path, template: str = KNOWING_TEMPLATE, **options: str) -> ServedFormats:
+def formats(
+    folder: Path, template: str = KNOWING_TEMPLATE, added: Sequence[AddedToken] = (), **options: str
+) -> ServedFormats:
     tokenizer = small_tokenizers.byte_level()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens(list(added))
     small_tokenizers.save(tokenizer, folder, chat_template=template)
     return served_formats(Tokenizer.from_folder(folder), ServerOptions(**options))
 
@@ -118,3 +124,22 @@ def test_answer_of_a_format_with_channels_is_its_final_message(tmp_path: Path) -
     parser = reading.new_parser()
     events = parser.feed(f"{thinking}<|channel|>final<|message|>ab") + parser.finish()
     assert events == [Reasoning("Hm."), Content("ab")]
+
+
+def matched(folder: Path, grammar: str | None, text: str) -> int:
+    """Return how many tokens of a text the grammar allows, as the engine compiles it."""
+    tokenizer = Tokenizer.from_folder(folder)
+    spelled = TokenizerText(str(tokenizer.exact_json()), tokenizer.vocab_size, tokenizer.eos_token_id)
+    matcher = LLMatcher(read_vocabulary(spelled, tokenizer.vocab_size, frozenset()), str(grammar))
+    return matcher.try_consume_tokens(tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("is_special", [True, False], ids=["special", "as Qwen3's"])
+def test_grammars_allow_markers_as_the_tokens_that_the_model_writes(tmp_path: Path, is_special: bool) -> None:
+    markers = ("<think>", "</think>", "<tool_response>")
+    served = formats(tmp_path, added=[AddedToken(text, special=is_special, normalized=False) for text in markers])
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    for prompt, text in ((PROMPT, "<think>hm</think>\n\na"), (f"{PROMPT}<think>\n", "hm</think>\n\nb")):
+        grammar = served.grammar(prompt, NO_TOOLS, "start: /[ab]/\n")
+        assert matched(tmp_path, grammar, text) == len(tokenizer.encode(text, add_special_tokens=False))
+    assert all(tokenizer.token_text(token_id) in SPECIAL for token_id in served.kept_token_ids) is not is_special

@@ -38,13 +38,13 @@ class ServedFormats:
         if self.calls is None and is_described and options.tool_call_parser == "auto":
             self.calls = FALLBACK
         self._special = {} if tokenizer is None else {
-            tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_token_ids
+            tokenizer.token_text(token_id): token_id for token_id in tokenizer.unspelled_token_ids
         }  # fmt: skip
         texts = (self.calls or FALLBACK).marker_texts
         texts += () if self.reasoning is None else self.reasoning.marker_texts
-        self.kept_token_ids = frozenset(
+        self.kept_token_ids = frozenset() if tokenizer is None else tokenizer.special_token_ids & {
             token_id for special, token_id in self._special.items() if any(special in text for text in texts)
-        )
+        }
 
     def reading(self, prompt: str, use: ToolUse, *, shows_reasoning: bool) -> OutputReading | None:
         """Return how to read outputs that continue a rendered prompt; None if they are content alone."""
