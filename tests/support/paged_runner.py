@@ -47,6 +47,11 @@ class PagedRunner:
         pieces = [list(tokens[start:stop]) for start, stop in pairwise(borders)]
         return torch.cat([self.step({name: piece})[name] for piece in pieces])
 
+    def truncate(self, name: str, num_tokens: int) -> None:
+        """Take back a sequence's last tokens; what they have written stays where it is until it is overwritten."""
+        assert num_tokens <= self._lengths[name], f"{name} has {self._lengths[name]} tokens"
+        self._lengths[name] = num_tokens
+
     def table(self, name: str) -> list[int]:
         """Return a sequence's blocks."""
         return self._tables[name]
