@@ -82,17 +82,16 @@ class LLM:
         generation_config: str | Path = "auto",
         override_generation_config: str | Mapping[str, Any] | None = None,
         hf_overrides: str | Mapping[str, Any] = "",
+        speculative_config: str | Mapping[str, Any] | None = None,
         **settings: Any,  # noqa: ANN401
     ) -> None:
-        overrides = hf_overrides if isinstance(hf_overrides, str) else json.dumps(dict(hf_overrides))
         found, text, swap = (None if path is None else str(path) for path in (model, tokenizer, swap_dir))
         if engine_settings is not None:
             settings = engine_settings(settings, _SETTINGS)
-        override = override_generation_config or ""
-        override = override if isinstance(override, str) else json.dumps(dict(override))
         options = EngineOptions(
             found, tokenizer=text, swap_dir=swap, generation_config=str(generation_config),
-            override_generation_config=override, hf_overrides=overrides, **settings,
+            override_generation_config=_as_json(override_generation_config), hf_overrides=_as_json(hf_overrides),
+            speculative_config=_as_json(speculative_config), **settings,
         )  # fmt: skip
         self._assembled: AssembledEngine | None = assemble(options, loads_tokenizer=True)
         self._outputs = OutputProcessor(self._assembled.tokenizer)
@@ -466,6 +465,11 @@ class LLM:
 def _vector(output: RequestOutput) -> "array[float]":
     assert output.pooled is not None, "a request for a vector gave none"
     return output.pooled
+
+
+def _as_json(given: str | Mapping[str, Any] | None) -> str:
+    """Return a setting that may be given as an object, as JSON; empty for none."""
+    return json.dumps(dict(given)) if isinstance(given, Mapping) else given or ""
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

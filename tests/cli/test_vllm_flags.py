@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quire.core.speculation import SpeculationConfig
 from quire.engine.options import EngineOptions
 from quire.server.options import ServerOptions
 
@@ -114,10 +115,25 @@ def test_switches_have_a_negative_form(serve: Serve, monkeypatch: pytest.MonkeyP
 def test_json_may_be_given_key_by_key(serve: Serve, run: Run) -> None:
     _, _, lines = serve("--compilation-config.mode 3 --compilation_config.pass_config.enable_fusion=true -ac.backend X")
     assert [line.split()[1] for line in lines] == ["--compilation-config", "-ac"]
-    assert "--speculative-config {'method': 'ngram', 'sizes': ['1', '2'], 'of': {'depth': 2}} is not" in refusal(
-        run, "serve", "--speculative-config.method", "ngram", "--speculative-config.sizes+", "1,2",
-        "--speculative-config.of.depth", "2",
+    assert "--watermark-config {'method': 'ngram', 'sizes': ['1', '2'], 'of': {'depth': 2}} is not" in refusal(
+        run, "serve", "--watermark-config.method", "ngram", "--watermark-config.sizes+", "1,2",
+        "--watermark-config.of.depth", "2",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--speculative-config.method suffix --speculative-config.num_speculative_tokens 3",
+        """-sc {"method":"suffix","num_speculative_tokens":3}""",
+        "--spec-method suffix --spec-tokens 3",
+        "--spec-method=suffix --num-speculative-tokens 3",
+    ],
+)
+def test_speculation_is_configured_in_vllm_s_forms(serve: Serve, line: str) -> None:
+    engine, _, lines = serve(line)
+    assert engine.speculation == SpeculationConfig("suffix", 3)
+    assert lines == []
 
 
 @pytest.mark.parametrize(

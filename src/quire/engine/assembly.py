@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig, SchedulerConfig
-from quire.core.errors import ModelError
+from quire.core.errors import ConfigError, ModelError
 from quire.core.sequence import Request
 from quire.decoding.row_grammars import RowGrammars
 from quire.engine.device_sizing import configs_for
@@ -19,6 +19,7 @@ from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.batch import PersistentBatch
 from quire.execution.cuda_worker import CudaWorker
 from quire.execution.device_memory import device_allocator
+from quire.execution.drafter import Drafter
 from quire.execution.executor import Executor, LocalExecutor
 from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import CudaSwapper, Swapper
@@ -37,6 +38,13 @@ except ModuleNotFoundError as error:
     if not (error.name or "").startswith(("quire.decoding.grammars", "llguidance")):
         raise
     ConstrainedDecoding = None  # type: ignore[assignment,misc]  # optional: without it requests with grammars are refused
+
+try:
+    from quire.execution.drafting.drafters import make_drafter
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith("quire.execution.drafting"):
+        raise
+    make_drafter = None  # type: ignore[assignment]  # optional: without it speculative_config is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +122,8 @@ def _build(
     batch = PersistentBatch(scheduling.max_num_seqs, scheduling.max_model_len, cache.block_size, vocab_size)
     kv = KVCache.allocate(model.kv_geometry, cache.num_blocks, cache.block_size, model.back_end, allocator)
     swapper = None if cache.num_swap_blocks == 0 else _swapper(options, cache, model, kv)
-    executor = _executor(model, kv, batch, swapper, None if grammars is None else grammars.rows)
+    drafter = _drafter(options, batch)
+    executor = _executor(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter)
 
     def is_prepared(request: Request) -> bool:
         structured_outputs = request.params.structured_outputs
@@ -161,12 +170,28 @@ def _scheduler(
 
 
 def _executor(
-    model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None, grammars: RowGrammars | None
-) -> Executor:
-    """Return the executor for the model's device: on a GPU one that takes the next step while one runs."""
+    model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None,
+    grammars: RowGrammars | None, drafter: Drafter | None,
+) -> Executor:  # fmt: skip
+    """Return the executor for the model's device: on a GPU one that takes the next step while one runs.
+
+    With a drafter the next plan has to wait for the drafts.
+    """
     if model.device.type == "cuda":
-        return AsyncCudaExecutor(CudaWorker(model, cache, batch, swapper, grammars))
-    return LocalExecutor(Worker(model, cache, batch, swapper, grammars))
+        worker = CudaWorker(model, cache, batch, swapper, grammars, drafter)
+        return AsyncCudaExecutor(worker, max_steps_in_flight=2 if drafter is None else 1)
+    return LocalExecutor(Worker(model, cache, batch, swapper, grammars, drafter))
+
+
+def _drafter(options: EngineOptions, batch: PersistentBatch) -> Drafter | None:
+    """Return the drafter that the options ask for. Raises ConfigError where speculative decoding is not installed."""
+    if options.speculation is None:
+        return None
+    if make_drafter is None:
+        raise ConfigError(
+            "speculative_config needs the package quire.execution.drafting, which is not in this installation"
+        )
+    return make_drafter(options.speculation, batch)
 
 
 def _swapper(options: EngineOptions, config: CacheConfig, model: LanguageModel, cache: KVCache) -> Swapper:

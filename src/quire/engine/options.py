@@ -18,6 +18,7 @@ from quire.core.config import (
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import KVCacheDtype
 from quire.core.options import SIZE, check_options, option, parse_bytes
+from quire.core.speculation import DEFAULT_DRAFTS, MAX_DRAFTS, SpeculationConfig, parse_speculation
 from quire.model.pooler import Runner, parse_overrides
 from quire.model.quantization import (
     DEFAULT_GROUP_SIZE,
@@ -180,6 +181,23 @@ class EngineOptions:
         row="`True`: a token that is the only one that a grammar allows is appended without sampling, and a run of "
         "them is computed as a chunk; the same tokens",
     )  # fmt: skip
+    speculative_config: str = _engine(
+        "", "speculative decoding, as JSON: method, model, num_speculative_tokens, ...", metavar="JSON",
+        row="speculative decoding: a JSON object (in Python also a dict) with `method` (`ngram`, `suffix` or "
+        f"`draft_model`), `model`, `num_speculative_tokens` (1 to {MAX_DRAFTS}; {DEFAULT_DRAFTS}), `prompt_lookup_min` "
+        "and `prompt_lookup_max`; the same tokens. Not with static batches, nor with a `memory_policy` other than "
+        "`paged`",
+    )  # fmt: skip
+    spec_method: str | None = _engine(
+        None, "its method: ngram, suffix or draft_model", metavar="METHOD", row="key `method` of `speculative_config`"
+    )
+    spec_model: str | None = _engine(
+        None, "its draft model: folder, GGUF file or hub id", metavar="MODEL", row="key `model` of `speculative_config`"
+    )
+    spec_tokens: int | None = _engine(
+        None, "the most tokens of a draft", low=1, high=MAX_DRAFTS, shown_default=str(DEFAULT_DRAFTS),
+        row="key `num_speculative_tokens` of `speculative_config`",
+    )  # fmt: skip
     preemption_mode: PreemptionMode = _engine(
         "auto", "how a preempted request comes back",
         row="how a preempted request is resumed: `recompute`; `swap`, its blocks are moved out and back in; `auto`, "
@@ -236,6 +254,11 @@ class EngineOptions:
                 f"max_kv_share_per_key {self.max_kv_share_per_key} needs memory_policy 'paged', "
                 f"got {self.memory_policy!r}"
             )
+        if self.speculation is not None and (self.batching, self.memory_policy) != ("continuous", "paged"):
+            raise ConfigError(
+                f"speculative_config needs batching 'continuous' and memory_policy 'paged', got {self.batching!r} and "
+                f"{self.memory_policy!r}"
+            )
         self._check_swap()
         self._check_override()
         _ = self.quantization_options, self.given_chat_template
@@ -262,6 +285,11 @@ class EngineOptions:
     def quantization_options(self) -> QuantizationOptions:
         """The quantization that is asked for. Raises ConfigError for a group size that there is none of."""
         return QuantizationOptions(self.quantization, self.quantization_group_size, self.quantization_activations)
+
+    @property
+    def speculation(self) -> SpeculationConfig | None:
+        """The speculative decoding that is asked for, or None. Raises ConfigError for what is not supported."""
+        return parse_speculation(self.speculative_config, self.spec_method, self.spec_model, self.spec_tokens)
 
     def _check_swap(self) -> None:
         swap_bytes = 0 if self.swap_space is None else parse_bytes(self.swap_space, "swap_space", low=0)

@@ -7,12 +7,13 @@ from quire.execution.cuda_worker import CudaWorker, StepInFlight
 
 
 class AsyncCudaExecutor:
-    """One CUDA worker in this process. A step is launched when it is submitted."""
+    """One CUDA worker in this process. A step is launched when it is submitted.
 
-    max_steps_in_flight = 2
+    `max_steps_in_flight` 1: for a worker with a drafter, whose drafts are part of the next plan.
+    """
 
-    def __init__(self, worker: CudaWorker) -> None:
-        self.worker = worker
+    def __init__(self, worker: CudaWorker, max_steps_in_flight: int = 2) -> None:
+        self.worker, self.max_steps_in_flight = worker, max_steps_in_flight
         self._steps = deque[StepInFlight]()
 
     def submit(self, plan: StepPlan) -> None:

@@ -22,6 +22,7 @@ from quire.decoding.sampling_state import LOGPROBS
 from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.cuda_graphs import CudaGraphCapture, CudaGraphRunner
 from quire.execution.device_memory import upload_step
+from quire.execution.drafter import Drafter
 from quire.execution.swapper import Swapper
 from quire.execution.worker import Worker
 from quire.model.kv_cache import KVCache
@@ -48,9 +49,9 @@ class CudaWorker(Worker):
 
     def __init__(
         self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
-        grammars: RowGrammars | None = None,
+        grammars: RowGrammars | None = None, drafter: Drafter | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(model, cache, batch, swapper, grammars)
+        super().__init__(model, cache, batch, swapper, grammars, drafter)
         self._last_tokens = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=model.device)  # by row
         self._completed_s = 0.0
         self._graphs: CudaGraphRunner | None = None
@@ -74,6 +75,8 @@ class CudaWorker(Worker):
         if hidden is not None and (inputs.pooled or self._has_prompt_logprobs(inputs)):
             hidden = hidden.clone()  # read when the step is completed, which may be after the next replay
         hidden = self.forward(forward) if hidden is None else hidden
+        if self._drafter is not None:
+            self._drafter.compute(forward)
         if inputs.grammars is not None:
             inputs.grammars.finish_masks(self._is_computed())
         sampled = self._start_sampling(inputs, hidden, logit_rows)

@@ -20,6 +20,7 @@ from quire.decoding.sampler import NOT_FINITE, SampledTokens, is_finite, join, p
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.verification import num_accepted
 from quire.execution.batch import PersistentBatch, StepInputs
+from quire.execution.drafter import Drafter, rows_to_draft
 from quire.execution.rates import Rate
 from quire.execution.swapper import Swapper
 from quire.model.batch import ForwardBatch
@@ -37,7 +38,7 @@ class Worker:
 
     def __init__(
         self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
-        grammars: RowGrammars | None = None,
+        grammars: RowGrammars | None = None, drafter: Drafter | None = None,
     ) -> None:  # fmt: skip
         self._model = model
         self._cache = cache           # of every model that shares the block tables; the first layers are the model's
@@ -46,6 +47,7 @@ class Worker:
         self._batch = batch
         self._swapper = swapper
         self._grammars = grammars     # None: no request has a grammar
+        self._drafter = drafter       # None: no row has drafts
         self._prefill_rate = Rate()
 
     @torch.inference_mode()
@@ -54,6 +56,8 @@ class Worker:
         started_s = time.perf_counter()
         inputs, swap_s = self._prepare(plan)
         hidden = self.forward(inputs.forward)                                      # [T, hidden]
+        if self._drafter is not None:
+            self._drafter.compute(inputs.forward)
         if inputs.grammars is not None:
             inputs.grammars.finish_masks()
         sampled = self._sample(inputs, hidden, torch.from_numpy(inputs.logit_rows))
@@ -72,6 +76,8 @@ class Worker:
         From here on masks are filled by other threads.
         """
         self._batch.apply(plan)
+        if self._drafter is not None:
+            self._drafter.apply(plan)
         inputs = self._batch.inputs(plan)
         if self._grammars is not None:
             self._grammars.apply(plan)
@@ -101,6 +107,8 @@ class Worker:
             vectors, unsound = pool(inputs.pooled, hidden, self._model.logits)
             results |= {row: RowResult(has_ended=True, pooled=vector.tobytes()) for row, vector in vectors.items()}
             failures |= unsound
+        if self._drafter is not None:
+            self._add_drafts(self._drafter, inputs, sampled, results, failures)
         return StepResult(
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
@@ -136,6 +144,23 @@ class Worker:
                 changed[row] = _with_progress(result, progress)
                 self._batch.append(row, behind, progress.forced)
         return changed
+
+    def _add_drafts(
+        self, drafter: Drafter, inputs: StepInputs, sampled: SampledTokens, results: dict[int, RowResult],
+        failures: Mapping[int, str],
+    ) -> None:  # fmt: skip
+        """Add the drafts of rows that continue to their results. Rows without drafts need no result of their own."""
+        for row, _, token_ids in inputs.drafts:
+            if row not in failures and not results[row].is_late:
+                drafter.record(row, len(token_ids), max(len(results[row].token_ids) - 1, 0))
+        drafts = drafter.draft(rows_to_draft(inputs, results, failures, self._batch.token_ids.shape[1]))
+        if not drafts:
+            return
+        samples = {row: index for index, row in enumerate(inputs.sample_rows.tolist())}
+        for row, drafted in drafts.items():
+            index = samples[row]    # the only one of a row without a result
+            own = results.get(row) or RowResult([sampled.token_ids[index]], _record_of(sampled, index))
+            results[row] = structs.replace(own, drafts=list(drafted))
 
     def _sample(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens:
         """Draw all samples at once; if that fails, one by one. hidden [T, hidden], logit_rows [N]."""

@@ -63,6 +63,16 @@ _SUPPORTED = (
     same(texts("served_model_name"), "repeatable, too"),
     same(config("structured_outputs_config")),
     same(
+        config("speculative_config", "-sc"),
+        "`method` `ngram`, `suffix` or `draft_model`, with `model`, `num_speculative_tokens` (up to 16), "
+        "`prompt_lookup_min` and `prompt_lookup_max`; other methods and keys end the start; no token changes "
+        "([speculation](speculation.md))",
+        values.json_text,
+    ),
+    same(text("spec_method"), "`ngram`, `suffix` or `draft_model`"),
+    same(text("spec_model")),
+    same(number("spec_tokens"), "up to 16", values.whole_number),
+    same(
         text("reasoning_parser"),
         "`auto`, the default, too: by the chat template ([tools](tools.md)); names of formats that have no parser here "
         "end the start with a list of those that have",
@@ -131,11 +141,7 @@ _MODEL = (
     *refused("no code from outside is run", texts("logits_processors"), text("io_processor_plugin"),
              text("reasoning_parser_plugin"), text("scheduler_cls"), text("worker_cls", "auto"),
              text("worker_extension_cls")),
-    *refused(
-        "there is no speculative decoding with a draft",
-        config("speculative_config", "-sc"), text("spec_method"), text("spec_model"), number("spec_tokens"),
-        text("per_request_spec_decode_metrics", "none"),
-    ),
+    *refused("drafts are counted for the whole engine", text("per_request_spec_decode_metrics", "none")),
     *refused("outputs have no watermarks", config("watermark_config")),
     *refused("there are no diffusion models", config("diffusion_config", "-dc")),
     *refused("there is no such memory", config("engram_config")),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from quire.vllm_arguments import values
-from quire.vllm_arguments.rows import Row, accepted, config, number, real, refused, same, switch, text, texts
+from quire.vllm_arguments.rows import Row, accepted, config, number, real, refused, renamed, same, switch, text, texts
 
 _ENGINE = (
     same(
@@ -41,8 +41,8 @@ _ENGINE = (
              real("rope_theta"), text("override_attention_dtype")),
     *refused("the model runs on one device, in one process", switch("worker_use_ray"), switch("engine_use_ray")),
     *refused("no code from outside is run", text("logits_processor_pattern")),
-    *refused("there is no speculative decoding with a draft", text("speculative_model"),
-             number("num_speculative_tokens")),
+    renamed(text("speculative_model"), "spec_model"),
+    renamed(number("num_speculative_tokens"), "spec_tokens", convert=values.whole_number),
     *refused("devices are CPUs and NVIDIA GPUs", config("override_neuron_config")),
 )
 _SERVER = (

@@ -62,6 +62,11 @@ def _real(given: str, shown: str) -> float:
 # --- values of options that Quire has, in vLLM's forms ---------------------------------------------------------------
 
 
+def json_text(given: object, _shown: str) -> str:
+    """Return JSON as a text, which may be given as an object."""
+    return given if isinstance(given, str) else json.dumps(given)
+
+
 def length(given: object, shown: str) -> Any:  # noqa: ANN401 (as `whole_number`)
     """Return a context length; None, the engine's choice, for -1 and auto."""
     if given == -1 or (isinstance(given, str) and given.strip().lower() in {"-1", "auto"}):

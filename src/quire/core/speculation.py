@@ -1,0 +1,106 @@
+"""Settings of speculative decoding: the method that drafts tokens, and how many, checked before anything is loaded.
+
+The keys and their meanings are those of vLLM's `speculative_config`.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from quire.core.errors import ConfigError
+
+SpeculationMethod = Literal["ngram", "suffix", "draft_model"]
+METHODS: tuple[str, ...] = get_args(SpeculationMethod)
+
+MAX_DRAFTS = 16           # tokens of a draft: rows of 17 tokens in a step of decodes
+DEFAULT_DRAFTS = 4
+MAX_LOOKUP = 64           # tokens of an n-gram
+DEFAULT_LOOKUP_MIN, DEFAULT_LOOKUP_MAX = 2, 5
+_SHORT_FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
+_KEYS = (*_SHORT_FLAGS, "prompt_lookup_min", "prompt_lookup_max")
+_MAX_SHOWN = 80           # characters of a value in an error
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """How tokens are drafted. `model`: of the method `draft_model` alone. The lookup sizes: of `ngram` alone."""
+
+    method: SpeculationMethod
+    num_speculative_tokens: int = DEFAULT_DRAFTS    # the most of one draft
+    model: str | None = None                        # folder, GGUF file or hub id
+    prompt_lookup_min: int = DEFAULT_LOOKUP_MIN     # tokens of the shortest n-gram
+    prompt_lookup_max: int = DEFAULT_LOOKUP_MAX     # of the longest
+
+
+def parse_speculation(
+    text: str, method: str | None = None, model: str | None = None, num_speculative_tokens: int | None = None
+) -> SpeculationConfig | None:
+    """Return the settings in a JSON object, and in the flags for three of its keys; None without any.
+
+    Raises ConfigError for an unknown key, a value out of range, a key that the method does not have, and a flag that
+    says another thing than the JSON.
+    """
+    keys = _json_object(text)
+    for (key, flag), value in zip(_SHORT_FLAGS.items(), (method, model, num_speculative_tokens), strict=True):
+        if value is None:
+            continue
+        if keys.get(key, value) != value:
+            raise ConfigError(f"{flag} is {_shown(value)}, but speculative_config has {key} {_shown(keys[key])}")
+        keys[key] = value
+    return _config(keys) if keys else None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Return the keys of a JSON object that have a value."""
+    try:
+        keys = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"speculative_config must be a JSON object, got {_shown(text)}: {error}") from error
+    if not isinstance(keys, dict):
+        raise ConfigError(f"speculative_config must be a JSON object, got {_shown(text)}")
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def _config(keys: dict[str, Any]) -> SpeculationConfig:
+    for key in keys:
+        if key not in _KEYS:
+            raise ConfigError(f"speculative_config can have {', '.join(_KEYS)}, got {_shown(key)}")
+    method, model = _method(keys), keys.get("model")
+    if method == "draft_model" and (not isinstance(model, str) or not model):
+        raise ConfigError(
+            "speculative_config with the method draft_model needs a model: folder, GGUF file or hub id, "
+            f"got {_shown(model)}"
+        )
+    if method != "draft_model" and model is not None:
+        raise ConfigError(f"speculative_config has the model {_shown(model)}, but the method {method} has no model")
+    lookups = [key for key in ("prompt_lookup_min", "prompt_lookup_max") if key in keys]
+    if method != "ngram" and lookups:
+        raise ConfigError(f"speculative_config has {lookups[0]}, but the method {method} has none; ngram has")
+    longest = _count(keys, "prompt_lookup_max", DEFAULT_LOOKUP_MAX, MAX_LOOKUP)
+    if "prompt_lookup_max" not in keys:
+        longest = max(longest, _count(keys, "prompt_lookup_min", DEFAULT_LOOKUP_MIN, MAX_LOOKUP))
+    shortest = _count(keys, "prompt_lookup_min", min(DEFAULT_LOOKUP_MIN, longest), longest)
+    num_drafts = _count(keys, "num_speculative_tokens", DEFAULT_DRAFTS, MAX_DRAFTS)
+    return SpeculationConfig(method, num_drafts, model, shortest, longest)
+
+
+def _method(keys: dict[str, Any]) -> Any:  # noqa: ANN401 (checked to be one of METHODS)
+    method = keys.get("method", "draft_model" if "model" in keys else None)
+    if method is None:
+        raise ConfigError(f"speculative_config needs a method: {', '.join(METHODS)}")
+    if method not in METHODS:
+        raise ConfigError(f"speculative_config: the method must be one of {', '.join(METHODS)}, got {_shown(method)}")
+    return method
+
+
+def _count(keys: dict[str, Any], key: str, default: int, high: int) -> int:
+    """Return a count from 1 to `high`."""
+    value = keys.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
+        raise ConfigError(f"speculative_config: {key} must be an integer from 1 to {high}, got {_shown(value)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    told = repr(value)
+    return told if len(told) <= _MAX_SHOWN else told[:_MAX_SHOWN] + "..."

@@ -1,0 +1,43 @@
+"""Speculative decoding on a real model: answers with drafts are those without, to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+
+# Texts that repeat themselves and texts that do not.
+PROMPTS = [
+    [5, 6, 7, 8, 9, 10] * 6,
+    [3, 4],
+    [(11 * i * i) % 290 for i in range(40)],
+    [40, 41, 42, 43] * 5,
+    list(range(20, 31)) * 3,
+]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=1, top_p=0.9, max_tokens=40, n=3),
+    SamplingParams(temperature=0.8, seed=2, presence_penalty=0.7, frequency_penalty=0.3, max_tokens=41, logprobs=2),
+    SamplingParams(temperature=0.3, seed=3, min_tokens=4, logit_bias={5: 3.0}, stop_token_ids=[5], max_tokens=50),
+    SamplingParams(temperature=0.5, seed=4, repetition_penalty=1.1, logprobs=0, prompt_logprobs=1, max_tokens=40),
+]
+
+
+def answers(model: Path, **settings: Any) -> list[object]:  # noqa: ANN401
+    with LLM(model, **{"max_num_batched_tokens": 64} | settings) as llm:
+        outputs = llm.generate([list(prompt) for prompt in PROMPTS], PARAMS, use_tqdm=False)
+        assert llm.kv_stats().used_blocks == 0
+    return [
+        [(b.text, b.token_ids, b.logprobs, b.cumulative_logprob, b.finish_reason, b.stop_reason) for b in each.outputs]
+        for each in outputs
+    ] + [each.prompt_logprobs for each in outputs]
+
+
+@pytest.mark.parametrize("method", ["ngram"])
+@pytest.mark.parametrize(
+    "settings", [{"num_kv_blocks": 80}, {"num_kv_blocks": 14, "num_swap_blocks": 9}], ids=["room", "preemption"]
+)
+def test_answers_are_the_same_to_the_bit(settings: dict[str, int], method: str, demo_model: Path) -> None:
+    drafting = {"method": method, "num_speculative_tokens": 5}
+    assert answers(demo_model, **settings) == answers(demo_model, **settings, speculative_config=drafting)
