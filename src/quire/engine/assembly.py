@@ -25,6 +25,7 @@ from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import CudaSwapper, Swapper
 from quire.execution.worker import Worker
 from quire.kernels.cache_layout import dtype_name
+from quire.kernels.cpp.back_end import usable_isas
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 from quire.model.quantization import UNQUANTIZED
@@ -122,7 +123,7 @@ def _build(
     batch = PersistentBatch(scheduling.max_num_seqs, scheduling.max_model_len, cache.block_size, vocab_size)
     kv = KVCache.allocate(model.kv_geometry, cache.num_blocks, cache.block_size, model.back_end, allocator)
     swapper = None if cache.num_swap_blocks == 0 else _swapper(options, cache, model, kv)
-    drafter = _drafter(options, batch)
+    drafter = _drafter(options, batch, model)
     executor = _executor(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter)
 
     def is_prepared(request: Request) -> bool:
@@ -183,7 +184,7 @@ def _executor(
     return LocalExecutor(Worker(model, cache, batch, swapper, grammars, drafter))
 
 
-def _drafter(options: EngineOptions, batch: PersistentBatch) -> Drafter | None:
+def _drafter(options: EngineOptions, batch: PersistentBatch, model: LanguageModel) -> Drafter | None:
     """Return the drafter that the options ask for. Raises ConfigError where speculative decoding is not installed."""
     if options.speculation is None:
         return None
@@ -191,7 +192,10 @@ def _drafter(options: EngineOptions, batch: PersistentBatch) -> Drafter | None:
         raise ConfigError(
             "speculative_config needs the package quire.execution.drafting, which is not in this installation"
         )
-    return make_drafter(options.speculation, batch)
+    kernels = model.back_end.name
+    if kernels == "cpp":
+        kernels = usable_isas()[0] if options.cpu_isa == "auto" else options.cpu_isa
+    return make_drafter(options.speculation, batch, kernels, model.weight_bytes / model.num_parameters)
 
 
 def _swapper(options: EngineOptions, config: CacheConfig, model: LanguageModel, cache: KVCache) -> Swapper:

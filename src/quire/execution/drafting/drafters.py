@@ -4,14 +4,20 @@ from quire.core.errors import ConfigError
 from quire.core.speculation import SpeculationConfig
 from quire.execution.batch import PersistentBatch
 from quire.execution.drafter import Drafter
-from quire.execution.drafting.lengths import FixedLength
+from quire.execution.drafting.lengths import AdaptiveLength
 from quire.execution.drafting.limited import LimitedDrafter
 from quire.execution.drafting.ngram import NgramDrafter
+from quire.execution.drafting.step_cost import StepCost
 
 
-def make_drafter(config: SpeculationConfig, batch: PersistentBatch) -> Drafter:
-    """Return the drafter for the rows of a batch. Raises ConfigError for a method that is not there yet."""
+def make_drafter(config: SpeculationConfig, batch: PersistentBatch, kernels: str, bytes_per_weight: float) -> Drafter:
+    """Return the drafter for the rows of a batch. Raises ConfigError for a method that is not there yet.
+
+    kernels: the instruction set that computes, or `cuda`; bytes_per_weight: of the model.
+    """
     if config.method != "ngram":
         raise ConfigError(f"speculative_config: the method {config.method} is not supported yet")
     method = NgramDrafter(batch.token_ids, config.prompt_lookup_min, config.prompt_lookup_max)
-    return LimitedDrafter(method, FixedLength(config.num_speculative_tokens), len(batch.token_ids))
+    max_rows = len(batch.token_ids)
+    lengths = AdaptiveLength(StepCost.of(kernels, bytes_per_weight), max_rows)
+    return LimitedDrafter(method, lengths, config.num_speculative_tokens, max_rows, is_lookup=True)

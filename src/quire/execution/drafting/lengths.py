@@ -1,11 +1,26 @@
-"""Lengths of drafts: how many tokens a row should have drafted, by what became of its drafts so far."""
+"""Lengths of drafts: how many tokens a row should have drafted, by what became of its drafts so far.
+
+A draft token is worth the probability that it is kept: a row's acceptance to the power of the token's place in the
+draft. A step is as good as its tokens by its cost. So the likeliest draft tokens of all rows are taken, as many as
+make that highest (compare Leviathan et al. 2023, section 3.5, for one row). With many rows there are none: each more
+costs about as much as a token brings.
+
+A row whose drafts are rejected pauses, each time twice as long, and then tries again. Counts, no clocks.
+"""
 
 from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.execution.batch import IntArray
+from quire.execution.drafting.step_cost import StepCost
+
+PRIOR = 0.6  # acceptance of a draft token of a row without a past
+PRIOR_WEIGHT = 2.0  # draft tokens
+KEPT = 0.875  # of the counts with each draft that is verified: about the last eight of them matter
+MAX_PAUSE = 64  # drafts that a row may pass over at a time
 
 
 class DraftLengths(Protocol):
@@ -14,25 +29,70 @@ class DraftLengths(Protocol):
     def reset(self, rows: Iterable[int]) -> None:
         """Forget what was recorded of rows, which have new owners."""
 
-    def limits(self, rows: IntArray) -> IntArray:
-        """Return the most drafts for each of `rows` int64 [num], 0 for none: int64 [num]."""
+    def limits(self, rows: IntArray, longest: IntArray, num_rows: int) -> IntArray:
+        """Return how many drafts each of `rows` should have: int64 [num], from 0 to `longest`, int64 [num].
+
+        num_rows: sequences in the step, those that can have no drafts among them. Call once for each step.
+        """
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
         """Take the count of a row's drafts that a step has verified, and of those that it has accepted."""
 
 
-class FixedLength:
-    """The same length for all rows."""
+class AdaptiveLength:
+    """Lengths that make the tokens of a step by its cost highest, as far as the drafts verified so far tell."""
 
-    def __init__(self, num_drafts: int) -> None:
-        self._num_drafts = num_drafts
+    def __init__(self, cost: StepCost, max_rows: int) -> None:
+        self._cost = cost
+        self._accepted, self._rejected = np.zeros(max_rows), np.zeros(max_rows)  # tokens; the last ones count most
+        self._pauses = np.zeros(max_rows, dtype=np.int64)  # drafts still to be passed over
+        self._num_failures = np.zeros(max_rows, dtype=np.int64)  # in turn
 
     def reset(self, rows: Iterable[int]) -> None:
-        """Do nothing."""
+        """Forget what was recorded of rows, which have new owners."""
+        which = list(rows)
+        for counts in (self._accepted, self._rejected, self._pauses, self._num_failures):
+            counts[which] = 0
 
-    def limits(self, rows: IntArray) -> IntArray:
-        """Return the length for each row."""
-        return np.full(len(rows), self._num_drafts)
+    def limits(self, rows: IntArray, longest: IntArray, num_rows: int) -> IntArray:
+        """Return the lengths with the most tokens by cost. A row that would get none for its past begins to pause."""
+        pauses = self._pauses[rows] > 0
+        self._pauses[rows] -= pauses
+        acceptance = self._acceptance(rows)
+        lengths = self._best(acceptance, np.where(pauses, 0, longest), num_rows)
+        hopeless = rows[(lengths == 0) & (acceptance < PRIOR) & ~pauses & (longest > 0)]
+        for row in hopeless.tolist():
+            self._pause(row)
+        self._accepted[hopeless] = self._rejected[hopeless] = 0  # tries again as if it were new
+        return lengths
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
-        """Do nothing."""
+        """Count what was verified. A row without any draft accepted pauses."""
+        self._accepted[row] = KEPT * self._accepted[row] + num_accepted
+        self._rejected[row] = KEPT * self._rejected[row] + (num_accepted < num_drafts)
+        if num_accepted:
+            self._num_failures[row] = 0
+        else:
+            self._pause(row)
+
+    def _acceptance(self, rows: IntArray) -> NDArray[np.float64]:
+        """Return the estimated probability that a draft token of each row is kept, if all before it are."""
+        accepted = self._accepted[rows] + PRIOR * PRIOR_WEIGHT
+        return accepted / (self._accepted[rows] + self._rejected[rows] + PRIOR_WEIGHT)
+
+    def _best(self, acceptance: NDArray[np.float64], longest: IntArray, num_rows: int) -> IntArray:
+        """Return lengths of at most `longest` with the most tokens by cost, where a step has `num_rows` without."""
+        places = np.arange(1, max(longest.max(initial=0), 1) + 1)
+        gains = np.where(places <= longest[:, None], acceptance[:, None] ** places, 0.0)  # [num, places]
+        order = np.argsort(-gains, axis=None, kind="stable")[: np.count_nonzero(gains)]
+        num_tokens = num_rows + np.cumsum(gains.ravel()[order])
+        costs = self._cost(num_rows + np.arange(1, len(order) + 1))
+        costs += self._cost.draft_cost * np.maximum.accumulate(places[order % len(places)])
+        rates = np.concatenate([num_rows / self._cost(np.array([num_rows])), num_tokens / costs])
+        chosen = order[: rates.argmax()] // len(places)
+        return np.bincount(chosen, minlength=len(longest))
+
+    def _pause(self, row: int) -> None:
+        """Pass over a row's next drafts, twice as many as the last time."""
+        self._pauses[row] = min(2 ** self._num_failures[row], MAX_PAUSE)
+        self._num_failures[row] = min(self._num_failures[row] + 1, MAX_PAUSE.bit_length())

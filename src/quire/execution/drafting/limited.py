@@ -11,10 +11,16 @@ from quire.model.batch import ForwardBatch
 
 
 class LimitedDrafter:
-    """A `Drafter` around a method: beams have no drafts, and the drafts of other rows are as long as `lengths` says."""
+    """A `Drafter` around a method: beams have no drafts, and the drafts of other rows are as long as `lengths` says.
 
-    def __init__(self, method: Drafter, lengths: DraftLengths, max_rows: int) -> None:
-        self._method, self._lengths = method, lengths
+    `is_lookup`: the method costs next to nothing and finds drafts for some rows alone, so the lengths are chosen for
+    those, behind it. Lengths for another method are chosen before it.
+    """
+
+    def __init__(
+        self, method: Drafter, lengths: DraftLengths, max_drafts: int, max_rows: int, *, is_lookup: bool
+    ) -> None:
+        self._method, self._lengths, self._max_drafts, self._is_lookup = method, lengths, max_drafts, is_lookup
         self._is_beam = np.zeros(max_rows, dtype=bool)
 
     def apply(self, plan: StepPlan) -> None:
@@ -31,14 +37,24 @@ class LimitedDrafter:
 
     def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
         """Return the method's drafts for the rows that should have some."""
-        limits = np.minimum(rows.limits, self._lengths.limits(rows.rows))
+        limits = np.minimum(rows.limits, self._max_drafts)
         limits[self._is_beam[rows.rows]] = 0
+        if not self._is_lookup:
+            limits = self._lengths.limits(rows.rows, limits, len(rows.rows))
         drafted = np.flatnonzero(limits)
         if not drafted.size:
             return {}
-        return self._method.draft(DraftRows(*(each[drafted] for each in rows._replace(limits=limits))))
+        found = self._method.draft(DraftRows(*(each[drafted] for each in rows._replace(limits=limits))))
+        return self._cut(found, len(rows.rows)) if self._is_lookup and found else found
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
         """Tell the lengths and the method what became of a row's drafts."""
         self._lengths.record(row, num_drafts, num_accepted)
         self._method.record(row, num_drafts, num_accepted)
+
+    def _cut(self, found: Mapping[int, Sequence[int]], num_rows: int) -> dict[int, Sequence[int]]:
+        """Return drafts as long as they should be, of `num_rows` rows in all."""
+        rows = np.fromiter(found, dtype=np.int64, count=len(found))
+        longest = np.fromiter(map(len, found.values()), dtype=np.int64, count=len(found))
+        lengths = self._lengths.limits(rows, longest, num_rows).tolist()
+        return {row: drafts[:length] for (row, drafts), length in zip(found.items(), lengths, strict=True) if length}

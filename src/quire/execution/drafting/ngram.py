@@ -42,7 +42,7 @@ class NgramDrafter:
 
     def _find(self, tokens: NDArray[np.int32]) -> int:
         """Return the position behind the last earlier occurrence of the longest n-gram that ends `tokens`; 0: none."""
-        ends = np.flatnonzero(tokens[:-1] == tokens[-1])        # positions of an n-gram's last token
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # positions of an n-gram's last token
         found = 0
         for size in range(1, min(self._max_size, len(tokens) - 1) + 1):
             ends = ends[ends >= size - 1]

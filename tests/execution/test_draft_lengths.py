@@ -1,0 +1,131 @@
+"""Lengths of drafts by rows, acceptance and the cost of a step: what pays, and when a row pauses."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from quire.execution.batch import IntArray
+from quire.execution.drafting.lengths import MAX_PAUSE, AdaptiveLength
+from quire.execution.drafting.step_cost import PRODUCTS_PER_BYTE, StepCost
+
+MAX_DRAFTS = 8
+COST = StepCost.of("avx512_bf16", 2.0)
+
+
+def limits(
+    lengths: AdaptiveLength, rows: list[int], longest: int = MAX_DRAFTS, num_rows: int | None = None
+) -> list[int]:
+    found: IntArray = lengths.limits(
+        np.array(rows), np.full(len(rows), longest), len(rows) if num_rows is None else num_rows
+    )
+    return [int(each) for each in found]
+
+
+def taught(rate: float, cost: StepCost = COST, num_rows: int = 1) -> AdaptiveLength:
+    """Return lengths of which every row has had drafts of which a token is kept with a probability."""
+    lengths, rng = AdaptiveLength(cost, num_rows), random.Random(0)
+    for row in range(num_rows):
+        for _ in range(30):
+            accepted = next((i for i in range(4) if rng.random() >= rate), 4)
+            lengths.record(row, 4, accepted)
+    lengths._pauses[:] = 0
+    return lengths
+
+
+def test_drafts_are_longer_the_more_of_them_are_kept() -> None:
+    found = [limits(taught(rate), [0])[0] for rate in (0.05, 0.5, 0.8, 1.0)]
+    assert found == sorted(found)
+    assert found[0] <= 1 < found[1] < found[3] == MAX_DRAFTS
+
+
+def test_lengths_are_those_of_most_tokens_by_cost() -> None:
+    """For one row, against every length there is."""
+    for rate in (0.1, 0.3, 0.6, 0.9):
+        for kernels, bytes_per_weight in (("avx2", 2.0), ("avx512_bf16", 0.6), ("amx", 2.0)):
+            cost = StepCost.of(kernels, bytes_per_weight, draft_cost=0.1)
+            lengths = taught(rate, cost)
+            acceptance = float(lengths._acceptance(np.array([0]))[0])
+            tokens = [sum(acceptance**i for i in range(length + 1)) for length in range(MAX_DRAFTS + 1)]
+            costs = [float(cost(np.array([1 + length]))[0]) + 0.1 * length for length in range(MAX_DRAFTS + 1)]
+            rates = [each / own for each, own in zip(tokens, costs, strict=True)]
+            assert limits(lengths, [0]) == [rates.index(max(rates))], (rate, kernels)
+
+
+@pytest.mark.parametrize("kernels", [name for name in PRODUCTS_PER_BYTE if name not in ("amx", "cuda")])
+@pytest.mark.parametrize("bytes_per_weight", [4.0, 2.0, 1.03, 0.55])
+def test_many_rows_have_no_drafts_for_their_products_are_what_costs(kernels: str, bytes_per_weight: float) -> None:
+    lengths = taught(0.8, StepCost.of(kernels, bytes_per_weight), num_rows=64)
+    assert limits(lengths, list(range(64))) == [0] * 64
+
+
+def test_rows_that_have_no_drafts_count_in_the_cost() -> None:
+    assert limits(taught(0.9), [0])[0] > limits(taught(0.9), [0], num_rows=16)[0]
+
+
+def test_row_with_the_better_past_gets_the_drafts() -> None:
+    lengths = AdaptiveLength(StepCost(4.0), 2)
+    for _ in range(8):
+        lengths.record(0, 4, 1)
+        lengths.record(1, 4, 4)
+    worse, better = limits(lengths, [0, 1])
+    assert worse < better
+
+
+def test_no_more_than_there_are() -> None:
+    lengths = taught(1.0, num_rows=3)
+    assert lengths.limits(np.array([0, 1, 2]), np.array([3, 0, 1]), 3).tolist() == [3, 0, 1]
+    assert lengths.limits(np.array([], dtype=np.int64), np.array([], dtype=np.int64), 5).tolist() == []
+
+
+def test_row_whose_drafts_are_rejected_pauses_ever_longer_and_tries_again() -> None:
+    lengths, tried = AdaptiveLength(COST, 1), []
+    for step in range(1000):
+        (length,) = limits(lengths, [0])
+        if length:
+            tried.append(step)
+            lengths.record(0, length, 0)
+    pauses = np.diff(tried)
+    assert len(tried) < 30, "at most three in a hundred steps, and some to find out"
+    assert pauses[-1] > MAX_PAUSE
+    assert pauses[:3].tolist() == [2, 3, 5]
+
+
+def test_one_kept_draft_ends_the_pauses() -> None:
+    lengths = AdaptiveLength(COST, 1)
+    for _ in range(5):
+        lengths.record(0, 4, 0)
+    lengths._pauses[:] = 0
+    lengths.record(0, 4, 4)
+    lengths.record(0, 4, 4)
+    assert limits(lengths, [0])[0] > 0
+    lengths.record(0, 4, 0)
+    assert [limits(lengths, [0])[0] > 0 for _ in range(2)] == [False, True]
+
+
+def test_new_owner_of_a_row_starts_anew() -> None:
+    lengths = AdaptiveLength(COST, 2)
+    fresh = limits(lengths, [0])
+    for _ in range(5):
+        lengths.record(0, 4, 0)
+    assert limits(lengths, [0]) == [0]
+    lengths.reset([0])
+    assert limits(lengths, [0]) == fresh != [0]
+
+
+def test_estimates_forget() -> None:
+    """A row that could not be guessed is guessed again once its text repeats itself."""
+    lengths = taught(0.2)
+    before = limits(lengths, [0])[0]
+    for _ in range(8):
+        lengths.record(0, 4, 4)
+    assert limits(lengths, [0])[0] > before
+
+
+def test_cost_grows_with_rows_and_falls_with_better_kernels() -> None:
+    rows = np.arange(1, 100)
+    for bytes_per_weight in (2.0, 1.03, 0.55):
+        costs = [StepCost.of(name, bytes_per_weight)(rows) for name in ("portable", "avx2", "avx512_bf16", "amx")]
+        assert all((np.diff(each) > 0).all() for each in costs)
+        assert all((worse > better).all() for worse, better in pairwise(costs))
