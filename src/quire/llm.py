@@ -28,6 +28,7 @@ from quire.core.outputs import (
 )
 from quire.core.pooling import PoolingParams, PoolingTask
 from quire.core.sampling_params import SamplingParams
+from quire.core.structured_outputs_config import parse_config
 from quire.engine.assembly import AssembledEngine, assemble
 from quire.engine.devices import release_device_memory
 from quire.engine.input_processor import (
@@ -65,10 +66,11 @@ class LLM:
     """A model and an engine in this process.
 
     `model` is a folder in Hugging Face format, a GGUF file or a hub id, and None is the bundled demo model; the other
-    settings are those of EngineOptions, described in docs/reference.md. Arguments of vLLM's LLM are known, too, and
-    have no effect, or are refused, where docs/coming-from-vllm.md says so. Bad settings raise ConfigError, a broken
-    model ModelError (both are ValueErrors). Use it as a context manager, or call `close()`; later calls raise
-    RuntimeError. Not for use from several threads at once.
+    settings are those of EngineOptions, described in docs/reference.md, and `structured_outputs_config`, the options of
+    all grammars, as `quire serve` has them. Arguments of vLLM's LLM are known, too, and have no effect, or are refused,
+    where docs/coming-from-vllm.md says so. Bad settings raise ConfigError, a broken model ModelError (both are
+    ValueErrors). Use it as a context manager, or call `close()`; later calls raise RuntimeError. Not for several
+    threads at once.
     """
 
     __signature__: ClassVar = inspect.signature(EngineOptions)
@@ -83,9 +85,11 @@ class LLM:
         override_generation_config: str | Mapping[str, Any] | None = None,
         hf_overrides: str | Mapping[str, Any] = "",
         speculative_config: str | Mapping[str, Any] | None = None,
+        structured_outputs_config: str | Mapping[str, Any] | None = None,
         **settings: Any,  # noqa: ANN401
     ) -> None:
         found, text, swap = (None if path is None else str(path) for path in (model, tokenizer, swap_dir))
+        self._grammar_config = parse_config(_as_json(structured_outputs_config))
         if engine_settings is not None:
             settings = engine_settings(settings, _SETTINGS)
         options = EngineOptions(
@@ -376,9 +380,15 @@ class LLM:
         return prepared
 
     def _check_grammar(self, params: SamplingParams) -> None:
-        """Raise InvalidRequestError for a grammar that cannot be compiled, before any request of the call is queued."""
+        """Set the options of all grammars in a copy of a caller's parameters, before any request of the call is queued.
+
+        Raises InvalidRequestError for a grammar that cannot be compiled.
+        """
         grammars = self._engine.engine.grammars
-        if params.structured_outputs is not None and grammars is not None:
+        if params.structured_outputs is None:
+            return
+        params.structured_outputs = self._grammar_config.with_defaults(params.structured_outputs)
+        if grammars is not None:
             grammars.check(params.structured_outputs)
 
     def _prepare_pools(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams, branch_seed
-from quire.core.errors import InvalidRequestError, RequestFailedError
+from quire.core.errors import ConfigError, InvalidRequestError, RequestFailedError
 from quire.core.sequence import Request
 from quire.decoding.grammars import compiler, row_state, rows
 from quire.decoding.grammars.constrained import ConstrainedDecoding
@@ -72,6 +72,20 @@ def alone(demo_model: Path) -> list[RequestOutput]:
     """Each request by itself, every token sampled."""
     with LLM(demo_model, max_model_len=160, enable_prefix_caching=False, enable_jump_forward=False) as llm:
         return [run(llm, [each])[0] for each in [*all_requests(), (PROMPTS[0], PLAIN)]]
+
+
+def test_config_of_an_llm_sets_the_options_of_its_grammars(demo_model: Path) -> None:
+    """No blanks and no other properties; a request's own object stays as it is."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    config = {"backend": "auto", "disable_any_whitespace": True, "disable_additional_properties": True}
+    asked = SamplingParams(max_tokens=40, n=8, seed=5, structured_outputs=StructuredOutputsParams(json=schema))
+    for given in (config, json.dumps(config)):
+        with LLM(demo_model, max_model_len=160, structured_outputs_config=given) as llm:
+            texts = {answer.text for answer in llm.generate("x", asked, use_tqdm=False)[0].outputs}
+            assert texts <= {'{"a":1}', '{"a":2}'}
+    assert asked.structured_outputs == StructuredOutputsParams(json=schema)
+    with pytest.raises(ConfigError, match=r"structured_outputs_config.*no_blanks"):
+        LLM(demo_model, structured_outputs_config={"no_blanks": True})
 
 
 def test_outputs_are_what_their_grammars_say(alone: list[RequestOutput]) -> None:

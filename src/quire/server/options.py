@@ -15,10 +15,10 @@ from typing import Any
 from quire.core.errors import ConfigError
 from quire.core.options import SIZE, check_options, declared_options, option, parse_bytes, same_option
 from quire.core.owner_labels import MAX_LABELS
+from quire.core.structured_outputs_config import StructuredOutputsConfig, parse_config
 from quire.engine.options import EngineOptions
 from quire.engine.start_timeout import START_TIMEOUT_S
 from quire.scheduling.limits import MAX_PINNED_PREFIXES
-from quire.server.structured_outputs_config import StructuredOutputsConfig, parse_config
 
 _LONGEST_S = 86400.0
 _MAX_KEYS = 1 << 16     # with a weight

@@ -1,10 +1,12 @@
-"""StructuredOutputsConfig: the JSON of `--structured-outputs-config`, in vLLM's names."""
+"""StructuredOutputsConfig: the JSON of `--structured-outputs-config`, and of `LLM`, in vLLM's names."""
 
 import logging
+from dataclasses import replace
 
 import msgspec
 
 from quire.core.errors import ConfigError
+from quire.core.structured_outputs import StructuredOutputsParams
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +19,14 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     enable_in_reasoning: bool = False               # the grammar holds from the first token on
+
+    def with_defaults(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
+        """Return parameters with the options of JSON that are on here, or `params` itself if that changes nothing."""
+        no_blanks = self.disable_any_whitespace or params.disable_any_whitespace
+        closed = self.disable_additional_properties or params.disable_additional_properties
+        if (no_blanks, closed) == (params.disable_any_whitespace, params.disable_additional_properties):
+            return params
+        return replace(params, disable_any_whitespace=no_blanks, disable_additional_properties=closed)
 
 
 def parse_config(text: str) -> StructuredOutputsConfig:
