@@ -21,6 +21,7 @@ from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
 from quire.scheduling.plan_builder import PlanBuilder
 from support.answers import Answer, answers_of
+from support.oracle_drafter import let_draft
 from support.pairwise import pairwise
 from support.random_model import write_random_model
 from support.small_tokenizers import write_byte_tokenizer
@@ -44,7 +45,7 @@ AXES = {
     "sampling": ("greedy", "top_p", "top_k", "min_p"),
     "company": ("none", "three"),                                           # other requests, one of which is aborted
     "grammar": ("none", "masked", "forced"),                                # forced: and tokens are appended unsampled
-    "speculation": ("none",),
+    "speculation": ("none", "ngram", "oracle"),                             # oracle: drafts that are mostly right
     "tensor_parallel": (1,),
     "adapter": ("none",),
 }
@@ -61,6 +62,9 @@ GRAMMARS = {  # none of them ends within NUM_TOKENS
     "masked": StructuredOutputsParams(regex="[a-z ]{60}"),
     "forced": StructuredOutputsParams(regex="one [a-z ]{60}"),
 }
+
+
+DRAFTERS = {"none": None, "ngram": {"method": "ngram", "prompt_lookup_min": 1}, "oracle": {"method": "ngram"}}
 
 
 class Row(NamedTuple):
@@ -161,8 +165,11 @@ def alone(model: Model, prompt: tuple[int, ...], branches: str, sampling: str, g
         return answers_of(ask(llm, prompt, branches, sampling, grammar))
 
 
-def preempt_at_every_position(llm: LLM) -> None:
-    """Let the engine preempt each later request in every step in which it has more tokens, or fewer branches."""
+def preempt_at_every_position(llm: LLM, num_tokens: int = 1) -> None:
+    """Let the engine preempt each later request in every step in which it has more tokens, or fewer branches.
+
+    num_tokens: so many more, or fewer ones. A sequence that is preempted has lost its drafts.
+    """
     llm._engine.engine._max_steps_in_flight = 1  # each step is planned when the tokens before it are known
     scheduler = llm._engine.engine.scheduler
     plan_running: Callable[[PlanBuilder, int], int] = scheduler.planner.plan_running
@@ -171,7 +178,8 @@ def preempt_at_every_position(llm: LLM) -> None:
 
     def preempt_first(step: PlanBuilder, budget: int) -> int:
         for request in scheduler.running[::-1]:
-            if request.request_id not in spared and lengths.get(request.request_id) != length_of(request) > 0:
+            change = abs(length_of(request) - lengths.get(request.request_id, 0))
+            if request.request_id not in spared and change >= num_tokens and length_of(request) > 0:
                 lengths[request.request_id] = length_of(request)
                 scheduler.planner.preempt(step, request)
         return plan_running(step, budget)
@@ -207,15 +215,18 @@ def check_row(row: Row, folder: Path) -> None:
         max_num_batched_tokens=row.budget,
         num_kv_blocks=num_blocks(row, model),
         enable_prefix_caching=row.hit != "off",
+        speculative_config=DRAFTERS[row.speculation],
         preemption_mode="swap" if is_swap else "recompute",
         num_swap_blocks=1000 // row.block_size if is_swap else None,
     ) as llm:
+        wholes = [list(prompt + each.token_ids) for each in expected] if row.speculation == "oracle" else None
+        drafts = None if row.speculation == "none" else let_draft(llm, wholes)
         if row.hit not in ("off", "cold"):
             ask(llm, prefix, "one", "greedy")
         streams = [llm.stream([list(other)], params_of(sampling)) for other, sampling in beside]
         last = [next(stream) for stream in streams]
         if row.preemption in ("recompute", "swap"):
-            preempt_at_every_position(llm)
+            preempt_at_every_position(llm, 1 if drafts is None else 3)
         output = ask(llm, prompt, row.branches, row.sampling, grammar)
         for stream in streams[:1]:
             stream.close()  # type: ignore[attr-defined]
@@ -228,7 +239,7 @@ def check_row(row: Row, folder: Path) -> None:
         return
     assert (output.num_cached_tokens > 0) == (row.hit not in ("off", "cold", "no block"))
     num_steps = NUM_TOKENS - (len("ne ") if grammar == "forced" else 0)  # at least
-    num_preemptions = 0 if row.preemption == "none" else num_steps - 1
+    num_preemptions = 0 if row.preemption == "none" else num_steps - 1 if drafts is None else 1
     assert stats.preemptions.get("swap" if is_swap else "recompute", 0) >= num_preemptions
     assert (stats.swapped_out_blocks > 0) == is_swap
 

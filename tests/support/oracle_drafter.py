@@ -1,0 +1,72 @@
+"""A drafter that knows what rows will come to, and makes mistakes: for drafts that are kept at any rate."""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+
+from quire import LLM
+from quire.core.plan import StepPlan
+from quire.execution.batch import PersistentBatch
+from quire.execution.drafter import DraftRows
+from quire.execution.drafting.limited import LimitedDrafter
+from quire.execution.drafting.step_cost import StepCost
+from quire.execution.worker import Worker
+from quire.model.batch import ForwardBatch
+
+FREE_ROWS = StepCost(rows_per_read=1e9)
+
+
+class OracleDrafter:
+    """Drafts of any length from whole token lists, prompt and output; three of ten drafts have a wrong token."""
+
+    def __init__(self, batch: PersistentBatch, wholes: Iterable[Sequence[int]], mistake: int) -> None:
+        self._batch, self._mistake, self._rng = batch, mistake, random.Random(5)
+        self._wholes = [list(whole) for whole in wholes]
+
+    def apply(self, plan: StepPlan) -> None:
+        """Do nothing."""
+
+    def compute(self, batch: ForwardBatch) -> None:
+        """Do nothing."""
+
+    def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
+        """Do nothing."""
+
+    def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
+        """Return how a whole list goes on that begins as the row, with mistakes; a mistake for a row of none."""
+        drafts = {}
+        for row, num_tokens, limit in zip(*(each.tolist() for each in rows[:2]), rows.limits.tolist(), strict=True):
+            known = self._batch.token_ids[row, :num_tokens].tolist()
+            whole = next((each for each in self._wholes if each[:num_tokens] == known), [])
+            found = whole[num_tokens : num_tokens + self._rng.randint(1, limit)] or [self._mistake]
+            if self._rng.random() < 0.3:
+                found[self._rng.randrange(len(found))] = self._mistake
+            drafts[row] = found
+        return drafts
+
+
+class CountedDrafter:
+    """A drafter whose verified drafts are counted."""
+
+    def __init__(self, drafter: LimitedDrafter) -> None:
+        self.apply, self.compute, self.draft, self._drafter = drafter.apply, drafter.compute, drafter.draft, drafter
+        self.num_verified = self.num_accepted = 0
+
+    def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
+        """Count, and pass on."""
+        self.num_verified += num_drafts
+        self.num_accepted += num_accepted
+        self._drafter.record(row, num_drafts, num_accepted)
+
+
+def let_draft(llm: LLM, wholes: Iterable[Sequence[int]] | None = None, mistake: int = 3) -> CountedDrafter:
+    """Let an engine with a drafter draft whatever rows cost; with `wholes`, let an oracle draft in its place."""
+    worker = llm._engine.engine._executor.worker  # type: ignore[attr-defined]
+    assert isinstance(worker, Worker)
+    drafter = worker._drafter
+    assert isinstance(drafter, LimitedDrafter)
+    drafter._lengths._cost = FREE_ROWS  # type: ignore[attr-defined]
+    drafter._lengths._pause = lambda row: None  # type: ignore[attr-defined]
+    if wholes is not None:
+        drafter._method = OracleDrafter(worker._batch, wholes, mistake)
+    worker._drafter = counted = CountedDrafter(drafter)
+    return counted
