@@ -1,0 +1,319 @@
+"""Speculative decoding: speed by acceptance, on recorded texts, and where nothing can be guessed.
+
+    python bench/speculation.py MODEL [--quantization int8] [--parts oracle,texts,nothing,control]
+    python bench/speculation.py MODEL --parts draft --draft-model FOLDER
+
+* oracle: drafts of 4 tokens from the same request's answer without drafts, each token wrong with probability 1 - a; the
+  answers must be the same. Once with every step verifying 4, once with lengths that adapt.
+* texts: recorded texts (speculation_texts.json, from the project's history and documentation) take the place of what
+  is sampled, so that a model with random weights writes them; drafts are kept where they equal the text.
+* nothing: texts of random tokens, which no n-gram predicts; and of few different ones, where n-grams are always found
+  and always wrong; 1, 16 and 64 sequences. Slowdown by drafters that cannot help.
+* control: host time for each sequence and step without a model, with a drafter that finds nothing and without one.
+* draft: acceptance by oracle, but the draft model (--draft-model) computes; the cost of drafting is in it.
+
+One engine, its drafter on and off in turns; medians over turns of the ratio within a turn. A shared machine changes its
+speed: run it alone.
+"""
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor
+
+from quire import LLM, SamplingParams
+from quire.cli.bench.machine import machine_facts
+from quire.core.config import CacheConfig
+from quire.core.plan import StepPlan
+from quire.core.sequence import Request
+from quire.core.speculation import parse_speculation
+from quire.core.token_ids import pack_tokens
+from quire.decoding.sampler import SampledTokens
+from quire.execution.batch import PersistentBatch, StepInputs
+from quire.execution.drafter import Drafter, DraftRows
+from quire.execution.drafting.drafters import make_drafter
+from quire.execution.worker import Worker
+from without_model import engine_without_model
+
+TEXTS = Path(__file__).with_name("speculation_texts.json")
+ACCEPTANCES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+NUM_DRAFTS = 4
+PROMPT_LEN, MAX_LEN = 64, 2048
+Tokens = list[int]
+
+
+class Counts:
+    """A drafter whose steps and verified drafts are counted."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.num_verified, self.num_accepted = drafter, 0, 0
+        self.apply, self.compute, self.draft = drafter.apply, drafter.compute, drafter.draft
+
+    def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
+        """Count, and pass on."""
+        self.num_verified += num_drafts
+        self.num_accepted += num_accepted
+        self.drafter.record(row, num_drafts, num_accepted)
+
+
+class Oracle:
+    """Drafts from the tokens that a row will come to, each right with probability `acceptance`.
+
+    `method`: drafts, too, for its cost alone.
+    """
+
+    def __init__(
+        self, batch: PersistentBatch, wholes: Sequence[Tokens], acceptance: float, method: Drafter | None = None
+    ) -> None:
+        self._batch, self._wholes, self._acceptance, self._method = batch, wholes, acceptance, method
+        self._rng = random.Random(1)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Do nothing, but for the method."""
+        if self._method is not None:
+            self._method.apply(plan)
+
+    def compute(self, batch: Any) -> None:  # noqa: ANN401
+        """Do nothing, but for the method."""
+        if self._method is not None:
+            self._method.compute(batch)
+
+    def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
+        """Do nothing."""
+
+    def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
+        """Return what comes next, with mistakes."""
+        if self._method is not None:
+            self._method.draft(rows)
+        drafts = {}
+        for row, num_tokens, limit in zip(
+            rows.rows.tolist(), rows.num_tokens.tolist(), rows.limits.tolist(), strict=True
+        ):
+            known = self._batch.token_ids[row, :num_tokens].tolist()
+            whole = next((each for each in self._wholes if each[:num_tokens] == known), [])
+            found = whole[num_tokens : num_tokens + min(limit, NUM_DRAFTS)]
+            right = [self._rng.random() < self._acceptance for _ in found]
+            if found:
+                drafts[row] = [token if is_right else token - 1 for token, is_right in zip(found, right, strict=True)]
+        return drafts
+
+
+class Capped:
+    """A method for rows of up to `NUM_DRAFTS` drafts in every step: lengths do not adapt."""
+
+    def __init__(self, method: Drafter) -> None:
+        self._method = method
+        self.apply, self.compute, self.record = method.apply, method.compute, method.record
+
+    def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
+        """Return the method's drafts for all rows."""
+        limits = np.minimum(rows.limits, NUM_DRAFTS)
+        which = np.flatnonzero(limits)
+        return (
+            self._method.draft(DraftRows(*(each[which] for each in rows._replace(limits=limits)))) if which.size else {}
+        )
+
+
+class Bench:
+    """An engine with a drafter, and texts that it writes."""
+
+    def __init__(self, model: str, options: dict[str, Any], speculation: dict[str, Any]) -> None:
+        self.llm = LLM(
+            model, max_model_len=MAX_LEN, enable_prefix_caching=False, speculative_config=speculation, **options
+        )
+        worker = self.llm._engine.engine._executor.worker  # type: ignore[attr-defined]
+        assert isinstance(worker, Worker)
+        assert worker._drafter is not None
+        self.worker, self.drafter, self.batch = worker, worker._drafter, worker._batch
+        self._sample, self.num_kinds = worker._sample, self.llm.vocab_size - 400
+
+    def run(
+        self, prompts: list[Tokens], num_tokens: int, drafter: Drafter | None, texts: list[Tokens] | None = None
+    ) -> tuple[float, list[Tokens], Counts | None]:
+        """Return the seconds of the answers behind their first tokens, and the answers. `texts` replace samples."""
+        counts = None if drafter is None else Counts(drafter)
+        self.worker._drafter = counts
+        self.worker._sample = self._sample if texts is None else self._reciting(prompts, texts)  # type: ignore[method-assign]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, seed=number)
+            for number in range(len(prompts))
+        ]
+        started_s, count = 0.0, 0
+        last = dict[int, Tokens]()
+        for output in self.llm.stream(prompts, params):
+            last[int(output.request_id)] = list(output.outputs[0].token_ids)
+            if started_s == 0.0 and len(last) == len(prompts):
+                started_s = time.perf_counter()
+                count = sum(map(len, last.values()))
+        seconds = time.perf_counter() - started_s
+        answers = [last[number] for number in sorted(last)]
+        return seconds / (sum(map(len, answers)) - count), answers, counts
+
+    def _reciting(self, prompts: list[Tokens], texts: list[Tokens]) -> Callable[..., SampledTokens]:
+        """Return the worker's sampling with tokens of texts in place of samples, by the prompts of rows."""
+        wholes = {tuple(prompt): prompt + text for prompt, text in zip(prompts, texts, strict=True)}
+
+        def sample(inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens:
+            sampled = self._sample(inputs, hidden, logit_rows)
+            tokens = []
+            for row, place in zip(inputs.sample_rows.tolist(), inputs.sample_num_tokens.tolist(), strict=True):
+                prompt = self.batch.token_ids[row, : int(self.batch.num_prompt_tokens[row])]
+                whole = wholes[tuple(prompt.tolist())]
+                tokens.append(whole[min(place, len(whole) - 1)])
+            return sampled._replace(token_ids=tokens)
+
+        return sample
+
+
+def random_tokens(rng: random.Random, length: int, kinds: int) -> Tokens:
+    return [rng.randrange(300, 300 + kinds) for _ in range(length)]
+
+
+def gains(bench: Bench, turns: int, drafters: Mapping[str, Callable[[], Drafter]], **asked: Any) -> None:  # noqa: ANN401
+    """Print the speed with each drafter, by that without, and what became of drafts."""
+    ratios: dict[str, list[float]] = {name: [] for name in drafters}
+    plain, seen = [], dict[str, Counts]()
+    for turn in range(turns):
+        order = list(drafters)[:: -1 if turn % 2 else 1]
+        base, expected, _ = bench.run(drafter=None, **asked)
+        plain.append(base)
+        for name in order:
+            seconds, answers, counts = bench.run(drafter=drafters[name](), **asked)
+            assert answers == expected, f"{name}: other answers than without drafts"
+            assert counts is not None
+            ratios[name].append(base / seconds)
+            seen[name] = counts
+    told = f"  {statistics.median(plain) * 1e3:.1f} ms a token without"
+    for name, each in ratios.items():
+        own = seen[name]
+        share = own.num_accepted / own.num_verified if own.num_verified else 0.0
+        spread = f"{min(each):.3f} to {max(each):.3f}"
+        told += f"; {name} {statistics.median(each):.3f} x ({spread}; {own.num_verified} drafted, {share:.2f} kept)"
+    print(told, flush=True)
+
+
+def oracle(bench: Bench, turns: int, num_tokens: int, method: Drafter | None = None) -> None:
+    """Print the speed by acceptance, of one sequence."""
+    prompts = [random_tokens(random.Random(0), PROMPT_LEN, bench.num_kinds)]
+    _, answers, _ = bench.run(prompts, num_tokens, None)
+    wholes = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    adaptive = bench.drafter
+    for acceptance in ACCEPTANCES:
+        print(f"acceptance {acceptance}", end="")
+
+        def fixed(acceptance: float = acceptance) -> Drafter:
+            return Capped(Oracle(bench.batch, wholes, acceptance, method))
+
+        def adapting(acceptance: float = acceptance) -> Drafter:
+            adaptive._method = Oracle(bench.batch, wholes, acceptance, method)  # type: ignore[attr-defined]
+            return adaptive
+
+        gains(bench, turns, {"k = 4": fixed, "adaptive": adapting}, prompts=prompts, num_tokens=num_tokens)
+
+
+def texts(benches: Mapping[str, Bench], turns: int, max_tokens: int) -> None:
+    """Print the speed on recorded texts."""
+    for name, bench in benches.items():
+        for each in json.loads(TEXTS.read_text()):
+            assert bench.llm.tokenizer is not None
+            prompt, text = (bench.llm.tokenizer.encode(each[key]) for key in ("prompt", "output"))
+            count = min(len(text), max_tokens)
+            print(f"{each['kind']}, {len(prompt)} and {count} tokens", end="")
+            drafters = {name: lambda bench=bench: bench.drafter}
+            gains(bench, turns, drafters, prompts=[prompt], num_tokens=count, texts=[text])
+
+
+def nothing(bench: Bench, name: str, turns: int, num_tokens: int) -> None:
+    """Print the speed where no draft can be right."""
+    for num_seqs in (1, 16, 64):
+        for kinds, told in ((bench.num_kinds, "nothing found"), (10, "all found is wrong")):
+            rng = random.Random(num_seqs)
+            prompts = [random_tokens(rng, 32, kinds) for _ in range(num_seqs)]
+            written = [random_tokens(rng, num_tokens, kinds) for _ in range(num_seqs)]
+            print(f"{num_seqs} sequences, {told}", end="")
+            count = num_tokens if num_seqs == 1 else num_tokens // 2 if num_seqs == 16 else num_tokens // 4
+            gains(bench, turns, {name: lambda: bench.drafter}, prompts=prompts, num_tokens=count, texts=written)
+
+
+def control(method: str, turns: int, num_seqs: int = 256, num_tokens: int = 300) -> None:
+    """Print host time for each sequence and step: schedule and update, the step's arrays, and the drafter."""
+    rng, plain, drafting = np.random.default_rng(0), [], []
+    batch = PersistentBatch(num_seqs, 1024, 16, 32_000)
+    batch.token_ids[:] = rng.integers(300, 30_000, batch.token_ids.shape)
+    config = parse_speculation(json.dumps({"method": method}))
+    assert config is not None
+    drafter = make_drafter(config, batch, "avx512_bf16", 2.0)
+    rows = np.arange(num_seqs)
+    for _ in range(turns):
+        engine = engine_without_model(CacheConfig(num_seqs * 32), num_seqs, 1 << 16)
+        for number in range(num_seqs):
+            params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+            engine.add(Request(number, pack_tokens([5] * 16), params, seed=number, max_tokens=num_tokens))
+        engine.step()
+        started_s = time.perf_counter()
+        for _ in range(100):
+            engine.step()
+        plain.append((time.perf_counter() - started_s) / 100 / num_seqs)
+        started_s = time.perf_counter()
+        for step in range(20):
+            known = np.full(num_seqs, 400 + step)
+            found = drafter.draft(DraftRows(rows, known, known - 1, np.full(num_seqs, 100)))
+            assert not found
+        drafting.append((time.perf_counter() - started_s) / 20 / num_seqs)
+    print(
+        f"schedule and update {min(plain) * 1e6:.2f} us; {method} that finds nothing {min(drafting) * 1e6:.2f} us more"
+    )
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="folder, or demo")],
+    quantization: Annotated[str, typer.Option(help="int8 or int4")] = "",
+    parts: Annotated[str, typer.Option(help="some of oracle, texts, nothing, control, draft")] = "oracle,texts,nothing",
+    methods: Annotated[str, typer.Option(help="of texts and nothing")] = "ngram",
+    draft_model: Annotated[str, typer.Option(help="folder, for the part draft")] = "",
+    isa: Annotated[str, typer.Option(help="instruction set")] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: torch's choice")] = 0,
+    turns: Annotated[int, typer.Option(help="turns of each comparison")] = 3,
+    num_tokens: Annotated[int, typer.Option(help="tokens of an answer, at most")] = 96,
+) -> None:
+    """Compare speeds with speculation and without."""
+    if threads:
+        torch.set_num_threads(threads)
+    chosen = parts.split(",")
+    options: dict[str, Any] = {"dtype": "bfloat16", "cpu_isa": isa, "quantization": quantization or None}
+    folder = None if model == "demo" else model
+    print(
+        f"{machine_facts()}\n{model} {quantization or 'bfloat16'} {isa}, {torch.get_num_threads()} threads", flush=True
+    )
+    for part in chosen:
+        if part == "control":
+            for method in methods.split(","):
+                control(method, turns)
+            continue
+        names = {"draft": ["draft_model"], "oracle": ["ngram"]}.get(part, methods.split(","))
+        for name in names:
+            keys = {"method": name, "num_speculative_tokens": NUM_DRAFTS if part in ("oracle", "draft") else 8}
+            keys |= {"model": draft_model} if part == "draft" else {}
+            bench = Bench(folder, options, keys)  # type: ignore[arg-type]
+            print(f"{part}, {name}", flush=True)
+            if part == "oracle":
+                oracle(bench, turns, num_tokens)
+            elif part == "draft":
+                oracle(bench, turns, num_tokens, bench.drafter._method)  # type: ignore[attr-defined]
+            elif part == "texts":
+                texts({name: bench}, turns, num_tokens * 2)
+            else:
+                nothing(bench, name, turns, num_tokens)
+            bench.llm.close()
+
+
+if __name__ == "__main__":
+    typer.run(main)
