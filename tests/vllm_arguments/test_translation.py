@@ -82,6 +82,11 @@ def test_page_has_the_tables_of_the_rows() -> None:
         ({"gpu_memory_utilization": 0.5, "enable_prefix_caching": False},
          {"gpu_memory_utilization": 0.5, "enable_prefix_caching": False}),
         ({"memory_policy": "paged"}, {"memory_policy": "paged"}),
+        ({"task": "embed"}, {"runner": "pooling"}),
+        ({"task": "score"}, {"runner": "pooling"}),
+        ({"task": "generate"}, {"runner": "generate"}),
+        ({"task": "auto", "convert": "none"}, {}),
+        ({"runner": "pooling", "convert": "embed"}, {"runner": "pooling"}),
     ],
     ids=str,
 )  # fmt: skip
@@ -112,6 +117,7 @@ REFUSED: dict[str, object] = {
     "load_format": "pt", "tokenizer_mode": "mistral", "model_class_overrides": {"a": 1}, "cpu_offload_gb": 4.0,
     "logits_processors": ["a.b"], "quantization_config": {"linear": "int8"}, "rope_scaling": {"factor": 2},
     "worker_cls": object, "revision": "main", "logprobs_mode": "raw_logits",
+    "task": "classify", "convert": "reward", "pooler_config": {"task": "token_embed"},
 }  # fmt: skip
 
 

@@ -36,7 +36,12 @@ _ENGINE = (
     *accepted("LoRA adapters are not served", number("lora_extra_vocab_size"), number("max_prompt_adapters"),
               number("max_prompt_adapter_token")),
     *refused("LoRA adapters are not served", switch("enable_prompt_adapter"), text("qlora_adapter_name_or_path")),
-    *refused("only generation is served", text("task", "auto", "generate"), config("override_pooler_config")),
+    renamed(
+        text("task"), "runner",
+        "`embed`, `embedding` and `score` are `--runner pooling`; `classify` and `reward` are refused",
+        values.runner_of,
+    ),
+    *refused("the model is pooled as its folder says", config("override_pooler_config")),
     *refused("the model is used as its folder says; change config.json in a copy", config("rope_scaling"),
              real("rope_theta"), text("override_attention_dtype")),
     *refused("the model runs on one device, in one process", switch("worker_use_ray"), switch("engine_use_ray")),

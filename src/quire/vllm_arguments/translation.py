@@ -66,7 +66,7 @@ def engine_settings(given: Mapping[str, Any], options: Collection[str]) -> dict[
     """Return the settings of an engine with the options named, from keywords in the names of Quire and of vLLM.
 
     A name that neither has is left as it is. Logs arguments without effect. Raises ConfigError as `meaning` does, and
-    if two names of one option are given.
+    if two names of one option are given with different values.
     """
     settings: dict[str, Any] = {}
     for name, value in given.items():
@@ -74,7 +74,8 @@ def engine_settings(given: Mapping[str, Any], options: Collection[str]) -> dict[
         told = Meaning({name: value}) if row is None or not row.is_engine else meaning(row, value, name, options)
         if told.remark:
             log.info("%s", told.remark)
-        if twice := settings.keys() & told.options.keys():
-            raise ConfigError(f"{name} is another name of {twice.pop()}; give one of them")
+        for option in settings.keys() & told.options.keys():
+            if settings[option] != told.options[option]:
+                raise ConfigError(f"{name} is another name of {option}; give one of them")
         settings |= told.options
     return settings

@@ -9,6 +9,8 @@ from quire.vllm_arguments.rows import Row
 
 _SWITCHES = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_RUNNERS = {"auto": None, "none": None, "generate": "generate", "embed": "pooling", "embedding": "pooling",
+            "score": "pooling"}
 _DTYPES = {"half": "float16", "float": "float32"}
 _MOST_GIB = 1024        # a number up to here is GiB, as in vLLM; no swap space has so few bytes
 
@@ -93,3 +95,10 @@ def swap_bytes(given: object, _shown: str) -> object:
     except (TypeError, ValueError):
         return given
     return f"{count:.15g}GiB" if 0 < count <= _MOST_GIB else given
+
+
+def runner_of(given: object, shown: str) -> Any:  # noqa: ANN401 (a runner, or None for the default)
+    """Return the runner that serves a task, or a conversion of a model, of vLLM's. ConfigError for one without any."""
+    if given not in _RUNNERS:
+        raise ConfigError(f"{shown} {given} is not supported: it must be one of {', '.join(_RUNNERS)}")
+    return _RUNNERS[str(given)]
