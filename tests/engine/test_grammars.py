@@ -100,10 +100,11 @@ def test_outputs_are_what_their_grammars_say(alone: list[RequestOutput]) -> None
     assert sum(output.outputs[0].finish_reason == "stop" for output in alone) > len(alone) * 2 // 3
 
 
+@pytest.mark.parametrize("method", [None, "ngram"])
 @pytest.mark.parametrize("jumps_forward", [True, False])
 @pytest.mark.parametrize("mode", ["none", "recompute", "swap"])
 def test_bits_are_the_same_in_a_crowd(
-    demo_model: Path, alone: list[RequestOutput], mode: str, jumps_forward: bool
+    demo_model: Path, alone: list[RequestOutput], mode: str, jumps_forward: bool, method: str | None
 ) -> None:
     """In a pool that is too small for all, with a plain request among them, whose answer is the same, too."""
     requests = [*all_requests(), (PROMPTS[0], PLAIN)]
@@ -112,7 +113,7 @@ def test_bits_are_the_same_in_a_crowd(
         room["num_swap_blocks"] = 200
     with LLM(
         demo_model, max_model_len=160, block_size=8, max_num_batched_tokens=48, enable_jump_forward=jumps_forward,
-        **room,
+        spec_method=method, **room,
     ) as llm:  # fmt: skip
         for _ in range(2):  # the second time with hits in the cache
             found = run(llm, requests)
@@ -310,17 +311,21 @@ def make_async(*parts: Any) -> AsyncCudaExecutor:  # noqa: ANN401
     return AsyncCudaExecutor(CudaWorker(*parts))
 
 
+@pytest.mark.parametrize("method", [None, "ngram"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "two in flight"])
 @pytest.mark.parametrize("mode", ["none", "recompute", "swap"])
 def test_bits_are_the_same_where_masks_are_late(
-    demo_model: Path, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch, mode: str, is_async: bool
-) -> None:
+    demo_model: Path, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch, mode: str, is_async: bool,
+    method: str | None,
+) -> None:  # fmt: skip
     """Every third mask, by chance, is late: in decodes, behind prompts in chunks, in forks, behind forced tokens."""
     forks = [(PROMPTS[1], params("json", seed=5, n=3)), (PROMPTS[3], params("regex", seed=6, n=2))]
     room = {"num_kv_blocks": 400} if mode == "none" else {"num_kv_blocks": 36, "preemption_mode": mode}
     if mode == "swap":
         room["num_swap_blocks"] = 200
-    settings: dict[str, Any] = {"max_model_len": 160, "block_size": 8, "max_num_batched_tokens": 48, **room}
+    settings: dict[str, Any] = {
+        "max_model_len": 160, "block_size": 8, "max_num_batched_tokens": 48, "spec_method": method, **room,
+    }  # fmt: skip
     with LLM(demo_model, max_model_len=160) as llm:
         expected = [*alone, *run(llm, forks)]
     rng, is_ready = random.Random(3), rows._is_ready

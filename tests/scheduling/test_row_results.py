@@ -173,12 +173,14 @@ def test_no_more_is_drafted_than_max_tokens_leaves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "budget", "num_blocks"), [(2, 3, 20), (1, 16, 1)], ids=["of the budget", "of blocks"]
+    ("num_seqs", "budget", "num_blocks", "max_tokens"),
+    [(2, 2, 20, 9), (1, 16, 1, 2)],
+    ids=["of the budget", "of blocks"],
 )
-def test_drafts_are_dropped_for_want(num_seqs: int, budget: int, num_blocks: int) -> None:
+def test_drafts_are_dropped_for_want(num_seqs: int, budget: int, num_blocks: int, max_tokens: int) -> None:
     """Each sequence gets the token that it gets without them, and none is preempted for a draft."""
     harness = Harness(num_blocks=num_blocks, budget=budget)
-    requests = [harness.add(2, max_tokens=2, ignore_eos=True) for _ in range(num_seqs)]
+    requests = [harness.add(2, max_tokens=max_tokens, ignore_eos=True) for _ in range(num_seqs)]
     plan = harness.schedule()
     while len(plan.sample_rows) < num_seqs:
         harness.execute(plan)
@@ -192,6 +194,86 @@ def test_drafts_are_dropped_for_want(num_seqs: int, budget: int, num_blocks: int
     assert (plan.counts, plan.drafts) == ([1] * num_seqs, [])
     assert not any(request.num_preemptions for request in requests)
     assert not any(request.live[0].drafts for request in requests)
+
+
+def drafting(harness: Harness, num_seqs: int, num_drafts: int = 3) -> list[int]:
+    """Run sequences of two prompt tokens up to where each has drafts for the next step; return their rows."""
+    for _ in range(num_seqs):
+        harness.add(2, max_tokens=30, ignore_eos=True)
+    plan = harness.schedule()
+    rows = {row: RowResult([4], drafts=[5] * num_drafts) for row in plan.sample_rows}
+    assert len(rows) == num_seqs
+    harness.scheduler.update(plan, StepResult([9] * num_seqs, rows=rows))
+    return list(rows)
+
+
+def test_drafts_share_the_budget_that_is_left_in_the_order_of_sequences() -> None:
+    harness = Harness(num_blocks=20, budget=6)
+    rows = drafting(harness, 2)
+    plan = harness.schedule()
+    assert plan.counts == [4, 2]
+    assert (plan.sample_rows, plan.sample_tokens) == ([rows[0]] * 4 + [rows[1]] * 2, [0, 1, 2, 3, 4, 5])
+    assert [tuple(each) for each in plan.drafts] == [(rows[0], 3, [5, 5, 5]), (rows[1], 3, [5])]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "counts"), [(4, [4, 2, 4]), (6, [3, 1, 6]), (30, [1, 1, 8])], ids=["all", "some", "none"]
+)
+def test_waiting_requests_have_the_budget_before_drafts(prompt: int, counts: list[int]) -> None:
+    harness = Harness(num_blocks=20, budget=10)
+    drafting(harness, 2)
+    harness.add(prompt, max_tokens=9, n=2, ignore_eos=True)
+    plan = harness.schedule()
+    assert sum(counts) == 10
+    assert plan.counts == counts
+
+
+def test_no_drafts_while_a_request_waits_for_the_budget() -> None:
+    harness = Harness(num_blocks=20, budget=4)
+    drafting(harness, 2)
+    for _ in range(3):
+        harness.add(1, max_tokens=9, ignore_eos=True)
+    plan = harness.schedule()
+    assert (plan.counts, plan.drafts, harness.scheduler.wait_reason) == ([1, 1, 1, 1], [], "token_budget")
+
+
+def test_samples_of_forks_and_drafts_are_behind_their_tokens() -> None:
+    """A prompt with two branches is computed beside drafts: its entry begins behind them."""
+    harness = Harness(num_blocks=20, budget=16)
+    rows = drafting(harness, 2)
+    request = harness.add(3, max_tokens=9, n=2, ignore_eos=True)
+    plan = harness.schedule()
+    assert plan.counts == [4, 4, 3]
+    branches = [sequence.row for sequence in request.live]
+    assert plan.sample_rows == [rows[0]] * 4 + [rows[1]] * 4 + branches
+    assert plan.sample_tokens == [*range(8), 10, 10]
+
+
+def test_drafts_see_the_window_of_the_token_before_them() -> None:
+    """No block is released for a draft; when drafts stand, the next step releases what they no longer need."""
+    harness = Harness(num_blocks=20, block_size=2, window=4)
+    request = harness.add(5, max_tokens=30, ignore_eos=True)
+    plan, row = first_plan(harness)
+    answer(harness, plan, row, RowResult([4], drafts=[5, 6, 7]))
+    plan = harness.schedule()
+    sequence = request.live[0].seq_id
+    assert plan.counts == [4]
+    assert harness.cache.block_ids(sequence)[:2] == [-1, harness.cache.block_ids(sequence)[1]]
+    assert -1 not in harness.cache.block_ids(sequence)[1:]      # position 5 sees positions 2 to 5
+    answer(harness, plan, row, RowResult([5, 6, 7, 8], num_computed=4))
+    harness.schedule()
+    assert harness.cache.block_ids(sequence)[:3] == [-1, -1, -1]    # position 9 sees positions 6 to 9
+
+
+@pytest.mark.parametrize("first_seed", range(0, 60, 20))
+def test_random_runs_with_windows_and_ragged_results_are_safe_live_and_right(first_seed: int) -> None:
+    runs = [
+        random_run(seed, windowed=True, crowded=seed % 2 == 0, executor_class=RaggedExecutor)
+        for seed in range(first_seed, first_seed + 20)
+    ]
+    windowed = [harness for harness in runs if harness.window is not None]
+    assert sum(harness.executor.num_accepted for harness in windowed) > 0
+    assert sum(harness.executor.num_drafted - harness.executor.num_accepted for harness in windowed) > 0
 
 
 def test_tokens_behind_uncomputed_ones_are_a_fault() -> None:

@@ -118,17 +118,20 @@ class KVCacheManager:
         self._prefixes.begin(table, token_ids, scope, len(match.blocks), keeps_all=keeps_all)
         return None if match.source == NONE else self._copy_inside(table, match.source, match.num_inside)
 
-    def append(self, seq_id: int, count: int, *, can_be_awaited: bool = True) -> TableUpdate | None:
+    def append(
+        self, seq_id: int, count: int, *, can_be_awaited: bool = True, keeps_window: bool = False
+    ) -> TableUpdate | None:
         """Give slots to `count` more tokens; return what changed in the sequence's table, None if nothing did.
 
         `can_be_awaited`: a request that starts with the blocks that this fills may wait for the end of the step.
-        False for a step that is planned before another is over: that one's end is not this one's.
+        False for a step that is planned before another is over: that one's end is not this one's. `keeps_window`: no
+        block is given up, because tokens that the same step computes before these still see what these do not.
 
         Blocks that have left the sliding window are given up first; columns that become NULL_BLOCK that way are no
         part of the update. Raises OutOfBlocksError without giving a slot when the pool lacks blocks.
         """
         table = self._tables[seq_id]
-        if self._window is not None:
+        if self._window is not None and not keeps_window:
             self._drop_unseen(table, self._window)
         was_cut, update = table.is_cut, table.append(count)
         if update is not None:

@@ -62,6 +62,9 @@ class StepGrammars(Protocol):
     def advance(self, row: int, token_ids: Sequence[int], max_forced: int) -> RowProgress | None:
         """Take the tokens that were sampled for a row, in order. None: the row has no mask in this step."""
 
+    def num_allowed(self, row: int, drafts: Sequence[int]) -> int:
+        """Return how many drafts could follow each other behind the tokens of the last `advance` of a row."""
+
 
 class RowGrammars(Protocol):
     """The grammars of all rows of a worker."""

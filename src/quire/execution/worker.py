@@ -158,9 +158,11 @@ class Worker:
             return
         samples = {row: index for index, row in enumerate(inputs.sample_rows.tolist())}
         for row, drafted in drafts.items():
-            index = samples[row]    # the only one of a row without a result
-            own = results.get(row) or RowResult([sampled.token_ids[index]], _record_of(sampled, index))
-            results[row] = structs.replace(own, drafts=list(drafted))
+            num_allowed = len(drafted) if inputs.grammars is None else inputs.grammars.num_allowed(row, drafted)
+            if num_allowed > 0:
+                index = samples[row]    # the only one of a row without a result
+                own = results.get(row) or RowResult([sampled.token_ids[index]], _record_of(sampled, index))
+                results[row] = structs.replace(own, drafts=list(drafted[:num_allowed]))
 
     def _sample(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens:
         """Draw all samples at once; if that fails, one by one. hidden [T, hidden], logit_rows [N]."""

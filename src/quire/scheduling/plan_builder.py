@@ -1,11 +1,22 @@
 """Collects one step's plan, and the sequence of each of its entries."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from quire.cache.block_table import TableUpdate
 from quire.core.plan import BlockCopy, BlockIds, NewRow, RowDrafts, StepPlan
 from quire.core.sequence import Request, Sequence
 from quire.core.task import beam_params, pool_of
+
+NO_TOKEN = -1
+
+
+class PlannedDrafts(NamedTuple):
+    """Drafts of a row from position `start` on, and the change of its block table for them."""
+
+    start: int
+    token_ids: list[int]
+    update: TableUpdate | None
 
 
 class PlanBuilder:
@@ -74,15 +85,31 @@ class PlanBuilder:
         self.plan.sample_tokens.append(self.num_tokens - 1)
         self.sampled.append((request, sequence))
 
-    def verify_drafts(self, request: Request, sequence: Sequence, num_drafts: int, update: TableUpdate | None) -> None:
-        """Compute the first drafts, too, of the sequence with the last entry; sample behind each of them."""
-        self.plan.drafts.append(RowDrafts(sequence.row, sequence.num_tokens, list(sequence.drafts[:num_drafts])))
-        self.plan.counts[-1] += num_drafts
-        if update is not None:
-            self._change_table(len(self.planned) - 1, update)
-        for _ in range(num_drafts):
-            self.num_tokens += 1
-            self.sample(request, sequence)
+    def verify_drafts(self, drafts: Mapping[int, PlannedDrafts]) -> None:
+        """Compute drafts, too, by the rows of sampled sequences, at the ends of their entries; sample behind each.
+
+        The tokens of later entries move back in the flat batch.
+        """
+        plan = self.plan
+        for entry, row in enumerate(plan.rows):
+            if (own := drafts.get(row)) is not None:
+                plan.drafts.append(RowDrafts(row, own.start, own.token_ids))
+                plan.counts[entry] += len(own.token_ids)
+                if own.update is not None:
+                    self._change_table(entry, own.update)
+        old = list(zip(plan.sample_tokens, plan.sample_rows, self.sampled, strict=True))
+        for each in (plan.sample_tokens, plan.sample_rows, self.sampled):
+            each.clear()
+        num_before = num_drafts = 0                                     # drafts: of earlier entries, and with this one
+        last = NO_TOKEN
+        for token, row, owner in old:                                   # samples behind one token are of forks
+            num_before, last = num_before if token == last else num_drafts, token
+            num_own = len(drafts[row].token_ids) if row in drafts else 0
+            num_drafts += num_own
+            plan.sample_tokens.extend(range(token + num_before, token + num_before + 1 + num_own))
+            plan.sample_rows.extend([row] * (1 + num_own))
+            self.sampled.extend([owner] * (1 + num_own))
+        self.num_tokens += num_drafts
 
     def decode(
         self, requests: list[Request], sequences: list[Sequence], updates: dict[int, TableUpdate | None]

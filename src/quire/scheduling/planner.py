@@ -1,4 +1,4 @@
-"""Planner: the sequences of a step and their token counts. Running requests are planned before waiting ones.
+"""Planner: the sequences of a step and their token counts. Running requests are planned first, then waiting ones.
 
 When blocks run out, the last request in planning order is preempted as a whole, to be recomputed or swapped (Kwon et
 al. 2023, section 4.5); the first is never preempted. Waiting requests are admitted while rows, blocks and budget last.
@@ -20,7 +20,7 @@ from quire.core.task import BeamSearch, Pin
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.chunked_prefill import ChunkedPrefillBudget
 from quire.scheduling.kv_shares import KVShares
-from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.plan_builder import PlanBuilder, PlannedDrafts
 from quire.scheduling.policies import ByPriority, SkippedRequests
 from quire.scheduling.preemption import PreemptionPolicy
 from quire.scheduling.queues import RequestQueues
@@ -79,7 +79,7 @@ class Planner:
         try:
             while budget > 0 and index < len(running):
                 step.at = running[index]
-                if decodes := _decodes(running, index, budget, has_drafts=self._queues.num_drafted > 0):
+                if decodes := _decodes(running, index, budget):
                     num_planned = self._plan_decodes(step, index, decodes)
                     budget -= num_planned
                     index += num_planned
@@ -134,7 +134,7 @@ class Planner:
                 self._start(step, request, first, NO_MATCH)             # the group's first has ended before the fork
             num_missing = num_missing_tokens(request)
             used = min(num_missing, budget)
-            self._advance(step, request, first, used, used)
+            self._advance(step, request, first, used)
             if used == num_missing:
                 for other in rest:
                     self._fork(step, request, first, other)
@@ -143,40 +143,19 @@ class Planner:
         for sequence in request.live:
             num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, left)
             if num_tokens > 0:                                          # else a beam that waits for the other beams
-                left -= self._advance(step, request, sequence, num_tokens, left)
+                self._advance(step, request, sequence, num_tokens)
+                left -= num_tokens
         return budget - left
 
-    def _advance(
-        self, step: PlanBuilder, request: Request, sequence: Sequence, num_tokens: int, budget: int
-    ) -> int:
-        """Plan the next tokens of a sequence, and its drafts if there is room. Return how many tokens.
+    def _advance(self, step: PlanBuilder, request: Request, sequence: Sequence, num_tokens: int) -> None:
+        """Plan the next tokens of a sequence.
 
         Raises SelfPreemptedError if its own request had to be preempted for blocks.
         """
         step.advance(sequence, num_tokens, self._append(step, request, sequence, num_tokens))
-        if sequence.num_computed_tokens + num_tokens < sequence.num_tokens:
-            return num_tokens
-        if not isinstance(request.task, Pool):
+        is_last = sequence.num_computed_tokens + num_tokens == sequence.num_tokens
+        if is_last and not isinstance(request.task, Pool):
             step.sample(request, sequence)
-        if sequence.drafts:
-            num_tokens += self._verify_drafts(step, request, sequence, budget - num_tokens)
-        return num_tokens
-
-    def _verify_drafts(self, step: PlanBuilder, request: Request, sequence: Sequence, budget: int) -> int:
-        """Plan the drafts of a sequence as far as all that runs leaves budget and blocks. Return how many.
-
-        None with a sliding window: a block behind it may still be read from the position of a draft that is rejected.
-        """
-        budget = 0 if self._cache.has_window else budget - self._queues.num_running_seqs
-        num_drafts = min(len(sequence.drafts), budget)
-        try:
-            update = self._cache.append(sequence.seq_id, num_drafts, can_be_awaited=False) if num_drafts > 0 else None
-        except OutOfBlocksError:
-            num_drafts = 0
-        if num_drafts > 0:
-            step.verify_drafts(request, sequence, num_drafts, update)
-        self._queues.set_drafts(sequence, ())
-        return max(num_drafts, 0)
 
     def _append(
         self, step: PlanBuilder, request: Request, sequence: Sequence, num_tokens: int
@@ -291,6 +270,31 @@ class Planner:
         step.order.append(request)
         self._shares.admit(request)
 
+    # --- drafts -----------------------------------------------------------------------------------------------------
+
+    def plan_drafts(self, step: PlanBuilder, budget: int) -> None:
+        """Plan the drafts of sampled sequences, in their order, as far as all else has left budget and free blocks.
+
+        `budget`: tokens, 0 or more.
+        Drafts of a sampled sequence that are not planned are dropped: they are guesses of the token sampled next.
+        """
+        planned = dict[int, PlannedDrafts]()
+        for _, sequence in step.sampled:
+            if not sequence.drafts:
+                continue
+            drafts = list(sequence.drafts[:budget])
+            self._queues.set_drafts(sequence, ())
+            if not drafts:
+                continue
+            try:
+                update = self._cache.append(sequence.seq_id, len(drafts), can_be_awaited=False, keeps_window=True)
+            except OutOfBlocksError:
+                continue
+            planned[sequence.row] = PlannedDrafts(sequence.num_tokens, drafts, update)
+            budget -= len(drafts)
+        if planned:
+            step.verify_drafts(planned)
+
     # --- sequences begin ------------------------------------------------------------------------------------------
 
     def _start(self, step: PlanBuilder, request: Request, sequence: Sequence, match: PrefixMatch) -> None:
@@ -328,11 +332,10 @@ def num_missing_tokens(request: Request) -> int:
     return target - first.num_computed_tokens
 
 
-def _decodes(running: list[Request], index: int, budget: int, *, has_drafts: bool) -> list[Sequence]:
+def _decodes(running: list[Request], index: int, budget: int) -> list[Sequence]:
     """Return the sequences of the running requests from `index` on that compute one token each: most, in most steps.
 
-    Ends before a request that has more to compute, or drafts, or is a group, or pools. `has_drafts`: some sequence has
-    drafts.
+    Ends before a request that has more to compute, or is a group, or pools.
     """
     sequences = []
     for request in running[index : index + min(budget, _DECODES_AT_ONCE)]:
@@ -340,7 +343,7 @@ def _decodes(running: list[Request], index: int, budget: int, *, has_drafts: boo
         first = live[0]
         num_output_tokens = len(first.token_ids.output)
         num_missing = first.num_prompt_tokens + num_output_tokens - first.num_computed_tokens
-        if num_missing != 1 or len(live) > 1 or first.row == NO_ROW or (has_drafts and first.drafts):
+        if num_missing != 1 or len(live) > 1 or first.row == NO_ROW:
             break
         if num_output_tokens == 0 and isinstance(request.task, Pool):
             break

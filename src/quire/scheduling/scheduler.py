@@ -221,6 +221,8 @@ class Scheduler:
         self.planner.preempt_excess(step)
         self._admit(step, self.planner.plan_running(step, self.config.max_num_batched_tokens))
         step.at = None
+        if self.queues.num_drafted:
+            self._plan_drafts(step)
         is_idle = not self.queues.requests or self.wait_reason == "grammar"
         assert not plan.is_empty or is_idle, "requests are here, but none of them can run"
         return plan
@@ -246,6 +248,11 @@ class Scheduler:
     def _admit(self, step: PlanBuilder, budget: int) -> None:
         """Admit waiting requests that fit; count why the rest wait."""
         self.queues.wait_reasons.count(self.planner.admit(step, budget))
+
+    def _plan_drafts(self, step: PlanBuilder) -> None:
+        """Plan drafts by the budget that is left, unless a request waits for it."""
+        left = self.config.max_num_batched_tokens - step.num_tokens
+        self.planner.plan_drafts(step, 0 if self.wait_reason == "token_budget" else left)
 
     # --- the result -----------------------------------------------------------------------------------------------
 

@@ -143,6 +143,23 @@ def test_masks_behind_drafts_are_those_of_single_steps(vocabulary: Vocabulary) -
         assert progress == RowProgress(len(kept), has_ended=kept == drafts)
 
 
+def test_drafts_are_counted_up_to_the_first_that_is_not_allowed(vocabulary: Vocabulary) -> None:
+    """And the state of the row stays: behind the tokens that were sampled, and those that were forced."""
+    constraint = KINDS["json"]
+    output = walk(vocabulary, vocabulary.rows(jumps_forward=False), constraint, 1)
+    rows, wrong, beyond = vocabulary.rows(jumps_forward=False), vocabulary.ids("]"), [vocabulary.vocab_size - 1]
+    begin(rows, new_row(2, constraint))
+    for place in range(len(output) - 1):
+        step, rest = start(rows, {2: output[:place]}), output[place + 1 :]
+        assert step.advance(2, output[place : place + 1], 0) == RowProgress(1)
+        assert step.num_allowed(2, rest) == len(rest)
+        assert step.num_allowed(2, [*rest, *wrong]) == len(rest)
+        assert step.num_allowed(2, rest[:1] + beyond + rest) == 1
+        assert step.num_allowed(5, wrong) == 1                          # a row without a grammar
+    rows.drop_idle(num_steps=0)
+    assert step.num_allowed(2, output) == 0
+
+
 def test_what_a_grammar_does_not_allow_fails_its_row_alone(vocabulary: Vocabulary) -> None:
     rows = vocabulary.rows()
     wrong, right = vocabulary.ids("]"), KINDS["json"]

@@ -140,6 +140,10 @@ class RowState:
 
         return self._with_own_lexer(cache, advance_all)
 
+    def num_allowed(self, drafts: Sequence[int]) -> int:
+        """Return how many drafts could follow each other behind the tokens taken last; none without a matcher."""
+        return 0 if self._matcher is None else self._matcher.validate_tokens(list(drafts))
+
     def _force(self, matcher: LLMatcher, num_kept: int, max_forced: int, vocab_size: int) -> RowProgress:
         """Take the tokens that are forced."""
         forced, most = list[int](), min(max_forced, MAX_FORCED) if self._may_force else 0

@@ -175,6 +175,11 @@ class StepMasks:
         entry = self._entries.get(row)
         return None if entry is None else self._rows.advance(entry, token_ids, max_forced)
 
+    def num_allowed(self, row: int, drafts: Sequence[int]) -> int:
+        """Return how many drafts could follow each other, all if the row has no grammar."""
+        entry = self._entries.get(row)
+        return len(drafts) if entry is None else entry.state.num_allowed(drafts)
+
 
 def _is_ready(entry: Entry) -> bool:
     """Return whether the masks of an entry are filled."""
