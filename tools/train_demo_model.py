@@ -17,6 +17,7 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,12 +29,24 @@ from torch import Tensor, nn
 import demo_corpus as corpus
 
 ROOT = Path(__file__).resolve().parent.parent
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, CONTEXT = 256, 6, 8, 4, 32, 672, 2048
+HIDDEN, HEAD_DIM, CONTEXT = 256, 32, 2048
 ROPE_THETA, NORM_EPS = 10000.0, 1e-5
 TOKENS_PER_STEP, WORKERS = 4096, 2
 SHORT_WINDOW, LONG_PHASE = 512, 0.85  # windows grow from 512 tokens to CONTEXT after that share of the time
 MUON_RATE, ADAMW_RATE = 0.02, 4e-3
 HELDOUT_SHARE, MAX_HELDOUT_WINDOWS = 1 / 60, 32
+
+
+class Sizes(NamedTuple):
+    """Sizes of a Llama over the embeddings of the demo model."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+
+
+DEMO = Sizes(layers=6, heads=8, kv_heads=4, intermediate=672)
 
 
 class WindowStream:
@@ -61,18 +74,19 @@ class WindowStream:
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.q_proj = nn.Linear(HIDDEN, HEADS * HEAD_DIM, bias=False)
-        self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
-        self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
-        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
+        self.group = sizes.heads // sizes.kv_heads  # query heads that share keys and values
+        self.q_proj = nn.Linear(HIDDEN, sizes.heads * HEAD_DIM, bias=False)
+        self.k_proj = nn.Linear(HIDDEN, sizes.kv_heads * HEAD_DIM, bias=False)
+        self.v_proj = nn.Linear(HIDDEN, sizes.kv_heads * HEAD_DIM, bias=False)
+        self.o_proj = nn.Linear(sizes.heads * HEAD_DIM, HIDDEN, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         by_head = (*x.shape[:2], -1, HEAD_DIM)
         q, k, v = (proj(x).view(by_head).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
+        k, v = (t.repeat_interleave(self.group, dim=1) for t in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [batch, heads, length, HEAD_DIM]
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
@@ -84,23 +98,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
-        self.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
-        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
+        self.gate_proj = nn.Linear(HIDDEN, sizes.intermediate, bias=False)
+        self.up_proj = nn.Linear(HIDDEN, sizes.intermediate, bias=False)
+        self.down_proj = nn.Linear(sizes.intermediate, HIDDEN, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(HIDDEN, eps=NORM_EPS)
-        self.self_attn = Attention()
+        self.self_attn = Attention(sizes)
         self.post_attention_layernorm = nn.RMSNorm(HIDDEN, eps=NORM_EPS)
-        self.mlp = MLP()
+        self.mlp = MLP(sizes)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
@@ -110,10 +124,10 @@ class Layer(nn.Module):
 class Llama(nn.Module):
     """The decoder of LlamaForCausalLM with tied embeddings; attribute names give Hugging Face's parameter names."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes = DEMO) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(corpus.VOCAB_SIZE, HIDDEN)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
         self.norm = nn.RMSNorm(HIDDEN, eps=NORM_EPS)
         frequencies = ROPE_THETA ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
         angles = torch.outer(torch.arange(CONTEXT), frequencies).repeat(1, 2)  # [CONTEXT, HEAD_DIM]
@@ -122,16 +136,19 @@ class Llama(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 ends_a_branch = "o_proj" in name or "down_proj" in name
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * LAYERS) if ends_a_branch else 0.02)
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * sizes.layers) if ends_a_branch else 0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy, in nats per token."""
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1).float(), targets.flatten())
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return logits [batch, length, VOCAB_SIZE] of tokens [batch, length]."""
         x = self.embed_tokens(tokens)
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         for layer in self.layers:
             x = layer(x, cos, sin)
-        logits = F.linear(self.norm(x), self.embed_tokens.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return F.linear(self.norm(x), self.embed_tokens.weight)
 
 
 class Muon(torch.optim.Optimizer):
@@ -233,32 +250,9 @@ def train(model: Llama, stream: WindowStream, heldout: Tensor, tokenizer: Tokeni
 
 def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a Hugging Face model folder with bfloat16 weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {f"model.{name}": tensor.detach().bfloat16().contiguous() for name, tensor in model.named_parameters()}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
+    write_weights(model, folder)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": corpus.VOCAB_SIZE,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": CONTEXT,
-        "rope_theta": ROPE_THETA,
-        "rms_norm_eps": NORM_EPS,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "dtype": "bfloat16",
-    }
+    config = make_config(DEMO)
     generation = {"bos_token_id": 0, "eos_token_id": [0, 2]}
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -272,6 +266,39 @@ def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     files = {"config": config, "generation_config": generation, "tokenizer_config": tokenizer_config}
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_weights(model: Llama, folder: Path) -> None:
+    """Write `model.safetensors` in bfloat16, with the names of Hugging Face."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {f"model.{name}": tensor.detach().bfloat16().contiguous() for name, tensor in model.named_parameters()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+
+
+def make_config(sizes: Sizes) -> dict[str, object]:
+    """Return the content of `config.json`."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": corpus.VOCAB_SIZE,
+        "hidden_size": HIDDEN,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": CONTEXT,
+        "rope_theta": ROPE_THETA,
+        "rms_norm_eps": NORM_EPS,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "dtype": "bfloat16",
+    }
 
 
 def held_out_windows(tokenizer: Tokenizer, modules: list[str]) -> Tensor:
