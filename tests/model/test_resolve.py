@@ -34,6 +34,11 @@ def test_what_is_neither_folder_nor_hub_id_asks_no_network(name: str, monkeypatc
         resolve_model(name)
 
 
+def test_name_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"^'a{80}': is no folder and no file: File name too long"):
+        resolve_model("a" * 5000)
+
+
 @pytest.fixture
 def offline_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The real hub client with an empty cache and no network; return the cache."""

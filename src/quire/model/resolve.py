@@ -24,9 +24,13 @@ def resolve_model(model: str | None, files: tuple[str, ...] = HUB_FILES) -> Path
     if model is None:
         return _demo_model()
     folder = Path(model).expanduser()
+    try:
+        is_there = folder.exists()
+    except OSError as error:  # a name that no file can have
+        raise ModelError(f"{model[:80]!r}: is no folder and no file: {error.strerror}") from error
     if model and (folder.is_dir() or is_gguf(folder)):
         return folder
-    if model and folder.exists():
+    if model and is_there:
         raise ModelError(f"{model}: is no GGUF file; expected one, or a folder with {CONFIG_FILE} and safetensors")
     if not _is_hub_id(model):
         raise ModelError(f"{model!r}: no such folder, and not a hub id of the form owner/name")
