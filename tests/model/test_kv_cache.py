@@ -35,6 +35,16 @@ def test_cache_is_one_zeroed_aligned_tensor_per_layer_for_keys_and_for_values(dt
     assert [tensor.nbytes for tensor in cache.tensors] == geometry(dtype_name(dtype)).tensor_bytes(5 * 16)
 
 
+def test_joined_caches_are_the_same_tensors_and_may_differ_in_blocks() -> None:
+    first, second = KVCache.allocate(geometry(), 5, 16, TORCH), KVCache.allocate(geometry("bfloat16"), 7, 16, TORCH)
+    joined = first.joined(second)
+    assert [len(tensor) for tensor in joined.tensors] == 2 * (3 * [5] + 3 * [7])
+    for part, cache in zip(joined.split([3, 3]), (first, second), strict=True):
+        assert all(ours is theirs for ours, theirs in zip(part.tensors, cache.tensors, strict=True))
+    with pytest.raises(AssertionError, match="blocks of 16 and 8 tokens"):
+        first.joined(KVCache.allocate(geometry(), 5, 8, TORCH))
+
+
 def test_empty_cache_takes_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     cache = KVCache.allocate(geometry(), 1 << 18, 16, TORCH)

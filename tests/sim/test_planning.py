@@ -11,7 +11,7 @@ from quire.engine.assembly import assemble
 from quire.engine.options import EngineOptions
 from quire.model.quantization import QuantizationOptions
 from quire.sim.hardware import HARDWARE, Hardware
-from quire.sim.models import read_model
+from quire.sim.models import read_draft_model, read_model
 from quire.sim.planning import not_servable_yet, plan_memory, stored_parameters
 from support.zero_model import FAMILIES, write_zero_model
 
@@ -41,6 +41,33 @@ def test_plan_is_what_the_engine_reports(
     assert plan.cache.num_blocks == pytest.approx(limits.num_blocks, rel=0.03)
     assert plan.scheduler.max_model_len == limits.max_model_len
     assert (plan.dtype, plan.cache.block_size) == (dtype, limits.block_size)
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}, {"kv_cache_dtype": "int8_per_token_head"}])
+def test_plan_with_a_draft_model_is_what_the_engine_reports(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
+) -> None:
+    draft_model = str(Path(__file__).parents[1] / "data/demo-draft")
+    options = EngineOptions(max_num_seqs=40, max_num_batched_tokens=32, spec_model=draft_model, **settings)  # type: ignore[arg-type]
+    model = read_model(str(demo_model), asked=options.quantization_options)
+    draft, memory_bytes = read_draft_model(model, options), 200 * MIB
+    plan = plan_memory(model, this_machine(memory_bytes), options, draft=draft)
+    taken = plan.weight_bytes + plan.draft_weight_bytes
+    monkeypatch.setattr(device_sizing, "free_memory_bytes", lambda: memory_bytes - taken)
+    loaded = assemble(options, loads_tokenizer=False)
+    if loaded.model.back_end.name != "cpp":
+        pytest.skip("the C++ kernels were not built")
+    assert taken == loaded.ready.weights_bytes
+    assert plan.kv_bytes_per_token == loaded.ready.kv_bytes_per_token
+    assert plan.cache.num_blocks == pytest.approx(loaded.ready.limits.num_blocks, rel=0.03)
+    without = plan_memory(model, this_machine(memory_bytes), replace(options, spec_model=None))
+    assert without.kv_bytes_per_token < plan.kv_bytes_per_token
+
+
+def test_draft_model_that_cannot_be_served_is_named() -> None:
+    options = EngineOptions(spec_model="LLaMA-7B")
+    (reason,) = not_servable_yet(read_model("LLaMA-13B"), HARDWARE["H100"], options)
+    assert reason == "a draft model is not supported yet on device cuda"
 
 
 def test_quantized_weights_leave_more_to_the_cache() -> None:

@@ -14,7 +14,7 @@ from quire.model.pooler import find_pooler
 from quire.model.quantization import CHECKPOINT_METHODS
 from quire.server.ops.startup_banner import format_bytes
 from quire.sim.hardware import Hardware, read_hardware
-from quire.sim.models import Model, read_model
+from quire.sim.models import Model, read_draft_model, read_model
 from quire.sim.planning import MemoryPlan, not_servable_yet, plan_memory, stored_parameters
 
 _device = partial(flag_field, panel="Device")
@@ -49,7 +49,8 @@ class DeviceFlags:
 
     def plan(self, model: Model, engine: EngineOptions) -> MemoryPlan:
         """Return the plan. Raises ConfigError for a model that does not fit."""
-        return plan_memory(model, self.machine, engine, self.tensor_parallel_size)
+        draft = read_draft_model(model, engine)
+        return plan_memory(model, self.machine, engine, self.tensor_parallel_size, draft)
 
     def not_servable_yet(self, model: Model, engine: EngineOptions) -> list[str]:
         """Return the reasons for which the engine would refuse to serve this."""
@@ -100,6 +101,7 @@ def _rows(found: MemoryPlan) -> dict[str, Any]:
     return {
         "memory": format_bytes(found.memory_bytes) + each,
         "weights": f"{format_bytes(found.weight_bytes)}{each}, {found.num_parameters:,} parameters of {found.dtype}",
+        **({"draft model": f"{format_bytes(found.draft_weight_bytes)} of weights"} if found.draft_weight_bytes else {}),
         **({"quantization": found.quantization} if found.quantization else {}),
         "workspaces": (
             f"up to {format_bytes(found.workspace_bytes)}{each}; block tables {format_bytes(found.table_bytes)}"

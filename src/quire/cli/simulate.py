@@ -61,6 +61,8 @@ def simulate(
     """Serve on a virtual clock: throughput, latencies, goodput, KV use, cost, and what would bind."""
     if device.hardware is None:
         raise ConfigError("hardware must be given: a name, or a file of `quire bench calibrate`")
+    if engine.speculation is not None:
+        raise ConfigError("speculative decoding is not simulated; leave out speculative_config and spec_method")
     model, hardware = read_model(engine.model, engine.dtype, engine.quantization_options), device.machine
     found = device.plan(model, engine)
     vocab_size, num_prompts = model.spec.vocab_size, load.num_prompts

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec import structs
 
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig, SchedulerConfig
@@ -27,6 +30,7 @@ from quire.execution.worker import Worker
 from quire.kernels.cache_layout import dtype_name
 from quire.kernels.cpp.back_end import usable_isas
 from quire.model.kv_cache import KVCache
+from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import LanguageModel
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
@@ -47,6 +51,13 @@ except ModuleNotFoundError as error:
         raise
     make_drafter = None  # type: ignore[assignment]  # optional: without it speculative_config is refused
 
+try:
+    from quire.engine.draft_model.loading import LoadedDraftModel, load_draft_model
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith(("quire.engine.draft_model", "quire.execution.drafting")):
+        raise
+    load_draft_model = None  # type: ignore[assignment]  # optional: without it draft models are refused
+
 
 @dataclass(frozen=True, slots=True)
 class AssembledEngine:
@@ -66,16 +77,18 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
     """
     folder = resolve_model(options.model)
     text_source = resolve_tokenizer(options.tokenizer, folder)
+    loaded = load(options, folder)
+    draft_model = _draft_model(options, loaded, text_source)
     if loads_tokenizer:
         use: TokenizerUse = "skipped" if options.skip_tokenizer_init else "optional"
-        return build_engine(options, load(options, folder), load_tokenizer(text_source, use))
+        return build_engine(options, loaded, load_tokenizer(text_source, use), draft_model=draft_model)
     read_tokenizer = None if options.skip_tokenizer_init else tokenizer_loader(text_source)
-    return build_engine(options, load(options, folder), read_tokenizer=read_tokenizer)
+    return build_engine(options, loaded, read_tokenizer=read_tokenizer, draft_model=draft_model)
 
 
 def build_engine(
     options: EngineOptions, loaded: LoadedModel, tokenizer: Tokenizer | None = None,
-    read_tokenizer: Callable[[], Tokenizer] | None = None,
+    read_tokenizer: Callable[[], Tokenizer] | None = None, draft_model: "LoadedDraftModel | None" = None,
 ) -> AssembledEngine:  # fmt: skip
     """Return an engine for any loaded model. `read_tokenizer`, without a `tokenizer`: called once, in a thread.
 
@@ -86,11 +99,15 @@ def build_engine(
     grammars = None if read is None else _grammars(options, loaded, read)
     if grammars is not None and tokenizer is None:
         grammars.load()
-    cache, scheduling = configs_for(options, loaded.limits, loaded.model, loaded.meter)
-    engine = _build(options, loaded.model, cache, scheduling, grammars)
+    limits = loaded.limits if draft_model is None else draft_model.limits(loaded.limits, options.block_size)
+    cache, scheduling = configs_for(options, limits, loaded.model, loaded.meter)
+    engine = _build(options, loaded.model, cache, scheduling, grammars, draft_model)
     if tokenizer is not None and (template := options.given_chat_template) is not None:
         tokenizer.use_chat_template(template)
     ready = _ready(loaded, engine, cache, scheduling, is_static=options.batching == "static")
+    if draft_model is not None:
+        weights_bytes = ready.weights_bytes + draft_model.model.weight_bytes
+        ready = structs.replace(ready, weights_bytes=weights_bytes, kv_bytes_per_token=limits.kv_bytes_per_token)
     inputs = InputProcessor(tokenizer, ready, options, cuts_answers=True)
     return AssembledEngine(engine, inputs, tokenizer, loaded.model, ready)
 
@@ -114,16 +131,35 @@ def _grammars(
     )
 
 
+def _draft_model(options: EngineOptions, target: LoadedModel, tokenizer: Path) -> "LoadedDraftModel | None":
+    """Return the draft model that the options ask for. Raises ConfigError where loading one is not installed."""
+    config = options.speculation
+    if config is None or config.method != "draft_model":
+        return None
+    if load_draft_model is None:
+        raise ConfigError(
+            "speculative_config with a draft model needs the package quire.engine.draft_model, which is not in this "
+            "installation"
+        )
+    return load_draft_model(options, config, target, tokenizer)
+
+
 def _build(
     options: EngineOptions, model: LanguageModel, cache: CacheConfig, scheduling: SchedulerConfig,
-    grammars: "ConstrainedDecoding | None",
+    grammars: "ConstrainedDecoding | None", draft_model: "LoadedDraftModel | None",
 ) -> Engine:  # fmt: skip
     """Allocate the KV cache, the batch and the swap space; return the engine over them."""
     vocab_size, allocator = model.vocab_size, device_allocator(model.device)
     batch = PersistentBatch(scheduling.max_num_seqs, scheduling.max_model_len, cache.block_size, vocab_size)
-    kv = KVCache.allocate(model.kv_geometry, cache.num_blocks, cache.block_size, model.back_end, allocator)
-    swapper = None if cache.num_swap_blocks == 0 else _swapper(options, cache, model, kv)
-    drafter = _drafter(options, batch, model)
+    geometry = model.kv_geometry
+    kv = KVCache.allocate(geometry, cache.num_blocks, cache.block_size, model.back_end, allocator)
+    method: Drafter | None = None
+    if draft_model is not None:
+        geometry = geometry.joined(draft_model.model.kv_geometry)
+        own = draft_model.allocate_cache(cache.num_blocks, cache.block_size)
+        kv, method = kv.joined(own), draft_model.drafter(own, batch)
+    swapper = None if cache.num_swap_blocks == 0 else _swapper(options, cache, model, geometry, kv)
+    drafter = _drafter(options, batch, model, draft_model, method)
     executor = _executor(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter)
 
     def is_prepared(request: Request) -> bool:
@@ -184,7 +220,10 @@ def _executor(
     return LocalExecutor(Worker(model, cache, batch, swapper, grammars, drafter))
 
 
-def _drafter(options: EngineOptions, batch: PersistentBatch, model: LanguageModel) -> Drafter | None:
+def _drafter(
+    options: EngineOptions, batch: PersistentBatch, model: LanguageModel, draft_model: "LoadedDraftModel | None",
+    method: Drafter | None,
+) -> Drafter | None:  # fmt: skip
     """Return the drafter that the options ask for. Raises ConfigError where speculative decoding is not installed."""
     if options.speculation is None:
         return None
@@ -195,11 +234,15 @@ def _drafter(options: EngineOptions, batch: PersistentBatch, model: LanguageMode
     kernels = model.back_end.name
     if kernels == "cpp":
         kernels = usable_isas()[0] if options.cpu_isa == "auto" else options.cpu_isa
-    return make_drafter(options.speculation, batch, kernels, model.weight_bytes / model.num_parameters)
+    draft_cost = 0.0 if draft_model is None else draft_model.model.weight_bytes / model.weight_bytes
+    bytes_per_weight = model.weight_bytes / model.num_parameters
+    return make_drafter(options.speculation, batch, kernels, bytes_per_weight, method, draft_cost)
 
 
-def _swapper(options: EngineOptions, config: CacheConfig, model: LanguageModel, cache: KVCache) -> Swapper:
+def _swapper(
+    options: EngineOptions, config: CacheConfig, model: LanguageModel, geometry: KVGeometry, cache: KVCache
+) -> Swapper:
     sizes = config.num_swap_blocks, config.block_size
-    space = allocate_swap_space(model.kv_geometry, *sizes, model.back_end, options.swap_dir, model.device)
+    space = allocate_swap_space(geometry, *sizes, model.back_end, options.swap_dir, model.device)
     make = CudaSwapper if model.device.type == "cuda" else Swapper
     return make(cache, space, model.back_end.copy_blocks)

@@ -21,6 +21,7 @@ class ModelLimits:
     sliding_window: int | None
     table_bytes_per_position: int = 0     # of rotary tables
     default_positions: int | None = None  # the longest sequence unless max_model_len is set; None: the first field
+    scratch_bytes: int = 0                # of keys and values outside of the pool, of a draft model
 
 
 def free_memory_bytes() -> int:
@@ -77,6 +78,7 @@ def size_engine(
 
     The KV cache takes `share` of the free bytes by default.
     """
+    free_bytes = max(0, free_bytes - limits.scratch_bytes)
     longest = _longest(options, limits)
     max_num_seqs = options.resolved_max_num_seqs
     most_blocks = max_num_seqs * -(-longest // options.block_size)  # that max_num_seqs sequences can use

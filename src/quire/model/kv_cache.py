@@ -63,6 +63,11 @@ class KVCache:
         """Every tensor of which block i is a part of block i: keys of all layers, then values."""
         return [*self.keys, *self.values]
 
+    def joined(self, other: "KVCache") -> "KVCache":
+        """Return the cache of two models, the layers of `other` last, which may have more blocks."""
+        assert self.block_size == other.block_size, f"blocks of {self.block_size} and {other.block_size} tokens"
+        return KVCache([*self.keys, *other.keys], [*self.values, *other.values], self.block_size)
+
     def split(self, num_layers: Sequence[int]) -> list["KVCache"]:
         """Return the part of each model: views of so many layers, in order. They must add up to all."""
         assert sum(num_layers) == len(self.keys), f"{list(num_layers)} of {len(self.keys)} layers"

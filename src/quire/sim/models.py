@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from quire.core.errors import ConfigError
 from quire.engine.formats import read_source
+from quire.engine.options import EngineOptions
 from quire.model.config import dtype_name, spec_from_config
-from quire.model.quantization import UNQUANTIZED, Quantization, QuantizationOptions, resolve
+from quire.model.quantization import CHECKPOINT_METHODS, UNQUANTIZED, Quantization, QuantizationOptions, resolve
 from quire.model.resolve import resolve_model
 from quire.model.spec import DecoderSpec
 from quire.sim.cost import PAGED_ATTENTION_FACTOR, CostModel
@@ -98,6 +99,17 @@ def read_model(name: str | None, dtype: str = "auto", asked: QuantizationOptions
     source = read_source(resolve_model(name, files=("*.json",)))
     found = source.quantization(asked)
     return Model(name or source.path.name, source.spec, source.dtype(dtype), source.path, found)
+
+
+def read_draft_model(target: Model, options: EngineOptions) -> Model | None:
+    """Return the draft model that the options ask for, or None, in the target's dtype and rounded as the target is."""
+    config, asked = options.speculation, options.quantization_options
+    if config is None or config.model is None:
+        return None
+    stored = read_model(config.model, target.dtype)
+    if stored.quantization != UNQUANTIZED or asked.method is None or asked.method in CHECKPOINT_METHODS:
+        return stored
+    return read_model(config.model, target.dtype, asked)
 
 
 def set_up(model: str) -> SetUp:

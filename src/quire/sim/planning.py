@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.draft_scratch import ScratchBlocks
 from quire.core.errors import ConfigError, ModelError
 from quire.core.kv_dtypes import QUANTIZED
 from quire.core.model_files import file_inside, is_gguf
@@ -40,7 +41,8 @@ class MemoryPlan:
     weight_bytes: int
     workspace_bytes: int
     table_bytes: int             # block tables and tokens of the running sequences, in host memory
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int      # of the draft model, too
+    draft_weight_bytes: int      # of a draft model; not in `weight_bytes`
     cache: CacheConfig
     scheduler: SchedulerConfig
     num_fitting: dict[int, int]  # requests at once, by their context length
@@ -52,29 +54,38 @@ class MemoryPlan:
         return self.cache.num_blocks * self.cache.block_size * self.kv_bytes_per_token
 
 
-def plan_memory(model: Model, hardware: Hardware, options: EngineOptions, num_devices: int = 1) -> MemoryPlan:
-    """Return the plan. Raises ConfigError, with the numbers, for a model that does not fit or sizes that cannot be."""
+def plan_memory(
+    model: Model, hardware: Hardware, options: EngineOptions, num_devices: int = 1, draft: Model | None = None
+) -> MemoryPlan:
+    """Return the plan. Raises ConfigError, with the numbers, for a model that does not fit or sizes that cannot be.
+
+    `draft`: the draft model of `options.speculation`; it is kept whole on each device.
+    """
     spec, packing = model.spec, _packing(hardware)
     kv_dtype = packing.kernel_dtype(model.dtype) if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     num_seqs = options.resolved_max_num_seqs
     num_tokens = options.resolved_max_num_batched_tokens
     token_bytes = stored_kv_bytes_per_token(spec, kv_dtype, num_devices)
     weights = weight_bytes(spec, model.dtype, packing, num_devices, model.quantization)
+    draft_bytes, draft_token_bytes, scratch_bytes = _draft_bytes(draft, packing, options, kv_dtype)
+    token_bytes += draft_token_bytes
     inner = max(layer.feed_forward.size for layer in spec.layers)
     widest = 2 * spec.hidden_size + max(2 * inner, 3 * spec.num_heads * spec.head_dim) // num_devices
     workspaces = num_tokens * widest * DTYPE_BYTES[model.dtype] + num_seqs * spec.vocab_size * 4
     share = 1.0 if hardware.device == "cpu" else options.gpu_memory_utilization
-    free_bytes = int(hardware.memory_bytes * share) - weights - workspaces
+    free_bytes = int(hardware.memory_bytes * share) - weights - draft_bytes - workspaces
     if free_bytes <= 0:
         raise ConfigError(
-            f"{model.name} does not fit: weights of {weights} bytes and workspaces of {workspaces} on each of "
-            f"{num_devices} devices with {int(hardware.memory_bytes * share)}; more devices or a smaller dtype may help"
+            f"{model.name} does not fit: weights of {weights + draft_bytes} bytes and workspaces of {workspaces} on "
+            f"each of {num_devices} devices with {int(hardware.memory_bytes * share)}; more devices or a smaller dtype "
+            "may help"
         )
     if hardware.device == "cuda" and options.kv_cache_memory is None:
         options = replace(options, kv_cache_memory=free_bytes)
     limits = ModelLimits(
-        spec.max_position_embeddings, token_bytes, spec.sliding_window, default_positions=spec.default_positions
-    )
+        spec.max_position_embeddings, token_bytes, spec.sliding_window, default_positions=spec.default_positions,
+        scratch_bytes=scratch_bytes,
+    )  # fmt: skip
     cache, scheduler = size_engine(options, limits, free_bytes)
     length = scheduler.max_model_len
     lengths = sorted({length, *(short for short in _LENGTHS if short < length)})
@@ -91,11 +102,25 @@ def plan_memory(model: Model, hardware: Hardware, options: EngineOptions, num_de
         workspace_bytes=workspaces,
         table_bytes=4 * num_seqs * (length + math.ceil(length / cache.block_size)),
         kv_bytes_per_token=token_bytes,
+        draft_weight_bytes=draft_bytes,
         cache=cache,
         scheduler=scheduler,
         num_fitting={at: min(num_seqs, cache.num_blocks // math.ceil(at / cache.block_size)) for at in lengths},
         binds=_what_binds(cache, scheduler, options.max_model_len or spec.default_positions),
     )
+
+
+def _draft_bytes(
+    draft: Model | None, packing: Packing, options: EngineOptions, kv_dtype: str
+) -> tuple[int, int, int]:
+    """Return the bytes of a draft model: of its weights, of a token in its cache, and of its scratch blocks."""
+    if draft is None or options.speculation is None:
+        return 0, 0, 0
+    token_bytes = stored_kv_bytes_per_token(draft.spec, kv_dtype)
+    num_drafts = options.speculation.num_speculative_tokens
+    scratch = ScratchBlocks.of(num_drafts, options.resolved_max_num_seqs, options.block_size)
+    weights = weight_bytes(draft.spec, draft.dtype, packing, quantization=draft.quantization)
+    return weights, token_bytes, scratch.num_blocks * options.block_size * token_bytes
 
 
 def not_servable_yet(model: Model, hardware: Hardware, options: EngineOptions, num_devices: int = 1) -> list[str]:
@@ -105,6 +130,11 @@ def not_servable_yet(model: Model, hardware: Hardware, options: EngineOptions, n
         replace(options, tensor_parallel_size=num_devices)
     except ConfigError as error:
         reasons.append(str(error))
+    if options.speculation is not None and options.speculation.method == "draft_model":
+        if hardware.device == "cuda":
+            reasons.append("a draft model is not supported yet on device cuda")
+        if model.spec.sliding_window is not None:
+            reasons.append("a draft model needs a model without sliding windows")
     if hardware.device == "cuda" and model.quantization != UNQUANTIZED:
         reasons.append(f"quantized weights are not supported yet on device cuda: {model.quantization}")
     own_dtype, kv_dtype = _packing(hardware).kernel_dtype(model.dtype), options.kv_cache_dtype

@@ -10,11 +10,20 @@ from quire.execution.drafting.ngram import NgramDrafter
 from quire.execution.drafting.step_cost import StepCost
 
 
-def make_drafter(config: SpeculationConfig, batch: PersistentBatch, kernels: str, bytes_per_weight: float) -> Drafter:
+def make_drafter(
+    config: SpeculationConfig, batch: PersistentBatch, kernels: str, bytes_per_weight: float,
+    draft_model: Drafter | None = None, draft_cost: float = 0.0,
+) -> Drafter:  # fmt: skip
     """Return the drafter for the rows of a batch. Raises ConfigError for a method that is not there yet.
 
-    kernels: the instruction set that computes, or `cuda`; bytes_per_weight: of the model.
+    kernels: the instruction set that computes, or `cuda`; bytes_per_weight: of the model. draft_model: for the method
+    of that name, with the bytes of its weights by those of the model.
     """
+    if draft_model is not None:
+        lengths = AdaptiveLength(StepCost.of(kernels, bytes_per_weight, draft_cost), len(batch.token_ids))
+        return LimitedDrafter(
+            draft_model, lengths, config.num_speculative_tokens, len(batch.token_ids), is_lookup=False
+        )
     if config.method != "ngram":
         raise ConfigError(f"speculative_config: the method {config.method} is not supported yet")
     method = NgramDrafter(batch.token_ids, config.prompt_lookup_min, config.prompt_lookup_max)

@@ -1,0 +1,1 @@
+"""Loading of draft models. A room: `loading` is its door."""

@@ -1,0 +1,125 @@
+"""Loading of a draft model: it runs beside the target, in its dtype and on its blocks, and knows the same tokens.
+
+What the target is loaded with holds for the draft model: device, dtype, KV cache dtype, instruction set, and int8 or
+int4 where its checkpoint holds floats.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quire.core.draft_scratch import ScratchBlocks
+from quire.core.errors import ConfigError, ModelError
+from quire.core.speculation import SpeculationConfig
+from quire.engine.draft_model.tokens import require_same_tokens
+from quire.engine.formats import read_source
+from quire.engine.loading import LoadedModel
+from quire.engine.options import EngineOptions
+from quire.engine.sizing import ModelLimits
+from quire.execution.batch import PersistentBatch
+from quire.execution.device_memory import device_allocator
+from quire.execution.drafting.draft_model import DraftModel
+from quire.kernels.back_end import choose_back_end
+from quire.kernels.cache_layout import dtype_name
+from quire.model.kv_cache import KVCache
+from quire.model.language_model import LanguageModel
+from quire.model.loader import load_model
+from quire.model.quantization import CHECKPOINT_METHODS, UNQUANTIZED, Quantization, QuantizationOptions
+from quire.model.resolve import resolve_model
+from quire.model.source import ModelSource
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraftModel:
+    """A draft model on the target's device. `max_positions`: positions that it can compute."""
+
+    model: LanguageModel
+    max_positions: int
+    scratch: ScratchBlocks
+
+    def limits(self, target: ModelLimits, block_size: int) -> ModelLimits:
+        """Return the limits of target and draft model together: a token takes bytes in both."""
+        geometry = self.model.kv_geometry
+        return replace(
+            target,
+            kv_bytes_per_token=target.kv_bytes_per_token + geometry.bytes_per_token,
+            scratch_bytes=self.scratch.num_blocks * block_size * geometry.bytes_per_token,
+        )
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Return the draft model's keys and values: `num_blocks` blocks like the target's, then the scratch blocks."""
+        model = self.model
+        return KVCache.allocate(
+            model.kv_geometry, num_blocks + self.scratch.num_blocks, block_size, model.back_end,
+            device_allocator(model.device),
+        )  # fmt: skip
+
+    def drafter(self, cache: KVCache, batch: PersistentBatch) -> DraftModel:
+        """Return the drafter over `cache`, as of `allocate_cache`, for the rows of a batch."""
+        return DraftModel(self.model, cache, batch, self.scratch, self.max_positions)
+
+
+def load_draft_model(
+    options: EngineOptions, config: SpeculationConfig, target: LoadedModel, tokenizer: Path
+) -> LoadedDraftModel:
+    """Load the model that `config` names. `tokenizer`: folder or file of the target's.
+
+    Raises ConfigError, or ModelError, that names the model and what is not supported, or differs from the target.
+    """
+    assert config.model is not None, "the method draft_model has a model"
+    _require_support(target)
+    try:
+        return _load(options, config.model, config.num_speculative_tokens, target, tokenizer)
+    except (ConfigError, ModelError) as error:
+        raise type(error)(f"speculative_config: draft model {config.model!r}: {error}") from error
+
+
+def draft_quantization(source: ModelSource, asked: QuantizationOptions) -> Quantization:
+    """Return the quantization of a draft model: what its files say, or of floats int8 or int4 as the target's."""
+    stored = source.quantization(QuantizationOptions())
+    if stored != UNQUANTIZED or asked.method is None or asked.method in CHECKPOINT_METHODS:
+        return stored
+    return source.quantization(asked)
+
+
+def _require_support(target: LoadedModel) -> None:
+    """Raise ConfigError for a target that cannot have a draft model."""
+    device = target.model.device
+    if device.type != "cpu":
+        raise ConfigError(f"speculative_config: the method draft_model is not supported on device {device.type} yet")
+    if target.limits.sliding_window is not None:
+        raise ConfigError(
+            "speculative_config: the method draft_model needs a model without sliding windows, this one frees the "
+            f"blocks behind {target.limits.sliding_window} tokens"
+        )
+    if not target.has_head:
+        raise ConfigError("speculative_config: the model has no output head, so there is nothing to draft")
+
+
+def _load(options: EngineOptions, name: str, num_drafts: int, target: LoadedModel, tokenizer: Path) -> LoadedDraftModel:
+    folder = resolve_model(name)
+    source = read_source(folder)
+    spec, back_end = source.spec, target.model.back_end
+    if not spec.has_head:
+        raise ModelError("it has no output head")
+    require_same_tokens(tokenizer, target.model.vocab_size, folder, spec.vocab_size)
+    needed = choose_back_end(target.model.device, isa=options.cpu_isa, head_dim=spec.head_dim)
+    if needed.name != back_end.name:
+        raise ConfigError(
+            f"its heads of {spec.head_dim} need the back end {needed.name}, but the model runs on {back_end.name}"
+        )
+    max_positions = min(
+        target.limits.max_position_embeddings,
+        options.max_model_len or spec.default_positions,
+        spec.max_position_embeddings,
+    )
+    model = load_model(
+        source, dtype=dtype_name(target.model.dtype), device=target.model.device, back_end=back_end,
+        max_positions=options.max_model_len, table_positions=max_positions, kv_cache_dtype=options.kv_cache_dtype,
+        quantization=draft_quantization(source, options.quantization_options),
+    )  # fmt: skip
+    log.info("draft model %s: %d parameters, %d bytes of weights", name, model.num_parameters, model.weight_bytes)
+    scratch = ScratchBlocks.of(num_drafts, options.resolved_max_num_seqs, options.block_size)
+    return LoadedDraftModel(model, max_positions, scratch)
