@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.engine.metric_values import Counter
 
 # Texts that repeat themselves and texts that do not.
 PROMPTS = [
@@ -41,3 +42,17 @@ def answers(model: Path, **settings: Any) -> list[object]:  # noqa: ANN401
 def test_answers_are_the_same_to_the_bit(settings: dict[str, int], method: str, demo_model: Path) -> None:
     drafting = {"method": method, "num_speculative_tokens": 5}
     assert answers(demo_model, **settings) == answers(demo_model, **settings, speculative_config=drafting)
+
+
+def test_drafts_are_counted_by_position_and_by_request(demo_model: Path) -> None:
+    with LLM(demo_model, speculative_config={"method": "ngram", "num_speculative_tokens": 3}) as llm:
+        outputs = llm.generate([list(prompt) for prompt in PROMPTS], PARAMS, use_tqdm=False)
+        found = [metric for metric in llm.get_metrics() if isinstance(metric, Counter)]
+    values = {metric.name.removeprefix("vllm:spec_decode_num_"): metric.value for metric in found}
+    by_position = [metric.value for metric in found if "position" in metric.labels]
+    assert by_position == sorted(by_position, reverse=True)
+    assert by_position[3:] == [0] * 13
+    assert 0 < sum(by_position) == values["accepted_tokens"] < values["draft_tokens"] <= 3 * values["drafts"]
+    told = [each.metrics for each in outputs if each.metrics is not None]
+    assert sum(each.num_accepted_tokens for each in told) == values["accepted_tokens"]
+    assert sum(each.num_draft_tokens for each in told) == values["draft_tokens"]

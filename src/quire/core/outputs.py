@@ -50,6 +50,8 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     pooled: bytes | None = None                         # float32 vector of the request's hidden states
     ends_with_text: bool = False                        # "stop" without a stop token: the last token is text, too
     param: str | None = None                            # the field of the request that is at fault for `error`
+    num_draft_tokens: int = 0                           # that the step has verified
+    num_accepted_tokens: int = 0                        # of them
 
 
 class Admission(NamedTuple):
@@ -123,6 +125,8 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     waited_steps: dict[str, int] = field(default_factory=dict)
     preemptions: list[Preemption] = field(default_factory=list)  # the last MAX_PREEMPTIONS_KEPT
+    num_draft_tokens: int = 0           # of all branches, that steps have verified
+    num_accepted_tokens: int = 0        # of them
 
     @property
     def queue_s(self) -> float | None:

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from quire.core.config import PreemptionKind
 from quire.core.outputs import FinishReason, KVStats
 from quire.core.owner_labels import OTHER
+from quire.core.speculation import MAX_DRAFTS
 from quire.engine.admission_rate import AdmissionRate
 from quire.engine.histograms import RequestHistograms
 from quire.engine.messages import EngineState, Ready, Stepped
@@ -53,6 +54,9 @@ class _RequestCounters:
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_aborted: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
     num_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
     num_refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REFUSALS, 0))
     num_queue_full: dict[str, int] = field(default_factory=lambda: dict.fromkeys(QUEUE_BOUNDS, 0))
@@ -89,6 +93,9 @@ class Metrics(Collector):
         self._requests.num_generation_tokens += processed.num_output_tokens
         for ended in processed.finished:
             self._count_finished(ended)
+        for delta in step.deltas:
+            if delta.num_draft_tokens:
+                self._count_draft(delta.num_draft_tokens, delta.num_accepted_tokens)
         self._histograms.on_step(step.num_computed_tokens, processed)
 
     def on_idle(self, state: EngineState) -> None:
@@ -137,6 +144,12 @@ class Metrics(Collector):
             if state.kv.blocks_by_owner is not None:
                 self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0) | state.kv.blocks_by_owner
 
+    def _count_draft(self, num_tokens: int, num_accepted: int) -> None:
+        self._requests.num_drafts += 1
+        self._requests.num_draft_tokens += num_tokens
+        for position in range(num_accepted):
+            self._requests.num_accepted_by_position[position] += 1
+
     def _count_finished(self, ended: FinishedRequest) -> None:
         for reason in ended.finish_reasons:
             self._requests.num_finished[reason] += 1
@@ -161,6 +174,7 @@ class Metrics(Collector):
         yield from self._engine_families()
         yield from self._cache_families()
         yield from self._request_families()
+        yield from self._draft_families()
         yield from self._histograms.families({"model_name": self.model_name})
 
     def _engine_families(self) -> Iterator[Metric]:
@@ -216,6 +230,17 @@ class Metrics(Collector):
         yield counter("vllm:admission_rejections_total", "Calls refused by a bound of the queue.", *rejected)
         yield counter("quire:requests_failed_total", "Calls that failed, by code.", *by("reason", requests.num_failed))
         yield counter("quire:requests_aborted_total", "Requests ended by their client.", ({}, requests.num_aborted))
+
+    def _draft_families(self) -> Iterator[Metric]:
+        """Yield the families of speculative decoding; in vLLM a page without it has none."""
+        model, requests = {"model_name": self.model_name}, self._requests
+        accepted = {str(position): count for position, count in enumerate(requests.num_accepted_by_position)}
+        name = "vllm:spec_decode_num_accepted_tokens"
+        yield counter("vllm:spec_decode_num_drafts_total", "Verified drafts.", (model, requests.num_drafts))
+        num_tokens = (model, requests.num_draft_tokens)
+        yield counter("vllm:spec_decode_num_draft_tokens_total", "Their tokens.", num_tokens)
+        yield counter(f"{name}_total", "Accepted ones of these.", (model, sum(accepted.values())))
+        yield counter(f"{name}_per_pos_total", "Accepted, by position.", *by("position", accepted, model))
 
 
 def _family(

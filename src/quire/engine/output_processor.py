@@ -340,6 +340,8 @@ def _extend(
     elif is_first:
         step.itl_s.append(now_s - branch.last_token_s)
     _record_recovery(opened.metrics.preemptions, now_s)
+    opened.metrics.num_draft_tokens += delta.num_draft_tokens
+    opened.metrics.num_accepted_tokens += delta.num_accepted_tokens
     opened.pooled = delta.pooled or opened.pooled
     branch.last_token_s = now_s
     num_before = branch.num_tokens

@@ -62,9 +62,11 @@ class ResultRecorder:
         """
         if result.rows or step.plan.drafts:
             planned_ahead = set() if ahead is None else set(ahead.planned)
+            num_drafts = {each.row: len(each.token_ids) for each in step.plan.drafts}
             for request, sequence, row in row_results(step, result, self._queues.running):
                 step.at = request
-                self._record_row(request, sequence, row, is_ahead=sequence in planned_ahead)
+                num_drafted = num_drafts.get(sequence.row, 0)
+                self._record_row(request, sequence, row, num_drafted, is_ahead=sequence in planned_ahead)
         else:
             self._order.charge_outputs(step.sampled)
             self._record_tokens(step, result)
@@ -97,10 +99,13 @@ class ResultRecorder:
             step.at = request
             raise
 
-    def _record_row(self, request: Request, sequence: Sequence, row: RowResult, *, is_ahead: bool) -> None:
+    def _record_row(
+        self, request: Request, sequence: Sequence, row: RowResult, num_drafts: int, *, is_ahead: bool
+    ) -> None:
         """Append any number of tokens to a sequence; finish it at the first that ends it; store its drafts.
 
-        `is_ahead`: the next step was submitted, and computes the sequence.
+        `num_drafts`: that the step has verified for it. `is_ahead`: the next step was submitted, and computes the
+        sequence.
         """
         if sequence.status is not SequenceStatus.RUNNING:
             return
@@ -111,6 +116,8 @@ class ResultRecorder:
         num_known = sequence.num_tokens
         assert not row.token_ids or sequence.num_computed_tokens >= num_known, "a token behind uncomputed ones"
         delta = append_tokens(request, sequence, row)
+        if num_drafts and row.token_ids:
+            delta.num_draft_tokens, delta.num_accepted_tokens = num_drafts, min(len(row.token_ids) - 1, num_drafts)
         self._order.charge_outputs([(request, sequence)] * len(delta.token_ids))
         if delta.finish_reason is not None:
             self._queues.set_computed(sequence, min(sequence.num_computed_tokens, sequence.num_tokens))

@@ -58,6 +58,7 @@ def test_a_request_that_went_smoothly(server: OpenAIServer) -> None:
     assert second["first_miss"] is None, "the only token is always computed"
     assert (first["waits_for"], first["waited_steps"]) == (None, {})
     assert (first["num_preemptions"], first["preemptions"]) == (0, [])
+    assert (first["num_draft_tokens"], first["num_accepted_tokens"]) == (0, 0)
     assert 0 <= first["queue_s"] <= first["ttft_s"] <= first["e2e_s"] < LIMIT_S
     again = server.ask(COMPLETIONS, prompt=[*prompt, 9, 9, 9], cache_salt="mine", **GREEDY)
     assert explained(server, again["id"])[0]["first_miss"] == {"token": 0, "block": 0, "reason": "other_salt"}

@@ -66,6 +66,8 @@ def _explanation(service: Service, past: PastRequest, miss: Miss | None) -> dict
         "num_prompt_tokens": past.num_prompt_tokens,
         "num_cached_tokens": metrics.num_cached_tokens,
         "first_miss": None if miss is None else miss._asdict(),
+        "num_draft_tokens": metrics.num_draft_tokens,
+        "num_accepted_tokens": metrics.num_accepted_tokens,
         "num_preemptions": metrics.num_preemptions,
         "preemptions": [_preemption_json(preemption, metrics.arrival_s) for preemption in metrics.preemptions],
         "ttft_s": None if metrics.first_token_s is None else metrics.first_token_s - metrics.arrival_s,
