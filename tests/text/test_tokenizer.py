@@ -43,6 +43,13 @@ def test_encodes_and_decodes_like_transformers(tokenizer_folder: Path) -> None:
             ids = ours.encode(text, add_special_tokens=special)
             assert ids == theirs.encode(text, add_special_tokens=special)
             assert ours.decode(ids, skip_special_tokens=special) == theirs.decode(ids, skip_special_tokens=special)
+            form = theirs(text, add_special_tokens=special, return_token_type_ids=False)
+            assert ours(text, add_special_tokens=special) == dict(form)
+    assert ours(TEXTS) == dict(theirs(TEXTS, return_token_type_ids=False))
+    assert ours(TEXTS).input_ids == [ours(text).input_ids for text in TEXTS]
+    assert ours(TEXTS[0]).attention_mask == theirs(TEXTS[0]).attention_mask
+    last = ours.encode("a")[-1]
+    assert ours.decode(last) == theirs.decode(last, skip_special_tokens=True)
     assert ours.named_tokens.get("bos_token") == theirs.bos_token
     assert ours.named_tokens.get("eos_token") == theirs.eos_token
     assert ours.special_token_ids >= set(theirs.all_special_ids)

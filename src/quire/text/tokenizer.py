@@ -29,6 +29,20 @@ _SHORT_TOKENS = 4096
 _PANIC = "PanicException"  # of the library's Rust side; its type cannot be imported
 
 
+class EncodedText(dict[str, Any]):
+    """Tokens in the form of transformers' tokenizers, by key or attribute: `input_ids`, `attention_mask`."""
+
+    @property
+    def input_ids(self) -> Any:  # noqa: ANN401
+        """Token ids of a text, or a list of them for each of several texts."""
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:  # noqa: ANN401
+        """1 for each token: nothing is padded."""
+        return self["attention_mask"]
+
+
 class Tokenizer:
     """Encodes and decodes text. Safe to share between threads."""
 
@@ -103,6 +117,14 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> EncodedText:
+        """Return the tokens of a text, or of each of several, as transformers' tokenizers do. Errors as `encode`."""
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return EncodedText(input_ids=ids, attention_mask=[1] * len(ids))
+        all_ids = [self.encode(each, add_special_tokens) for each in text]
+        return EncodedText(input_ids=all_ids, attention_mask=[[1] * len(ids) for ids in all_ids])
+
     def encode_truncated(
         self, text: str, num_tokens: int, *, keeps_last: bool, add_special_tokens: bool = True
     ) -> tuple[list[int], bool]:
@@ -152,8 +174,10 @@ class Tokenizer:
     def _longest_token(self) -> LongestToken | None:
         return longest_token(self._backend)
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids. Bytes that are no UTF-8 become U+FFFD, ids out of the vocabulary nothing."""
+    def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids, or of one. Bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
+        if isinstance(token_ids, int):
+            token_ids = [token_ids]
         if len(token_ids) <= _SHORT_TOKENS:
             text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         else:  # `decode` would hold the interpreter lock
