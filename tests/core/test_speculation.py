@@ -65,6 +65,12 @@ def test_text_that_is_no_object_is_refused(text: str) -> None:
         parse_speculation(text)
 
 
+@pytest.mark.parametrize("model", ["ngram", "[ngram]"])
+def test_model_of_vllm_s_may_be_the_method_ngram(model: str) -> None:
+    config = parse_speculation(json.dumps({"model": model, "num_speculative_tokens": 5, "prompt_lookup_max": 5}))
+    assert config == SpeculationConfig("ngram", 5)
+
+
 def test_flag_and_json_that_disagree_are_refused() -> None:
     with pytest.raises(ConfigError, match="spec_tokens is 3, but speculative_config has num_speculative_tokens 4"):
         parse_speculation('{"method": "ngram", "num_speculative_tokens": 4}', None, None, 3)

@@ -18,6 +18,7 @@ MAX_LOOKUP = 64           # tokens of an n-gram
 DEFAULT_LOOKUP_MIN, DEFAULT_LOOKUP_MAX = 2, 5
 _SHORT_FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 _KEYS = (*_SHORT_FLAGS, "prompt_lookup_min", "prompt_lookup_max")
+_NGRAM_MODELS = ("ngram", "[ngram]")  # the method's older place, as a model
 _MAX_SHOWN = 80           # characters of a value in an error
 
 
@@ -65,6 +66,8 @@ def _config(keys: dict[str, Any]) -> SpeculationConfig:
     for key in keys:
         if key not in _KEYS:
             raise ConfigError(f"speculative_config can have {', '.join(_KEYS)}, got {_shown(key)}")
+    if keys.get("model") in _NGRAM_MODELS and keys.get("method", "ngram") == "ngram":
+        keys = {key: value for key, value in keys.items() if key != "model"} | {"method": "ngram"}
     method, model = _method(keys), keys.get("model")
     if method == "draft_model" and (not isinstance(model, str) or not model):
         raise ConfigError(
