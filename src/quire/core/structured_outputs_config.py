@@ -18,6 +18,7 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields
     disable_fallback: bool = False                  # no effect: there is one back end
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
+    reasoning_parser: str = ""                      # no effect: `--reasoning-parser` of a server has it
     enable_in_reasoning: bool = False               # the grammar holds from the first token on
 
     def with_defaults(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
@@ -35,6 +36,9 @@ def parse_config(text: str) -> StructuredOutputsConfig:
         config = msgspec.json.decode(text or "{}", type=StructuredOutputsConfig)
     except msgspec.DecodeError as error:
         raise ConfigError(f"structured_outputs_config: {error}; got {text[:200]!r}") from error
+    if config.reasoning_parser:
+        log.warning("structured_outputs_config: reasoning_parser %r has no effect; --reasoning-parser of a server has",
+                    config.reasoning_parser)
     if config.backend not in ("auto", "guidance", "llguidance"):
         log.warning("structured_outputs_config: backend %r was asked for; grammars are llguidance's", config.backend)
     return config

@@ -354,8 +354,8 @@ class ServerOptions(Limits):
     structured_outputs_config: str = _server(
         "", "defaults of outputs with grammars, as JSON in vLLM's names", metavar="JSON",
         row="JSON in vLLM's names: `disable_any_whitespace`, `disable_additional_properties` (both false): defaults "
-        "of requests; `enable_in_reasoning` (false): grammars hold during reasoning too; `backend` and "
-        "`disable_fallback` have no effect; another key is refused",
+        "of requests; `enable_in_reasoning` (false): grammars hold during reasoning too; `backend`, "
+        "`disable_fallback` and `reasoning_parser` have no effect; another key is refused",
     )  # fmt: skip
     stall_limit: float = _server(  # the engine sends a heartbeat four times a second
         10.0, "seconds without progress while work is pending, after which /health is 503",
