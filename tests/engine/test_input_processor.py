@@ -71,6 +71,14 @@ def test_tokenizers_end_of_sequence_token_ends_an_answer_too(
     assert prepare(make_inputs(None, frozenset({7})), tokens).request.eos_token_ids == {7}
 
 
+def test_all_ends_of_sequence_but_the_tokenizers_are_stop_tokens(tokenizer: Tokenizer) -> None:
+    inputs, tokens = make_inputs(tokenizer, frozenset({7, EOS_ID})), packed([0])
+    assert prepare(inputs, tokens).request.stop_token_ids == {7}
+    assert prepare(inputs, tokens, stop_token_ids=[EOS_ID, 9]).request.stop_token_ids == {7, 9}
+    assert prepare(inputs, tokens, stop_token_ids=[EOS_ID], ignore_eos=True).request.stop_token_ids == {EOS_ID}
+    assert prepare(make_inputs(None, frozenset({7})), tokens).request.stop_token_ids == {7}
+
+
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 

@@ -68,7 +68,7 @@ class Request:
     seed: int                         # of branch 0
     max_tokens: int                   # resolved: params.max_tokens, or the most that fits; 0 with the task Pool
     eos_token_ids: frozenset[int] = frozenset()            # of the model; empty with ignore_eos
-    stop_token_ids: frozenset[int] = frozenset()           # params.stop_token_ids
+    stop_token_ids: frozenset[int] = frozenset()           # ids that end it and are its stop_reason
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     task: Task = GENERATE
     scope: Scope = NO_SCOPE           # requests find only what those of the same scope have computed

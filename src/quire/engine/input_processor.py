@@ -132,12 +132,10 @@ def _truncated(token_ids: S, truncation: Truncation | None) -> S:
     return token_ids[-num_tokens:] if truncation.keeps_last else token_ids[:num_tokens]
 
 
-def _eos_token_ids(tokenizer: Tokenizer | None, ready: Ready) -> frozenset[int]:
-    """Return the ids that end an answer: those of the model's config, and the tokenizer's."""
+def _own_eos_token_ids(tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
+    """Return the tokenizer's end-of-sequence token, if it has one that the model has."""
     token_id = None if tokenizer is None else tokenizer.eos_token_id
-    if token_id is None or token_id >= ready.vocab_size:
-        return ready.eos_token_ids
-    return ready.eos_token_ids | {token_id}
+    return frozenset() if token_id is None or token_id >= vocab_size else frozenset({token_id})
 
 
 class InputProcessor:
@@ -155,7 +153,9 @@ class InputProcessor:
         self.sampling, self._cuts_answers = ready.sampling, cuts_answers
         self.limits = ready.limits
         self.max_logprobs = ready.vocab_size if options.max_logprobs == -1 else options.max_logprobs
-        self._vocab_size, self._eos_token_ids = ready.vocab_size, _eos_token_ids(tokenizer, ready)
+        self._vocab_size = ready.vocab_size
+        self._own_eos_token_ids = _own_eos_token_ids(tokenizer, ready.vocab_size)
+        self._eos_token_ids = ready.eos_token_ids | self._own_eos_token_ids
         self._engine_seed, self._policy = options.seed, options.scheduling_policy
         self.owners = owners or OwnerLabels()
         self._generates, self._no_pooler_reason = ready.generates, ready.no_pooler_reason
@@ -354,14 +354,15 @@ class InputProcessor:
     def _request(
         self, request_id: int, prompt: TokenizedPrompt, params: SamplingParams, task: Task
     ) -> Request:
+        eos, named = frozenset() if params.ignore_eos else self._eos_token_ids, params.stop_token_ids or ()
         return Request(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
             params=params,
             seed=arrival_seed(self._engine_seed, request_id) if params.seed is None else params.seed % NUM_SEEDS,
             max_tokens=0,
-            eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
-            stop_token_ids=frozenset(params.stop_token_ids or ()),
+            eos_token_ids=eos,
+            stop_token_ids=eos.union(named) - (eos & self._own_eos_token_ids),  # as in vLLM
             task=task,
             scope=Scope(salt=prompt.cache_salt),
             owner=self.owners.label(prompt.key_number, prompt.cache_salt),

@@ -10,7 +10,7 @@ from quire.core.sequence import Request, Sequence
 def check_stop(request: Request, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> SequenceDelta:
     """Return the delta of a sequence's next token; `finish_reason` is set if the token ends the sequence.
 
-    An end-of-sequence token of the model ends it with no stop_reason, one of the request's own stop tokens with its id;
+    One of the request's stop tokens ends it with its id as the stop_reason, the end-of-sequence token with none;
     neither counts before params.min_tokens. The token itself stays in the output.
     """
     num_output_tokens = len(sequence.token_ids.output) + 1
@@ -21,9 +21,9 @@ def check_stop(request: Request, sequence: Sequence, token: int, logprobs: Token
         delta.prompt_logprobs = request.prompt_logprobs
     if num_output_tokens >= request.max_tokens:
         delta.finish_reason = "length"
-    is_eos = token in request.eos_token_ids
-    if (is_eos or token in request.stop_token_ids) and num_output_tokens >= request.params.min_tokens:
-        delta.finish_reason, delta.stop_reason = "stop", None if is_eos else token
+    is_stop = token in request.stop_token_ids
+    if (is_stop or token in request.eos_token_ids) and num_output_tokens >= request.params.min_tokens:
+        delta.finish_reason, delta.stop_reason = "stop", token if is_stop else None
     return delta
 
 
