@@ -1,7 +1,7 @@
 """A reciting model whose texts have tool calls and reasoning, each after a prompt of its own, and each with an end."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,9 +47,13 @@ class CallingModel(NamedTuple):
         return _filled(self.tokenizer, length, f"{BOS}user: {called}", "\nassistant:")
 
 
-def write_calling_model(folder: Path, texts: Mapping[str, str]) -> CallingModel:
-    """Write the model. Greedily it recites a text after its conversation, and then ends."""
+def write_calling_model(folder: Path, texts: Mapping[str, str], added: Sequence[str] = ()) -> CallingModel:
+    """Write the model. Greedily it recites a text after its conversation, and then ends.
+
+    `added`: texts that are one token each, and not special, as the markers of Qwen3's tokenizer.
+    """
     tokenizer = small_tokenizers.byte_level()
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     write_reciter(folder, tokenizer, "".join(text + EOS for text in texts.values()))
     config_path = folder / "tokenizer_config.json"

@@ -145,12 +145,14 @@ def lark_from(grammar: str) -> str:
 
 
 def after_reasoning(
-    grammar: str, end_marker: str, *, start_marker: str | None = None, special: Mapping[str, int] = NO_TOKENS
-) -> str:
+    grammar: str, end_marker: str, *, start_marker: str | None = None, special: Mapping[str, int] = NO_TOKENS,
+    max_tokens: int | None = None,
+) -> str:  # fmt: skip
     """Return the grammar of any text up to and including `end_marker`, at most two line breaks, then `grammar`.
 
     With `start_marker` the text begins with that, and all of it may be left out. `special`: ids of the tokenizer's
-    special tokens, by their texts. ValueError for a grammar in JSON that has no list of grammars.
+    special tokens, by their texts. `max_tokens`: most tokens of the text, if `end_marker` is a special token.
+    ValueError for a grammar in JSON that has no list of grammars.
     """
     parts, answer = _referable(grammar, "answer", set())
     end = marker_text(end_marker, special)
@@ -158,8 +160,12 @@ def after_reasoning(
     start = f"{before}reasoning GAP @{answer}" + ("" if start_marker is None else f" | @{answer}")
     if end == literal_text(end_marker):
         reasoning = f"reasoning[suffix={end}]: /(?s:.*)/"
-    else:
+    elif max_tokens is None:
         reasoning = f"reasoning: TEXT {end}\nTEXT: /(?s:.*)/"
+    elif max_tokens == 0:
+        reasoning = f"reasoning: {end}"
+    else:
+        reasoning = f"reasoning: text {end}\ntext[max_tokens={max_tokens}]: /(?s:.*)/"
     first = f"start: {start}\n{reasoning}\nGAP: /\\n{{0,2}}/\n"
     return compact_json({"grammars": [{"lark_grammar": first}, *parts]})
 

@@ -146,7 +146,7 @@ _MODEL = (
     *refused("outputs have no watermarks", config("watermark_config")),
     *refused("there are no diffusion models", config("diffusion_config", "-dc")),
     *refused("there is no such memory", config("engram_config")),
-    *refused("reasoning has no token budget of its own", config("reasoning_config")),
+    *refused("reasoning is bounded by the markers of its format", config("reasoning_config")),
     *accepted("it is for plug-ins, which there are none of", config("additional_config")),
 )
 

@@ -59,9 +59,17 @@ class OutputFormats(Protocol):
     def reading(self, prompt: str, use: ToolUse, *, shows_reasoning: bool) -> OutputReading | None:
         """Return how to read outputs that continue a rendered prompt; None if they are content alone."""
 
-    def grammar(self, prompt: str, use: ToolUse, answer: str | None, *, is_for_check: bool = False) -> str | None:
+    @property
+    def bounds_reasoning(self) -> bool:
+        """Whether reasoning can be ended after a number of tokens."""
+
+    def grammar(
+        self, prompt: str, use: ToolUse, answer: str | None, *, max_reasoning_tokens: int | None = None,
+        is_for_check: bool = False,
+    ) -> str | None:  # fmt: skip
         """Return the grammar of an output that continues a rendered prompt; None if it is free.
 
-        `answer`: grammar of an output that calls no tool. With `is_for_check` markers that are special tokens are
-        texts, for a check without the model's tokenizer. ValueError for tools with schemas it cannot express.
+        `answer`: grammar of an output that calls no tool. `max_reasoning_tokens`: after as many, reasoning is ended.
+        With `is_for_check` markers that are special tokens are texts, for a check without the model's tokenizer.
+        ValueError for tools with schemas it cannot express.
         """

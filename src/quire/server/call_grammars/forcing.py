@@ -22,11 +22,14 @@ from quire.server.call_grammars.literals import (
     string_body,
     string_parts,
 )
+from quire.server.call_grammars.reasoning import bounded_reasoning, marker_id
 from quire.server.call_grammars.rules import ANY_TEXT, Rules, alternatives
 from quire.server.tool_formats.argument_types import types_of
 from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
 from quire.server.tool_formats.syntax import KEY, marker_of, split
 from quire.server.tool_formats.table import FALLBACK
+
+__all__ = ["bounded_reasoning", "forcing_grammar", "marker_id"]
 
 _TEXT = frozenset({"string"})
 _ANALYSIS = "<|channel|>analysis<|message|>"

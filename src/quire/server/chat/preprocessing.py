@@ -41,17 +41,18 @@ async def _with_formats(service: Service, call: R, prompt: str, *, shows_reasoni
     reading = formats.reading(prompt, use, shows_reasoning=shows_reasoning)
     answer = call.params.structured_outputs
     applies_at_once = service.constraints is not None and service.constraints.applies_in_reasoning
-    if not use.is_constrained and (answer is None or applies_at_once):
+    is_free = answer is None and call.max_reasoning_tokens is None
+    if not use.is_constrained and (is_free or (answer is not None and applies_at_once)):
         return replace(call, reading=reading)
 
     text = None if answer is None else answer.to_grammar()
+    write = partial(formats.grammar, prompt, use, text, max_reasoning_tokens=call.max_reasoning_tokens)
 
     def grammars() -> tuple[str | None, str | None]:
         """Return the grammar, and that of the check: none if no tool is part of it."""
         try:
             is_own = bool(_forced_tools(call)) and service.constraints is not None
-            own = formats.grammar(prompt, use, text, is_for_check=True) if is_own else None
-            return formats.grammar(prompt, use, text), own
+            return write(), write(is_for_check=True) if is_own else None
         except ValueError as error:
             raise InvalidRequestError(f"tools cannot be enforced: {error}", param="tools") from error
 
@@ -65,6 +66,6 @@ async def _with_formats(service: Service, call: R, prompt: str, *, shows_reasoni
         params = replace(call.params, structured_outputs=StructuredOutputsParams(grammar=grammar))
         return service.client.inputs.check_params(params, call.checked.beam, call.checked.priority)
 
-    field = "tools" if use.is_constrained else call.constraint_field
+    field = "tools" if use.is_constrained else call.constraint_field  # a bound on reasoning alone cannot be at fault
     constrained = await service.threads.run(len(grammar), checked, call.client_id)
     return replace(call, reading=reading, checked=constrained, constraint_field=field)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quire.core.checks import shown
+from quire.core.checks import check_optional_int, shown
 from quire.server.errors import invalid, unsupported
 from quire.server.messages.bodies import ConversationBody, InputMessage
 
@@ -205,3 +205,10 @@ def thinking_effort(body: ConversationBody) -> str | None:
     if kind not in ("enabled", "adaptive"):
         invalid(f"thinking.type must be one of enabled, adaptive, disabled, got {shown(kind)}", param="thinking")
     return effort or "medium"
+
+
+def thinking_budget(body: ConversationBody) -> int | None:
+    """Return the most tokens of reasoning that a body asks for; None for no bound."""
+    if body.thinking is None or body.thinking.get("type") != "enabled":
+        return None
+    return check_optional_int("thinking.budget_tokens", body.thinking.get("budget_tokens"), 1)

@@ -31,6 +31,7 @@ from quire.server.messages.conversion import (
     openai_tool_choice,
     openai_tools,
     system_blocks,
+    thinking_budget,
     thinking_effort,
 )
 from quire.server.messages.errors import ERRORS, error_body
@@ -70,6 +71,7 @@ async def create_message(request: Request) -> Response:
             checked=service.client.inputs.check_params(sampling_params(service, _sampling(body, service))),
             stream=record.stream, hides_output=body.max_tokens == 0, key_number=key_number_of(request),
             client_id=client_id_of(request.scope), tools=_tool_use(body, service), cuts_max_tokens=True,
+            max_reasoning_tokens=_max_reasoning_tokens(body, service),
         )  # fmt: skip
         with service.admit(1, param="messages", client_id=call.client_id) as reservation:
             call = await constrained(service, call, _constraints(body))
@@ -137,6 +139,12 @@ def _constraints(body: MessagesBody) -> dict[str, object]:
 def _tool_use(body: ConversationBody, service: Service) -> ToolUse:
     choice, is_parallel = openai_tool_choice(body.tool_choice)
     return tool_use(openai_tools(body.tools), choice, service.formats, is_parallel=is_parallel)
+
+
+def _max_reasoning_tokens(body: ConversationBody, service: Service) -> int | None:
+    """Return the bound on reasoning; None also for a model on which none can be put."""
+    budget = thinking_budget(body)
+    return budget if service.formats is not None and service.formats.bounds_reasoning else None
 
 
 async def _conversation(body: ConversationBody, service: Service, use: ToolUse, client_id: str) -> Conversation:

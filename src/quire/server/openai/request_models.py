@@ -235,6 +235,7 @@ class ChatBody(GenerationBody, TemplateOptions):
     tool_choice: Annotated[Any, documented_as(_CHOICE, _NAMED_TOOL, _ALLOWED_TOOLS, NULL)] = None
     parallel_tool_calls: Flag = None
     include_reasoning: Flag = None
+    thinking_token_budget: Annotated[int | None, _integer(-1)] = None
     return_prompt_text: Flag = None
     documents: Annotated[Any, documented_as(list_of({"type": "object"}), NULL)] = None
 

@@ -147,6 +147,8 @@ def _unsupported_by_beams(body: CompletionBody | ChatBody, params: SamplingParam
         yield "stream", body.stream
     if isinstance(body, CompletionBody) and body.best_of not in (None, params.n):
         yield "best_of", body.best_of
+    if isinstance(body, ChatBody) and body.thinking_token_budget not in (None, -1):
+        yield "thinking_token_budget", body.thinking_token_budget
     for field in fields(SamplingParams):
         value = getattr(params, field.name)
         is_default = value == field.default or value in ((), {})

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from quire.core.checks import shown
+from quire.core.checks import check_optional_int, shown
 from quire.engine.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
 from quire.server.api.generation import Generation
@@ -117,8 +117,23 @@ def _checked_request(
         client_id=client_id_of(request.scope), body=body,
         always_includes_usage=service.options.enable_force_include_usage,
         tools=_tool_use(service, body) if isinstance(body, ChatBody) else NO_TOOLS,
+        max_reasoning_tokens=_max_reasoning_tokens(service, body) if isinstance(body, ChatBody) else None,
     )  # fmt: skip
     return call, record
+
+
+def _max_reasoning_tokens(service: Service, body: ChatBody) -> int | None:
+    """Return the bound on reasoning of a body; None, or -1 in the body: no bound."""
+    budget = check_optional_int("thinking_token_budget", body.thinking_token_budget, -1)
+    if budget in (None, -1):
+        return None
+    if service.formats is None or not service.formats.bounds_reasoning:
+        message = (
+            f"thinking_token_budget {budget} needs a model that marks its reasoning with a special token at each end "
+            "(see reasoning_parser)"
+        )
+        invalid(message, param="thinking_token_budget", code="unsupported_parameter")
+    return budget
 
 
 def _tool_use(service: Service, body: ChatBody) -> ToolUse:

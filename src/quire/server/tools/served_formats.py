@@ -8,7 +8,7 @@ from functools import partial
 from quire.core.errors import ConfigError
 from quire.core.grammar_text import after_reasoning, either
 from quire.server.api.output_formats import OutputReading, ToolUse
-from quire.server.call_grammars.forcing import forcing_grammar
+from quire.server.call_grammars.forcing import bounded_reasoning, forcing_grammar, marker_id
 from quire.server.options import ServerOptions
 from quire.server.tool_formats.rows import ToolFormat
 from quire.server.tool_formats.table import FALLBACK, find_format, find_reasoning
@@ -59,7 +59,18 @@ class ServedFormats:
             reasoning_end=None if reasoning is None or reasoning.has_channels else reasoning.markers[0][1],
         )
 
-    def grammar(self, prompt: str, use: ToolUse, answer: str | None, *, is_for_check: bool = False) -> str | None:
+    @property
+    def bounds_reasoning(self) -> bool:
+        """Whether reasoning can be ended after a number of tokens: its markers are one special token each."""
+        row = self.reasoning
+        if row is None or row.has_channels:
+            return False
+        return all(marker_id(text, self._special) is not None for text in row.markers[0])
+
+    def grammar(
+        self, prompt: str, use: ToolUse, answer: str | None, *, max_reasoning_tokens: int | None = None,
+        is_for_check: bool = False,
+    ) -> str | None:  # fmt: skip
         """Return the grammar of an output that continues a rendered prompt; None if it is free.
 
         Calls that may come are constrained where they begin, and what an output has to be follows its reasoning.
@@ -71,19 +82,28 @@ class ServedFormats:
         force = partial(forcing_grammar, calls, use.allowed, is_parallel=use.is_parallel, special=special)
         if answer is not None and self._channels is not None and not use.is_required:
             return forcing_grammar(self._channels, use.allowed if calls else (), special=special, answer=answer)
+        grammar, is_bounded = answer, reasoning is not None and max_reasoning_tokens is not None
         if answer is None and calls is not None and use.is_constrained and not use.is_required:
-            return force(is_triggered=True, reasoning=reasoning)
-        grammar = answer
+            grammar = force(is_triggered=True, reasoning=None if is_bounded else reasoning)
+            if not is_bounded:
+                return grammar
         if use.is_required:
             grammar = force()
         elif answer is not None and calls is not None:
             grammar = either(force(), answer)
-        if grammar is None or reasoning is None:
+        if reasoning is None:
             return grammar
         start, end = reasoning.markers[0]
-        return after_reasoning(
-            grammar, end, start_marker=None if reasoning.starts(prompt) else start, special=special
-        )
+        starts = reasoning.starts(prompt)
+        if grammar is not None:
+            return after_reasoning(
+                grammar, end, start_marker=None if starts else start, special=special, max_tokens=max_reasoning_tokens
+            )
+        if max_reasoning_tokens is None:
+            return None
+        first, last = (marker_id(text, self._special) for text in (start, end))
+        assert last is not None, "bounds_reasoning says whether there is such a token"
+        return bounded_reasoning(last, None if starts else first, max_reasoning_tokens)
 
     def _is_over(self, prompt: str) -> bool:
         """Return whether a rendered prompt ends with the end of reasoning, which an output does not begin again."""
