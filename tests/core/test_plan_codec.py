@@ -26,6 +26,7 @@ from quire.core.plan_codec import decode_plan, decode_result, encode
 from quire.core.pooling import Pool
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import StructuredOutputsParams
+from quire.core.task import NO_SCOPE, Scope
 from quire.core.token_ids import TokenIds, pack_tokens
 
 LARGEST = 2**63 - 1
@@ -68,6 +69,7 @@ def random_row(rng: random.Random) -> NewRow:
         bad_words_token_ids=tuple(tuple(tokens(rng)) for _ in range(rng.randint(0, 3))),
         beam=beam,
         pool=rng.choice([None, Pool("mean", 3), Pool("last", token_ids=(4, 5))]),
+        scope=rng.choice([NO_SCOPE, Scope("é"), Scope(None, "adapter")]),
     )
 
 

@@ -101,7 +101,7 @@ def test_outputs_are_what_their_grammars_say(alone: list[RequestOutput]) -> None
     assert sum(output.outputs[0].finish_reason == "stop" for output in alone) > len(alone) * 2 // 3
 
 
-@pytest.mark.parametrize("method", [None, "ngram"])
+@pytest.mark.parametrize("method", [None, "ngram", "suffix"])
 @pytest.mark.parametrize("jumps_forward", [True, False])
 @pytest.mark.parametrize("mode", ["none", "recompute", "swap"])
 def test_bits_are_the_same_in_a_crowd(

@@ -35,7 +35,7 @@ def answers(model: Path, **settings: Any) -> list[object]:  # noqa: ANN401
     ] + [each.prompt_logprobs for each in outputs]
 
 
-@pytest.mark.parametrize("method", ["ngram"])
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
 @pytest.mark.parametrize(
     "settings", [{"num_kv_blocks": 80}, {"num_kv_blocks": 14, "num_swap_blocks": 9}], ids=["room", "preemption"]
 )
@@ -56,3 +56,21 @@ def test_drafts_are_counted_by_position_and_by_request(demo_model: Path) -> None
     told = [each.metrics for each in outputs if each.metrics is not None]
     assert sum(each.num_accepted_tokens for each in told) == values["accepted_tokens"]
     assert sum(each.num_draft_tokens for each in told) == values["draft_tokens"]
+
+
+def test_drafts_come_from_outputs_of_the_same_salt_alone(demo_model: Path) -> None:
+    """The same prompt again: with its salt it has drafts from the first answer, with another as if it came first."""
+    params = SamplingParams(temperature=0.9, seed=11, max_tokens=60, ignore_eos=True)
+
+    def drafts(llm: LLM, salt: str) -> tuple[list[int], int]:
+        prompt = {"prompt_token_ids": [50, 60, 70], "cache_salt": salt}
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        assert output.metrics is not None
+        return list(output.outputs[0].token_ids), output.metrics.num_accepted_tokens
+
+    with LLM(demo_model, spec_method="suffix") as llm:
+        tokens, num_alone = drafts(llm, "a")
+        assert drafts(llm, "b") == (tokens, num_alone)
+        again, num_shared = drafts(llm, "a")
+    assert again == tokens
+    assert num_shared > num_alone

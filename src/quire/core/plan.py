@@ -15,6 +15,7 @@ from quire.core.beam_search_params import BeamSearchParams
 from quire.core.outputs import TokenLogprobs
 from quire.core.pooling import Pool
 from quire.core.sampling_params import SamplingParams
+from quire.core.task import NO_SCOPE, Scope
 
 BlockIds = Sequence[int]  # of a whole table: thousands, so an array
 
@@ -43,6 +44,7 @@ class NewRow:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     beam: BeamSearchParams | None = None               # its samples return the likeliest tokens, as logprobs
     pool: Pool | None = None                           # it has no samples: its last entry returns a vector
+    scope: Scope = NO_SCOPE                            # rows of other scopes may not profit from what it computes
 
 
 class RowFork(NamedTuple):

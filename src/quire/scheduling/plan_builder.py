@@ -59,6 +59,7 @@ class PlanBuilder:
                 bad_words_token_ids=request.bad_words_token_ids,
                 beam=beam_params(request.task),
                 pool=pool_of(request.task),
+                scope=request.scope,
             )
         )
 

@@ -1,6 +1,5 @@
 """Door of the room: the drafter that a configuration asks for."""
 
-from quire.core.errors import ConfigError
 from quire.core.speculation import SpeculationConfig
 from quire.execution.batch import PersistentBatch
 from quire.execution.drafter import Drafter
@@ -8,13 +7,14 @@ from quire.execution.drafting.lengths import AdaptiveLength
 from quire.execution.drafting.limited import LimitedDrafter
 from quire.execution.drafting.ngram import NgramDrafter
 from quire.execution.drafting.step_cost import StepCost
+from quire.execution.drafting.suffix import SuffixDrafter
 
 
 def make_drafter(
     config: SpeculationConfig, batch: PersistentBatch, kernels: str, bytes_per_weight: float,
     draft_model: Drafter | None = None, draft_cost: float = 0.0,
 ) -> Drafter:  # fmt: skip
-    """Return the drafter for the rows of a batch. Raises ConfigError for a method that is not there yet.
+    """Return the drafter for the rows of a batch.
 
     kernels: the instruction set that computes, or `cuda`; bytes_per_weight: of the model. draft_model: for the method
     of that name, with the bytes of its weights by those of the model.
@@ -24,9 +24,9 @@ def make_drafter(
         return LimitedDrafter(
             draft_model, lengths, config.num_speculative_tokens, len(batch.token_ids), is_lookup=False
         )
-    if config.method != "ngram":
-        raise ConfigError(f"speculative_config: the method {config.method} is not supported yet")
-    method = NgramDrafter(batch.token_ids, config.prompt_lookup_min, config.prompt_lookup_max)
     max_rows = len(batch.token_ids)
+    method: Drafter = SuffixDrafter(batch.token_ids)
+    if config.method == "ngram":
+        method = NgramDrafter(batch.token_ids, config.prompt_lookup_min, config.prompt_lookup_max)
     lengths = AdaptiveLength(StepCost.of(kernels, bytes_per_weight), max_rows)
     return LimitedDrafter(method, lengths, config.num_speculative_tokens, max_rows, is_lookup=True)

@@ -32,7 +32,7 @@ class NgramDrafter:
     def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
         """Return what followed the last tokens of each row, if they were there before."""
         drafts = dict[int, Sequence[int]]()
-        for place in self._recurring(rows.rows, rows.num_tokens):
+        for place in recurring(self._token_ids, rows.rows, rows.num_tokens, self._min_size):
             row, num_tokens, limit = (int(each[place]) for each in (rows.rows, rows.num_tokens, rows.limits))
             found = self._find(self._token_ids[row, :num_tokens])
             if found:
@@ -41,26 +41,6 @@ class NgramDrafter:
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
         """Do nothing."""
-
-    def _recurring(self, rows: IntArray, num_tokens: IntArray) -> list[int]:
-        """Return the places of rows in which the last `min_size` tokens may occur twice: few in most steps.
-
-        All rows at once, for a search of each row alone takes ten times as long. What stands behind a row's tokens is
-        searched, too, so some of them have no second place.
-        """
-        width = int(num_tokens.max())
-        num_at_once, places = max(_SEARCHED // width, 1), list[int]()
-        for start in range(0, len(rows), num_at_once):
-            part = slice(start, start + num_at_once)
-            own, last = rows[part], num_tokens[part] - 1
-            tokens = self._token_ids[own, :width]                           # [num, width]
-            ends = tokens == self._token_ids[own, last][:, None]            # where an n-gram may end
-            ends[np.arange(len(own)), last] = False                         # the end of the row itself
-            for size in range(1, min(self._min_size, width)):
-                before = self._token_ids[own, np.maximum(last - size, 0)][:, None]
-                ends[:, size:] &= tokens[:, :-size] == before
-            places += (np.flatnonzero(ends.any(axis=1)) + start).tolist()
-        return places
 
     def _find(self, tokens: NDArray[np.int32]) -> int:
         """Return the position behind the last earlier occurrence of the longest n-gram that ends `tokens`; 0: none."""
@@ -74,3 +54,24 @@ class NgramDrafter:
             if size >= self._min_size:
                 found = int(ends[-1]) + 1
         return found
+
+
+def recurring(token_ids: NDArray[np.int32], rows: IntArray, num_tokens: IntArray, size: int) -> list[int]:
+    """Return the places of rows in which the last `size` tokens may occur twice: few in most steps.
+
+    token_ids int32 [max_rows, max_len]; rows and num_tokens int64 [num]. All rows at once, for a search of each row
+    alone takes ten times as long. What stands behind a row's tokens is searched, too, so some of the rows have no
+    second place.
+    """
+    width = int(num_tokens.max())
+    num_at_once, places = max(_SEARCHED // width, 1), list[int]()
+    for start in range(0, len(rows), num_at_once):
+        part = slice(start, start + num_at_once)
+        own, last = rows[part], num_tokens[part] - 1
+        tokens = token_ids[own, :width]                             # [num, width]
+        ends = tokens == token_ids[own, last][:, None]              # where an n-gram may end
+        ends[np.arange(len(own)), last] = False                     # the end of the row itself
+        for before in range(1, min(size, width)):
+            ends[:, before:] &= tokens[:, :-before] == token_ids[own, np.maximum(last - before, 0)][:, None]
+        places += (np.flatnonzero(ends.any(axis=1)) + start).tolist()
+    return places

@@ -1,0 +1,183 @@
+"""Suffix drafts: the most frequent continuation of a row's last tokens (SuffixDecoding, Oliaro et al. 2024).
+
+The longest run of tokens that ends the row is looked up among the row's own tokens and among recent outputs of its
+scope: requests that may share keys and values may share drafts, and no others. The places that are found vote token by
+token, and the draft ends where few of them agree, or after as many tokens as the run has.
+
+Recent outputs are texts of bounded size, for a bounded number of scopes. They are searched, and no tree is kept: a text
+of `MAX_TEXT` tokens is searched in 10 us, and only for a row with its last two tokens probably among the text's pairs.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.plan import StepPlan
+from quire.core.task import NO_SCOPE, Scope
+from quire.execution.drafter import DraftRows
+from quire.execution.drafting.ngram import recurring
+from quire.model.batch import ForwardBatch
+
+MIN_RUN = 2              # tokens of the shortest run that is looked up
+MAX_RUN = 24             # of the longest
+MAX_PLACES = 32          # that vote: the latest ones
+MIN_SHARE = 0.1          # of the places that go on as the draft does
+MAX_TEXT = 1 << 15       # tokens of recent outputs of a scope
+MAX_SCOPES = 64          # with texts: 16 MiB in all, with the filters of pairs
+CHUNK = 16               # tokens of an output that are added to a text at once
+OVERLAP = 8              # tokens before them that are added, too, so that runs across chunks are found
+GAP = -1                 # between two chunks
+FILTER_SIZE = 1 << 17    # bits, kept as bytes, of pairs in a text: a fifth of them is set at most
+
+Tokens = NDArray[np.int32]
+
+
+class RecentOutputs:
+    """Outputs of one scope, the latest ones, as chunks with gaps between them."""
+
+    def __init__(self) -> None:
+        self._tokens = np.full(MAX_TEXT, GAP, dtype=np.int32)
+        self._num_tokens = 0
+        self._has_pair = np.zeros(FILTER_SIZE, dtype=bool)  # by `pair_hash`, of tokens that follow each other
+
+    @property
+    def tokens(self) -> Tokens:
+        """The text, int32 [num_tokens], with GAP behind each chunk."""
+        return self._tokens[: self._num_tokens]
+
+    def add(self, chunk: Tokens) -> None:
+        """Append a chunk, int32 [at most MAX_TEXT / 4]; drop the older half of a full text."""
+        if self._num_tokens + len(chunk) + 1 > MAX_TEXT:
+            kept = self._tokens[MAX_TEXT // 2 : self._num_tokens].copy()
+            self._tokens[: len(kept)] = kept
+            self._num_tokens = len(kept)
+            self._has_pair[:] = False
+            self._add_pairs(kept)
+        end = self._num_tokens + len(chunk)
+        self._tokens[self._num_tokens : end], self._tokens[end] = chunk, GAP
+        self._num_tokens = end + 1
+        self._add_pairs(chunk)
+
+    def may_have(self, hashed: int) -> bool:
+        """Return whether two tokens with this `pair_hash` may follow each other: else no run ends with them."""
+        return bool(self._has_pair[hashed])
+
+    def _add_pairs(self, tokens: Tokens) -> None:
+        self._has_pair[pair_hash(tokens[:-1], tokens[1:])] = True
+
+
+class SuffixDrafter:
+    """Drafts from a row's own tokens and recent outputs of its scope; token_ids int32 [max_rows, max_len]."""
+
+    def __init__(self, token_ids: Tokens) -> None:
+        self._token_ids = token_ids
+        self._scopes: list[Scope] = [NO_SCOPE] * len(token_ids)
+        self._num_added = np.zeros(len(token_ids), dtype=np.int64)  # known tokens that are a prompt, or in a text
+        self._texts = OrderedDict[Scope, RecentOutputs]()           # the one used last is last
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take the scopes of new rows. What a row put out before a preemption is in a text already."""
+        for new in plan.new_rows:
+            self._scopes[new.row] = new.scope
+            self._num_added[new.row] = len(new.token_ids)
+
+    def compute(self, batch: ForwardBatch) -> None:
+        """Do nothing: there are no keys and values."""
+
+    def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
+        """Return the most frequent continuation of each row's last tokens, if they were somewhere before."""
+        own = set(recurring(self._token_ids, rows.rows, rows.num_tokens, MIN_RUN))
+        last = rows.num_tokens - 1
+        before = self._token_ids[rows.rows, np.maximum(last - 1, 0)]
+        hashes = pair_hash(before, self._token_ids[rows.rows, last]).tolist()
+        drafts = dict[int, Sequence[int]]()
+        for place, (row, hashed) in enumerate(zip(rows.rows.tolist(), hashes, strict=True)):
+            recent = self._texts.get(self._scopes[row])
+            texts = [recent.tokens] if recent is not None and recent.may_have(hashed) else []
+            if not texts and place not in own:
+                continue
+            tokens = self._token_ids[row, : rows.num_tokens[place]]
+            if place in own:
+                texts.append(tokens)
+            if draft := continuation(tokens[-MAX_RUN:], texts, int(rows.limits[place])):
+                drafts[row] = draft
+        self._add_outputs(rows)
+        return drafts
+
+    def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
+        """Do nothing."""
+
+    def _add_outputs(self, rows: DraftRows) -> None:
+        """Add the latest tokens of rows to the texts of their scopes, a chunk at a time."""
+        for place in np.flatnonzero(rows.num_tokens - self._num_added[rows.rows] >= CHUNK).tolist():
+            row, num_tokens = int(rows.rows[place]), int(rows.num_tokens[place])
+            start = max(int(self._num_added[row]) - OVERLAP, num_tokens - MAX_TEXT // 4, 0)
+            self._text(self._scopes[row]).add(self._token_ids[row, start:num_tokens])
+            self._num_added[row] = num_tokens
+
+    def _text(self, scope: Scope) -> RecentOutputs:
+        """Return the text of a scope; the one that was not added to for longest makes room for a new one."""
+        text = self._texts.pop(scope, None) or RecentOutputs()
+        if len(self._texts) >= MAX_SCOPES:
+            self._texts.popitem(last=False)
+        self._texts[scope] = text
+        return text
+
+
+def pair_hash(first: Tokens, second: Tokens) -> NDArray[np.int64]:
+    """Return numbers below FILTER_SIZE, int64 [num], of token pairs int32 [num]."""
+    mixed = first.astype(np.int64) * 0x9E3779B1 + second.astype(np.int64) * 0x85EBCA77
+    hashed: NDArray[np.int64] = (mixed ^ (mixed >> 17)) & (FILTER_SIZE - 1)
+    return hashed
+
+
+def continuation(run: Tokens, texts: Sequence[Tokens], limit: int) -> list[int]:
+    """Return the most frequent continuation, at most `limit` tokens, of the longest part of a run that texts have.
+
+    run int32 [num], ends where the continuation begins; texts int32 [num_tokens] each, the latest and likeliest last.
+    """
+    found = [longest_places(text, run) for text in texts]
+    size = max(size for size, _ in found)
+    if size < MIN_RUN:
+        return []
+    limit = min(limit, size)
+    places = [(text, end) for text, (own, ends) in zip(texts, found, strict=True) if own == size for end in ends]
+    following = [text[end + 1 : end + 1 + limit].tolist() for text, end in places[-MAX_PLACES:]]
+    return vote(following, limit)
+
+
+def longest_places(text: Tokens, run: Tokens) -> tuple[int, list[int]]:
+    """Return the size of the longest part that ends `run` and is in a text, and where it ends, in order.
+
+    The place at the text's end is none: nothing follows it.
+    """
+    ends = np.flatnonzero(text[:-1] == run[-1])
+    size = 1 if len(ends) else 0
+    while size and size < len(run):
+        longer = ends[ends >= size]
+        longer = longer[text[longer - size] == run[-size - 1]]
+        if not len(longer):
+            break
+        ends, size = longer, size + 1
+    return size, ends[-MAX_PLACES:].tolist()
+
+
+def vote(following: Sequence[Sequence[int]], limit: int) -> list[int]:
+    """Return what most of some token lists say, token by token; of equal counts the later list's.
+
+    Lists that said something else have no further vote, and the draft ends when few are left.
+    """
+    draft, voters = list[int](), [each for each in following if each and each[0] != GAP]
+    num_all = len(voters)
+    for index in range(limit):
+        counts = Counter(each[index] for each in reversed(voters) if len(each) > index and each[index] != GAP)
+        if not counts:
+            break
+        (token, count), = counts.most_common(1)
+        if count < MIN_SHARE * num_all:
+            break
+        draft.append(token)
+        voters = [each for each in voters if len(each) > index and each[index] == token]
+    return draft
