@@ -213,6 +213,7 @@ private:
         P::scores(scratch_.query.data() + (head * row_stride_ + row) * query_stride_, query_stride_, rows, view_, key_rows_,
                   computed, scores, values);
         for (long i = 0; View::IS_QUANTIZED && i < rows; i++) scale_scores(scores + i * SCORE_STRIDE, computed, view_.key_scales);
+        for (long i = 0; op_.softcap && i < rows; i++) cap_scores(scores + i * SCORE_STRIDE, computed, op_.scale, op_.softcap);
         hide_unseen(partition, row, rows, computed);
         for (long i = 0; i < rows; i++) out.highest[i] = highest_score(scores + i * SCORE_STRIDE, computed);
         if (!has_values_) view_.look_at_values(live_, keys);

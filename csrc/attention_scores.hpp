@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention_view.hpp"
+#include "exp.hpp"
 #include "softmax.hpp"
 
 namespace quire::ISA {
@@ -58,6 +59,15 @@ inline float weigh_scores(const float* scores, Columns computed, float highest, 
 // Multiply each token's scores by its key's scale.
 inline void scale_scores(float* scores, Columns computed, const float* key_scales) {
     for (long i = computed.first(); i < computed.last(); i += LANES) store(scores + i, load(scores + i) * load(key_scales + i));
+}
+
+// Cap scores: what they are times the scale becomes softcap * tanh(that / softcap) (Gemma 2; Bello et al. 2016).
+[[gnu::noinline]] inline void cap_scores(float* scores, Columns computed, float scale, float softcap) {
+    const Floats inward = splat(2.0f * scale / softcap), outward = splat(softcap / scale);
+    for (long i = computed.first(); i < computed.last(); i += LANES) {
+        const Floats tanh = splat(1.0f) - splat(2.0f) / (exp(load(scores + i) * inward) + splat(1.0f));
+        store(scores + i, tanh * outward);
+    }
 }
 
 // Turn a row's scores into weights, each multiplied by its value's scale; return the sum of the weights without.

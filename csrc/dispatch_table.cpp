@@ -17,6 +17,8 @@ template <typename T>
 void layer_norm(const Norm<T>&);
 template <typename T>
 void embedding(const Embedding<T>&);
+template <typename T>
+void sum(const Sum<T>&);
 
 const Kernels kernels = {
     {linear<bf16>, linear<float>},
@@ -28,6 +30,7 @@ const Kernels kernels = {
     top_logprobs,
     {layer_norm<bf16>, layer_norm<float>},
     {embedding<bf16>, embedding<float>},
+    {sum<bf16>, sum<float>},
 };
 
 }  // namespace quire::ISA

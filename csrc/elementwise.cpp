@@ -1,4 +1,4 @@
-// Norms and embeddings: a row is read once and written once. Rows are shared among the threads; a row's sum has sixteen
+// Norms, embeddings and sums: a row is read once and written once. Rows are shared among the threads; a row's sum has sixteen
 // lanes that are added in a fixed tree, so it depends on the row and its width alone.
 #include <algorithm>
 #include <cstring>
@@ -62,6 +62,15 @@ inline Floats first_lanes(Floats v, long count) {
 
 }  // namespace
 
+// Apply weights in float32: OLMo 2's, and Gemma's with an offset of 1.
+template <typename T>
+[[gnu::noinline]] void wide_weights(const Norm<T>& op, const T* values, Floats inverse, T* out) {
+    each_lanes(op.width, [&](long i, long count) {
+        const Floats factors = load_some(op.weight + i, count) + splat(op.offset);
+        store_some(out + i, load_some(values + i, count) * inverse * factors, count);
+    });
+}
+
 template <typename T>
 void rms_norm(const Norm<T>& op) {
     each_row(op.num_rows, op.width, [&](long row) {
@@ -70,6 +79,7 @@ void rms_norm(const Norm<T>& op) {
         const float mean = sum_of_lanes(squares) / static_cast<float>(op.width);
         const Floats inverse = splat(1.0f / __builtin_sqrtf(mean + op.eps));
         T* out = op.out + row * op.width;
+        if (op.is_wide) return wide_weights(op, values, inverse, out);
         each_lanes(op.width, [&](long i, long count) {
             const Floats normed = rounded<T>(load_some(values + i, count) * inverse);
             store_some(out + i, normed * load_some(op.weight + i, count), count);
@@ -118,11 +128,25 @@ void embedding(const Embedding<T>& op) {
     });
 }
 
+template <typename T>
+void sum(const Sum<T>& op) {
+    const Floats factor = splat(op.factor);
+    share_range(rounded_up(op.num_elements, PIECE_ELEMENTS) / PIECE_ELEMENTS, 1, [&](long begin, long end) {
+        const long first = begin * PIECE_ELEMENTS, last = std::min(end * PIECE_ELEMENTS, op.num_elements);
+        each_lanes(last - first, [&](long i, long count) {
+            const Floats scaled = rounded<T>(load_some(op.x + first + i, count) * factor);
+            store_some(op.out + first + i, op.y ? scaled + load_some(op.y + first + i, count) : scaled, count);
+        });
+    });
+}
+
 template void rms_norm(const Norm<bf16>&);
 template void rms_norm(const Norm<float>&);
 template void layer_norm(const Norm<bf16>&);
 template void layer_norm(const Norm<float>&);
 template void embedding(const Embedding<bf16>&);
 template void embedding(const Embedding<float>&);
+template void sum(const Sum<bf16>&);
+template void sum(const Sum<float>&);
 
 }  // namespace quire::ISA

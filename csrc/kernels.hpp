@@ -14,8 +14,9 @@ using bf16 = std::uint16_t;  // the upper half of a float
 
 inline long rounded_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
 
-// Activation of a linear layer's sums: none, an activation, or silu(gate) * up of two sums (Shazeer 2020).
-enum class Activation { none, silu_and_mul, gelu_tanh, gelu, relu };
+// Activation of a linear layer's sums: none, an activation, or silu(gate) * up or gelu_tanh(gate) * up of two sums
+// (Shazeer 2020).
+enum class Activation { none, silu_and_mul, gelu_tanh, gelu, relu, gelu_tanh_and_mul };
 
 // How the packed weight of a linear layer is stored, and how it is multiplied. dense: elements of T. int8_a8, int4_a8:
 // unsigned integers of 8 or 4 bits times activations rounded to int8, with exact sums (quantized_linear.cpp). The others:
@@ -37,8 +38,8 @@ struct Quantization {
 };
 
 // A linear layer: out = activation(x W^T + addend + bias), x [num_rows, in_features] and out [num_rows, out_features], rows
-// `stride` elements apart. Packed weights as packing.hpp says; those of silu_and_mul are two layers, a
-// strip of gates and a strip of ups in turn. bias is float32 or null, of silu_and_mul the gates' and then the ups'. addend
+// `stride` elements apart. Packed weights as packing.hpp says; those of a gated activation are two layers, a
+// strip of gates and a strip of ups in turn. bias is float32 or null, of a gated one the gates' and then the ups'. addend
 // is float32 [num_rows, as many as bias has] or null. A format that is not served is a std::invalid_argument.
 template <typename T>
 struct Linear {
@@ -56,12 +57,13 @@ struct Linear {
     const float* addend = nullptr;
     long addend_stride = 0;
 
-    bool is_gated() const { return activation == Activation::silu_and_mul; }
+    bool is_gated() const { return activation == Activation::silu_and_mul || activation == Activation::gelu_tanh_and_mul; }
 };
 
 // summed = x + residual (x itself where residual is null: summed is not written); out = norm(summed) * weight + bias.
 // x rows are x_stride elements apart; everything else is [num_rows, width] without gaps, weight and bias [width], bias
-// null for none, and for RMSNorm. summed may be residual's memory, and out may be x's where x has no gaps.
+// null for none, and for RMSNorm. summed may be residual's memory, and out may be x's where x has no gaps. An RMSNorm rounds
+// to T before it applies the weight; with is_wide it multiplies with weight + offset in float32 and rounds once.
 template <typename T>
 struct Norm {
     const T *x, *residual;
@@ -70,6 +72,17 @@ struct Norm {
     const T *weight, *bias;
     long width;
     float eps;
+    bool is_wide = false;
+    float offset = 0;
+};
+
+// out = x * factor, rounded to T, + y, where y is not null; all without gaps. out may be x's or y's memory.
+template <typename T>
+struct Sum {
+    const T *x, *y;
+    T* out;
+    long num_elements;
+    float factor;
 };
 
 // out[i] = table[rows[i]], plus more[more_rows[i]] where more is not null: embeddings, learned positions. Rows of `width`
@@ -102,7 +115,8 @@ struct LayerCache {
 // Causal attention of a flat batch over the paged cache (cache_layout.hpp). query and out [num_tokens, num_heads,
 // head_dim]: a token's heads have no gaps, tokens `stride` elements apart. Sequence s owns the tokens from
 // query_starts[s] to query_starts[s + 1], the last ones of a context of context_lens[s] tokens; its blocks are row s of
-// block_tables. window: tokens that a token sees, itself included; 0: all.
+// block_tables. window: tokens that a token sees, itself included; 0: all. softcap: scores, times the scale, become
+// softcap * tanh(score / softcap); 0: they stay.
 template <typename T>
 struct Attention {
     const T* query;
@@ -115,11 +129,13 @@ struct Attention {
     long num_heads, num_kv_heads, head_dim, block_size;
     float scale;
     long window;
+    float softcap = 0;
 };
 
 // Turn queries (in place) and keys by their positions, write keys and values to their slots of the paged cache. query,
 // key and value [num_tokens, their heads, head_dim], tokens `stride` elements apart. cos_sin [positions, rotary_dim] as
-// of `rotary_table`, null: nothing is turned, query may be null. A slot of -1: nothing is written.
+// of `rotary_table`, null: nothing is turned, query may be null. Pairs of dimensions are (i, rotary_dim / 2 + i), or
+// (2i, 2i + 1) if is_interleaved. A slot of -1: nothing is written.
 template <typename T>
 struct KVWrite {
     T* query;
@@ -130,6 +146,7 @@ struct KVWrite {
     const float* cos_sin;
     LayerCache cache;
     long num_tokens, num_heads, num_kv_heads, head_dim, block_size, rotary_dim;
+    bool is_interleaved = false;
 };
 
 template <template <typename> class Op>
@@ -148,6 +165,7 @@ struct Kernels {
     void (*top_logprobs)(const TopLogprobs&);
     ForBoth<Norm> layer_norm;
     ForBoth<Embedding> embedding;
+    ForBoth<Sum> sum;
 };
 
 namespace portable { extern const Kernels kernels; }

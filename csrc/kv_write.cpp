@@ -5,6 +5,7 @@
 // does it, and rounded once: the same bits. A key's dimensions are scattered over the rows of its block, and so are a value's
 // where tokens are stored in pairs: in the cache a token is a column, which is what makes it cheap to read, often, later. A
 // cache of 8 bits gets elements and scales of the rounded numbers.
+#include <algorithm>
 #include <stdexcept>
 
 #include "kv_quantization.hpp"
@@ -30,6 +31,30 @@ void turn(const T* x, const float* cos, long half, long head_dim, T* out) {
     if (out != x && 2 * half < head_dim) std::memcpy(out + 2 * half, x + 2 * half, (head_dim - 2 * half) * sizeof(T));
 }
 
+// The same per pair (2i, 2i + 1).
+template <typename T>
+[[gnu::noinline]] void turn_interleaved(const T* x, const float* cos, long half, long head_dim, T* out) {
+    const float* sin = cos + half;
+    for (long i = 0; i < half; i += LANES / 2) {
+        const long pairs = std::min<long>(LANES / 2, half - i);
+        float values[LANES], swapped[LANES], c[LANES] = {}, s[LANES] = {};
+        store(values, load_some(x + 2 * i, 2 * pairs));
+        for (long pair = 0; pair < pairs; pair++) {
+            swapped[2 * pair] = values[2 * pair + 1], swapped[2 * pair + 1] = values[2 * pair];
+            c[2 * pair] = c[2 * pair + 1] = cos[i + pair];
+            s[2 * pair] = -sin[i + pair], s[2 * pair + 1] = sin[i + pair];
+        }
+        store_some(out + 2 * i, load(values) * load(c) + load_some(swapped, 2 * pairs) * load(s), 2 * pairs);
+    }
+    if (out != x && 2 * half < head_dim) std::memcpy(out + 2 * half, x + 2 * half, (head_dim - 2 * half) * sizeof(T));
+}
+
+template <typename T>
+void turn(const KVWrite<T>& op, const T* x, const float* cos, T* out) {
+    if (op.is_interleaved) return turn_interleaved(x, cos, op.rotary_dim / 2, op.head_dim, out);
+    turn(x, cos, op.rotary_dim / 2, op.head_dim, out);
+}
+
 // One token's key or value under one head: elements `stride` apart from `to` on, the scale where the head's are.
 template <typename S, typename T>
 void write_quantized(const T* x, const CacheLayout<S>& layout, float scale, long offset, S* head, long first, long stride) {
@@ -51,7 +76,7 @@ void write_token(const KVWrite<T>& op, long token, const float* cos, T* turned) 
         const T* key = op.key + token * op.key_stride + head * op.head_dim;
         const T* value = op.value + token * op.value_stride + head * op.head_dim;
         if (cos) {
-            turn(key, cos, op.rotary_dim / 2, op.head_dim, turned);
+            turn(op, key, cos, turned);
             key = turned;
         }
         S *keys = layout.head(op.cache.keys, block, head), *values = layout.head(op.cache.values, block, head);
@@ -75,7 +100,7 @@ void write_all(const KVWrite<T>& op) {
             const float* cos = op.cos_sin ? op.cos_sin + op.positions[token] * op.rotary_dim : nullptr;
             for (long head = 0; cos && head < op.num_heads; head++) {
                 T* query = op.query + token * op.query_stride + head * op.head_dim;
-                turn(query, cos, op.rotary_dim / 2, op.head_dim, query);
+                turn<T>(op, query, cos, query);
             }
             if (op.slots[token] >= 0) write_token<S>(op, token, cos, turned);
         }

@@ -137,7 +137,8 @@ NB_MODULE(_kernels, module) {
         .value("silu_and_mul", Activation::silu_and_mul)
         .value("gelu_tanh", Activation::gelu_tanh)
         .value("gelu", Activation::gelu)
-        .value("relu", Activation::relu);
+        .value("relu", Activation::relu)
+        .value("gelu_tanh_and_mul", Activation::gelu_tanh_and_mul);
     nb::dict kv_formats;
     kv_formats["same"] = static_cast<int>(KVFormat::same);
     kv_formats["int8_scaled"] = static_cast<int>(KVFormat::int8_scaled);
@@ -159,6 +160,7 @@ NB_MODULE(_kernels, module) {
     def_struct<QKNormOp>(module, "QKNormOp");
     def_struct<RotaryWriteOp>(module, "RotaryWriteOp");
     def_struct<AttentionOp>(module, "AttentionOp");
+    def_struct<SumOp>(module, "SumOp");
     def_struct<GatherOp>(module, "GatherOp");
     def_struct<CountLayerOp>(module, "CountLayerOp");
     def_program<bf16>(module, "Program_bf16");

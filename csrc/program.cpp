@@ -20,7 +20,7 @@ template <typename T>
 void call_norm(const NormWeights& norm, const T* x, long x_stride, const T* residual, T* summed, T* out, long num_rows, long width) {
     call(norm.is_layer_norm ? chosen->layer_norm : chosen->rms_norm,
          Norm<T>{x, residual, summed, out, num_rows, x_stride, static_cast<const T*>(norm.weight),
-                 static_cast<const T*>(norm.bias), width, norm.eps});
+                 static_cast<const T*>(norm.bias), width, norm.eps, norm.is_wide, norm.offset});
 }
 
 }  // namespace
@@ -65,14 +65,14 @@ public:
     }
 
     void operator()(const QKNormOp& op) const {
-        const auto normalize = [&](const NormWeights& norm, long x, long token, long num_heads) {
-            T* heads = at(x) + token * stride(x);
-            call_norm<T>(norm, heads, op.heads.head_dim, nullptr, nullptr, heads, num_heads, op.heads.head_dim);
+        const auto normalize = [&](const NormWeights& norm, long x, long token, long num_rows, long width) {
+            T* rows = at(x) + token * stride(x);
+            call_norm<T>(norm, rows, width, nullptr, nullptr, rows, num_rows, width);
         };
         share_range(step_.num_tokens, TOKENS_AT_ONCE, [&](long begin, long end) {
             for (long token = begin; token < end; token++) {
-                normalize(op.query_norm, op.query, token, op.heads.num_heads);
-                normalize(op.key_norm, op.key, token, op.heads.num_kv_heads);
+                normalize(op.query_norm, op.query, token, op.num_query_rows, op.query_width);
+                normalize(op.key_norm, op.key, token, op.num_key_rows, op.key_width);
             }
         });
     }
@@ -82,7 +82,7 @@ public:
              KVWrite<T>{at(op.query), stride(op.query), at(op.key), at(op.value), stride(op.key), stride(op.value),
                         step_.positions, step_.slots, op.cos_sin, program_.caches_[op.layer], step_.num_tokens,
                         op.heads.num_heads, op.heads.num_kv_heads, op.heads.head_dim, program_.block_size_,
-                        op.rotary_dim});
+                        op.rotary_dim, op.is_interleaved});
     }
 
     void operator()(const AttentionOp& op) const {
@@ -90,7 +90,11 @@ public:
              Attention<T>{at(op.query), stride(op.query), program_.caches_[op.layer], at(op.out), stride(op.out),
                           step_.block_tables, step_.query_starts, step_.context_lens, step_.table_stride,
                           step_.num_seqs, op.heads.num_heads, op.heads.num_kv_heads, op.heads.head_dim, program_.block_size_,
-                          op.scale, op.window});
+                          op.scale, op.window, op.softcap});
+    }
+
+    void operator()(const SumOp& op) const {
+        call(chosen->sum, Sum<T>{at(op.x), op.y < 0 ? nullptr : at(op.y), at(op.out), step_.num_tokens * stride(op.x), op.factor});
     }
 
     void operator()(const GatherOp& op) const {

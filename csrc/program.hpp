@@ -12,6 +12,8 @@ struct NormWeights {
     const void *weight = nullptr, *bias = nullptr;
     float eps = 0;
     bool is_layer_norm = false;  // else RMSNorm
+    bool is_wide = false;        // as of Norm
+    float offset = 0;
 };
 
 struct LinearWeights {
@@ -43,22 +45,28 @@ struct LinearOp {
     long x, out;
     LinearWeights layer;
 };
-struct QKNormOp {  // over each head, in place
+struct QKNormOp {  // over each head, or over all heads together, in place
     long query, key;
     NormWeights query_norm, key_norm;
-    Heads heads;
+    long num_query_rows, query_width, num_key_rows, key_width;  // rows of a token, and the width of each
 };
 struct RotaryWriteOp {
     long query, key, value, layer;
     const float* cos_sin;  // null: no rotation
     long rotary_dim;
     Heads heads;
+    bool is_interleaved;
 };
 struct AttentionOp {
     long query, out, layer;
     float scale;
     long window;  // 0: none
     Heads heads;
+    float softcap;  // 0: none
+};
+struct SumOp {  // out = x * factor + y; y -1: none
+    long x, y, out;
+    float factor;
 };
 // The ranks of tensor parallelism exchange an activation: each has computed some of its columns.
 struct GatherOp {
@@ -69,7 +77,7 @@ struct GatherOp {
 struct CountLayerOp {
     volatile std::int64_t* progress;  // one more; other threads read it
 };
-using ProgramOp = std::variant<NormOp, LinearOp, QKNormOp, RotaryWriteOp, AttentionOp, GatherOp, CountLayerOp>;
+using ProgramOp = std::variant<NormOp, LinearOp, QKNormOp, RotaryWriteOp, AttentionOp, SumOp, GatherOp, CountLayerOp>;
 
 // The inputs of a step beside its activations.
 struct ProgramStep {

@@ -47,7 +47,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
     for source in PAGE.read_text().split("```python\n")[1:]:
         names: dict[str, object] = {"__name__": __name__}
         exec(compile(source.split("```")[0], str(PAGE), "exec"), names)
-        for family in ("starcoder2", "granite"):
+        for family in ("starcoder2", "arcee"):
             if family in names:
                 monkeypatch.setitem(FAMILIES, f"{family.capitalize()}ForCausalLM", names[family])
 
@@ -61,14 +61,14 @@ def test_family_of_the_page_equals_transformers(tmp_path: Path, back_end: BackEn
 def test_family_with_an_op_of_its_own_equals_transformers_and_the_log_names_the_op(
     tmp_path: Path, back_end: BackEnd, paged_runner: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {"residual_multiplier": 0.3, "attention_multiplier": 0.4}
+    options = {"mlp_bias": True}
     with caplog.at_level("INFO"):
-        decoder = check_against_transformers("Granite", options, tmp_path, back_end, paged_runner)
-    names = [f"layers.{i}.{op}_multiplier" for i in range(2) for op in ("attention_out", "feed_forward_out")]
+        decoder = check_against_transformers("Arcee", options, tmp_path, back_end, paged_runner)
+    names = [f"layers.{i}.square" for i in range(2)]
     if back_end.name == "cpp":
-        assert f"4 of them: {', '.join(names)}" in caplog.text
+        assert f"2 of them: {', '.join(names)}" in caplog.text
         kinds = [type(op).__name__ for op in decoder._program.ops]
-        assert kinds == ["FusedOps", "Multiply"] * 4 + ["FusedOps"]
+        assert kinds == ["FusedOps", "Square"] * 2 + ["FusedOps"]
     on_cuda = replace(back_end, name="cuda")
-    with pytest.raises(ConfigError, match="device cuda does not support Multiply yet"):
+    with pytest.raises(ConfigError, match="device cuda does not support Square yet"):
         load_model(tmp_path, back_end=on_cuda)

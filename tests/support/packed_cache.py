@@ -56,9 +56,9 @@ def unpack(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 def _packed_attention(
     query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, scale: float, window: int | None,
-    scales: KVScales = ONES,
+    scales: KVScales = ONES, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    return paged_attention(query, *pack(keys, values, query.shape[2]), metadata, scale, window, scales)
+    return paged_attention(query, *pack(keys, values, query.shape[2]), metadata, scale, window, scales, softcap)
 
 
 CPP = replace(TORCH, name="cpp", paged_attention=_packed_attention)  # attention over plain caches, by the kernels

@@ -73,7 +73,7 @@ def load(options: EngineOptions, folder: Path) -> LoadedModel:
 
 def _limits(spec: DecoderSpec, geometry: KVGeometry) -> ModelLimits:
     """Return the limits of a model; `geometry` is that of all models that share the block tables."""
-    table_bytes = 0 if spec.rotary is None else spec.head_dim * torch.float32.itemsize
+    table_bytes = sum(rotary.head_dim for rotary in spec.rotaries) * torch.float32.itemsize
     return ModelLimits(
         spec.max_position_embeddings,
         geometry.bytes_per_token,

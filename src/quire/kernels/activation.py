@@ -18,6 +18,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return torch.div(wide, divisor, out=divisor).to(gate.dtype).mul_(up)
 
 
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """Return gelu_tanh(gate) * up for gate_up [..., 2 * width], gate in the first half. Shazeer 2020 (GEGLU)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu_tanh(gate).mul_(up)
+
+
 def gelu_tanh(x: Tensor) -> Tensor:
     """Return GELU by its tanh approximation (GPT-2's `gelu_new`). Hendrycks and Gimpel 2016."""
     wide = x.float()

@@ -47,7 +47,7 @@ class BackEnd:
     paged_attention: Callable[..., Tensor]
     write_kv: Callable[..., Tensor]
     copy_blocks: Callable[[list[Tensor], list[Tensor], Tensor, Tensor], None]
-    norm: Callable[[Tensor, Tensor | None, float, bool], norms.Norm]
+    norm: Callable[[Tensor, Tensor | None, float, bool, float | None], norms.Norm]
     embed: Callable[..., Tensor]
     all_finite: Callable[[Tensor], bool]
     sampling: sampling_ops.SamplingOps

@@ -1,6 +1,7 @@
 """Rotary embedding of a step's queries and keys, and the write of its keys and values to the paged cache.
 
-Rotary position embedding is on half-split pairs (Su et al. 2021, in the layout of GPT-NeoX and Llama).
+Rotary position embedding is on half-split pairs (Su et al. 2021, in the layout of GPT-NeoX and Llama), or on
+interleaved ones: dimensions (2i, 2i + 1), as in GPT-J.
 """
 
 import torch
@@ -21,6 +22,7 @@ def write_kv(
     value_cache: Tensor,
     slot_mapping: Tensor,
     scales: KVScales = ONES,
+    is_interleaved: bool = False,
 ) -> Tensor:
     """Turn query and key as `apply_rotary` does, if there is a table; store key and value; return the query.
 
@@ -31,7 +33,7 @@ def write_kv(
     query in place. Kwon et al. 2023, section 5.1.
     """
     if cos_sin is not None:
-        query, key = apply_rotary(query, key, positions, cos_sin)
+        query, key = apply_rotary(query, key, positions, cos_sin, is_interleaved=is_interleaved)
     written = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping.index_select(0, written)
     for new, cache, scale in zip((key, value), (key_cache, value_cache), scales, strict=True):
@@ -56,14 +58,17 @@ def rotary_table(inv_freq: Tensor, max_positions: int, scale: float = 1.0) -> Te
     return table
 
 
-def apply_rotary(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+def apply_rotary(
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor, *, is_interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return query and key turned by their positions, in their own dtype; computed in float32, rounded once.
 
     query [num_tokens, num_heads, head_dim], key [num_tokens, num_kv_heads, head_dim], positions [num_tokens] int,
     cos_sin from `rotary_table`. Dimensions past rotary_dim pass through.
     """
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, rotary_dim / 2]
-    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+    rotate = _rotate_interleaved if is_interleaved else _rotate
+    return rotate(query, cos, sin), rotate(key, cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -71,3 +76,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
     turned = [first * cos - second * sin, second * cos + first * sin]
     return torch.cat([*(part.to(x.dtype) for part in turned), x[..., 2 * half :]], dim=-1)
+
+
+def _rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotary_dim = 2 * cos.shape[-1]
+    first, second = x[..., 0:rotary_dim:2].float(), x[..., 1:rotary_dim:2].float()
+    turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+    return torch.cat([turned.to(x.dtype), x[..., rotary_dim:]], dim=-1)

@@ -25,10 +25,12 @@ FEWER_ROWS = (1, 4, 8, 16, 32)
 PROBED_OUTPUTS = 1 << 16  # per row count, where that is more than two products
 DISTINCT_OUTPUTS = 256    # rows of the probe's weight before they repeat: a vocabulary of random rows takes seconds
 
-Activation = Literal["none", "silu_and_mul", "gelu_tanh", "gelu", "relu"]
+Activation = Literal["none", "silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "gelu", "relu"]
+GATED: tuple[Activation, ...] = ("silu_and_mul", "gelu_tanh_and_mul")  # of two layers, gate and up
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "silu_and_mul": activations.silu_and_mul,
+    "gelu_tanh_and_mul": activations.gelu_tanh_and_mul,
     "gelu_tanh": activations.gelu_tanh,
     "gelu": activations.gelu,
     "relu": activations.relu,
@@ -61,7 +63,7 @@ def reference(
     """Return activation(x W^T + addend + bias) in x's dtype: the meaning of a linear layer.
 
     x [num_rows, in_features]; bias [out_features], addend float32 [num_rows, out_features], both added to the float32
-    sums, which are rounded to x's dtype before the activation. silu_and_mul halves the outputs. The sums of a quantized
+    sums, which are rounded to x's dtype before the activation. Gated ones halve the outputs. The sums of a quantized
     weight are those of `a8_sums`, or without int8 activations those of the dense weight that it expands to.
     """
     sums = a8_sums(x, weight) if weight.activation_group_size else x.float() @ _dense_values(weight).float().T
@@ -120,8 +122,8 @@ class QuantizedLinear:
 class PackedLinear:
     """y = activation(x W^T + b) for x [num_rows, in_features] of any float dtype; result [num_rows, out_features].
 
-    The weight is dense; bias [out_features] or None; silu_and_mul makes half as many outputs. `dtype` is the precision
-    of product and result (default: the weight's). Parts are copied. The caller may drop the weight afterwards.
+    The weight is dense; bias [out_features] or None; gated activations make half as many outputs. `dtype` is the
+    precision of product and result (default: the weight's). Parts are copied; the caller may drop the weight.
     """
 
     def __init__(

@@ -28,13 +28,15 @@ class TorchNorm:
     """RMSNorm or, with `centers`, LayerNorm; weight [width], bias [width] or none, and never one in RMSNorm.
 
     RMSNorm (Zhang and Sennrich 2019) is computed in float32 and rounded to x's dtype before the weight is applied, as
-    transformers does; LayerNorm (Ba et al. 2016) is PyTorch's.
+    transformers does; LayerNorm (Ba et al. 2016) is PyTorch's. With an `offset`, RMSNorm multiplies with weight +
+    offset in float32 and rounds once: OLMo 2's with 0, Gemma's with 1.
     """
 
     weight: Tensor
     bias: Tensor | None
     eps: float
     centers: bool
+    offset: float | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return `(normed, summed)` in memory of their own."""
@@ -43,4 +45,6 @@ class TorchNorm:
             return F.layer_norm(summed, self.weight.shape, self.weight, self.bias, self.eps), summed
         wide = summed.float()
         inverse = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)
+        if self.offset is not None:
+            return (wide * inverse * (self.weight.float() + self.offset)).to(x.dtype), summed
         return self.weight * (wide * inverse).to(x.dtype), summed

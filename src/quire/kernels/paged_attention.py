@@ -58,14 +58,15 @@ def reference(
     scale: float,
     window: int | None = None,
     scales: KVScales = ONES,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attend: the meaning that every back end must match.
 
     query [num_tokens, num_heads, head_dim], sequences end to end; caches [num_blocks, block_size, num_kv_heads,
     head_dim], those of 8-bit elements [.., width] as `kv_quantization.encode` fills them with `scales`. A sequence's
     queries are the last tokens of its context. With a window, a token sees itself and the `window` - 1 tokens before
-    it. Sums in float32. A key's scale is multiplied onto its scores, a value's onto its softmax weights, which are
-    summed without it. Returns query's shape and dtype.
+    it. With a softcap, scores become softcap * tanh(score / softcap). Sums in float32. A key's scale is multiplied onto
+    its scores, a value's onto its softmax weights, which are summed without it. Returns query's shape and dtype.
     """
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // num_kv_heads  # query heads per key-value head
@@ -80,6 +81,7 @@ def reference(
             for cache, own in zip((key_cache, value_cache), scales, strict=True)
         )  # [context_len, num_heads, head_dim], [context_len, num_heads]
         scores = _times(torch.einsum("qhd,lhd->hql", query[start:stop].float(), k), key_scales) * scale
+        scores = _capped(scores, softcap)
         query_pos = torch.arange(context_len - (stop - start), context_len, device=query.device)[:, None]
         scores.masked_fill_(pos > query_pos, float("-inf"))  # a token sees itself and what came before
         if window is not None:
@@ -92,6 +94,10 @@ def reference(
 def _elements(stored: Tensor, dtype: torch.dtype, head_dim: int, scale: float) -> tuple[Tensor, Tensor | float]:
     """Return elements [.., head_dim] in float32, and their scales [..], or one for all."""
     return decode(stored, dtype, head_dim, scale) if dtype in LARGEST else (stored.float(), 1.0)
+
+
+def _capped(scores: Tensor, softcap: float) -> Tensor:
+    return scores.div_(softcap).tanh_().mul_(softcap) if softcap else scores
 
 
 def _times(scores: Tensor, scales: Tensor | float) -> Tensor:
@@ -116,12 +122,13 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     scales: KVScales = ONES,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attend as `reference` does; caches contiguous."""
     out = query.new_empty(query.shape)
     for span in _spans(metadata):
         rows = slice(span.row, span.row + span.stop - span.start)
-        attended = _attend(query[rows].float() * scale, (key_cache, value_cache), span, window, scales)
+        attended = _attend(query[rows].float() * scale, (key_cache, value_cache), span, window, scales, softcap)
         out[rows] = attended.to(query.dtype)
     return out
 
@@ -138,7 +145,12 @@ def _spans(metadata: AttentionMetadata) -> Iterator[_Span]:
 
 
 def _attend(
-    query: Tensor, caches: tuple[Tensor, Tensor], span: _Span, window: int | None, scales: KVScales
+    query: Tensor,
+    caches: tuple[Tensor, Tensor],
+    span: _Span,
+    window: int | None,
+    scales: KVScales,
+    softcap: float,
 ) -> Tensor:
     """Attend with scaled float32 queries [num_queries, num_heads, head_dim]; returns their shape.
 
@@ -172,6 +184,7 @@ def _attend(
     scores = _products(rows.repeat(1, len(keys) // num_kv_heads, 1, 1), keys.transpose(1, 2))
     if is_quantized(caches[0]):
         scores *= key_scales
+    scores = _capped(scores, softcap)
     scores = scores.view(*hidden.shape[:2], num_kv_heads, height, rows_per_token, SLOTS_PER_KEY_TILE)
     scores.masked_fill_(hidden[:, :, None, :, None, :], float("-inf"))
     weights = scores.sub_(scores.amax((1, 5), keepdim=True)).exp_()

@@ -150,12 +150,13 @@ class SplitHeads:
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """Norms of queries and keys over each head, in place."""
+    """Norms of queries and keys, in place, over each head or over all heads of a token together."""
 
     name: str
     query_norm: norms.Norm
     key_norm: norms.Norm
     heads: Heads
+    is_over_heads: bool = False  # all heads of a token together
     query: str = "query"
     key: str = "key"
 
@@ -170,9 +171,10 @@ class QKNorm:
         return self.query, self.key
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Normalize each head."""
-        activations[self.query] = self.query_norm(activations[self.query])[0]
-        activations[self.key] = self.key_norm(activations[self.key])[0]
+        """Normalize the heads."""
+        for name, norm in ((self.query, self.query_norm), (self.key, self.key_norm)):
+            heads = activations[name]
+            activations[name] = norm(heads.flatten(1) if self.is_over_heads else heads)[0].view(heads.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,7 @@ class RotaryWrite:
     key: str = "key"
     value: str = "value"
     kv_scales: KVScales = ONES
+    is_interleaved: bool = False  # pairs of dimensions are (2i, 2i + 1)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -199,13 +202,19 @@ class RotaryWrite:
         """query."""
         return (self.query,)
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Features beyond the op's plain form, by their names in the support table."""
+        return ("interleaved rotary",) if self.is_interleaved else ()
+
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Rotate and write, in one op of the back end."""
         query, key, value = (activations.pop(name) for name in self.reads)
         keys, values = inputs.keys[self.layer], inputs.values[self.layer]
         activations[self.query] = self.write(
-            query, key, value, inputs.positions, self.cos_sin, keys, values, inputs.slot_mapping, *_unless_ones(self)
-        )
+            query, key, value, inputs.positions, self.cos_sin, keys, values, inputs.slot_mapping, *_unless_ones(self),
+            **({"is_interleaved": True} if self.is_interleaved else {}),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +230,7 @@ class Attention:
     query: str = "query"
     out: str = "attended"
     kv_scales: KVScales = ONES
+    softcap: float = 0.0         # 0: scores stay
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -232,12 +242,18 @@ class Attention:
         """out."""
         return (self.out,)
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Features beyond the op's plain form, by their names in the support table."""
+        return ("softcap on attention scores",) if self.softcap else ()
+
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Attend."""
         query, keys, values = activations[self.query], inputs.keys[self.layer], inputs.values[self.layer]
         attended = self.attend(
-            query, keys, values, inputs.metadata, self.scale, self.window, *_unless_ones(self)
-        )
+            query, keys, values, inputs.metadata, self.scale, self.window, *_unless_ones(self),
+            **({"softcap": self.softcap} if self.softcap else {}),
+        )  # fmt: skip
         activations[self.out] = attended.flatten(1)
 
 
@@ -254,6 +270,7 @@ class Add:
     x: str
     y: str
     out: str
+    width: int
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -268,6 +285,30 @@ class Add:
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Add."""
         activations[self.out] = activations[self.x] + activations[self.y]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """x multiplied by a factor, in place."""
+
+    name: str
+    x: str
+    width: int
+    factor: float
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """x."""
+        return (self.x,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """x."""
+        return (self.x,)
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Multiply."""
+        activations[self.x] = activations[self.x] * self.factor
 
 
 class GatherHook(Protocol):

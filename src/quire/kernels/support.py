@@ -19,6 +19,9 @@ SUPPORT: dict[str, frozenset[str]] = {
     "RotaryWrite": EVERYWHERE,
     "Attention": EVERYWHERE,
     "Add": EVERYWHERE,
+    "Scale": EVERYWHERE,
+    "interleaved rotary": CPU,
+    "softcap on attention scores": CPU,
     "CountLayer": EVERYWHERE,
     "Gather": CPU,
     "side table": CPU,  # `ForwardBatch.side` is not transferred to a device
@@ -33,8 +36,9 @@ def require(back_end: str, features: Iterable[str]) -> None:
 
 
 def require_ops(back_end: str, ops: Iterable[Op]) -> None:
-    """Raise ConfigError if a back end lacks one of these ops."""
-    require(back_end, (type(op).__name__ for op in ops))
+    """Raise ConfigError if a back end lacks one of these ops, or one of their `features`."""
+    for op in ops:
+        require(back_end, [type(op).__name__, *getattr(op, "features", ())])
 
 
 def require_kv_dtype(back_end: str, name: str) -> None:

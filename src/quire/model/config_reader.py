@@ -1,6 +1,6 @@
 """Reader of config.json of an untrusted folder: every value is checked as it is read."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 from quire.core.errors import ModelError
@@ -12,6 +12,7 @@ MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # of epsilons, factors and thetas: what fl
 MAX_POSITIONS = 2**24  # float32, in which angles are computed, holds every integer up to here
 MAX_HEAD_DIM = 2**16
 MAX_NAMES, MAX_NAME_CHARACTERS = 2**14, 512  # in a list of modules
+LAYER_TYPES = "sliding_attention", "full_attention"
 
 T = TypeVar("T")
 
@@ -46,6 +47,17 @@ class ConfigReader:
         """Return a reader that finds `default` where the key is missing or null."""
         return self if self.has(key) else ConfigReader({**self._values, key: default}, self._source)
 
+    def replaced(self, **values: object) -> "ConfigReader":
+        """Return a reader that finds these values."""
+        return ConfigReader({**self._values, **values}, self._source)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """Return a list of `count` numbers in [MIN_NUMBER, MAX_NUMBER]."""
+        value = self.raw(key)
+        if not isinstance(value, list) or len(value) != count:
+            raise self.error(f"{key} must be a list of {count} numbers, got {_short(value)}")
+        return tuple(self.nested(key, {str(i): each}).number(str(i)) for i, each in enumerate(value))
+
     def size(self, key: str, default: int | None = None, *, least: int = 1, limit: int = MAX_SIZE) -> int:
         """Return an integer in [least, limit]."""
         value = self._get(key, default)
@@ -77,6 +89,30 @@ class ConfigReader:
         if not isinstance(value, str) or value not in choices:
             raise self.error(f"{key} must be one of {', '.join(choices)}, got {_short(value)}")
         return choices[value]
+
+    def nullable_number(self, key: str, default: float) -> float:
+        """Return a number; the default only where the key is missing, 0 where it is null."""
+        return 0.0 if key in self._values and self._values[key] is None else self.number(key, default)
+
+    def flags(self, key: str, count: int) -> list[bool] | None:
+        """Return a list of `count` flags, written as true and false or 1 and 0; None when missing."""
+        value = self.raw(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != count or any(item not in (0, 1) for item in value):
+            raise self.error(f"{key} must be a list of {count} times 0 or 1, got {_short(value)}")
+        return [bool(item) for item in value]
+
+    def layer_types(self, count: int, *, windowed: int = 0, default: Sequence[str] | None = None) -> Sequence[str]:
+        """Return `layer_types`, one of LAYER_TYPES for each of `count` layers.
+
+        By default `default`, or `windowed` layers with a window before each without one.
+        """
+        found = self.strings("layer_types", LAYER_TYPES)
+        if found and len(found) != count:
+            raise self.error(f"layer_types has {len(found)} entries for {count} layers")
+        pattern = [LAYER_TYPES[0] if (index + 1) % (windowed + 1) else LAYER_TYPES[1] for index in range(count)]
+        return found or default or pattern
 
     def strings(self, key: str, choices: Collection[str]) -> list[str]:
         """Return a list of strings, all of them among `choices`; empty when missing."""

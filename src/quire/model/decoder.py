@@ -14,7 +14,7 @@ from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry
 from quire.model.program import ProgramInputs, build_program
 from quire.model.shapes import DecoderShapes
-from quire.model.spec import DecoderSpec
+from quire.model.spec import DecoderSpec, Rotary
 from quire.model.weights import WeightReader
 
 
@@ -34,8 +34,8 @@ class Decoder:
         require_kv_dtype(self.back_end.name, kv_cache_dtype)
         self.kv_geometry = KVGeometry.of(spec, *self.back_end.cache_layout.stored_dtype(self.dtype, kv_cache_dtype))
         shapes = DecoderShapes.of(spec)
-        self._embedding = Embedding(shapes, spec.position_offset, weights)
-        cos_sin = _rotary_table(spec, max_positions, table_positions, weights.device)
+        self._embedding = Embedding(spec, shapes, weights)
+        cos_sin = {each: _rotary_table(each, max_positions, table_positions, weights.device) for each in spec.rotaries}
         self.progress = torch.zeros(1, dtype=torch.int64)  # layers and heads run since start; any thread may look
         shared = ProgramInputs(cos_sin, self.progress, gather, reads_kv_scales=kv_cache_dtype == "fp8")
         program = build_program(spec, weights, shared)
@@ -74,30 +74,38 @@ class Decoder:
         """Return float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
         assert self._head is not None, "the model has no output head"
         self.progress += 1
-        return self._head(hidden if self._project_out is None else self._project_out(hidden))
+        logits = self._head(hidden if self._project_out is None else self._project_out(hidden))
+        if self.spec.logit_multiplier != 1:
+            logits *= self.spec.logit_multiplier
+        if self.spec.logit_softcap:
+            logits.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
+        return logits
 
 
 class Embedding:
-    """Token ids to hidden states: a row each, projected if it has another width, plus a learned position's row."""
+    """Token ids to hidden states: a row each, projected if it has another width, plus a learned position's row.
 
-    def __init__(self, shapes: DecoderShapes, position_offset: int, weights: WeightReader) -> None:
+    Or multiplied, in a decoder without learned positions.
+    """
+
+    def __init__(self, spec: DecoderSpec, shapes: DecoderShapes, weights: WeightReader) -> None:
         self.tokens = weights.table(shapes.embedding)
         self._project = None if shapes.project_in is None else weights.linear(shapes.project_in)
-        self._positions = None if shapes.positions is None else weights.table(shapes.positions)[position_offset:]
+        self._positions = None if shapes.positions is None else weights.table(shapes.positions)[spec.position_offset:]
         self._embed = weights.back_end.embed
+        self._multiplier = spec.embedding_multiplier
+        if spec.is_embedding_multiplier_rounded:
+            self._multiplier = torch.tensor(self._multiplier).to(weights.dtype).item()
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Return [num_tokens, hidden_size] for token_ids and positions [num_tokens] int64."""
         if self._project is None:
-            return self._embed(self.tokens, token_ids, self._positions, positions)
+            x = self._embed(self.tokens, token_ids, self._positions, positions)
+            return x if self._multiplier == 1 else x * self._multiplier
         x = self._project(self._embed(self.tokens, token_ids))
         return x if self._positions is None else x + self._embed(self._positions, positions)
 
 
-def _rotary_table(
-    spec: DecoderSpec, max_positions: int, table_positions: int, device: torch.device
-) -> Tensor | None:
-    """Cosines and sines of the first `table_positions` positions, shared by the layers; None for learned positions."""
-    if spec.rotary is None:
-        return None
-    return rotary_table(inverse_frequencies(spec.rotary, max_positions).to(device), table_positions, spec.rotary.scale)
+def _rotary_table(rotary: Rotary, max_positions: int, table_positions: int, device: torch.device) -> Tensor:
+    """Return cosines and sines of the first `table_positions` positions."""
+    return rotary_table(inverse_frequencies(rotary, max_positions).to(device), table_positions, rotary.scale)

@@ -104,7 +104,7 @@ def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, num_ranks: in
         num_rows, num_biases = -(-num_rows // num_ranks), -(-num_biases // num_ranks)
     else:
         width = -(-width // num_ranks)
-    num_layers = 2 if shape.activation == "silu_and_mul" else 1  # gates and ups are packed each by itself
+    num_layers = 2 if (shape.activation or "").endswith("_and_mul") else 1  # gates and ups are packed each by itself
     layer_bytes = packed_bytes(scheme, num_rows // num_layers, width, dtype, packing)
     return num_layers * layer_bytes + num_biases * itemsize
 

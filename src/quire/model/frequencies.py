@@ -14,12 +14,16 @@ def inverse_frequencies(rotary: Rotary, num_positions: int) -> Tensor:
     """Return radians per position of each pair of dimensions, float32 [head_dim / 2]. SpecError if one is infinite.
 
     `num_positions`: the longest sequence to be served. Dynamic scaling applies only if that is beyond the original
-    length, and then as for the longest sequence that the scaling provides: results do not depend on by how much.
+    length, and then as for the longest sequence that the scaling provides: results do not depend on by how much. So do
+    longrope's divisors of long sequences, for all positions.
     """
     exponents = torch.arange(0, rotary.head_dim, 2, dtype=torch.int64).float() / rotary.head_dim
     per_radian = torch.pow(_theta(rotary, num_positions), exponents)
     inv_freq = _scaled(rotary, per_radian)
-    inv_freq = inv_freq if rotary.divisors is None else inv_freq / torch.tensor(rotary.divisors)
+    divisors = rotary.divisors
+    if rotary.long is not None and num_positions > rotary.long[0]:
+        divisors = rotary.long[1]
+    inv_freq = inv_freq if divisors is None else inv_freq / torch.tensor(divisors)
     if not bool(inv_freq.isfinite().all()) or not math.isfinite(rotary.scale):
         raise SpecError("rotary frequencies are not finite")
     return inv_freq

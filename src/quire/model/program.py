@@ -1,10 +1,11 @@
 """Construction of layer programs: the layers of a spec as op records, with their weights read.
 
-The activations are `stream`, the residual stream; `x`, a sublayer's input and then its output; `qkv` and its views
-`query`, `key`, `value`; `attended`; `inner`, of the feed-forward. An op is named `layers.N.` and as below.
+The activations are `stream`, the residual stream; `x`, a sublayer's input and then its output, of parallel ones
+`normed`, `x` and `y`; `qkv` and its views `query`, `key`, `value`; `attended`; `inner`, of the feed-forward. An op is
+named `layers.N.` and as below.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,15 +15,18 @@ from quire.kernels.kv_quantization import ONES
 from quire.kernels.norm import Norm
 from quire.kernels.program import INPUT, GatherHook, Op, Program
 from quire.model.shapes import DecoderShapes, LayerShapes, NormShape
-from quire.model.spec import DecoderSpec, LayerSpec, NormPosition, Part, SpecError
+from quire.model.spec import DecoderSpec, NormKind, NormPosition, Part, Rotary, SpecError
 from quire.model.weights import WeightReader
+
+OFFSETS: dict[NormKind, float] = {"rms_float": 0.0, "rms_offset": 1.0}  # added to weights, in float32
+UNSUMMED: tuple[NormPosition, ...] = ("post", "output")  # sublayers that read the stream itself
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramInputs:
     """Inputs that the layers of a decoder share, besides its spec."""
 
-    cos_sin: Tensor | None             # as of `rotary_table`; None: learned positions
+    cos_sin: Mapping[Rotary, Tensor]   # as of `rotary_table`, for each of `spec.rotaries`
     progress: Tensor                   # [1] int64, one more after each layer
     gather: GatherHook | None = None   # of tensor parallelism; None: one rank
     reads_kv_scales: bool = False      # of the KV cache's elements, from the checkpoint; else they are 1
@@ -33,8 +37,8 @@ def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInput
     found: list[Op] = []
     is_summed = True  # whether the stream has the last sublayer's output; else it is in x, and the next norm adds it
     for index, layer in enumerate(spec.layers):
-        if layer.norm_position == "post" and not is_summed:
-            found.append(ops.Add(f"layers.{index}.sum", "x", INPUT, INPUT))
+        if layer.norm_position in UNSUMMED and not is_summed:
+            found.append(ops.Add(f"layers.{index}.sum", "x", INPUT, INPUT, spec.hidden_size))
             is_summed = True
         found += _layer_ops(spec, index, weights.layer(index), shared, is_summed=is_summed)
         is_summed = layer.norm_position == "post"
@@ -43,13 +47,13 @@ def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInput
         norm = make_norm(spec, weights, shape)
         found.append(_norm_op("final_norm", norm, "pre", is_summed=is_summed))
     elif not is_summed:
-        found.append(ops.Add("final_sum", "x", INPUT, "x"))
+        found.append(ops.Add("final_sum", "x", INPUT, "x", spec.hidden_size))
     return Program(tuple(found), INPUT if shape is None and is_summed else "x")
 
 
 def make_norm(spec: DecoderSpec, weights: WeightReader, shape: NormShape) -> Norm:
     """Read a norm over the last dimension."""
-    return weights.back_end.norm(*weights.norm(shape), spec.norm_eps, spec.norm == "layer")
+    return weights.back_end.norm(*weights.norm(shape), spec.norm_eps, spec.norm == "layer", OFFSETS.get(spec.norm))
 
 
 def _layer_ops(
@@ -58,26 +62,36 @@ def _layer_ops(
     """Yield the ops of a layer.
 
     Norm, attention, add; norm, feed-forward, add (Radford et al. 2019), where the norm that comes next adds in one
-    pass. Or attention, add, norm; feed-forward, add, norm (Vaswani et al. 2017).
+    pass; with norms around sublayers the output is normalized before. Or attention, add, norm; feed-forward, add, norm
+    (Vaswani et al. 2017); or attention, norm, add; feed-forward, norm, add (OLMo et al. 2024). Parallel sublayers read
+    the same stream, and their outputs are added first (Wang and Komatsuzaki 2021).
     """
     layer, stem = spec.layers[index], f"layers.{index}."
     shapes, position = LayerShapes.of(spec, layer), layer.norm_position
-    source = "x" if position == "pre" else INPUT
+    source = INPUT if position in UNSUMMED else "normed" if shapes.feed_forward_norm is None else "x"
     attention_norm = make_norm(spec, weights, shapes.attention_norm)
     attention = list(_attention_ops(spec, index, weights, shared, source))
-    feed_forward_norm = make_norm(spec, weights, shapes.feed_forward_norm)
-    norms = [
-        _norm_op(f"{stem}attention_norm", attention_norm, position, is_summed=is_summed),
-        _norm_op(f"{stem}feed_forward_norm", feed_forward_norm, position, is_summed=False),
-    ]
-    feed_forward = [
+    first = _norm_op(f"{stem}attention_norm", attention_norm, position, is_summed=is_summed, out=source)
+    second: list[Op] = []
+    if shapes.feed_forward_norm is not None:
+        feed_forward_norm = make_norm(spec, weights, shapes.feed_forward_norm)
+        source = "normed" if layer.is_parallel else source
+        name = f"{stem}feed_forward_norm"
+        second = [_norm_op(name, feed_forward_norm, position, is_summed=layer.is_parallel, out=source)]
+    out = "y" if layer.is_parallel else "x"
+    feed_forward: list[Op] = [
         ops.Linear(f"{stem}feed_forward_in", weights.linear(shapes.up), source, "inner"),
-        ops.Linear(f"{stem}feed_forward_out", weights.linear(shapes.down), "inner", "x"),
+        ops.Linear(f"{stem}feed_forward_out", weights.linear(shapes.down), "inner", out),
     ]
-    in_order = [norms[0], *attention, norms[1], *feed_forward]
+    if layer.is_parallel:
+        feed_forward.append(ops.Add(f"{stem}sublayers", "x", "y", "x", spec.hidden_size))
+    in_order = [first, *attention, *second, *feed_forward]
     if position == "post":
-        in_order = [*attention, norms[0], *feed_forward, norms[1]]
-    yield from _with_parts(_gathered(in_order, spec, layer, shared.gather), stem, layer.parts, weights)
+        in_order = [*attention, first, *feed_forward, *second]
+    if position == "output":
+        add = ops.Add(f"{stem}attention_sum", "x", INPUT, INPUT, spec.hidden_size)
+        in_order = [*attention, first, add, *feed_forward, *second]
+    yield from _with_parts(_followed(in_order, spec, index, weights, shared.gather), stem, layer.parts, weights)
     yield ops.CountLayer(f"{stem}end", shared.progress)
 
 
@@ -93,40 +107,59 @@ def _attention_ops(
     yield ops.Linear(f"{stem}qkv", weights.linear(shapes.qkv), source, "qkv")
     yield ops.SplitHeads(f"{stem}split_heads", heads)
     if norms is not None:
-        yield ops.QKNorm(f"{stem}query_key_norm", *norms, heads)
+        yield ops.QKNorm(f"{stem}query_key_norm", *norms, heads, layer.is_query_key_norm_over_heads)
     scales = weights.kv_scales(shapes.qkv) if shared.reads_kv_scales else ONES
+    rotary = spec.rotary_of(layer)
     yield ops.RotaryWrite(
-        f"{stem}rotary_write", index, shared.cos_sin, heads, back_end.write_kv, kv_scales=scales
-    )
+        f"{stem}rotary_write", index, None if rotary is None else shared.cos_sin[rotary], heads, back_end.write_kv,
+        kv_scales=scales, is_interleaved=rotary is not None and rotary.is_interleaved,
+    )  # fmt: skip
     yield ops.Attention(
-        f"{stem}attention", index, heads, layer.scale, layer.window, back_end.paged_attention, kv_scales=scales
-    )
+        f"{stem}attention", index, heads, layer.scale, layer.window, back_end.paged_attention,
+        kv_scales=scales, softcap=layer.softcap,
+    )  # fmt: skip
     yield ops.Linear(f"{stem}attention_out", weights.linear(shapes.attention_out), "attended", "x")
 
 
-def _norm_op(name: str, norm: Norm, position: NormPosition, *, is_summed: bool) -> Op:
+def _norm_op(name: str, norm: Norm, position: NormPosition, *, is_summed: bool, out: str = "x") -> Op:
     if position == "post":
         return ops.Norm(name, norm, "x", INPUT, residual=INPUT)
+    if position == "output":
+        return ops.Norm(name, norm, "x", "x")
     if is_summed:
-        return ops.Norm(name, norm, INPUT, "x")
-    return ops.Norm(name, norm, "x", "x", residual=INPUT, summed=INPUT)
+        return ops.Norm(name, norm, INPUT, out)
+    return ops.Norm(name, norm, "x", out, residual=INPUT, summed=INPUT)
 
 
-def _gathered(
-    layer_ops: Iterable[Op], spec: DecoderSpec, layer: LayerSpec, gather: GatherHook | None
+def _followed(
+    layer_ops: Iterable[Op], spec: DecoderSpec, index: int, weights: WeightReader, gather: GatherHook | None
 ) -> Iterator[Op]:
-    """Yield a layer's ops, and behind those that ranks compute some columns of, the exchange."""
+    """Yield a layer's ops with what follows them.
+
+    Behind those that ranks compute some columns of, the exchange; behind sublayers, the multiplier and the norm of
+    their outputs.
+    """
+    layer = spec.layers[index]
+    shapes, stem = LayerShapes.of(spec, layer), f"layers.{index}."
     widths = {
         "attention": layer.num_heads * layer.head_dim,
         "attention_out": spec.hidden_size,
         "feed_forward_in": layer.feed_forward.size,
         "feed_forward_out": spec.hidden_size,
     }
+    norms = {"attention_out": shapes.attention_output_norm, "feed_forward_out": shapes.feed_forward_output_norm}
     for op in layer_ops:
         yield op
-        width = widths.get(op.name.rpartition(".")[2])
-        if gather is not None and width is not None:
-            yield ops.Gather(f"{op.name}_gather", op.writes[0], width, gather)
+        kind = op.name.removeprefix(stem)
+        if gather is not None and kind in widths:
+            yield ops.Gather(f"{op.name}_gather", op.writes[0], widths[kind], gather)
+        if kind not in norms:
+            continue
+        if layer.residual_multiplier != 1:
+            yield ops.Scale(f"{op.name}_multiplier", op.writes[0], spec.hidden_size, layer.residual_multiplier)
+        norm = norms[kind]
+        if norm is not None:
+            yield ops.Norm(f"{op.name}_norm", make_norm(spec, weights, norm), op.writes[0], op.writes[0])
 
 
 def _with_parts(

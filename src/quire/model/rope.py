@@ -14,12 +14,39 @@ from quire.model.spec import Rotary
 DEFAULT_THETA = 10_000.0
 
 
-def rotary_from_config(config: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rotary:
-    """Return the frequencies that `config` asks for. Raises ModelError for a scaling that is not known."""
+def rotary_from_config(
+    config: ConfigReader, head_dim: int, max_position_embeddings: int, *, partial: float | None = None
+) -> Rotary:
+    """Return the frequencies that `config` asks for. Raises ModelError for a scaling that is not known.
+
+    partial: the default of `partial_rotary_factor`, the part of a head's dimensions that is turned; None: all are.
+    """
     rope = _rope_section(config, max_position_embeddings)
-    rope.reject("partial_rotary_factor", 1, why="all dimensions of a head are turned")
+    if partial is None:
+        rope.reject("partial_rotary_factor", 1, why="all dimensions of a head are turned")
+    else:
+        head_dim = int(head_dim * rope.number("partial_rotary_factor", partial))
     read = rope.choice("rope_type", SCALINGS, default="default")
     return read(rope, Rotary(head_dim, rope.number("rope_theta", DEFAULT_THETA), max_position_embeddings))
+
+
+def rotary_of_layer_type(
+    config: ConfigReader, layer_type: str, theta: float, head_dim: int, max_position_embeddings: int
+) -> Rotary:
+    """Return the frequencies of a type of layers, from its section of `rope_parameters`, if there is one.
+
+    Older configs have one section, of full attention: windowed layers have no scaling. `theta`: the default.
+    """
+    sections = config.section("rope_parameters")
+    if sections and not any(isinstance(value, dict) for value in sections.values()):
+        config, sections = config.replaced(rope_scaling=sections), {}
+    section = config.nested("rope_parameters", sections).section(layer_type)
+    if not section and layer_type == "full_attention":
+        section = config.section("rope_scaling")
+    section = {"rope_theta": theta} | section
+    return rotary_from_config(
+        config.replaced(rope_theta=None, rope_scaling=None, rope_parameters=section), head_dim, max_position_embeddings
+    )
 
 
 def _rope_section(config: ConfigReader, max_position_embeddings: int) -> ConfigReader:
@@ -87,6 +114,20 @@ def _yarn(rope: ConfigReader, rotary: Rotary) -> Rotary:
     return replace(rotary, factor=factor, ramp=ramp, scale=_yarn_scale(rope, factor), max_positions=longest)
 
 
+def _longrope(rope: ConfigReader, rotary: Rotary) -> Rotary:
+    """A divisor for each frequency, others where sequences beyond the original length are asked for. Ding et al. 2024.
+
+    The same divisors for all positions, as with dynamic scaling. Sequences are as long as the config says.
+    """
+    original = rope.number("original_max_position_embeddings")
+    factor = rope.number("factor", rotary.max_positions / original)
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+    if rope.has("attention_factor"):
+        scale = rope.number("attention_factor")
+    short, long = (rope.numbers(key, rotary.head_dim // 2) for key in ("short_factor", "long_factor"))
+    return replace(rotary, scale=scale, divisors=short, long=(int(original), long))
+
+
 def _pair_turning(rope: ConfigReader, head_dim: int, turns: float) -> float:
     """Index (a real number) of the pair that turns `turns` times within the original length."""
     theta, original = rope.number("rope_theta", DEFAULT_THETA), rope.number("original_max_position_embeddings")
@@ -114,4 +155,5 @@ SCALINGS: dict[str, Callable[[ConfigReader, Rotary], Rotary]] = {
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }

@@ -56,9 +56,11 @@ class LayerShapes(NamedTuple):
     query_norm: NormShape | None
     key_norm: NormShape | None
     attention_out: LinearShape
-    feed_forward_norm: NormShape
+    feed_forward_norm: NormShape | None
     up: LinearShape
     down: LinearShape
+    attention_output_norm: NormShape | None
+    feed_forward_output_norm: NormShape | None
 
     @classmethod
     def of(cls, spec: DecoderSpec, layer: LayerSpec) -> "LayerShapes":
@@ -69,12 +71,14 @@ class LayerShapes(NamedTuple):
         return cls(
             attention_norm=_norm(spec, names.attention_norm, width),
             qkv=LinearShape(names.qkv, rows, width, layer.has_qkv_bias),
-            query_norm=_head_norm(spec, layer, names.query_norm),
-            key_norm=_head_norm(spec, layer, names.key_norm),
+            query_norm=_head_norm(spec, layer, names.query_norm, layer.num_heads),
+            key_norm=_head_norm(spec, layer, names.key_norm, layer.num_kv_heads),
             attention_out=_summed(names.attention_out, width, rows[0], layer.has_attention_out_bias),
-            feed_forward_norm=_norm(spec, names.feed_forward_norm, width),
+            feed_forward_norm=_norm_or_none(spec, names.feed_forward_norm, width),
             up=LinearShape(names.feed_forward_in, in_rows, width, feed_forward.has_bias, feed_forward.activation),
             down=_summed(names.feed_forward_out, width, feed_forward.size, feed_forward.has_bias),
+            attention_output_norm=_norm_or_none(spec, names.attention_output_norm, width),
+            feed_forward_output_norm=_norm_or_none(spec, names.feed_forward_output_norm, width),
         )
 
 
@@ -104,7 +108,7 @@ class DecoderShapes(NamedTuple):
             project_in=_projection(names.project_in, hidden, width),
             final_norm=_norm(spec, names.final_norm, hidden) if spec.has_final_norm else None,
             project_out=_projection(names.project_out, width, hidden),
-            head=LinearShape((names.head,), (spec.vocab_size,), width),
+            head=LinearShape((names.head,), (spec.vocab_size,), width, spec.has_head_bias),
         )
 
 
@@ -114,11 +118,16 @@ def _summed(module: str, num_rows: int, width: int, has_bias: bool) -> LinearSha
 
 
 def _norm(spec: DecoderSpec, module: str, width: int) -> NormShape:
-    return NormShape(module, width, has_bias=spec.norm == "layer")
+    return NormShape(module, width, has_bias=spec.norm == "layer" and spec.norm_has_bias)
 
 
-def _head_norm(spec: DecoderSpec, layer: LayerSpec, module: str | None) -> NormShape | None:
-    return _norm(spec, module, layer.head_dim) if module is not None and layer.has_query_key_norm else None
+def _norm_or_none(spec: DecoderSpec, module: str | None, width: int) -> NormShape | None:
+    return None if module is None else _norm(spec, module, width)
+
+
+def _head_norm(spec: DecoderSpec, layer: LayerSpec, module: str | None, num_heads: int) -> NormShape | None:
+    width = layer.head_dim * (num_heads if layer.is_query_key_norm_over_heads else 1)
+    return _norm_or_none(spec, module, width) if layer.has_query_key_norm else None
 
 
 def _projection(module: str | None, out_size: int, in_size: int) -> LinearShape | None:

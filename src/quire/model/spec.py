@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 from quire.core.errors import ModelError
 
-NormKind = Literal["rms", "layer"]
-NormPosition = Literal["pre", "post"]  # before each sublayer (GPT-2 and on), or after it (the original transformer)
-Activation = Literal["silu_and_mul", "gelu", "gelu_tanh", "relu"]  # silu_and_mul: gated, two projections in
+NormKind = Literal["rms", "rms_float", "rms_offset", "layer"]  # weights applied in float32: OLMo 2; those plus 1: Gemma
+# Before each sublayer (GPT-2 and on); after its sum with the residual (the original transformer); around it, on its
+# input and on its output (Gemma 2); on its output alone (OLMo 2).
+NormPosition = Literal["pre", "post", "around", "output"]
+Activation = Literal["silu_and_mul", "gelu_tanh_and_mul", "gelu", "gelu_tanh", "relu"]  # _and_mul: gated, two in
 
 
 class SpecError(ModelError):
@@ -33,7 +35,7 @@ class WeightMap:
     attention_norm: str
     qkv: tuple[str, ...]                    # one name when the checkpoint has them fused
     attention_out: str
-    feed_forward_norm: str
+    feed_forward_norm: str | None           # None: parallel sublayers share a norm
     feed_forward_in: tuple[str, ...]        # gate and up, or the one projection of an ungated feed-forward
     feed_forward_out: str
     final_norm: str
@@ -41,6 +43,8 @@ class WeightMap:
     positions: str | None = None            # learned position embeddings
     query_norm: str | None = None
     key_norm: str | None = None
+    attention_output_norm: str | None = None     # of sublayers with norms around them
+    feed_forward_output_norm: str | None = None
     project_in: str | None = None           # between embeddings and hidden states of another width
     project_out: str | None = None
     is_transposed: bool = False             # linear weights of layers are stored [in, out]
@@ -51,7 +55,7 @@ class WeightMap:
 class Rotary:
     """Rotary position embedding: what the frequencies of pairs of dimensions are computed from. See `rope.py`."""
 
-    head_dim: int
+    head_dim: int                           # dimensions of a head that are turned, the first ones
     theta: float
     max_positions: int                      # the longest sequence, with what a scaling adds
     factor: float = 1.0                     # positions are pressed together by it: all, or those that the next two say
@@ -59,7 +63,9 @@ class Rotary:
     ramp: tuple[float, float] | None = None  # YaRN: the last pair that is kept, the first that is interpolated
     scale: float = 1.0                      # multiplies cosines and sines (YaRN's attention factor)
     dynamic: tuple[int, float] | None = None  # dynamic NTK: original length, factor
-    divisors: tuple[float, ...] | None = None  # of each pair's frequency, where a checkpoint has them as a tensor
+    divisors: tuple[float, ...] | None = None  # of each pair's frequency
+    long: tuple[int, tuple[float, ...]] | None = None  # longrope: original length, divisors of longer sequences
+    is_interleaved: bool = False            # pairs are dimensions (2i, 2i + 1), else (i, head_dim / 2 + i)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,7 @@ class FeedForward:
     @property
     def is_gated(self) -> bool:
         """The feed-forward multiplies an activated gate with a second projection."""
-        return self.activation == "silu_and_mul"
+        return self.activation.endswith("_and_mul")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,12 @@ class LayerSpec:
     has_qkv_bias: bool = False
     has_attention_out_bias: bool = False
     has_query_key_norm: bool = False
+    is_query_key_norm_over_heads: bool = False  # all heads of a token together
+    is_parallel: bool = False                   # attention and feed-forward read the same stream
+    residual_multiplier: float = 1.0            # of what each sublayer adds to the stream
+    softcap: float = 0.0                        # scores become softcap * tanh(score / softcap); 0: they stay
+    has_rotary: bool = True                     # False: no positions in this layer
+    rotary: Rotary | None = None                # of this layer alone; None: the decoder's
     parts: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
@@ -130,9 +142,15 @@ class DecoderSpec:
     rotary: Rotary | None = field(default=None, repr=False)  # None: learned positions
     position_offset: int = 0                    # rows of the position table before position 0
     embedding_size: int = 0                     # 0: hidden_size; else projected in and out
+    norm_has_bias: bool = True                  # of a LayerNorm
     has_final_norm: bool = True
     is_head_tied: bool = False                  # the head is the embedding table
     has_head: bool = True                       # False: a base model; its hidden states are pooled
+    has_head_bias: bool = False
+    embedding_multiplier: float = 1.0
+    is_embedding_multiplier_rounded: bool = False  # to the model's dtype, before it multiplies
+    logit_multiplier: float = 1.0
+    logit_softcap: float = 0.0                  # logits become softcap * tanh(logit / softcap); 0: they stay
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)
@@ -140,8 +158,21 @@ class DecoderSpec:
             object.__setattr__(self, "max_position_embeddings", self.rotary.max_positions)
         if len({(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in self.layers}) != 1:
             raise SpecError("layers with different heads are not supported yet")
-        if self.rotary is not None and self.head_dim % 2:
-            raise SpecError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
+        for rotary in self.rotaries:
+            if rotary.head_dim % 2:
+                raise SpecError(f"rotary embedding needs an even head_dim, got {rotary.head_dim}")
+            if not 0 < rotary.head_dim <= self.head_dim:
+                raise SpecError(f"rotary embedding of {rotary.head_dim} dimensions of heads of {self.head_dim}")
+
+    def rotary_of(self, layer: LayerSpec) -> Rotary | None:
+        """Return the rotary embedding of a layer; None for none."""
+        return (layer.rotary or self.rotary) if layer.has_rotary else None
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The different rotary embeddings of the layers."""
+        found = (self.rotary_of(layer) for layer in self.layers)
+        return tuple(dict.fromkeys(rotary for rotary in found if rotary is not None))
 
     @property
     def num_layers(self) -> int:
@@ -168,6 +199,10 @@ class DecoderSpec:
         """The window of each layer."""
         return tuple(layer.window for layer in self.layers)
 
+    def with_layers(self, change: Callable[[LayerSpec], LayerSpec]) -> "DecoderSpec":
+        """Return the spec with all layers changed."""
+        return replace(self, layers=tuple(map(change, self.layers)))
+
     def with_windows(self, windows: Sequence[int | None]) -> "DecoderSpec":
         """Return the spec with these windows, one per layer. Raises SpecError for another number of them."""
         if len(windows) != self.num_layers:
@@ -177,10 +212,9 @@ class DecoderSpec:
 
     @property
     def default_positions(self) -> int:
-        """The longest sequence unless a longer one is asked for: as long as dynamic scaling changes nothing."""
-        if self.rotary is None or self.rotary.dynamic is None:
-            return self.max_position_embeddings
-        return min(self.rotary.dynamic[0], self.max_position_embeddings)
+        """The longest sequence unless a longer one is asked for: as long as no scaling depends on it."""
+        changing = [each for rotary in self.rotaries for each in (rotary.dynamic, rotary.long) if each is not None]
+        return min([self.max_position_embeddings, *(original for original, _ in changing)])
 
     @property
     def sliding_window(self) -> int | None:

@@ -93,7 +93,9 @@ class WeightReader:
         num_read = len(self._tensors.names_read)
         module = ModuleRows.whole(shape.modules[0], shape.num_rows[0])
         weight = self._format.read_head(self._tensors, module, shape.width, embedding if is_tied else None)
-        layer = self.back_end.linear(weight, dtype=torch.float32)
+        stem = shape.modules[0]
+        bias = self._read_kept([f"{stem}.bias"], [shape.num_rows]) if shape.has_bias else None
+        layer = self.back_end.linear(weight, bias, dtype=torch.float32)
         is_counted = len(self._tensors.names_read) > num_read
         self._tally_layer(layer, shape if is_counted else shape._replace(num_rows=()))
         return layer

@@ -28,7 +28,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 @pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("width", [1, 15, 16, 172, 520])
-@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh", "gelu", "relu"])
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "gelu", "relu"])
 def test_layer_matches_the_plain_op(
     name: Activation, width: int, has_bias: bool, dtype: torch.dtype, tol: float
 ) -> None:
@@ -40,7 +40,7 @@ def test_layer_matches_the_plain_op(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "gelu"])
 def test_rows_have_the_same_bits_among_any_others(name: Activation, dtype: torch.dtype) -> None:
     x = torch.randn(90, 2 * 77).to(dtype)
     alone = torch.cat([activated(row[None], name) for row in x])

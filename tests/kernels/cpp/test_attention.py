@@ -1,13 +1,15 @@
 """Paged attention in C++ against the reference, and to the bit against itself under other layouts of the same step."""
 
 import random
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.kernels.back_end import REFERENCE
+from quire.kernels.back_end import REFERENCE, TORCH, BackEnd
 from quire.kernels.cpp.attention import paged_attention
 from quire.kernels.cpp.cache_layout import cache_shapes
 from quire.kernels.cpp.dtypes import kernel_dtype
@@ -46,6 +48,26 @@ def test_kernel_matches_reference(
     expected = attend(parts, window=window, back_end=REFERENCE)
     for result, wanted in zip(attend(parts, window=window, back_end=CPP), expected, strict=True):
         torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
+
+
+def capped(back_end: BackEnd, softcap: float) -> BackEnd:
+    return replace(back_end, paged_attention=partial(back_end.paged_attention, softcap=softcap))
+
+
+@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(4, 2, 24), (14, 2, 64)], ids=str)
+@pytest.mark.parametrize("softcap", [0.3, 50.0])
+def test_capped_scores_match_the_reference(
+    softcap: float, heads: tuple[int, int, int], dtype: torch.dtype, tol: float
+) -> None:
+    spans = [(0, 250), (255, 256), (16, 20)]
+    parts = [Part(Tokens.random(stop, heads, dtype, seed), start, stop) for seed, (start, stop) in enumerate(spans)]
+    expected, uncapped = (attend(parts, back_end=end) for end in (capped(REFERENCE, softcap), REFERENCE))
+    for back_end in (CPP, TORCH):
+        for found, wanted in zip(attend(parts, back_end=capped(back_end, softcap)), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=tol, atol=tol)
+    if softcap < 1:
+        assert not torch.allclose(expected[0], uncapped[0], rtol=tol, atol=tol)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)

@@ -56,15 +56,17 @@ def test_tokens_land_in_their_slots_and_nowhere_else(
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (64, 64), (80, 24), (128, 128)])
+@pytest.mark.parametrize("is_interleaved", [False, True])
 def test_keys_and_queries_are_turned_to_the_bit_as_the_rotary_op_turns_them(
-    head_dim: int, rotary_dim: int, dtype: torch.dtype, num_threads: int, isa: str
+    is_interleaved: bool, head_dim: int, rotary_dim: int, dtype: torch.dtype, num_threads: int, isa: str
 ) -> None:
     query, key, value = fused_heads(50, head_dim, dtype)
     positions, slots = torch.randperm(300)[:50], slots_for(50, 16)
     table = rotary_table(10000.0 ** (-torch.arange(0, rotary_dim, 2).float() / rotary_dim), 300)
-    expected_query, expected_key = apply_rotary(query, key, positions, table)
+    expected_query, expected_key = apply_rotary(query, key, positions, table, is_interleaved=is_interleaved)
     ours, plain = caches(16, head_dim, dtype), plain_caches(16, head_dim, dtype)
-    turned = write_kv(query, key.clone(), value.clone(), positions, table, *ours, slots)
+    given = query, key.clone(), value.clone()
+    turned = write_kv(*given, positions, table, *ours, slots, is_interleaved=is_interleaved)
     kv_cache_write.write_kv(expected_query, expected_key, value, positions, None, *plain, slots)
     assert torch.equal(turned, expected_query)
     assert all(map(torch.equal, ours, pack(*plain)))

@@ -8,7 +8,8 @@ from quire.kernels import norm
 from quire.kernels.cpp.norm import CppNorm
 
 DTYPES = [(torch.float32, 4e-6), (torch.bfloat16, 1.6e-2), (torch.float16, 2e-3)]
-KINDS = ["rms", "layer", "layer without bias"]
+KINDS = ["rms", "layer", "layer without bias", "rms with weights in float32", "rms with 1 + weight"]
+OFFSETS = {"rms with weights in float32": 0.0, "rms with 1 + weight": 1.0}
 
 
 def parameters(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -18,12 +19,13 @@ def parameters(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def plain(kind: str, width: int, dtype: torch.dtype) -> norm.Norm:
     weight, bias = parameters(width, dtype)
-    return norm.TorchNorm(weight, bias if kind == "layer" else None, 1e-6, centers=kind != "rms")
+    centers = kind.startswith("layer")
+    return norm.TorchNorm(weight, bias if kind == "layer" else None, 1e-6, centers, OFFSETS.get(kind))
 
 
 def ours(kind: str, width: int, dtype: torch.dtype) -> norm.Norm:
     weight, bias = parameters(width, dtype)
-    return CppNorm(weight, bias if kind == "layer" else None, 1e-6, centers=kind != "rms")
+    return CppNorm(weight, bias if kind == "layer" else None, 1e-6, kind.startswith("layer"), OFFSETS.get(kind))
 
 
 def rows(num_rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

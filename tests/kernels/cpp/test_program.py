@@ -16,7 +16,7 @@ from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.cpp.norm import CppNorm
 from quire.kernels.cpp.program import TRANSLATIONS, FusedOps, fuse
 from quire.kernels.kv_cache_write import rotary_table
-from quire.kernels.linear import Activation
+from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import INPUT, Activations, LayerInputs, Op, Program, live_after
@@ -29,7 +29,7 @@ NUM_TOKENS = 7  # a chunk of 6 and a decode
 def linear(
     in_features: int, out_features: int, dtype: torch.dtype, weight_format: str, activation: Activation = "none"
 ) -> CppLinear:
-    rows = out_features * (2 if activation == "silu_and_mul" else 1)
+    rows = out_features * (2 if activation in GATED else 1)
     values, bias = (torch.randn(rows, in_features) * in_features**-0.5).to(dtype), torch.randn(rows)
     weight = LinearWeight.dense(values)
     if weight_format != DENSE:
@@ -37,9 +37,9 @@ def linear(
     return CppLinear(weight, bias.to(dtype), activation=activation)
 
 
-def norm(width: int, dtype: torch.dtype, *, centers: bool) -> CppNorm:
+def norm(width: int, dtype: torch.dtype, *, centers: bool, offset: float | None = None) -> CppNorm:
     weight, bias = torch.rand(width) + 0.5, torch.randn(width).to(dtype) if centers else None
-    return CppNorm(weight.to(dtype), bias, 1e-5, centers)
+    return CppNorm(weight.to(dtype), bias, 1e-5, centers, offset)
 
 
 def layer_ops(layer: int, dtype: torch.dtype, position: str, progress: Tensor) -> list[Op]:
@@ -72,6 +72,37 @@ def layer_ops(layer: int, dtype: torch.dtype, position: str, progress: Tensor) -
     ]
     in_order = [first, *attention, second, *feed_forward] if is_pre else [*attention, first, *feed_forward, second]
     return [*in_order, ops.CountLayer(f"{stem}end", progress)]
+
+
+def parallel_ops(layer: int, dtype: torch.dtype, progress: Tensor) -> list[Op]:
+    """Return a layer with the parts that `layer_ops` has not.
+
+    Sublayers that read the same stream, norms of their outputs, a multiplier; norms with weights in float32, those of
+    queries and keys over all heads; interleaved rotary over a part of each head, a softcap, and a gate of GELU.
+    """
+    stem = f"layers.{layer}."
+    query_width, kv_width = HEADS.num_heads * HEADS.head_dim, HEADS.num_kv_heads * HEADS.head_dim
+    first = ops.Norm(f"{stem}norm_1", norm(WIDTH, dtype, centers=False, offset=1.0), "x", "x", INPUT, INPUT)
+    if layer == 0:
+        first = ops.Norm(first.name, first.norm, INPUT, "x")
+    widths = norm(query_width, dtype, centers=False, offset=0.0), norm(kv_width, dtype, centers=False, offset=1.0)
+    table = rotary_table(torch.rand(HEADS.head_dim // 4), 64)
+    return [
+        first,
+        ops.Linear(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype, DENSE), "x", "qkv"),
+        ops.SplitHeads(f"{stem}split", HEADS),
+        ops.QKNorm(f"{stem}qk_norm", *widths, HEADS, is_over_heads=True),
+        ops.RotaryWrite(f"{stem}rotary", layer, table, HEADS, write_kv, is_interleaved=True),
+        ops.Attention(f"{stem}attention", layer, HEADS, 0.3, None, paged_attention, softcap=0.8),
+        ops.Linear(f"{stem}out", linear(query_width, WIDTH, dtype, DENSE), "attended", "x"),
+        ops.Scale(f"{stem}multiplier", "x", WIDTH, 0.22),
+        ops.Norm(f"{stem}norm_2", norm(WIDTH, dtype, centers=False), INPUT, "normed"),
+        ops.Linear(f"{stem}up", linear(WIDTH, INNER, dtype, DENSE, "gelu_tanh_and_mul"), "normed", "inner"),
+        ops.Linear(f"{stem}down", linear(INNER, WIDTH, dtype, DENSE), "inner", "y"),
+        ops.Norm(f"{stem}norm_3", norm(WIDTH, dtype, centers=True), "y", "y"),
+        ops.Add(f"{stem}sublayers", "x", "y", "x", WIDTH),
+        ops.CountLayer(f"{stem}end", progress),
+    ]
 
 
 def int8_cache(generator: torch.Generator) -> Tensor:
@@ -116,8 +147,11 @@ class Step:
 def make(dtype: torch.dtype, position: str, change: Callable[[list[Op]], list[Op]] = lambda found: found) -> Step:
     torch.manual_seed(0)
     progress = torch.zeros(1, dtype=torch.int64)
-    found = [op for layer in range(2) for op in layer_ops(layer, dtype, position, progress)]
-    return Step(Program(tuple(change(found)), "x" if position == "pre" else INPUT), progress, dtype)
+    if position == "parallel":
+        found = [op for layer in range(2) for op in parallel_ops(layer, dtype, progress)]
+    else:
+        found = [op for layer in range(2) for op in layer_ops(layer, dtype, position, progress)]
+    return Step(Program(tuple(change(found)), INPUT if position == "post" else "x"), progress, dtype)
 
 
 def first_difference(step: Step) -> str | None:
@@ -134,7 +168,7 @@ def first_difference(step: Step) -> str | None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("position", ["pre", "post"])
+@pytest.mark.parametrize("position", ["pre", "post", "parallel"])
 def test_each_fused_op_has_the_bits_of_its_single_op(position: str, dtype: torch.dtype) -> None:
     step = make(dtype, position)
     assert [type(op) for op in fuse(step.program).ops] == [FusedOps]
@@ -142,18 +176,26 @@ def test_each_fused_op_has_the_bits_of_its_single_op(position: str, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_ops_over_a_quantized_cache_have_the_bits_of_single_ops(dtype: torch.dtype) -> None:
-    step = make(dtype, "pre")
+@pytest.mark.parametrize("position", ["pre", "parallel"])
+def test_fused_ops_over_a_quantized_cache_have_the_bits_of_single_ops(position: str, dtype: torch.dtype) -> None:
+    step = make(dtype, position)
     step.is_quantized = True
     assert first_difference(step) is None
 
 
-COMPUTING = [op.name for op in make(torch.float32, "pre").program.ops if not isinstance(op, ops.SplitHeads)]
+COMPUTING = [
+    (position, op.name)
+    for position in ("pre", "parallel")
+    for op in make(torch.float32, position).program.ops
+    if not isinstance(op, ops.SplitHeads)
+]
 
 
-@pytest.mark.parametrize("left_out", COMPUTING)
-def test_op_that_the_interpreter_leaves_out_is_named(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = make(torch.float32, "pre")
+@pytest.mark.parametrize(("position", "left_out"), COMPUTING)
+def test_op_that_the_interpreter_leaves_out_is_named(
+    position: str, left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = make(torch.float32, position)
     kind = next(type(op) for op in step.program.ops if op.name == left_out)
     real = TRANSLATIONS[kind]
     records = lambda op, buffers: real.records(op, buffers)[: op.name != left_out]  # noqa: E731

@@ -75,16 +75,17 @@ def test_swaps_move_blocks_between_the_cache_and_host_memory(device: torch.devic
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [24, 1030])
-@pytest.mark.parametrize("kind", ["rms", "layer", "layer without bias"])
+@pytest.mark.parametrize("kind", ["rms", "layer", "layer without bias", "rms, 1 + weight"])
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_norm_matches_its_reference(
     kind: str, has_residual: bool, width: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     x, weight = random(5, width, dtype=dtype), random(width, dtype=dtype, seed=1)
     bias = random(width, dtype=dtype, seed=2) if kind == "layer" else None
+    centers, offset = kind.startswith("layer"), 1.0 if kind == "rms, 1 + weight" else None
     residual = random(5, width, dtype=dtype, seed=3) if has_residual else None
-    expected = norm.TorchNorm(weight, bias, 1e-5, kind != "rms")(x, residual)
-    norm_op = CUDA_OPS.norm(weight.to(device), None if bias is None else bias.to(device), 1e-5, kind != "rms")
+    expected = norm.TorchNorm(weight, bias, 1e-5, centers, offset)(x, residual)
+    norm_op = CUDA_OPS.norm(weight.to(device), None if bias is None else bias.to(device), 1e-5, centers, offset)
     results = norm_op(x.clone().to(device), None if residual is None else residual.clone().to(device))
     for result, wanted in zip(results, expected, strict=True):
         torch.testing.assert_close(result.cpu(), wanted, **TOLERANCE[dtype])
@@ -97,7 +98,7 @@ def test_norm_takes_a_slice_of_heads(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["none", "silu_and_mul", "gelu_tanh", "gelu", "relu"])
+@pytest.mark.parametrize("name", ["none", "silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "gelu", "relu"])
 def test_linear_layer_activates_its_result(name: str, dtype: torch.dtype, device: torch.device) -> None:
     x, weight, bias = random(3, 32, dtype=dtype), random(2400, 32, dtype=dtype, seed=1), random(2400, dtype=dtype)
     product = torch.nn.functional.linear(x, weight, bias)

@@ -90,12 +90,15 @@ class Activation:
     gelu_tanh: Activation
     gelu: Activation
     relu: Activation
+    gelu_tanh_and_mul: Activation
 
 class LayerCache:
     def __init__(self, keys: int, values: int, kv_format: int, key_scale: float, value_scale: float) -> None: ...
 
 class NormWeights:
-    def __init__(self, weight: int, bias: int, eps: float, is_layer_norm: bool) -> None: ...
+    def __init__(
+        self, weight: int, bias: int, eps: float, is_layer_norm: bool, is_wide: bool, offset: float
+    ) -> None: ...
 
 class Offsets:
     zero_point: Offsets
@@ -133,16 +136,37 @@ class LinearOp:
 
 class QKNormOp:
     def __init__(
-        self, query: int, key: int, query_norm: NormWeights, key_norm: NormWeights, heads: Heads
+        self,
+        query: int,
+        key: int,
+        query_norm: NormWeights,
+        key_norm: NormWeights,
+        num_query_rows: int,
+        query_width: int,
+        num_key_rows: int,
+        key_width: int,
     ) -> None: ...
 
 class RotaryWriteOp:
     def __init__(
-        self, query: int, key: int, value: int, layer: int, cos_sin: int, rotary_dim: int, heads: Heads
+        self,
+        query: int,
+        key: int,
+        value: int,
+        layer: int,
+        cos_sin: int,
+        rotary_dim: int,
+        heads: Heads,
+        is_interleaved: bool,
     ) -> None: ...
 
 class AttentionOp:
-    def __init__(self, query: int, out: int, layer: int, scale: float, window: int, heads: Heads) -> None: ...
+    def __init__(
+        self, query: int, out: int, layer: int, scale: float, window: int, heads: Heads, softcap: float
+    ) -> None: ...
+
+class SumOp:
+    def __init__(self, x: int, y: int, out: int, factor: float) -> None: ...
 
 class GatherOp:
     def __init__(self, x: int, gather: int, context: int) -> None: ...

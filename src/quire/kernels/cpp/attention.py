@@ -22,6 +22,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     scales: KVScales = ONES,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attend as `reference` does, with the metadata of the step; caches in the kernels' layout, scale above 0.
 
@@ -29,7 +30,10 @@ def paged_attention(
     """
     dtype = kernel_dtype(query.dtype)
     if dtype != query.dtype:
-        return paged_attention(query.to(dtype), key_cache, value_cache, metadata, scale, window, scales).to(query.dtype)
+        converted = query.to(dtype)
+        return paged_attention(
+            converted, key_cache, value_cache, metadata, scale, window, scales, softcap
+        ).to(query.dtype)
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[1]
     assert num_tokens == metadata.num_tokens, f"{num_tokens} queries for metadata of {metadata.num_tokens}"
@@ -43,7 +47,7 @@ def paged_attention(
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype)
     _KERNELS[dtype](
         query.data_ptr(), token_stride, cache, out.data_ptr(), num_heads * head_dim, *metadata_arguments(metadata),
-        num_heads, num_kv_heads, head_dim, metadata.block_size, scale, window or 0,
+        num_heads, num_kv_heads, head_dim, metadata.block_size, scale, window or 0, softcap,
     )  # fmt: skip
     return out
 

@@ -24,6 +24,7 @@ def write_kv(
     value_cache: Tensor,
     slot_mapping: Tensor,
     scales: KVScales = ONES,
+    is_interleaved: bool = False,
 ) -> Tensor:
     """Do what `kv_cache_write.write_kv` does; query, key and value may be slices of a wider projection.
 
@@ -47,7 +48,7 @@ def write_kv(
     _KERNELS[dtype](
         turned.data_ptr(), turned.stride(0), key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0),
         positions.data_ptr(), slot_mapping.data_ptr(), address(cos_sin), cache, num_tokens, query.shape[1],
-        num_kv_heads, head_dim, block_size, rotary_dim,
+        num_kv_heads, head_dim, block_size, rotary_dim, is_interleaved,
     )  # fmt: skip
     return turned if turned.dtype == query.dtype else turned.to(query.dtype)
 

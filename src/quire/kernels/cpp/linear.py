@@ -18,11 +18,11 @@ _MULTIPLY, _ALL_FINITE = pair("linear"), pair("all_finite")
 class CppLinear:
     """y = activation(x W^T + addend + b) for x [num_rows, in_features]; result [num_rows, out_features].
 
-    bias [out_features] or None. Of silu_and_mul weight and bias have twice as many rows, gates and then ups. The weight
-    is packed into `memory` and not kept. A dense weight in bfloat16 is multiplied as it is and summed in float32, any
-    other dense one in float32; sums of a quantized one with int8 activations are those of `quantized.a8_sums`, of any
-    other quantized one, to the bit, those of the dense weight that it expands to. `dtype` is the result's: the model's,
-    or float32.
+    bias [out_features] or None. Of a gated activation weight and bias have twice as many rows, gates and then ups. The
+    weight is packed into `memory` and not kept. A dense weight in bfloat16 is multiplied as it is and summed in
+    float32, any other dense one in float32; sums of a quantized one with int8 activations are those of
+    `quantized.a8_sums`, of any other quantized one, to the bit, those of the dense weight that it expands to. `dtype`
+    is the result's: the model's, or float32.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class CppLinear:
             raise ConfigError(
                 f"the C++ kernels do not support weight format {kernel_format(weight)} yet; they serve {served}"
             )
-        self._num_layers = num_layers = 2 if activation == "silu_and_mul" else 1
+        self._num_layers = num_layers = 2 if activation in linear.GATED else 1
         self._out_features, self._in_features = weight.out_features // num_layers, weight.in_features
         self._dtype = kernel_dtype(weight.value_dtype)
         self._out_dtype = dtype or weight.value_dtype

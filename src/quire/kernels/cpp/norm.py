@@ -14,9 +14,11 @@ _RMS_NORM, _LAYER_NORM = pair("rms_norm"), pair("layer_norm")
 
 
 class CppNorm:
-    """RMSNorm or, with `centers`, LayerNorm; weight [width], bias [width] or none; called as `norm.Norm` says."""
+    """RMSNorm or, with `centers`, LayerNorm; parameters as of `norm.TorchNorm`, called as `norm.Norm` says."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, centers: bool) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, eps: float, centers: bool, offset: float | None = None
+    ) -> None:
         self.dtype, self.width = weight.dtype, len(weight)
         self._kernel_dtype = kernel_dtype(weight.dtype)
         assert weight.shape == (self.width,)
@@ -25,13 +27,14 @@ class CppNorm:
         self._bias = None if bias is None else bias.to(self._kernel_dtype).contiguous()
         self._centers = centers
         self._kernel = (_LAYER_NORM if centers else _RMS_NORM)[self._kernel_dtype]
-        self._parameters = (self._weight.data_ptr(), address(self._bias), self.width, eps)
+        parameters = (self._weight.data_ptr(), address(self._bias), self.width, eps)
+        self._parameters = (*parameters, offset is not None, offset or 0.0)
 
     @property
     def weights(self) -> _kernels.NormWeights:
         """The norm as the extension takes it, valid for as long as the norm is kept."""
-        weight, bias, _, eps = self._parameters
-        return _kernels.NormWeights(weight, bias, eps, self._centers)
+        weight, bias, _, eps, is_wide, offset = self._parameters
+        return _kernels.NormWeights(weight, bias, eps, self._centers, is_wide, offset)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return `(normed, summed)`; without a residual x may be a slice of rows with gaps between them."""

@@ -230,7 +230,11 @@ def _qk_norm(op: ops.QKNorm, buffers: Buffers) -> list[object]:
     query = _read_heads(op.query, num_heads, head_dim, buffers)
     key = _read_heads(op.key, num_kv_heads, head_dim, buffers)
     norms = op.query_norm.weights, op.key_norm.weights
-    return [_kernels.QKNormOp(query, key, *norms, _kernels.Heads(*op.heads))]
+    sizes = num_heads, head_dim, num_kv_heads, head_dim
+    if op.is_over_heads:
+        sizes = 1, num_heads * head_dim, 1, num_kv_heads * head_dim
+    assert (op.query_norm.width, op.key_norm.width) == sizes[1::2]
+    return [_kernels.QKNormOp(query, key, *norms, *sizes)]
 
 
 def _rotary_write(op: ops.RotaryWrite, buffers: Buffers) -> list[object]:
@@ -242,7 +246,7 @@ def _rotary_write(op: ops.RotaryWrite, buffers: Buffers) -> list[object]:
     assert cos_sin is None or (cos_sin.dtype == torch.float32 and cos_sin.is_contiguous())
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
     heads = _kernels.Heads(*op.heads)
-    return [_kernels.RotaryWriteOp(query, key, value, op.layer, address(cos_sin), rotary_dim, heads)]
+    return [_kernels.RotaryWriteOp(query, key, value, op.layer, address(cos_sin), rotary_dim, heads, op.is_interleaved)]
 
 
 def _attention(op: ops.Attention, buffers: Buffers) -> list[object]:
@@ -250,7 +254,17 @@ def _attention(op: ops.Attention, buffers: Buffers) -> list[object]:
     query = _read_heads(op.query, num_heads, head_dim, buffers)
     out = buffers.write(op.out, num_heads * head_dim)
     heads = _kernels.Heads(*op.heads)
-    return [_kernels.AttentionOp(query, out, op.layer, op.scale, op.window or 0, heads)]
+    return [_kernels.AttentionOp(query, out, op.layer, op.scale, op.window or 0, heads, op.softcap)]
+
+
+def _scale(op: ops.Scale, buffers: Buffers) -> list[object]:
+    x = buffers.read(op.x, op.width)
+    return [_kernels.SumOp(x, -1, x, op.factor)]
+
+
+def _add(op: ops.Add, buffers: Buffers) -> list[object]:
+    x, y = buffers.read(op.x, op.width), buffers.read(op.y, op.width)
+    return [_kernels.SumOp(x, y, buffers.write(op.out, op.width), 1.0)]
 
 
 def _gather(op: ops.Gather, buffers: Buffers) -> list[object]:
@@ -271,6 +285,8 @@ TRANSLATIONS: dict[type, Translation] = {
     ),
     ops.RotaryWrite: Translation(lambda op: op.write is kv_cache_write.write_kv, _rotary_write),
     ops.Attention: Translation(lambda op: op.attend is attention.paged_attention, _attention),
+    ops.Scale: Translation(lambda op: True, _scale),
+    ops.Add: Translation(lambda op: True, _add),
     ops.Gather: Translation(lambda op: op.hook.address is not None, _gather),
     ops.CountLayer: Translation(lambda op: True, _count_layer),
 }

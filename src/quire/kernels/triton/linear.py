@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.linear import Activation
+from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import LinearWeight
 
 BLOCK = 1024
@@ -21,8 +21,8 @@ SQRT_2_BY_PI = tl.constexpr((2.0 / 3.141592653589793) ** 0.5)
 class CudaLinear:
     """y = activation(x W^T + b) for x [num_rows, in_features]; result [num_rows, out_features].
 
-    The weight is dense; bias [out_features] or None; silu_and_mul makes half as many outputs. `dtype` is the result's:
-    the weight's, or float32.
+    The weight is dense; bias [out_features] or None; gated activations make half as many outputs. `dtype` is the
+    result's: the weight's, or float32.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class CudaLinear:
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """Return what `quire.kernels.activation` says for contiguous x [num_rows, width]; silu_and_mul halves the width."""
+    """Return what `quire.kernels.activation` says for contiguous x [num_rows, width]; gated ones halve the width."""
     if activation == "none":
         return x
     num_rows, width = x.shape
-    width = width // 2 if activation == "silu_and_mul" else width
+    width = width // 2 if activation in GATED else width
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     _activate_kernel[(num_rows, triton.cdiv(width, BLOCK))](x, out, width, NAME=activation, BLOCK=BLOCK)
     return out
@@ -72,6 +72,12 @@ def _activate_kernel(x, out, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
         up = tl.load(x + row * 2 * width + width + columns, mask=is_column, other=0.0)
         wide = gate.to(tl.float32)
         result = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up
+    elif NAME == "gelu_tanh_and_mul":
+        gate = tl.load(x + row * 2 * width + columns, mask=is_column, other=0.0)
+        up = tl.load(x + row * 2 * width + width + columns, mask=is_column, other=0.0)
+        wide = gate.to(tl.float32)
+        inner = (wide + wide * wide * wide * 0.044715) * SQRT_2_BY_PI
+        result = (wide * 0.5 * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * inner)))).to(gate.dtype) * up
     else:
         values = tl.load(x + row * width + columns, mask=is_column, other=0.0)
         wide = values.to(tl.float32)

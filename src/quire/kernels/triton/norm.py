@@ -13,11 +13,14 @@ MAX_WIDTH = 1 << 16
 
 
 class TritonNorm:
-    """RMSNorm or, with `centers`, LayerNorm; weight [width], bias [width] or none; called as `norm.Norm` says."""
+    """RMSNorm or, with `centers`, LayerNorm; parameters as of `norm.TorchNorm`, called as `norm.Norm` says."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, centers: bool) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, eps: float, centers: bool, offset: float | None = None
+    ) -> None:
         assert len(weight) <= MAX_WIDTH, f"rows of {len(weight)}"
         self._weight, self._bias, self._eps, self._centers = weight.contiguous(), bias, eps, centers
+        self._offset = offset
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return `(normed, summed)`; without a residual x [num_tokens, width] or [num_tokens, num_heads, width] may be
@@ -34,7 +37,8 @@ class TritonNorm:
         block = triton.next_power_of_2(width)
         _norm_kernel[(x.numel() // width,)](
             x, residual, self._weight, self._bias, normed, *strides, width, heads, self._eps,
-            CENTERS=self._centers, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            CENTERS=self._centers, IS_WIDE=self._offset is not None, OFFSET=self._offset or 0.0, BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
         return normed, x if residual is None else residual
 
@@ -42,7 +46,7 @@ class TritonNorm:
 @triton.jit
 def _norm_kernel(
     x, residual, weight, bias, normed, token_stride, head_stride, width, heads, eps,
-    CENTERS: tl.constexpr, BLOCK: tl.constexpr,
+    CENTERS: tl.constexpr, IS_WIDE: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row. With a residual the sum, rounded, takes its place and the norm takes the place of x."""
     row = tl.program_id(0).to(tl.int64)
@@ -64,6 +68,8 @@ def _norm_kernel(
         result = wide * factors
         if bias is not None:
             result += tl.load(bias + columns, mask=is_column)
+    elif IS_WIDE:
+        result = wide * (factors.to(tl.float32) + OFFSET)
     else:
         result = wide.to(values.dtype) * factors  # rounded before the weight is applied, as transformers does
     tl.store(normed + row * width + columns, result, mask=is_column)

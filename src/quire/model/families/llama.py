@@ -30,8 +30,10 @@ WEIGHTS = WeightMap(
 )
 
 
-def llama(config: ConfigReader) -> DecoderSpec:
-    """Return the spec of a Llama."""
+def llama(
+    config: ConfigReader, *, activation: Activation | None = None, partial_rotary: float | None = None
+) -> DecoderSpec:
+    """Return the spec of a Llama. `activation`: read by a family of its own; `partial_rotary` as of `rope.py`."""
     num_heads, hidden_size = config.size("num_attention_heads"), config.size("hidden_size")
     has_head_dim = config.has("head_dim")
     head_dim = config.size("head_dim", limit=MAX_HEAD_DIM) if has_head_dim else config.divided("hidden_size", num_heads)
@@ -42,7 +44,7 @@ def llama(config: ConfigReader) -> DecoderSpec:
         head_dim=head_dim,
         feed_forward=FeedForward(
             size=config.size("intermediate_size"),
-            activation=config.choice("hidden_act", ACTIVATIONS, default="silu"),
+            activation=config.choice("hidden_act", ACTIVATIONS, default="silu") if activation is None else activation,
             has_bias=config.flag("mlp_bias", False),
         ),
         has_qkv_bias=config.flag("attention_bias", False),
@@ -55,7 +57,7 @@ def llama(config: ConfigReader) -> DecoderSpec:
         max_position_embeddings=max_position_embeddings,
         norm="rms",
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        rotary=rotary_from_config(config, head_dim, max_position_embeddings),
+        rotary=rotary_from_config(config, head_dim, max_position_embeddings, partial=partial_rotary),
         is_head_tied=config.flag("tie_word_embeddings", False),
         weights=WEIGHTS,
     )
