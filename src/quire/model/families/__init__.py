@@ -7,15 +7,23 @@ counts where no architecture is named. docs/adding-a-model.md walks through one.
 from collections.abc import Callable
 
 from quire.model.config_reader import ConfigReader
-from quire.model.families import gpt2, llama, opt
+from quire.model.families import gemma, gpt2, granite, llama, olmo, opt, phi, smollm3
 from quire.model.spec import DecoderSpec
 
 FAMILIES: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
+    "GemmaForCausalLM": gemma.gemma,
+    "Gemma2ForCausalLM": gemma.gemma2,
+    "Gemma3ForCausalLM": gemma.gemma3_text,
     "GPT2LMHeadModel": gpt2.gpt2,
+    "GraniteForCausalLM": granite.granite,
     "LlamaForCausalLM": llama.llama,
     "MistralForCausalLM": llama.mistral,
+    "Olmo2ForCausalLM": olmo.olmo2,
+    "Olmo3ForCausalLM": olmo.olmo3,
     "OPTForCausalLM": opt.opt,
+    "Phi3ForCausalLM": phi.phi3,
     "Qwen2ForCausalLM": llama.qwen2,
     "Qwen3ForCausalLM": llama.qwen3,
+    "SmolLM3ForCausalLM": smollm3.smollm3,
 }
 MODEL_TYPES = {family.__name__: architecture for architecture, family in FAMILIES.items()}

@@ -1,0 +1,51 @@
+"""OLMo 2 and 3: Llama with norms on the outputs of sublayers and on queries and keys, over all heads.
+
+OLMo et al. 2024. OLMo 3 has windows in three of four layers.
+"""
+
+from dataclasses import replace
+
+from quire.model.config_reader import ConfigReader
+from quire.model.families.llama import WEIGHTS as LLAMA_WEIGHTS
+from quire.model.families.llama import llama
+from quire.model.rope import rotary_of_layer_type
+from quire.model.spec import DecoderSpec, LayerSpec
+
+NORM_EPS = 1e-5
+DEFAULT_WINDOW = 4096
+OLMO3_THETA = 500_000.0
+WINDOWED_LAYERS = 3  # before each layer without a window
+WEIGHTS = replace(
+    LLAMA_WEIGHTS, attention_norm="post_attention_layernorm", feed_forward_norm="post_feedforward_layernorm"
+)
+
+
+def olmo2(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of an OLMo 2."""
+    config.reject("mlp_bias", False, why="its feed-forward has no biases")
+    config.reject("clip_qkv", why="queries, keys and values are not clipped")
+    config = config.with_default("rms_norm_eps", NORM_EPS)
+    layers = llama(config).with_layers(_with_norms)
+    return replace(layers, norm="rms_float", weights=WEIGHTS)
+
+
+def olmo3(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of an OLMo 3."""
+    spec = olmo2(config.replaced(rope_parameters=None, rope_scaling=None))
+    theta = config.number("rope_theta", OLMO3_THETA)
+    length = spec.max_position_embeddings
+    full, windowed = (
+        rotary_of_layer_type(config, kind, theta, spec.head_dim, length)
+        for kind in ("full_attention", "sliding_attention")
+    )
+    window = config.nullable_size("sliding_window", DEFAULT_WINDOW)
+    types = config.layer_types(spec.num_layers, windowed=WINDOWED_LAYERS)
+    layers = (
+        replace(layer, window=window, rotary=windowed) if kind == "sliding_attention" else layer
+        for layer, kind in zip(spec.layers, types, strict=True)
+    )
+    return replace(spec, rotary=full, layers=tuple(layers))
+
+
+def _with_norms(layer: LayerSpec) -> LayerSpec:
+    return replace(layer, norm_position="output", has_query_key_norm=True, is_query_key_norm_over_heads=True)
