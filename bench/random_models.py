@@ -5,24 +5,21 @@
     engine = build_engine(options, loaded, draft_model=draft).engine
 
 Weights are rows of one table of random numbers, so that 7 billion of them take little time, and are quantized as the
-options say. Their values mean nothing: drafts of such a draft model are never accepted. `PaidDrafts` returns the drafts
-of another drafter after the draft model has computed its own.
+options say. Their values mean nothing: drafts of such a draft model are never accepted, so measurements replace them by
+an oracle's after they have been computed.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from quire.core.draft_scratch import ScratchBlocks
-from quire.core.plan import StepPlan
 from quire.engine.draft_model.loading import LoadedDraftModel
 from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits
-from quire.execution.drafter import Drafter, DraftRows
 from quire.kernels.back_end import choose_back_end
-from quire.model.batch import ForwardBatch
 from quire.model.config import spec_from_config
 from quire.model.decoder import Decoder
 from quire.model.loader import build_decoder
@@ -93,29 +90,6 @@ def random_draft_model(config: Config, options: EngineOptions, target: LoadedMod
     return LoadedDraftModel(
         model, min(target.limits.max_position_embeddings, spec.max_position_embeddings), scratch
     )
-
-
-class PaidDrafts:
-    """A drafter that computes the drafts of one method and returns those of another: its speed with any acceptance."""
-
-    def __init__(self, paid: Drafter, returned: Drafter) -> None:
-        self._paid, self._returned = paid, returned
-
-    def apply(self, plan: StepPlan) -> None:
-        self._paid.apply(plan)
-        self._returned.apply(plan)
-
-    def compute(self, batch: ForwardBatch) -> None:
-        self._paid.compute(batch)
-        self._returned.compute(batch)
-
-    def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
-        self._paid.draft(rows)
-        return self._returned.draft(rows)
-
-    def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
-        self._paid.record(row, num_drafts, num_accepted)
-        self._returned.record(row, num_drafts, num_accepted)
 
 
 def _decoder(config: Config, options: EngineOptions) -> tuple[Decoder, DecoderSpec]:

@@ -38,6 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 DRAFTERS: dict[str, dict[str, Any]] = {
     "oracle": {"method": "ngram"},
     "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    "draft": {"method": "draft_model", "model": str(Path(__file__).parents[1] / "data/demo-draft")},
 }
 PREEMPTION: dict[str, dict[str, Any]] = {
     "none": {},
@@ -130,6 +131,8 @@ def check(model: Path, setting: Setting) -> CountedDrafter:
     Setting("oracle", "swap", has_hits=True, weights="int8", dtype="bfloat16"),
     Setting("oracle", has_hits=True, weights="int4", kv_dtype="int8_per_token_head", num_drafts=16),
     Setting("ngram", "recompute", has_hits=True),
+    Setting("draft", "recompute", has_hits=True, dtype="bfloat16", budget=33),
+    Setting("draft", "swap", weights="int8", kv_dtype="int8_per_token_head", num_drafts=16),
 ], ids=str)  # fmt: skip
 def test_answers_with_drafts_are_those_without(demo_model: Path, setting: Setting) -> None:
     counted = check(demo_model, setting)
