@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, BeamSearchParams, SamplingParams
+from quire import LLM, BeamSearchParams, RepetitionDetectionParams, SamplingParams
 from quire.core.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelError, UnknownPrefixError
 from quire.engine.metric_values import Counter, Gauge, Histogram
 from quire.engine.options import EngineOptions
@@ -164,6 +164,19 @@ def test_stop_strings_end_the_text_where_they_begin(llm: LLM) -> None:
     assert output.text == free.text[: free.text.index(stop)]
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
     assert output.token_ids == free.token_ids[: len(output.token_ids)]
+
+
+@pytest.mark.parametrize(("min_tokens", "num_tokens"), [(0, 4), (7, 7)])
+def test_repeating_pattern_ends_an_answer(llm: LLM, min_tokens: int, num_tokens: int) -> None:
+    params = SamplingParams(
+        n=2, allowed_token_ids=[5], max_tokens=40, min_tokens=min_tokens, ignore_eos=True, stop=["never there"],
+        repetition_detection=RepetitionDetectionParams(max_pattern_size=3, min_count=4),
+    )  # fmt: skip
+    for output in llm.generate("def f(x):\n", params, use_tqdm=False)[0].outputs:
+        assert output.token_ids == [5] * num_tokens
+        assert llm.tokenizer is not None
+        assert output.text == llm.tokenizer.decode(output.token_ids)
+        assert (output.finish_reason, output.stop_reason) == ("repetition", "repetition_detected")
 
 
 def test_logprobs_hold_the_chosen_token_and_the_likeliest(llm: LLM) -> None:

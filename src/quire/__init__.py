@@ -21,6 +21,7 @@ from quire.core.outputs import (
     ScoringRequestOutput,
 )
 from quire.core.pooling import PoolingParams
+from quire.core.repetition import RepetitionDetectionParams
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import branch_seed
 from quire.core.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
@@ -41,6 +42,7 @@ __all__ = [
     "PinnedPrefix",
     "PoolingParams",
     "Preemption",
+    "RepetitionDetectionParams",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

@@ -42,6 +42,7 @@ CONTRACT_DEFAULTS = {
     "skip_special_tokens": True,
     "detokenize": True,
     "structured_outputs": None,
+    "repetition_detection": None,
     "guided_decoding": None,
 }
 
@@ -66,6 +67,7 @@ FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalt
 OPTIONAL = (
     "structured_outputs", "guided_decoding", "seed", "stop", "stop_token_ids", "max_tokens", "logprobs",
     "prompt_logprobs", "truncate_prompt_tokens", "logit_bias", "logprob_token_ids",
+    "repetition_detection",
 )
 BOOLS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
 

@@ -84,6 +84,7 @@ params = st.builds(
     allowed_token_ids=st.none() | st.lists(st.integers(0, MAX_INT), min_size=1, max_size=3),
     bad_words=st.none() | strings,
     skip_special_tokens=st.booleans(),
+    repetition_detection=st.none() | st.just({"max_pattern_size": 4, "min_count": 3}),
 )
 beams = st.builds(
     BeamSearchParams,
@@ -132,8 +133,8 @@ deltas = st.builds(
     token_ids=token_ids,
     logprobs=st.none() | st.lists(logprobs, max_size=2),
     prompt_logprobs=st.none() | tables,
-    finish_reason=st.sampled_from([None, "stop", "length", "abort"]),
-    stop_reason=st.none() | counts,
+    finish_reason=st.sampled_from([None, "stop", "length", "repetition", "abort"]),
+    stop_reason=st.none() | counts | st.just("repetition_detected"),
     cumulative_logprob=st.none() | st.floats(allow_nan=False),
 )
 blocks_by_label = st.dictionaries(texts, counts, max_size=3)

@@ -57,7 +57,9 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": [MODEL | {"position": str(each)} for each in range(16)],
     "vllm:prompt_tokens_total": [MODEL],
     "vllm:generation_tokens_total": [MODEL],
-    "vllm:request_success_total": [MODEL | {"finished_reason": reason} for reason in ("stop", "length", "abort")],
+    "vllm:request_success_total": [
+        MODEL | {"finished_reason": reason} for reason in ("stop", "length", "repetition", "abort")
+    ],
     "vllm:admission_rejections_total": [MODEL | {"reason": bound} for bound in QUEUE_BOUNDS],
     "quire:preemptions_total": [{"mode": mode} for mode in ("recompute", "swap")],
     "quire:recomputed_tokens_total": [{}],
@@ -266,7 +268,8 @@ def test_run_of_an_engine_is_counted_as_users_saw_it(demo_model: Path) -> None:
     num_preemptions = sum(answer.metrics.num_preemptions for answer in answers if answer.metrics)
     num_given_up = page["vllm:generation_tokens_total"] - num_tokens
     assert 2 <= num_given_up < 140
-    assert page.by("vllm:request_success_total", "finished_reason") == {"stop": 1, "length": 8, "abort": 1}
+    reasons = {"stop": 1, "length": 8, "repetition": 0, "abort": 1}
+    assert page.by("vllm:request_success_total", "finished_reason") == reasons
     # Of requests that ended by themselves:
     for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
         assert page[f"vllm:{name}_seconds_count"] == len(answers), name
@@ -457,7 +460,8 @@ def test_aborted_request_counts_once_and_leaves_no_times() -> None:
     metrics.on_abort(FinishedRequest(RequestMetrics(100.0, None, None, 101.0), 8, 0, reasons))
     page = Page(metrics)
     assert page["quire:requests_aborted_total"] == 1
-    assert page.by("vllm:request_success_total", "finished_reason") == {"stop": 1, "length": 0, "abort": 2}
+    counted = {"stop": 1, "length": 0, "repetition": 0, "abort": 2}
+    assert page.by("vllm:request_success_total", "finished_reason") == counted
     assert page["vllm:e2e_request_latency_seconds_count"] == page["vllm:request_prompt_tokens_count"] == 0
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from quire.core.logprob_table import Logprobs, LogprobTable
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "repetition"]
 # What keeps a request waiting: no seats, no blocks, a step that is full, its own prefix being computed, swapped ones,
 # the blocks that other requests of its client hold, its grammar being compiled.
 WaitReason = Literal[
@@ -33,9 +33,9 @@ class TokenLogprobs(NamedTuple):
 class SequenceDelta(msgspec.Struct, array_like=True):
     """The result of one step for one sequence: the engine's message to the output processor.
 
-    `finish_reason` is set in a sequence's last delta. `stop_reason` is the stop token id that ended it, or None for
-    an end-of-sequence token. Prompt logprobs ride on branch 0, once, when the whole prompt has been computed. A beam
-    search gives one delta for each answer, when it ends.
+    `finish_reason` is set in a sequence's last delta. `stop_reason` is the stop token id that ended it,
+    "repetition_detected", or None for an end-of-sequence token. Prompt logprobs ride on branch 0, once, when the whole
+    prompt has been computed. A beam search gives one delta for each answer, when it ends.
     """
 
     request_id: int
@@ -44,7 +44,7 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: LogprobTable | None = None         # of positions 1..P-1
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     cumulative_logprob: float | None = None             # of a whole answer, where no logprobs were requested
     error: str | None = None                            # why the whole request has failed: its last delta
     pooled: bytes | None = None                         # float32 vector of the request's hidden states

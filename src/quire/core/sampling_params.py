@@ -20,6 +20,7 @@ from quire.core.checks import (
     refuse,
 )
 from quire.core.errors import InvalidRequestError
+from quire.core.repetition import RepetitionDetectionParams, repetition_detection_from
 from quire.core.structured_outputs import StructuredOutputsParams, structured_outputs_from
 
 MAX_TEMPERATURE = 100.0         # flat to within a few percent for any real model
@@ -78,7 +79,7 @@ class SamplingParams:
     filters say. `top_k` 0 or -1 is off. `max_tokens=None` means as many as fit. `logprobs=k` asks for the chosen token
     and the k most likely ones, -1 for the whole vocabulary, `logprob_token_ids` for the chosen token and these instead.
     `truncate_prompt_tokens=k` keeps the last k tokens of a prompt, -1 as many as leave room for the answer.
-    `structured_outputs` may also be a mapping of its fields.
+    `structured_outputs` and `repetition_detection` may also be mappings of their fields.
     """
 
     n: int = 1
@@ -106,6 +107,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     guided_decoding: StructuredOutputsParams | None = None  # an earlier name, moved to the former
 
     def __post_init__(self) -> None:
@@ -124,6 +126,8 @@ class SamplingParams:
                 setattr(self, field, check(field, getattr(self, field)))
         self.top_k = max(0, self.top_k)
         self._set_structured_outputs()
+        if self.repetition_detection is not None:
+            self.repetition_detection = repetition_detection_from(self.repetition_detection)
         if self.seed is not None:
             check_int("seed", self.seed, MIN_SEED, MAX_SEED)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

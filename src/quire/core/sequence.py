@@ -8,6 +8,7 @@ from enum import Enum
 
 from quire.core.logprob_table import LogprobTable
 from quire.core.pooling import Pool
+from quire.core.repetition import RepetitionDetector
 from quire.core.sampling_params import SamplingParams
 from quire.core.task import GENERATE, NO_SCOPE, Scope, Task
 from quire.core.token_ids import PackedTokens, TokenIds
@@ -41,6 +42,7 @@ class Sequence:
     num_lost_tokens: int = 0          # computed before a preemption, and not yet looked up in the cache again
     row: int = NO_ROW                 # the worker's row while running
     status: SequenceStatus = SequenceStatus.WAITING
+    repetitions: RepetitionDetector | None = None  # of its output, where the request asks for it
 
     @property
     def num_tokens(self) -> int:

@@ -62,7 +62,7 @@ class CompletionBuilder:
         if delta.finish_reason is not None and self.finish_reason is None:
             self.finish(delta.finish_reason, delta.stop_reason)
 
-    def finish(self, reason: FinishReason, stop_reason: int | None = None) -> None:
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the branch. Text that was held back is appended, unless it completes a stop string."""
         self.finish_reason, self._stop_reason, self.has_new_output = reason, stop_reason, True
         if self._detokenizer is None:
@@ -71,8 +71,7 @@ class CompletionBuilder:
         if self._stops is None:
             self._pieces.append(text)
             return
-        self._find_stop(self._stops, text)
-        if not isinstance(self._stop_reason, str):
+        if not self._find_stop(self._stops, text):
             self._pieces.append(self._stops.flush())
 
     def snapshot(self) -> CompletionOutput:
@@ -138,8 +137,8 @@ class CompletionBuilder:
             if self.finish_reason is not None:
                 return
 
-    def _find_stop(self, stops: StopStringFinder, text: str) -> None:
-        """Append the text of the last token, or end before (or after) the stop string that it completes.
+    def _find_stop(self, stops: StopStringFinder, text: str) -> bool:
+        """Append the text of the last token, or end before (or after) the stop string that it completes, if any.
 
         As with stop tokens, the first token that may end the branch is the `min_tokens`-th.
         """
@@ -148,6 +147,7 @@ class CompletionBuilder:
         self._pieces.append(certain)
         if stop is not None:
             self.finish_reason, self._stop_reason = "stop", stop
+        return stop is not None
 
 
 def logprob_dict(position: Position, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

@@ -4,7 +4,11 @@ from itertools import chain, repeat
 
 from quire.core.outputs import SequenceDelta, TokenLogprobs
 from quire.core.plan import RowResult
+from quire.core.repetition import RepetitionDetector
+from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request, Sequence
+
+REPETITION_DETECTED = "repetition_detected"
 
 
 def check_stop(request: Request, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> SequenceDelta:
@@ -24,7 +28,19 @@ def check_stop(request: Request, sequence: Sequence, token: int, logprobs: Token
     is_stop = token in request.stop_token_ids
     if (is_stop or token in request.eos_token_ids) and num_output_tokens >= request.params.min_tokens:
         delta.finish_reason, delta.stop_reason = "stop", token if is_stop else None
+    detection = request.params.repetition_detection
+    if detection is not None and delta.finish_reason is None and _repeats(request.params, sequence, token):
+        delta.finish_reason, delta.stop_reason = "repetition", REPETITION_DETECTED
     return delta
+
+
+def _repeats(params: SamplingParams, sequence: Sequence, token: int) -> bool:
+    """Take the next token of a sequence; return whether a pattern has repeated, not before params.min_tokens."""
+    assert params.repetition_detection is not None, "the request asks for it"
+    if sequence.repetitions is None:
+        sequence.repetitions = RepetitionDetector(params.repetition_detection)
+    output = sequence.token_ids.output
+    return sequence.repetitions.append(output, token) and len(output) + 1 >= params.min_tokens
 
 
 def append_tokens(request: Request, sequence: Sequence, row: RowResult) -> SequenceDelta:

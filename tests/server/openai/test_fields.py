@@ -211,3 +211,14 @@ def test_what_vllm_takes_is_taken(server: OpenAIServer, path: str, body: Json) -
     asked: Json = {"prompt": "x"} if path == COMPLETIONS else {"messages": MESSAGES}
     answer = server.ask(path, **asked | {"max_tokens": 3, "ignore_eos": True} | body)
     assert (answer["usage"]["completion_tokens"], answer["model"]) == (3, NAME)
+
+
+@pytest.mark.parametrize(("path", "asked"), [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": MESSAGES})])
+def test_repetition_ends_an_answer(server: OpenAIServer, path: str, asked: Json) -> None:
+    asked = asked | {"allowed_token_ids": [5], "max_tokens": 40, "ignore_eos": True}
+    answer = server.ask(path, **asked, repetition_detection={"max_pattern_size": 2, "min_count": 6})
+    assert (choice(answer)["finish_reason"], choice(answer)["stop_reason"]) == ("repetition", "repetition_detected")
+    assert answer["usage"]["completion_tokens"] == 6
+    assert server.ask(path, **asked, repetition_detection={})["usage"]["completion_tokens"] == 40
+    status, error = server.refusal(path, **asked, repetition_detection={"max_pattern_size": 257, "min_count": 2})
+    assert (status, error["param"]) == (400, "repetition_detection.max_pattern_size")

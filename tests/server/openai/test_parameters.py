@@ -75,7 +75,6 @@ def test_every_field_of_vllm_is_honoured_refused_or_without_effect(
         ("media_io_kwargs", {"video": {}}),
         ("mm_processor_kwargs", {"x": 1}),
         ("prompt_embeds", "AAAA"),
-        ("repetition_detection", {"max_pattern_size": 2}),
         ("structural_tag", "{}"),
         ("thinking_token_budget", 5),
         ("vllm_xargs", {"x": 1}),

@@ -38,7 +38,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": ([],),
-    "repetition_detection": ({},),
     "return_weight_versions": (False,),
     "structural_tag": (),
     "structured_outputs": (),

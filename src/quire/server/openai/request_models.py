@@ -118,6 +118,11 @@ _RESPONSE_FORMAT: Schema = {
     "properties": {"type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]}},
     "required": ["type"],
 }
+_REPETITION: Schema = {
+    "type": "object",
+    "properties": {name: {"type": "integer"} for name in ("max_pattern_size", "min_pattern_size", "min_count")},
+    "additionalProperties": False,
+}
 _ONE_PROMPT = ({"type": "string"}, list_of(_TOKEN, least=1))
 
 Prompt = Annotated[Any, documented_as(*_ONE_PROMPT, list_of({"anyOf": list(_ONE_PROMPT)}, least=1))]
@@ -208,6 +213,7 @@ class GenerationBody(OpenAIBody):
     guided_grammar: Annotated[str | None, documented_as(TEXT, NULL)] = None
     guided_whitespace_pattern: Annotated[str | None, documented_as(TEXT, NULL)] = None
     structural_tag: Annotated[Any, documented_as({"type": "object"}, TEXT, NULL)] = None
+    repetition_detection: Annotated[dict[str, Any] | None, documented_as(_REPETITION, NULL)] = None
     cache_salt: Salt = None
     priority: Annotated[int | None, _integer(-MAX_PRIORITY, MAX_PRIORITY)] = None
     use_beam_search: Flag = None

@@ -24,6 +24,7 @@ _SAME_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "logprob_token_ids",
     "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens",
+    "repetition_detection",
 )
 
 # Of SamplingParams: those that a beam search uses; those of detokenizing, and the seed, which it does not need.

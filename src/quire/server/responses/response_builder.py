@@ -178,7 +178,7 @@ class ResponsesBuilder:
 
 
 def _status(reason: FinishReason | None) -> str:
-    return "completed" if reason == "stop" else "incomplete"
+    return "completed" if reason in ("stop", "repetition") else "incomplete"
 
 
 def _tokens(piece: CompletionOutput, length_of: Callable[[int], int]) -> Iterator[CompletionOutput]:
