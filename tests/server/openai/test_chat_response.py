@@ -53,6 +53,14 @@ def test_messages_begin_in_order_even_if_a_later_one_has_words_first() -> None:
     ]
 
 
+def test_parts_of_text_alone_have_all_fields() -> None:
+    texts = ["a", 'b"\n\u2028', "some text"]
+    chunks = chunks_of(call_of(n=2), *([CompletionOutput(index, text, [1])] for text in texts for index in (1, 0)))
+    empty = {"logprobs": None, "finish_reason": None, "token_ids": None}
+    later = [chunk["choices"][0] for chunk in chunks[3:]]
+    assert later == [{"index": index, "delta": {"content": text}} | empty for text in texts[1:] for index in (1, 0)]
+
+
 def test_end_without_words_is_an_empty_delta() -> None:
     chunks = chunks_of(
         call_of(), [CompletionOutput(0, "a", [1])], [CompletionOutput(0, "", [2], finish_reason="stop", stop_reason=7)]

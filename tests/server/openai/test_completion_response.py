@@ -96,3 +96,10 @@ def test_end_is_told_with_its_reason_even_without_text() -> None:
     end = CompletionOutput(0, "", [5], finish_reason="stop", stop_reason="\n")
     (choice,) = chunks_of(call_of(), None, (0, output(end)))
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", "\n")
+
+
+def test_parts_of_text_alone_have_the_fields_of_the_first() -> None:
+    texts = ["a", 'b"\n\u2028', "some text"]
+    steps = [(prompt, output(CompletionOutput(0, text, [1]))) for text in texts for prompt in (0, 1)]
+    choices = chunks_of(call_of(prompts=[[5], [6]]), None, *steps)
+    assert choices == [{**choices[0], "index": index, "text": text} for text in texts for index in (0, 1)]

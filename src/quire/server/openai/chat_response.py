@@ -80,6 +80,9 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         delta = {"content": piece.text} if piece.text or self._is_first(piece) else {}
         return (*self._start_messages(piece.index), self._last_chunk_choice(piece, delta, piece.finish_reason))
 
+    def _has_text_chunks(self, index: int) -> bool:
+        return index < self._num_begun and self.request.reading is None
+
     def _parsed_choices(self, reading: OutputReading, piece: CompletionOutput) -> Iterator[Json]:
         """Yield the choices of a piece that is read for tool calls and reasoning, a choice for each slice of text."""
         parsed, is_last = self._parsed_message(reading, piece), piece.finish_reason is not None

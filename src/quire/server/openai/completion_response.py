@@ -62,6 +62,9 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         is_echo = self._echoes is not None and self._index(prompt_index, piece) not in self._begun
         return (self._choice(prompt_index, piece),) if is_echo or self._is_shown(piece) else ()
 
+    def _has_text_chunks(self, index: int) -> bool:
+        return index in self._begun
+
     def _add_prompt(self, choice: Json, prompt_index: int) -> None:
         """Add the prompt's fields to the first piece of a choice."""
         if self.request.body.return_token_ids:

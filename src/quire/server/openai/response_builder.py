@@ -1,7 +1,8 @@
 """OpenAI's JSON responses: what completions and chats have in common.
 
 A response is an envelope around choices. A stream repeats the envelope around each new part of a choice, so it is
-encoded once, and a chunk is its two halves around the choice. All is encoded in slices of bounded work: `weight` is the
+encoded once, and a chunk is its two halves around the choice; of parts that are text alone the choice is encoded once,
+too, and a chunk is two halves around the text. All is encoded in slices of bounded work: `weight` is the
 number of units of an output.
 """
 
@@ -33,6 +34,7 @@ UNUSED_OF_CHOICES: Json = dict.fromkeys(("routed_experts", "weight_versions"))
 UNUSED_OF_CHUNK_CHOICES: Json = {"weight_versions": None}
 _UNUSED_OF_PROMPT_USAGE: Json = dict.fromkeys(("created_cache_tokens", "multimodal_tokens"))
 
+_SOME_TEXT = "some text"
 _CHOICE_UNITS = 4
 _UNIT_CHARS = 16  # of text, or as many token ids, take as long to encode as one candidate of logprobs
 
@@ -98,6 +100,7 @@ class OpenAIResponseBuilder(ABC):
         self.request = request
         self._prompt_logprobs: dict[int, Logprobs | None] = {}      # of the prompts with an output
         self._halves = self._encoded_halves()
+        self._text_halves: dict[int, tuple[bytes, bytes]] = {}          # of chunks that are text alone, by choice
         self._has_begun = False                                         # the first chunk was built
         self._num_output_tokens: dict[int, int] | None = None           # of each choice, if chunks have usage
         if request.includes_usage_so_far:
@@ -138,10 +141,33 @@ class OpenAIResponseBuilder(ABC):
         if output.packed_prompt_logprobs is not None or prompt_index not in self._prompt_logprobs:
             self._prompt_logprobs[prompt_index] = output.packed_prompt_logprobs
         for piece in output.outputs:
+            if self._is_text(prompt_index, piece):
+                yield self._text_chunk(prompt_index, piece)
+                continue
             if self._num_output_tokens is not None:
                 self._num_output_tokens[self._index(prompt_index, piece)] += len(piece.token_ids)
             for choice in self._chunk_choices(prompt_index, piece):
                 yield from self._chunk(prompt_index, choice)
+
+    def _is_text(self, prompt_index: int, piece: CompletionOutput) -> bool:
+        """Return whether a chunk has the text of a piece, and else what all chunks of its choice have."""
+        is_alone = piece.finish_reason is None and piece.packed_logprobs is None and bool(piece.text)
+        shows_more = self._num_output_tokens is not None or self.request.shows_tokens
+        return is_alone and not shows_more and self._has_text_chunks(self._index(prompt_index, piece))
+
+    def _text_chunk(self, prompt_index: int, piece: CompletionOutput) -> bytes:
+        """Return the event of a piece that is text alone."""
+        index = self._index(prompt_index, piece)
+        halves = self._text_halves.get(index)
+        if halves is None:
+            (choice,) = self._chunk_choices(prompt_index, CompletionOutput(piece.index, _SOME_TEXT, []))
+            before, _, behind = encode(choice).partition(encode(_SOME_TEXT))
+            halves = self._text_halves[index] = self._halves[0] + before, behind + self._halves[1]
+        return halves[0] + encode(piece.text) + halves[1]
+
+    @abstractmethod
+    def _has_text_chunks(self, index: int) -> bool:
+        """Return whether a choice has begun, and is not read for tool calls and reasoning."""
 
     def _usage_so_far(self, prompt_index: int, choice: Json) -> Json:
         """Return the field `usage` of a chunk, with the tokens of its choice so far; no field if chunks have none."""
