@@ -10,6 +10,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.task import NO_SCOPE, Scope
 from quire.execution.drafter import DraftRows
 from quire.execution.drafting import suffix
+from quire.execution.drafting.pairs import pair_hash
 from quire.execution.drafting.suffix import CHUNK, GAP, MAX_SCOPES, MAX_TEXT, RecentOutputs, SuffixDrafter
 
 PHRASE = list(range(100, 140))
@@ -43,6 +44,7 @@ def test_nothing_is_drafted_where_nothing_recurs() -> None:
     assert rows.draft([5, 6, 7]) == [[]]
     assert rows.draft([5]) == [[]]
     assert rows.draft([5, 6, 7, 7, 5]) == [[]]      # one token alone is too little
+    rows.begin(0, [1])
     assert rows.draft([1, 2, 8, 9, 1, 2]) == [[8, 9]]
 
 
@@ -118,7 +120,8 @@ def test_runs_are_found_across_chunks_of_an_output() -> None:
 
 
 def test_text_keeps_the_latest_half_when_it_is_full() -> None:
-    text, rng = RecentOutputs(), np.random.default_rng(3)
+    has_pair, rng = np.ones(suffix.FILTER_SIZE, dtype=bool), np.random.default_rng(3)
+    text = RecentOutputs(0, has_pair)
     chunks = [rng.integers(0, 50_000, rng.integers(2, 99), dtype=np.int32) for _ in range(2000)]
     for chunk in chunks:
         text.add(chunk)
@@ -127,8 +130,8 @@ def test_text_keeps_the_latest_half_when_it_is_full() -> None:
     assert (text.tokens == kept).all()
     assert len(kept) >= MAX_TEXT // 2 - 100
     is_pair = (kept[:-1] != GAP) & (kept[1:] != GAP)
-    assert all(text.may_have(int(each)) for each in suffix.pair_hash(kept[:-1][is_pair], kept[1:][is_pair]))
-    assert text._has_pair.mean() < 0.3
+    assert has_pair[pair_hash(kept[:-1][is_pair], kept[1:][is_pair], suffix.FILTER_SIZE)].all()
+    assert has_pair.mean() < 0.3
 
 
 def test_texts_are_bounded_and_the_scope_used_last_stays() -> None:
@@ -137,6 +140,9 @@ def test_texts_are_bounded_and_the_scope_used_last_stays() -> None:
         rows.begin(0, [1], scope=Scope(str(number)))
         rows.draft([1, *PHRASE])
     assert list(rows.drafter._texts) == [Scope(str(number)) for number in range(9, MAX_SCOPES + 9)]
+    for number, is_kept in ((8, False), (9, True), (MAX_SCOPES + 8, True)):
+        rows.begin(0, [1], scope=Scope(str(number)))
+        assert rows.draft([2, *PHRASE[:5]]) == [PHRASE[5:10] if is_kept else []]
 
 
 def test_draft_is_never_longer_than_its_limit_and_never_has_a_gap() -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from quire.core.plan import StepPlan
 from quire.execution.batch import IntArray
 from quire.execution.drafter import DraftRows
+from quire.execution.drafting.pairs import RowPairs
 from quire.model.batch import ForwardBatch
 
 _SEARCHED = 1 << 20  # tokens searched at a time: 4 MiB of copies
@@ -22,9 +23,12 @@ class NgramDrafter:
 
     def __init__(self, token_ids: NDArray[np.int32], min_size: int, max_size: int) -> None:
         self._token_ids, self._min_size, self._max_size = token_ids, min_size, max_size
+        self._pairs = RowPairs(token_ids) if min_size > 1 else None
 
     def apply(self, plan: StepPlan) -> None:
-        """Do nothing: a row's tokens are all that is known of it."""
+        """Forget the tokens of rows that have new owners."""
+        if self._pairs is not None:
+            self._pairs.reset(new.row for new in plan.new_rows)
 
     def compute(self, batch: ForwardBatch) -> None:
         """Do nothing: there are no keys and values."""
@@ -32,6 +36,11 @@ class NgramDrafter:
     def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
         """Return what followed the last tokens of each row, if they were there before."""
         drafts = dict[int, Sequence[int]]()
+        if self._pairs is not None:
+            places = self._pairs.recurring(rows.rows, rows.num_tokens)
+            rows = DraftRows(*(each[places] for each in rows))
+        if not rows.rows.size:
+            return drafts
         for place in recurring(self._token_ids, rows.rows, rows.num_tokens, self._min_size):
             row, num_tokens, limit = (int(each[place]) for each in (rows.rows, rows.num_tokens, rows.limits))
             found = self._find(self._token_ids[row, :num_tokens])

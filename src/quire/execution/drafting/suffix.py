@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from quire.core.plan import StepPlan
 from quire.core.task import NO_SCOPE, Scope
 from quire.execution.drafter import DraftRows
-from quire.execution.drafting.ngram import recurring
+from quire.execution.drafting.pairs import RowPairs, Tokens, pair_hash
 from quire.model.batch import ForwardBatch
 
 MIN_RUN = 2              # tokens of the shortest run that is looked up
@@ -26,21 +26,25 @@ MAX_PLACES = 32          # that vote: the latest ones
 MIN_SHARE = 0.1          # of the places that go on as the draft does
 MAX_TEXT = 1 << 15       # tokens of recent outputs of a scope
 MAX_SCOPES = 64          # with texts: 16 MiB in all, with the filters of pairs
+NO_TEXT = MAX_SCOPES     # slot of rows in whose scopes nothing was put out
 CHUNK = 16               # tokens of an output that are added to a text at once
 OVERLAP = 8              # tokens before them that are added, too, so that runs across chunks are found
 GAP = -1                 # between two chunks
 FILTER_SIZE = 1 << 17    # bits, kept as bytes, of pairs in a text: a fifth of them is set at most
 
-Tokens = NDArray[np.int32]
-
 
 class RecentOutputs:
-    """Outputs of one scope, the latest ones, as chunks with gaps between them."""
+    """Outputs of one scope, the latest ones, as chunks with gaps between them.
 
-    def __init__(self) -> None:
+    `has_pair` bool [FILTER_SIZE]: filled by `pair_hash` with the tokens that follow each other. `slot`: its number.
+    """
+
+    def __init__(self, slot: int, has_pair: NDArray[np.bool_]) -> None:
+        self.slot = slot
         self._tokens = np.full(MAX_TEXT, GAP, dtype=np.int32)
         self._num_tokens = 0
-        self._has_pair = np.zeros(FILTER_SIZE, dtype=bool)  # by `pair_hash`, of tokens that follow each other
+        self._has_pair = has_pair
+        has_pair[:] = False
 
     @property
     def tokens(self) -> Tokens:
@@ -60,48 +64,46 @@ class RecentOutputs:
         self._num_tokens = end + 1
         self._add_pairs(chunk)
 
-    def may_have(self, hashed: int) -> bool:
-        """Return whether two tokens with this `pair_hash` may follow each other: else no run ends with them."""
-        return bool(self._has_pair[hashed])
-
     def _add_pairs(self, tokens: Tokens) -> None:
-        self._has_pair[pair_hash(tokens[:-1], tokens[1:])] = True
+        self._has_pair[pair_hash(tokens[:-1], tokens[1:], FILTER_SIZE)] = True
 
 
 class SuffixDrafter:
     """Drafts from a row's own tokens and recent outputs of its scope; token_ids int32 [max_rows, max_len]."""
 
     def __init__(self, token_ids: Tokens) -> None:
-        self._token_ids = token_ids
+        self._token_ids, self._pairs = token_ids, RowPairs(token_ids)
         self._scopes: list[Scope] = [NO_SCOPE] * len(token_ids)
+        self._has_pair = np.zeros((MAX_SCOPES + 1, FILTER_SIZE), dtype=bool)  # of each text; the last has none
+        self._slots = np.full(len(token_ids), NO_TEXT)              # of the rows' scopes among these
         self._num_added = np.zeros(len(token_ids), dtype=np.int64)  # known tokens that are a prompt, or in a text
         self._texts = OrderedDict[Scope, RecentOutputs]()           # the one used last is last
 
     def apply(self, plan: StepPlan) -> None:
         """Take the scopes of new rows. What a row put out before a preemption is in a text already."""
+        self._pairs.reset(new.row for new in plan.new_rows)
         for new in plan.new_rows:
             self._scopes[new.row] = new.scope
             self._num_added[new.row] = len(new.token_ids)
+            text = self._texts.get(new.scope)
+            self._slots[new.row] = NO_TEXT if text is None else text.slot
 
     def compute(self, batch: ForwardBatch) -> None:
         """Do nothing: there are no keys and values."""
 
     def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
         """Return the most frequent continuation of each row's last tokens, if they were somewhere before."""
-        own = set(recurring(self._token_ids, rows.rows, rows.num_tokens, MIN_RUN))
+        own = set(self._pairs.recurring(rows.rows, rows.num_tokens).tolist())
         last = rows.num_tokens - 1
         before = self._token_ids[rows.rows, np.maximum(last - 1, 0)]
-        hashes = pair_hash(before, self._token_ids[rows.rows, last]).tolist()
+        hashes = pair_hash(before, self._token_ids[rows.rows, last], FILTER_SIZE)
         drafts = dict[int, Sequence[int]]()
-        for place, (row, hashed) in enumerate(zip(rows.rows.tolist(), hashes, strict=True)):
+        for place in sorted(own.union(np.flatnonzero(self._has_pair[self._slots[rows.rows], hashes]).tolist())):
+            row, num_tokens = int(rows.rows[place]), int(rows.num_tokens[place])
             recent = self._texts.get(self._scopes[row])
-            texts = [recent.tokens] if recent is not None and recent.may_have(hashed) else []
-            if not texts and place not in own:
-                continue
-            tokens = self._token_ids[row, : rows.num_tokens[place]]
-            if place in own:
-                texts.append(tokens)
-            if draft := continuation(tokens[-MAX_RUN:], texts, int(rows.limits[place])):
+            tokens = self._token_ids[row, :num_tokens]
+            texts = [*([] if recent is None else [recent.tokens]), *([tokens] if place in own else [])]
+            if texts and (draft := continuation(tokens[-MAX_RUN:], texts, int(rows.limits[place]))):
                 drafts[row] = draft
         self._add_outputs(rows)
         return drafts
@@ -119,18 +121,16 @@ class SuffixDrafter:
 
     def _text(self, scope: Scope) -> RecentOutputs:
         """Return the text of a scope; the one that was not added to for longest makes room for a new one."""
-        text = self._texts.pop(scope, None) or RecentOutputs()
-        if len(self._texts) >= MAX_SCOPES:
-            self._texts.popitem(last=False)
+        text = self._texts.pop(scope, None)
+        if text is None:
+            slot = len(self._texts)
+            if slot == MAX_SCOPES:
+                slot = self._texts.popitem(last=False)[1].slot
+                self._slots[self._slots == slot] = NO_TEXT
+            text = RecentOutputs(slot, self._has_pair[slot])
+            self._slots[[row for row, own in enumerate(self._scopes) if own == scope]] = slot
         self._texts[scope] = text
         return text
-
-
-def pair_hash(first: Tokens, second: Tokens) -> NDArray[np.int64]:
-    """Return numbers below FILTER_SIZE, int64 [num], of token pairs int32 [num]."""
-    mixed = first.astype(np.int64) * 0x9E3779B1 + second.astype(np.int64) * 0x85EBCA77
-    hashed: NDArray[np.int64] = (mixed ^ (mixed >> 17)) & (FILTER_SIZE - 1)
-    return hashed
 
 
 def continuation(run: Tokens, texts: Sequence[Tokens], limit: int) -> list[int]:
