@@ -147,6 +147,37 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         | {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 11, "attention_bias": True}
         | {"mlp_bias": True, "tie_word_embeddings": False},
     ),
+    "glm4": ("Glm4", LLAMA | SPECIAL | {"head_dim": 16, "attention_bias": True}),
+    "glm4, whole heads turned, tied": (
+        "Glm4",
+        LLAMA
+        | SPECIAL
+        | {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}
+        | rope("default", partial_rotary_factor=1.0),
+    ),
+    "cohere": ("Cohere", LLAMA | SPECIAL | {"logit_scale": 0.5}),
+    "cohere, biases, untied, scaled": (
+        "Cohere",
+        LLAMA
+        | SPECIAL
+        | {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.8, "layer_norm_eps": 1e-3}
+        | rope("linear", factor=2.5),
+    ),
+    "cohere2": ("Cohere2", LLAMA | SPECIAL | {"num_hidden_layers": 5, "sliding_window": 11, "logit_scale": 0.5}),
+    "cohere2, layer types, biases": (
+        "Cohere2",
+        LLAMA
+        | SPECIAL
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 9}
+        | {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.8},
+    ),
+    "stablelm": ("StableLm", LLAMA | rope("default", partial_rotary_factor=0.25)),
+    "stablelm, parallel, biases": (
+        "StableLm",
+        LLAMA
+        | {"use_parallel_residual": True, "use_qkv_bias": True, "layer_norm_eps": 1e-3, "tie_word_embeddings": True}
+        | rope("default", partial_rotary_factor=0.5),
+    ),
     "gemma": ("Gemma", GEMMA),
     "gemma, biases, untied": ("Gemma", GEMMA | {"attention_bias": True, "tie_word_embeddings": False}),
     "gemma2": ("Gemma2", GEMMA | {"sliding_window": 11, "query_pre_attn_scalar": 20}),
@@ -242,6 +273,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(
 NEWER = [
     "olmo2", "olmo3", "phi3, a part turned, window", "phi3, longrope, long", "granite, every option",
     "smollm3, every option", "gemma", "gemma2", "gemma2, low softcaps", "gemma3",
+    "glm4", "cohere, biases, untied, scaled", "cohere2", "stablelm", "stablelm, parallel, biases",
 ]  # fmt: skip
 
 

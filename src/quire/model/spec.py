@@ -226,3 +226,8 @@ def widest_window(windows: Sequence[int | None]) -> int | None:
     """Return the widest of the layers' windows if every layer has one, else None: blocks before it can be freed."""
     widths = [window for window in windows if window is not None]
     return max(widths) if len(widths) == len(windows) else None
+
+
+def interleaved(spec: DecoderSpec) -> DecoderSpec:
+    """Return the spec with interleaved pairs in its rotary embedding."""
+    return spec if spec.rotary is None else replace(spec, rotary=replace(spec.rotary, is_interleaved=True))

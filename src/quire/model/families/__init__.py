@@ -7,13 +7,16 @@ counts where no architecture is named. docs/adding-a-model.md walks through one.
 from collections.abc import Callable
 
 from quire.model.config_reader import ConfigReader
-from quire.model.families import gemma, gpt2, granite, llama, olmo, opt, phi, smollm3
+from quire.model.families import cohere, gemma, glm, gpt2, granite, llama, olmo, opt, phi, smollm3, stablelm
 from quire.model.spec import DecoderSpec
 
 FAMILIES: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
+    "CohereForCausalLM": cohere.cohere,
+    "Cohere2ForCausalLM": cohere.cohere2,
     "GemmaForCausalLM": gemma.gemma,
     "Gemma2ForCausalLM": gemma.gemma2,
     "Gemma3ForCausalLM": gemma.gemma3_text,
+    "Glm4ForCausalLM": glm.glm4,
     "GPT2LMHeadModel": gpt2.gpt2,
     "GraniteForCausalLM": granite.granite,
     "LlamaForCausalLM": llama.llama,
@@ -25,5 +28,6 @@ FAMILIES: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
     "Qwen2ForCausalLM": llama.qwen2,
     "Qwen3ForCausalLM": llama.qwen3,
     "SmolLM3ForCausalLM": smollm3.smollm3,
+    "StableLmForCausalLM": stablelm.stablelm,
 }
 MODEL_TYPES = {family.__name__: architecture for architecture, family in FAMILIES.items()}
