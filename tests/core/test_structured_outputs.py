@@ -283,3 +283,28 @@ def test_the_package_exports_them() -> None:
     assert quire.GuidedDecodingParams is GuidedDecodingParams
     assert re.search(r"\{0,", WHITESPACE_PATTERN)
     assert [field.name for field in fields(StructuredOutputsParams)][:6] == list(module.CONSTRAINTS)
+
+
+def test_pattern_of_a_named_property_leaves_no_dead_end() -> None:
+    """Behind the last property no comma is allowed, for nothing could follow it; both schemas hold for the property."""
+    schema = {
+        "type": "object",
+        "properties": {"score": {"type": "integer"}, "tags": {"type": "array", "items": {"type": "string"}}},
+        "required": ["score", "tags"],
+        "additionalProperties": False,
+        "patternProperties": {"^score$": {"enum": [10, 20, "x"]}, "^x-": {"type": "boolean"}},
+    }
+    params = StructuredOutputsParams(json={"properties": {"a": schema}}, disable_any_whitespace=True)
+    matcher = LLMatcher(LLTokenizer("byte"), params.to_grammar())
+
+    def fits(text: str) -> bool:
+        return matcher.deep_copy().try_consume_tokens(list(text.encode())) == len(text)
+
+    assert fits('{"a":{"score":10,"tags":[],"x-y":true}}')
+    assert not fits('{"a":{"score":11')
+    assert not fits('{"a":{"score":"x"')
+    del schema["patternProperties"]["^x-"]  # type: ignore[attr-defined]
+    params = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    matcher = LLMatcher(LLTokenizer("byte"), params.to_grammar())
+    assert fits('{"score":20,"tags":["s"]}')
+    assert not fits('{"score":20,"tags":["s"],')

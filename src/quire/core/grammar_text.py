@@ -32,7 +32,7 @@ def json_text(schema: Any, whitespace: str | None = WHITESPACE_PATTERN) -> str: 
     llguidance's own options, wins over all.
     """
     options = {"whitespace_flexible": False} if whitespace is None else {"whitespace_pattern": whitespace}
-    schema = without_disjoint_one_of({} if schema is True else schema)
+    schema = without_named_patterns(without_disjoint_one_of({} if schema is True else schema))
     if isinstance(schema, dict):
         given = schema.get("x-guidance")
         schema = schema | {"x-guidance": options | given if isinstance(given, dict) else options}
@@ -107,22 +107,49 @@ def closed_objects(schema: Any) -> Any:  # noqa: ANN401 (JSON)
         return [closed_objects(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {key: _closed_below(key, value) for key, value in schema.items()}
+    closed = {key: _rewritten_below(key, value, closed_objects) for key, value in schema.items()}
     if "additionalProperties" not in closed and closed.keys() & {"properties", "patternProperties"}:
         closed["additionalProperties"] = False
     return closed
+
+
+_NAME_PATTERN = re.compile(r"\^([\w -]+)\$")
+
+
+def without_named_patterns(schema: Any) -> Any:  # noqa: ANN401 (JSON)
+    """Return a schema without patterns of properties that fit one name, `^name$`, and that is named: both schemas hold.
+
+    Behind the last property, a grammar would allow a comma for a further one of such a pattern, which nothing fits.
+    """
+    if isinstance(schema, list):
+        return [without_named_patterns(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {key: _rewritten_below(key, value, without_named_patterns) for key, value in schema.items()}
+    named, patterns = result.get("properties"), result.get("patternProperties")
+    if not isinstance(named, dict) or not isinstance(patterns, dict):
+        return result
+    for pattern, both in list(patterns.items()):
+        fits = _NAME_PATTERN.fullmatch(pattern)
+        if fits is not None and fits[1] in named:
+            named[fits[1]] = {"allOf": [named[fits[1]], both]}
+            del patterns[pattern]
+    if not patterns:
+        del result["patternProperties"]
+    return result
 
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _NO_SCHEMAS = ("const", "enum", "default", "examples", "required", "x-guidance")
 
 
-def _closed_below(key: str, value: Any) -> Any:  # noqa: ANN401 (JSON)
+def _rewritten_below(key: str, value: Any, rewrite: Callable[[Any], Any]) -> Any:  # noqa: ANN401 (JSON)
+    """Return the value of a schema's keyword with the schemas in it rewritten."""
     if key in _NO_SCHEMAS:
         return value
     if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
-        return {name: closed_objects(each) for name, each in value.items()}
-    return closed_objects(value)
+        return {name: rewrite(each) for name, each in value.items()}
+    return rewrite(value)
 
 
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
