@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quire.execution.batch import IntArray
-from quire.execution.drafting.lengths import MAX_PAUSE, AdaptiveLength
+from quire.execution.drafting.lengths import PAUSES, AdaptiveLength
 from quire.execution.drafting.step_cost import PRODUCTS_PER_BYTE, StepCost
 
 MAX_DRAFTS = 8
@@ -30,7 +30,6 @@ def taught(rate: float, cost: StepCost = COST, num_rows: int = 1) -> AdaptiveLen
         for _ in range(30):
             accepted = next((i for i in range(4) if rng.random() >= rate), 4)
             lengths.record(row, 4, accepted)
-    lengths._pauses[:] = 0
     return lengths
 
 
@@ -79,35 +78,53 @@ def test_no_more_than_there_are() -> None:
     assert lengths.limits(np.array([], dtype=np.int64), np.array([], dtype=np.int64), 5).tolist() == []
 
 
-def test_row_whose_drafts_are_rejected_pauses_ever_longer_and_tries_again() -> None:
+@pytest.mark.parametrize("bytes_per_weight", [2.0, 1.03, 0.55])
+def test_row_whose_drafts_are_all_rejected_costs_less_than_three_percent(bytes_per_weight: float) -> None:
+    cost = StepCost.of("avx512_bf16", bytes_per_weight)
+    lengths, total = AdaptiveLength(cost, 1), 0.0
+    for _ in range(128):
+        (length,) = limits(lengths, [0])
+        total += float(cost(np.array([1 + length]))[0])
+        if length:
+            lengths.record(0, length, 0)
+    assert total / 128 < 1.03 * float(cost(np.array([1]))[0])
+
+
+def test_row_whose_drafts_are_all_rejected_pauses_ever_longer_and_tries_again() -> None:
     lengths, tried = AdaptiveLength(COST, 1), []
-    for step in range(1000):
+    for step in range(2000):
         (length,) = limits(lengths, [0])
         if length:
             tried.append(step)
             lengths.record(0, length, 0)
-    pauses = np.diff(tried)
-    assert len(tried) < 30, "at most three in a hundred steps, and some to find out"
-    assert pauses[-1] > MAX_PAUSE
-    assert pauses[:3].tolist() == [2, 3, 5]
+    pauses = [int(gap) - 1 for gap in np.diff(tried) if gap > 1]
+    assert [pause // PAUSES[0] for pause in pauses[:5]] == [1, 2, 4, 8, 16]
+    assert set(pauses[5:]) == {pauses[-1]}
+    assert pauses[-1] >= PAUSES[1]
+    assert len([step for step in tried if step >= 1000]) < 150
 
 
-def test_one_kept_draft_ends_the_pauses() -> None:
+def test_row_of_which_one_in_four_is_kept_goes_on() -> None:
+    lengths, rng, num_drafted = AdaptiveLength(COST, 1), random.Random(1), 0
+    for _ in range(200):
+        (length,) = limits(lengths, [0])
+        num_drafted += bool(length)
+        if length:
+            lengths.record(0, length, next((i for i in range(length) if rng.random() >= 0.25), length))
+    assert num_drafted > 150
+
+
+def test_one_kept_draft_ends_the_growth_of_pauses() -> None:
     lengths = AdaptiveLength(COST, 1)
-    for _ in range(5):
-        lengths.record(0, 4, 0)
-    lengths._pauses[:] = 0
-    lengths.record(0, 4, 4)
-    lengths.record(0, 4, 4)
-    assert limits(lengths, [0])[0] > 0
-    lengths.record(0, 4, 0)
-    assert [limits(lengths, [0])[0] > 0 for _ in range(2)] == [False, True]
+    lengths._next_pauses[0] = PAUSES[1]
+    lengths.record(0, 4, 1)
+    assert lengths._next_pauses[0] == PAUSES[0]
 
 
 def test_new_owner_of_a_row_starts_anew() -> None:
     lengths = AdaptiveLength(COST, 2)
     fresh = limits(lengths, [0])
-    for _ in range(5):
+    for _ in range(50):
         lengths.record(0, 4, 0)
     assert limits(lengths, [0]) == [0]
     lengths.reset([0])

@@ -65,7 +65,6 @@ def let_draft(llm: LLM, wholes: Iterable[Sequence[int]] | None = None, mistake: 
     drafter = worker._drafter
     assert isinstance(drafter, LimitedDrafter)
     drafter._lengths._cost = FREE_ROWS  # type: ignore[attr-defined]
-    drafter._lengths._pause = lambda row: None  # type: ignore[attr-defined]
     if wholes is not None:
         drafter._method = OracleDrafter(worker._batch, wholes, mistake)
     worker._drafter = counted = CountedDrafter(drafter)

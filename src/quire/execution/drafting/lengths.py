@@ -5,7 +5,8 @@ draft. A step is as good as its tokens by its cost. So the likeliest draft token
 make that highest (compare Leviathan et al. 2023, section 3.5, for one row). With many rows there are none: each more
 costs about as much as a token brings.
 
-A row whose drafts are rejected pauses, each time twice as long, and then tries again. Counts, no clocks.
+A row of which too few drafts are kept to pay for any pauses, each time twice as long, and then tries again. Counts, no
+clocks.
 """
 
 from collections.abc import Iterable
@@ -17,10 +18,10 @@ from numpy.typing import NDArray
 from quire.execution.batch import IntArray
 from quire.execution.drafting.step_cost import StepCost
 
-PRIOR = 0.6  # acceptance of a draft token of a row without a past
-PRIOR_WEIGHT = 2.0  # draft tokens
+PRIOR = np.array([1.2, 0.8])  # draft tokens accepted and rejected of a row without a past
+RETRY = PRIOR / 4  # of a row that tries again: after a few rejected drafts it pauses again
 KEPT = 0.875  # of the counts with each draft that is verified: about the last eight of them matter
-MAX_PAUSE = 64  # drafts that a row may pass over at a time
+PAUSES = (4, 64)  # drafts that a row passes over, the first time and at most
 
 
 class DraftLengths(Protocol):
@@ -44,15 +45,14 @@ class AdaptiveLength:
 
     def __init__(self, cost: StepCost, max_rows: int) -> None:
         self._cost = cost
-        self._accepted, self._rejected = np.zeros(max_rows), np.zeros(max_rows)  # tokens; the last ones count most
+        self._counts = np.tile(PRIOR, (max_rows, 1))  # draft tokens accepted and rejected; the last ones count most
         self._pauses = np.zeros(max_rows, dtype=np.int64)  # drafts still to be passed over
-        self._num_failures = np.zeros(max_rows, dtype=np.int64)  # in turn
+        self._next_pauses = np.full(max_rows, PAUSES[0])
 
     def reset(self, rows: Iterable[int]) -> None:
         """Forget what was recorded of rows, which have new owners."""
         which = list(rows)
-        for counts in (self._accepted, self._rejected, self._pauses, self._num_failures):
-            counts[which] = 0
+        self._counts[which], self._pauses[which], self._next_pauses[which] = PRIOR, 0, PAUSES[0]
 
     def limits(self, rows: IntArray, longest: IntArray, num_rows: int) -> IntArray:
         """Return the lengths with the most tokens by cost. A row that would get none for its past begins to pause."""
@@ -60,25 +60,21 @@ class AdaptiveLength:
         self._pauses[rows] -= pauses
         acceptance = self._acceptance(rows)
         lengths = self._best(acceptance, np.where(pauses, 0, longest), num_rows)
-        hopeless = rows[(lengths == 0) & (acceptance < PRIOR) & ~pauses & (longest > 0)]
-        for row in hopeless.tolist():
-            self._pause(row)
-        self._accepted[hopeless] = self._rejected[hopeless] = 0  # tries again as if it were new
+        hopeless = rows[(lengths == 0) & (acceptance < PRIOR[0] / PRIOR.sum()) & ~pauses & (longest > 0)]
+        self._counts[hopeless], self._pauses[hopeless] = RETRY, self._next_pauses[hopeless]
+        self._next_pauses[hopeless] = np.minimum(2 * self._next_pauses[hopeless], PAUSES[1])
         return lengths
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
-        """Count what was verified. A row without any draft accepted pauses."""
-        self._accepted[row] = KEPT * self._accepted[row] + num_accepted
-        self._rejected[row] = KEPT * self._rejected[row] + (num_accepted < num_drafts)
+        """Count what was verified."""
+        self._counts[row] = KEPT * self._counts[row] + (num_accepted, num_accepted < num_drafts)
         if num_accepted:
-            self._num_failures[row] = 0
-        else:
-            self._pause(row)
+            self._next_pauses[row] = PAUSES[0]
 
     def _acceptance(self, rows: IntArray) -> NDArray[np.float64]:
         """Return the estimated probability that a draft token of each row is kept, if all before it are."""
-        accepted = self._accepted[rows] + PRIOR * PRIOR_WEIGHT
-        return accepted / (self._accepted[rows] + self._rejected[rows] + PRIOR_WEIGHT)
+        accepted, rejected = self._counts[rows].T
+        return np.asarray(accepted / (accepted + rejected))
 
     def _best(self, acceptance: NDArray[np.float64], longest: IntArray, num_rows: int) -> IntArray:
         """Return lengths of at most `longest` with the most tokens by cost, where a step has `num_rows` without."""
@@ -91,8 +87,3 @@ class AdaptiveLength:
         rates = np.concatenate([num_rows / self._cost(np.array([num_rows])), num_tokens / costs])
         chosen = order[: rates.argmax()] // len(places)
         return np.bincount(chosen, minlength=len(longest))
-
-    def _pause(self, row: int) -> None:
-        """Pass over a row's next drafts, twice as many as the last time."""
-        self._pauses[row] = min(2 ** self._num_failures[row], MAX_PAUSE)
-        self._num_failures[row] = min(self._num_failures[row] + 1, MAX_PAUSE.bit_length())
