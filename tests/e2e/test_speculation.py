@@ -162,10 +162,10 @@ def one_too_many(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(worker, "num_accepted", lambda drafts, drawn: min(right(drafts, drawn) + 1, len(drafts)))
 
 
-def compares_with_the_token_before(patch: pytest.MonkeyPatch) -> None:
-    """A draft is compared with the sample one position off."""
+def compares_from_the_second_draft_on(patch: pytest.MonkeyPatch) -> None:
+    """The comparison begins one position off."""
     right = quire.decoding.verification.num_accepted
-    patch.setattr(worker, "num_accepted", lambda drafts, drawn: right(drafts, [*drawn[1:], drawn[0]]))
+    patch.setattr(worker, "num_accepted", lambda drafts, drawn: 1 + right(drafts[1:], drawn[1:]))
 
 
 def draws_for_the_next_position(patch: pytest.MonkeyPatch) -> None:
@@ -226,8 +226,8 @@ def penalizes_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
-    one_too_many, compares_with_the_token_before, draws_for_the_next_position, reads_logits_of_the_token_before,
-    keeps_one_rejected_draft, takes_nothing_back, penalizes_rejected_drafts,
+    one_too_many, compares_from_the_second_draft_on, draws_for_the_next_position,
+    reads_logits_of_the_token_before, keeps_one_rejected_draft, takes_nothing_back, penalizes_rejected_drafts,
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from quire.execution.batch import IntArray
 from quire.execution.drafting.step_cost import StepCost
 
-PRIOR = np.array([1.2, 0.8])  # draft tokens accepted and rejected of a row without a past
+PRIOR = np.array([0.6, 0.4])  # draft tokens accepted and rejected of a row without a past: one in all
 RETRY = PRIOR / 4  # of a row that tries again: after a few rejected drafts it pauses again
 KEPT = 0.875  # of the counts with each draft that is verified: about the last eight of them matter
 PAUSES = (4, 64)  # drafts that a row passes over, the first time and at most
