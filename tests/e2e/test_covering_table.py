@@ -45,7 +45,7 @@ AXES = {
     "sampling": ("greedy", "top_p", "top_k", "min_p"),
     "company": ("none", "three"),                                           # other requests, one of which is aborted
     "grammar": ("none", "masked", "forced"),                                # forced: and tokens are appended unsampled
-    "speculation": ("none", "ngram", "oracle"),                             # oracle: drafts that are mostly right
+    "speculation": ("none", "ngram", "suffix", "oracle"),                   # oracle: drafts that are mostly right
     "tensor_parallel": (1,),
     "adapter": ("none",),
 }
@@ -64,7 +64,10 @@ GRAMMARS = {  # none of them ends within NUM_TOKENS
 }
 
 
-DRAFTERS = {"none": None, "ngram": {"method": "ngram", "prompt_lookup_min": 1}, "oracle": {"method": "ngram"}}
+DRAFTERS = {
+    "none": None, "ngram": {"method": "ngram", "prompt_lookup_min": 1}, "suffix": {"method": "suffix"},
+    "oracle": {"method": "ngram"},
+}  # fmt: skip
 
 
 class Row(NamedTuple):

@@ -35,10 +35,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "stop token": {"temperature": 0.6, "seed": 7, "logit_bias": {5: 4.0}, "stop_token_ids": [5], "min_tokens": 5},
     "bad words": {"temperature": 0.3, "seed": 8, "bad_words": ["the", "a"], "logprobs": 1},
 }
+DRAFT_MODEL = Path(__file__).parents[1] / "data/demo-draft"
 DRAFTERS: dict[str, dict[str, Any]] = {
     "oracle": {"method": "ngram"},
     "ngram": {"method": "ngram", "prompt_lookup_min": 1},
-    "draft": {"method": "draft_model", "model": str(Path(__file__).parents[1] / "data/demo-draft")},
+    "suffix": {"method": "suffix"},
+    "draft": {"method": "draft_model", "model": str(DRAFT_MODEL)},
 }
 PREEMPTION: dict[str, dict[str, Any]] = {
     "none": {},
@@ -131,6 +133,7 @@ def check(model: Path, setting: Setting) -> CountedDrafter:
     Setting("oracle", "swap", has_hits=True, weights="int8", dtype="bfloat16"),
     Setting("oracle", has_hits=True, weights="int4", kv_dtype="int8_per_token_head", num_drafts=16),
     Setting("ngram", "recompute", has_hits=True),
+    Setting("suffix", "swap", dtype="bfloat16"),
     Setting("draft", "recompute", has_hits=True, dtype="bfloat16", budget=33),
     Setting("draft", "swap", weights="int8", kv_dtype="int8_per_token_head", num_drafts=16),
 ], ids=str)  # fmt: skip
