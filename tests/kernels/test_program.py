@@ -1,13 +1,24 @@
 """The Python interpreter: which activations stay alive, and which ops a back end refuses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.kernels.paged_attention import build_metadata
-from quire.kernels.program import INPUT, Activations, Add, LayerInputs, Op, Program
+from quire.kernels.kv_cache_write import write_kv
+from quire.kernels.paged_attention import build_metadata, paged_attention
+from quire.kernels.program import (
+    INPUT,
+    Activations,
+    Add,
+    Attention,
+    Heads,
+    LayerInputs,
+    Op,
+    Program,
+    RotaryWrite,
+)
 from quire.kernels.support import require, require_ops
 
 
@@ -40,17 +51,29 @@ def inputs_with(**side: torch.Tensor) -> LayerInputs:
 
 def test_activations_are_dropped_after_their_last_reader_and_ops_read_the_side_table() -> None:
     seen: list[set[str]] = []
-    ops: list[Op] = [Look("a", INPUT, seen), Add("b", "y", "y", "z"), Look("c", "z", seen)]
+    ops: list[Op] = [Look("a", INPUT, seen), Add("b", "y", "y", "z", width=3), Look("c", "z", seen)]
     result = Program(tuple(ops), "y").run(torch.ones(2, 3), inputs_with(shift=torch.tensor([1.0, 10.0])))
     assert result.tolist() == [[5.0] * 3, [32.0] * 3]
     assert seen == [{INPUT}, {"z"}]
 
 
 def test_ops_without_a_gpu_path_are_refused_by_name() -> None:
-    ops = [Add("a", "x", "y", "z"), Look("b", "z", [])]
+    ops = [Add("a", "x", "y", "z", width=3), Look("b", "z", [])]
     require_ops("cpp", ops)
     require_ops("cuda", ops[:1])
     with pytest.raises(ConfigError, match="device cuda does not support Look yet; use --device cpu"):
         require_ops("cuda", ops)
     with pytest.raises(ConfigError, match="side table"):
         require("cuda", ["side table"])
+
+
+def test_features_without_a_gpu_path_are_refused_by_name() -> None:
+    heads = Heads(4, 2, 16)
+    rotary = RotaryWrite("a", 0, None, heads, write_kv, is_interleaved=True)
+    attention = Attention("b", 0, heads, 1.0, None, paged_attention, softcap=50.0)
+    require_ops("cpp", [rotary, attention])
+    require_ops("cuda", [replace(rotary, is_interleaved=False), replace(attention, softcap=0.0)])
+    with pytest.raises(ConfigError, match="device cuda does not support interleaved rotary yet; use --device cpu"):
+        require_ops("cuda", [rotary])
+    with pytest.raises(ConfigError, match="device cuda does not support softcap on attention scores yet"):
+        require_ops("cuda", [attention])
