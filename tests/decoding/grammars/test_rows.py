@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars import row_state
@@ -191,12 +191,12 @@ def test_fault_of_the_library_fails_one_row(
 ) -> None:
     rows, fill, num_filled = vocabulary.rows(), row_state._fill_mask, 0
 
-    def fail_second(matcher: LLMatcher, bits: np.ndarray) -> None:
+    def fail_second(matcher: LLMatcher, tokenizer: LLTokenizer, bits: np.ndarray) -> None:
         nonlocal num_filled
         num_filled += 1
         if num_filled == 2:
             raise error
-        fill(matcher, bits)
+        fill(matcher, tokenizer, bits)
 
     begin(rows, *(new_row(row, KINDS["json"]) for row in range(4)))
     monkeypatch.setattr(row_state, "_fill_mask", fail_second)
@@ -237,3 +237,23 @@ def test_tokens_past_the_model_are_never_forced(demo_model: Path) -> None:
     progress = step.advance(0, [first], 9)
     assert progress is not None
     assert all(token < high for token in progress.forced)
+
+
+def test_text_that_is_written_as_a_special_token_is_spelled_by_others(vocabulary: Vocabulary) -> None:
+    """The library forces the special token in its place, which no text matches."""
+    special = vocabulary.tokenizer.token_text(vocabulary.eos)
+    assert vocabulary.eos in vocabulary.tokenizer.special_token_ids
+    for text in (special, f"a{special}b", 2 * special):
+        constraint = StructuredOutputsParams(choice=[text])
+        for jumps_forward in (True, False):
+            rows, output = vocabulary.rows(jumps_forward=jumps_forward), list[int]()
+            begin(rows, new_row(3, constraint))
+            while vocabulary.tokenizer.decode(output) != text:
+                step = start(rows, {3: output})
+                (token,) = allowed(step, vocabulary.vocab_size)[0]
+                assert token != vocabulary.eos
+                progress = step.advance(3, [token], 100)
+                assert progress is not None
+                assert (progress.num_kept, progress.failure) == (1, None)
+                output += [token, *progress.forced]
+                assert len(output) < 100

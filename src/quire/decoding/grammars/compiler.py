@@ -69,7 +69,7 @@ class CompiledGrammar:
     """A grammar for one vocabulary. Matchers of it share its lexer: LIMITS bound its states in all."""
 
     def __init__(self, tokenizer: LLTokenizer, text: str) -> None:
-        self.num_bytes = num_bytes_of(text)
+        self.num_bytes, self.tokenizer = num_bytes_of(text), tokenizer
         self._matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
         first = self.start()  # some limits show only when a mask is filled
         mask = np.empty(num_words(tokenizer.vocab_size), np.uint32)

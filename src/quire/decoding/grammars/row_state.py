@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from quire.core.plan import NewRow
@@ -115,10 +115,12 @@ class RowState:
 
         def fill_all() -> None:
             matcher = self._caught_up(cache)
-            _fill_mask(matcher, bits[0])
+            assert self._grammar is not None, "a matcher without its grammar"
+            tokenizer = self._grammar.tokenizer
+            _fill_mask(matcher, tokenizer, bits[0])
             _check(matcher)
             if drafts:
-                _fill_behind(matcher.deep_copy(), drafts, bits[1:])
+                _fill_behind(matcher.deep_copy(), tokenizer, drafts, bits[1:])
 
         self._with_own_lexer(cache, fill_all)
 
@@ -152,7 +154,7 @@ class RowState:
             if not following or following[0] >= vocab_size:
                 break
             if not matcher.try_consume_tokens(following[:1]):
-                break  # the unknown token: the vocabulary cannot spell the text, and has no bytes
+                break  # the unknown token, or a special one that the text spells; neither has bytes
             self._num_consumed += 1
             forced.append(following[0])
             if matcher.is_stopped():
@@ -197,9 +199,23 @@ def refusal_of(matcher: LLMatcher, token_ids: Sequence[int]) -> GrammarError:
     return GrammarError(f"it does not allow the tokens {list(token_ids[:8])}" + (f": {error}" if error else ""))
 
 
-def _fill_mask(matcher: LLMatcher, bits: NDArray[np.uint32]) -> None:
-    """Fill one mask, uint32 [num_words]."""
+def _fill_mask(matcher: LLMatcher, tokenizer: LLTokenizer, bits: NDArray[np.uint32]) -> None:
+    """Fill one mask, uint32 [num_words].
+
+    Where a text is forced the library allows its first token alone. If the text begins as a special token is written,
+    that is this token, which no text matches: a token of its characters takes its place.
+    """
     matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+    if np.count_nonzero(bits) != 1:
+        return
+    word = int(bits.argmax())
+    token = 32 * word + int(bits[word]).bit_length() - 1
+    if bits[word].bit_count() > 1 or not tokenizer.is_special_token(token) or matcher.validate_tokens([token]):
+        return
+    pieces = tokenizer.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore"))
+    if matcher.validate_tokens(pieces[:1]):
+        bits[word] = 0
+        bits[pieces[0] // 32] = 1 << pieces[0] % 32
 
 
 def _check(matcher: LLMatcher) -> None:
@@ -210,11 +226,13 @@ def _check(matcher: LLMatcher) -> None:
         raise InvalidGrammarError("no token of the vocabulary can follow")
 
 
-def _fill_behind(matcher: LLMatcher, drafts: Sequence[int], bits: NDArray[np.uint32]) -> None:
+def _fill_behind(
+    matcher: LLMatcher, tokenizer: LLTokenizer, drafts: Sequence[int], bits: NDArray[np.uint32]
+) -> None:
     """Fill the masks behind drafts, uint32 [num_drafts, num_words], by a matcher in front of them."""
     bits.fill(ALL_BITS)
     for draft, own in zip(drafts, bits, strict=True):
         if not matcher.try_consume_tokens([draft]) or matcher.is_stopped():
             return
-        _fill_mask(matcher, own)
+        _fill_mask(matcher, tokenizer, own)
         _check(matcher)
