@@ -57,9 +57,10 @@ $(CLIENTS)/.set-up: $(STAMP)
 	$(call over_venv,$(CLIENTS))
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt \
 	  langchain-openai fastuuid h2 python-dotenv importlib-metadata pydantic-settings 'pydantic-ai-slim[openai]' \
-	  docstring-parser mcp griffelib
+	  docstring-parser mcp griffelib banks cloudpickle dataclasses-json deprecated filetype greenlet json-repair sqlalchemy tinytag
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt --no-deps \
-	  litellm instructor openai-agents
+	  litellm instructor openai-agents dspy llama-index-core llama-index-instrumentation llama-index-workflows \
+	  llama-index-llms-openai llama-index-llms-openai-like llama-index-embeddings-openai llama-index-embeddings-openai-like
 	@touch $@
 
 # The oldest Triton that is served, which torch 2.11 pins. Its interpreter does what NumPy deprecates, and needs one before 2.4.
@@ -74,9 +75,10 @@ test: $(STAMP) ## run the tests in JOBS=2 processes (under 15 minutes on 2 cores
 test-quick: $(STAMP) ## run the tests that tests/quick.txt names, some of each package (under 90 s on 2 cores)
 	$(BIN)/python -m pytest @tests/quick.txt -m "not fuzz and not matrix" -n $(JOBS) --dist loadfile $(ARGS)
 
-clients: $(CLIENTS)/.set-up ## run the tests of client libraries that have an environment of their own: langchain, litellm, agents
-	$(CLIENTS)/bin/python -m pytest tests/e2e/test_clients_langchain.py tests/e2e/test_clients_litellm.py \
-	  tests/e2e/test_clients_structured.py tests/e2e/test_clients_tools.py $(ARGS)
+clients: $(CLIENTS)/.set-up ## run the tests of client libraries in an environment of their own: agents, langchain, llama-index...
+	$(CLIENTS)/bin/python -m pytest tests/e2e/test_clients_agents.py tests/e2e/test_clients_embeddings.py \
+	  tests/e2e/test_clients_langchain.py tests/e2e/test_clients_litellm.py tests/e2e/test_clients_structured.py \
+	  tests/e2e/test_clients_tools.py $(ARGS)
 
 triton-3.6: $(TRITON)/.set-up ## run the tests of the Triton kernels with the oldest Triton that is served
 	PYTEST_ADDOPTS='-W "ignore:Conversion of an array with ndim:DeprecationWarning"' \
