@@ -244,7 +244,7 @@ def nothing(bench: Bench, name: str, turns: int, num_tokens: int) -> None:
             gains(bench, turns, {name: lambda: bench.drafter}, prompts=prompts, num_tokens=count, texts=written)
 
 
-def control(method: str, turns: int, num_seqs: int = 256, num_tokens: int = 300) -> None:
+def control(method: str, turns: int, num_seqs: int, num_tokens: int = 300) -> None:
     """Print host time for each sequence and step: schedule and update, the step's arrays, and the drafter."""
     rng, plain, drafting = np.random.default_rng(0), [], []
     batch = PersistentBatch(num_seqs, 1024, 16, 32_000)
@@ -270,7 +270,7 @@ def control(method: str, turns: int, num_seqs: int = 256, num_tokens: int = 300)
             assert not found
         drafting.append((time.perf_counter() - started_s) / 20 / num_seqs)
     print(
-        f"schedule and update {min(plain) * 1e6:.2f} us; {method} that finds nothing {min(drafting) * 1e6:.2f} us more"
+        f"{num_seqs} sequences: schedule and update {min(plain) * 1e6:.2f} us; {method} that finds nothing {min(drafting) * 1e6:.2f} us more"
     )
 
 
@@ -297,7 +297,8 @@ def main(
     for part in chosen:
         if part == "control":
             for method in methods.split(","):
-                control(method, turns)
+                for num_seqs in (32, 256):
+                    control(method, turns, num_seqs)
             continue
         names = {"draft": ["draft_model"], "oracle": ["ngram"]}.get(part, methods.split(","))
         for name in names:

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from quire.execution.batch import IntArray
+from quire.execution.drafter import DraftRows
 from quire.execution.drafting.lengths import PAUSES, AdaptiveLength
+from quire.execution.drafting.limited import LimitedDrafter
+from quire.execution.drafting.ngram import NgramDrafter
 from quire.execution.drafting.step_cost import PRODUCTS_PER_BYTE, StepCost
 
 MAX_DRAFTS = 8
@@ -146,3 +149,19 @@ def test_cost_grows_with_rows_and_falls_with_better_kernels() -> None:
         costs = [StepCost.of(name, bytes_per_weight)(rows) for name in ("portable", "avx2", "avx512_bf16", "amx")]
         assert all((np.diff(each) > 0).all() for each in costs)
         assert all((worse > better).all() for worse, better in pairwise(costs))
+
+
+def test_nothing_is_looked_up_for_a_crowd() -> None:
+    """Its step has no tokens to gain, even with the best drafts; one row always has."""
+    for kernels in PRODUCTS_PER_BYTE:
+        for bytes_per_weight in (4.0, 2.0, 1.03, 0.55):
+            lengths = AdaptiveLength(StepCost.of(kernels, bytes_per_weight), 1)
+            may_pay = [lengths.may_pay(num_rows) for num_rows in range(1, 1000)]
+            assert may_pay[0]
+            assert not may_pay[-1]
+            assert all(fewer >= more for fewer, more in pairwise(may_pay))
+    batch = np.tile(np.arange(7, dtype=np.int32), (64, 20))
+    drafter = LimitedDrafter(NgramDrafter(batch, 2, 5), AdaptiveLength(COST, 64), 4, 64, is_lookup=True)
+    for num_rows, num_found in ((1, 1), (64, 0)):
+        rows, known = np.arange(num_rows), np.full(num_rows, 100)
+        assert len(drafter.draft(DraftRows(rows, known, known - 1, np.full(num_rows, 9)))) == num_found

@@ -20,6 +20,7 @@ from quire.execution.drafting.step_cost import StepCost
 
 PRIOR = np.array([0.6, 0.4])  # draft tokens accepted and rejected of a row without a past: one in all
 RETRY = PRIOR / 4  # of a row that tries again: after a few rejected drafts it pauses again
+MIN_GAIN = 1.03  # times the tokens by cost, at best: for less nothing is looked up
 KEPT = 0.875  # of the counts with each draft that is verified: about the last eight of them matter
 PAUSES = (4, 64)  # drafts that a row passes over, the first time and at most
 
@@ -29,6 +30,9 @@ class DraftLengths(Protocol):
 
     def reset(self, rows: Iterable[int]) -> None:
         """Forget what was recorded of rows, which have new owners."""
+
+    def may_pay(self, num_rows: int) -> bool:
+        """Return whether drafts are worth a look in a step of so many sequences, at least one."""
 
     def limits(self, rows: IntArray, longest: IntArray, num_rows: int) -> IntArray:
         """Return how many drafts each of `rows` should have: int64 [num], from 0 to `longest`, int64 [num].
@@ -53,6 +57,10 @@ class AdaptiveLength:
         """Forget what was recorded of rows, which have new owners."""
         which = list(rows)
         self._counts[which], self._pauses[which], self._next_pauses[which] = PRIOR, 0, PAUSES[0]
+
+    def may_pay(self, num_rows: int) -> bool:
+        """Return whether drafts that are all kept would bring enough."""
+        return self._cost.most_gain(num_rows) > MIN_GAIN
 
     def limits(self, rows: IntArray, longest: IntArray, num_rows: int) -> IntArray:
         """Return the lengths with the most tokens by cost. A row that would get none for its past begins to pause."""

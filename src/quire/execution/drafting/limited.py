@@ -42,7 +42,7 @@ class LimitedDrafter:
         if not self._is_lookup:
             limits = self._lengths.limits(rows.rows, limits, len(rows.rows))
         drafted = np.flatnonzero(limits)
-        if not drafted.size:
+        if not drafted.size or (self._is_lookup and not self._lengths.may_pay(len(rows.rows))):
             return {}
         found = self._method.draft(DraftRows(*(each[drafted] for each in rows._replace(limits=limits))))
         return self._cut(found, len(rows.rows)) if self._is_lookup and found else found

@@ -39,3 +39,10 @@ class StepCost:
     def __call__(self, num_rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the cost of a step with each number of rows."""
         return np.hypot(1.0, num_rows / self.rows_per_read)
+
+    def most_gain(self, num_rows: int) -> float:
+        """Return the gain, a factor, of a step of so many rows, at least 1, with endless drafts that are all kept.
+
+        Its tokens by cost are then those of products alone.
+        """
+        return self.rows_per_read * float(self(np.array([num_rows]))[0]) / num_rows
