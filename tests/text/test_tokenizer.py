@@ -52,6 +52,8 @@ def test_encodes_and_decodes_like_transformers(tokenizer_folder: Path) -> None:
     assert ours.decode(last) == theirs.decode(last, skip_special_tokens=True)
     assert ours.named_tokens.get("bos_token") == theirs.bos_token
     assert ours.named_tokens.get("eos_token") == theirs.eos_token
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert ours.get_vocab() == theirs.get_vocab()
     assert ours.special_token_ids >= set(theirs.all_special_ids)
     assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
 

@@ -96,11 +96,23 @@ class Tokenizer:
         return {"tokenizer_class": "PreTrainedTokenizerFast", **self._others, **self.named_tokens, **template}
 
     @property
+    def bos_token_id(self) -> int | None:
+        """The id of the beginning-of-sequence token that the tokenizer's files name, if they name one that it has."""
+        return self._named_token_id("bos_token")
+
+    @property
     def eos_token_id(self) -> int | None:
         """The id of the end-of-sequence token that the tokenizer's files name, if they name one that it has."""
-        text = self.named_tokens.get("eos_token")
-        token_id: int | None = None if text is None else self._backend.token_to_id(text)
-        return token_id
+        return self._named_token_id("eos_token")
+
+    def _named_token_id(self, name: str) -> int | None:
+        text = self.named_tokens.get(name)
+        return None if text is None else self.token_id(text)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids of all tokens, added ones included, by their texts in the vocabulary. Built at each call."""
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return vocabulary
 
     # --- text to tokens and back ----------------------------------------------------------------------------------
 
