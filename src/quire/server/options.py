@@ -351,6 +351,10 @@ class ServerOptions(Limits):
         False, "end every stream with its usage, as if clients had asked", row="every stream of `/v1/completions` and "
         "`/v1/chat/completions` ends with its usage, as with `stream_options.include_usage`",
     )  # fmt: skip
+    return_tokens_as_token_ids: bool = _server(
+        False, "name tokens of logprobs by their ids, as if clients had asked", row="logprobs name tokens by their "
+        "ids, as `token_id:123`, unless a body has `return_tokens_as_token_ids` `false`; `/v1/responses` too",
+    )  # fmt: skip
     structured_outputs_config: str = _server(
         "", "defaults of outputs with grammars, as JSON in vLLM's names", metavar="JSON",
         row="JSON in vLLM's names: `disable_any_whitespace`, `disable_additional_properties` (both false): defaults "

@@ -43,6 +43,21 @@ def test_tokens_are_written_as_ids_if_the_client_asks(server: OpenAIServer) -> N
     assert [entry["bytes"] for entry in entries] == [entry["bytes"] for entry in texts]
 
 
+def test_server_writes_tokens_as_ids_unless_a_client_declines(demo_model: Path) -> None:
+    engine = EngineOptions(model=str(demo_model), max_model_len=64, num_kv_blocks=16)
+    chat = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1}
+    responses = {"input": "hi", "max_output_tokens": 2, "include": ["message.output_text.logprobs"], "temperature": 0}
+    with openai_server(engine, return_tokens_as_token_ids=True) as server:
+        for asked, is_by_id in (({}, True), ({"return_tokens_as_token_ids": False}, False)):
+            whole = choice(server.ask(COMPLETIONS, prompt=[5, 6], **GREEDY, **asked, logprobs=1))["logprobs"]
+            entries = choice(server.ask(CHAT, **GREEDY, **chat, **asked))["logprobs"]["content"]
+            names = [*whole["tokens"], *whole["top_logprobs"][0], *(entry["token"] for entry in entries)]
+            assert {name.startswith("token_id:") for name in names} == {is_by_id}
+        (message,) = server.ask("/v1/responses", **responses)["output"]
+        names = [entry["token"] for entry in message["content"][0]["logprobs"]]
+        assert {name.startswith("token_id:") for name in names} == {True}
+
+
 def test_logprobs_of_named_tokens(server: OpenAIServer) -> None:
     named = [7, 300, 9]
     asked = GREEDY | {"return_tokens_as_token_ids": True, "logprob_token_ids": named}

@@ -24,6 +24,7 @@ class ApiRequest:
     client_id: str = ""                         # see quire.server.http.api_keys.client_id_of
     tools: ToolUse = NO_TOOLS
     max_reasoning_tokens: int | None = None     # of an output, which is then made to go on with its answer
+    names_tokens_by_id: bool = False            # in logprobs, unless the body says otherwise
     constraint_field: str = "structured_outputs"  # of the body, that the output's grammar is for
     requests: Sequence[PreparedRequest] = ()    # one per prompt, once the prompts are tokenized
     reading: OutputReading | None = None        # of tool calls and reasoning in the outputs; None: they are content

@@ -38,7 +38,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
     def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer | None) -> None:
         super().__init__(request)
         self._tokenizer = tokenizer
-        self._names = TokenNames(tokenizer, as_ids=bool(request.body.return_tokens_as_token_ids))
+        self._names = TokenNames(tokenizer, as_ids=request.writes_token_ids)
         self._echo = _echo(request.body)
         self._num_begun = 0                      # messages with a role sent
         self._parsed: dict[int, ParsedMessage] = {}  # messages that are read for tool calls and reasoning, by index

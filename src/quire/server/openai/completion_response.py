@@ -33,7 +33,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         self._num_added = [
             self._num_added_chars(request.prompt) if has_logprobs else 0 for request in request.requests
         ]
-        self._names = TokenNames(tokenizer, as_ids=bool(request.body.return_tokens_as_token_ids))
+        self._names = TokenNames(tokenizer, as_ids=request.writes_token_ids)
         self._null_fields = _NULL_FIELDS_OF_CHUNKS if request.stream else _NULL_FIELDS
         self._logprobs: dict[int, CompletionLogprobs] = {}  # of the choices with output
         self._begun: set[int] = set()            # choices with a first part

@@ -79,6 +79,12 @@ class OpenAIRequest(ApiRequest):
         return self.include_usage and bool(self.body.stream_options and self.body.stream_options.continuous_usage_stats)
 
     @property
+    def writes_token_ids(self) -> bool:
+        """Whether logprobs name tokens by their ids."""
+        asked = self.body.return_tokens_as_token_ids
+        return self.names_tokens_by_id if asked is None else asked
+
+    @property
     def shows_prompt(self) -> bool:
         """Whether choices begin with their prompt, or with a part of it."""
         has_text = isinstance(self.body, ChatBody) and self.body.return_prompt_text

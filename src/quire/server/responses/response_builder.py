@@ -43,7 +43,9 @@ class ResponsesBuilder:
         self._request, self._tokenizer = request, tokenizer
         prompt = request.requests[0].prompt
         self._usage = TokenUsage(len(prompt.token_ids), 0, 0)
-        names = None if request.params.logprobs is None else TokenNames(tokenizer)
+        names = None
+        if request.params.logprobs is not None:
+            names = TokenNames(tokenizer, as_ids=request.names_tokens_by_id)
         num_top = request.params.logprobs or 0
         self._items = ItemWriter(request.id, request.reading, request.custom_tools, names, num_top)
         self._reader: MessageReader | None = None

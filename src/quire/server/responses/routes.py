@@ -85,6 +85,7 @@ def _checked_request(request: Request, service: Service, body: ResponsesBody) ->
         key_number=key_number_of(request),
         client_id=client_id_of(request.scope),
         tools=tool_use(tools.functions, choice, service.formats, is_parallel=is_parallel),
+        names_tokens_by_id=service.options.return_tokens_as_token_ids,
         body=body,
         custom_tools=tools.custom,
     )

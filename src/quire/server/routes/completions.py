@@ -116,6 +116,7 @@ def _checked_request(
         hides_output=body.max_tokens == 0, cache_salt=body.cache_salt, key_number=key_number,
         client_id=client_id_of(request.scope), body=body,
         always_includes_usage=service.options.enable_force_include_usage,
+        names_tokens_by_id=service.options.return_tokens_as_token_ids,
         tools=_tool_use(service, body) if isinstance(body, ChatBody) else NO_TOOLS,
         max_reasoning_tokens=_max_reasoning_tokens(service, body) if isinstance(body, ChatBody) else None,
     )  # fmt: skip
