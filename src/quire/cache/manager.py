@@ -125,7 +125,7 @@ class KVCacheManager:
 
         `can_be_awaited`: a request that starts with the blocks that this fills may wait for the end of the step.
         False for a step that is planned before another is over: that one's end is not this one's. `keeps_window`: no
-        block is given up, because tokens that the same step computes before these still see what these do not.
+        block is released, because earlier tokens of the same step still attend to blocks that these do not need.
 
         Blocks that have left the sliding window are given up first; columns that become NULL_BLOCK that way are no
         part of the update. Raises OutOfBlocksError without giving a slot when the pool lacks blocks.

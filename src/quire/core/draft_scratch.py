@@ -1,4 +1,4 @@
-"""Scratch blocks of a draft model: room for the keys and values of draft tokens, which have no blocks of the pool."""
+"""Scratch blocks of a draft model: blocks outside the pool for the keys and values of draft tokens."""
 
 from dataclasses import dataclass
 

@@ -117,9 +117,10 @@ _NAME_PATTERN = re.compile(r"\^([\w -]+)\$")
 
 
 def without_named_patterns(schema: Any) -> Any:  # noqa: ANN401 (JSON)
-    """Return a schema without patterns of properties that fit one name, `^name$`, and that is named: both schemas hold.
+    """Return a schema in which patterns of properties that match one named property, `^name$`, are merged into it.
 
-    Behind the last property, a grammar would allow a comma for a further one of such a pattern, which nothing fits.
+    The property must then match both schemas. Otherwise the grammar would allow a comma after the last property, for a
+    further property of the pattern, and no property could follow.
     """
     if isinstance(schema, list):
         return [without_named_patterns(each) for each in schema]

@@ -41,15 +41,15 @@ def repetition_detection_from(value: object) -> RepetitionDetectionParams | None
 
 
 class RepetitionDetector:
-    """Finds repetitions at the end of one growing output, at a cost per token that its length does not change."""
+    """Detector of repetitions at the end of a growing output, in a time per token that its length does not change."""
 
     def __init__(self, params: RepetitionDetectionParams) -> None:
         self._sizes = range(max(1, params.min_pattern_size), params.max_pattern_size + 1)
         self._num_more = params.min_count - 1   # repetitions behind the first
-        self._num_equal = [0] * len(self._sizes)  # last tokens that equal those one pattern earlier, by size
+        self._num_equal = [0] * len(self._sizes)  # last tokens that equal those one pattern before, by size
 
     def append(self, output: list[int], token: int) -> bool:
-        """Return whether `token`, the next one behind `output`, completes as many repetitions of a pattern."""
+        """Return whether `token`, appended to `output`, completes `min_count` repetitions of a pattern in a row."""
         found = False
         for index, size in enumerate(self._sizes):
             if size > len(output):

@@ -18,13 +18,13 @@ MAX_LOOKUP = 64           # tokens of an n-gram
 DEFAULT_LOOKUP_MIN, DEFAULT_LOOKUP_MAX = 2, 5
 _SHORT_FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 _KEYS = (*_SHORT_FLAGS, "prompt_lookup_min", "prompt_lookup_max")
-_NGRAM_MODELS = ("ngram", "[ngram]")  # the method's older place, as a model
+_NGRAM_MODELS = ("ngram", "[ngram]")  # vLLM's older spelling of the method, as a model
 _MAX_SHOWN = 80           # characters of a value in an error
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """How tokens are drafted. `model`: of the method `draft_model` alone. The lookup sizes: of `ngram` alone."""
+    """Settings of speculative decoding. `model` is only of the method `draft_model`, `prompt_lookup_*` of `ngram`."""
 
     method: SpeculationMethod
     num_speculative_tokens: int = DEFAULT_DRAFTS    # the most of one draft

@@ -63,7 +63,7 @@ class StepGrammars(Protocol):
         """Take the tokens that were sampled for a row, in order. None: the row has no mask in this step."""
 
     def num_allowed(self, row: int, drafts: Sequence[int]) -> int:
-        """Return how many drafts could follow each other behind the tokens of the last `advance` of a row."""
+        """Return the number of leading drafts that are allowed after the tokens of a row's last `advance`."""
 
 
 class RowGrammars(Protocol):

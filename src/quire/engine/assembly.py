@@ -212,7 +212,7 @@ def _executor(
 ) -> Executor:  # fmt: skip
     """Return the executor for the model's device: on a GPU one that takes the next step while one runs.
 
-    With a drafter the next plan has to wait for the drafts.
+    With a drafter one step at a time: the next plan needs the drafts.
     """
     if model.device.type == "cuda":
         worker = CudaWorker(model, cache, batch, swapper, grammars, drafter)

@@ -9,7 +9,7 @@ from quire.execution.cuda_worker import CudaWorker, StepInFlight
 class AsyncCudaExecutor:
     """One CUDA worker in this process. A step is launched when it is submitted.
 
-    `max_steps_in_flight` 1: for a worker with a drafter, whose drafts are part of the next plan.
+    `max_steps_in_flight` 1: for a worker with a drafter, because the next plan contains its drafts.
     """
 
     def __init__(self, worker: CudaWorker, max_steps_in_flight: int = 2) -> None:

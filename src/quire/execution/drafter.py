@@ -1,8 +1,8 @@
-"""Drafters: the protocol by which a worker has the next tokens of rows guessed. Speculative decoding is behind it.
+"""Drafter protocol: the worker's interface to a method of speculative decoding, which proposes next tokens of rows.
 
-A worker tells its drafter of new rows before each forward pass, and asks it for drafts when the step is sampled. The
-drafts go to the scheduler with the step's result; a later step verifies them (`quire.decoding.verification`), if it has
-room for them. What a row outputs does not depend on them.
+A worker passes each plan to its drafter before the forward pass, and gets drafts from it after sampling. The drafts are
+returned to the scheduler with the step's result. A later step verifies them (`quire.decoding.verification`), if budget
+and blocks allow it. The output of a row does not depend on its drafts.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -30,19 +30,19 @@ class DraftRows(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Guesses of next tokens. It reads the tokens of rows from the batch that it was made with."""
+    """Method that proposes next tokens. It reads the tokens of rows from the batch that it was made with."""
 
     def apply(self, plan: StepPlan) -> None:
-        """Start anew for each new row of a plan. The batch has the plan's changes already."""
+        """Reset the state of each new row of a plan. The batch has the plan's changes already."""
 
     def compute(self, batch: ForwardBatch) -> None:
-        """Compute the tokens of a step, too: for a drafter with keys and values of its own, on the same slots."""
+        """Compute keys and values of a step's tokens, on the same slots, for a drafter with a cache of its own."""
 
     def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
         """Return drafts by row: token ids, at least one, at most the row's limit. Rows without drafts are left out."""
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
-        """Take the count of a row's drafts that a step has verified, and of those that it has accepted."""
+        """Record the numbers of draft tokens of a row that a step has verified and accepted."""
 
 
 def rows_to_draft(

@@ -12,7 +12,7 @@ NO_TOKEN = -1
 
 
 class PlannedDrafts(NamedTuple):
-    """Drafts of a row from position `start` on, and the change of its block table for them."""
+    """Drafts of a row at positions from `start` on, and the update of its block table for them."""
 
     start: int
     token_ids: list[int]
@@ -87,9 +87,9 @@ class PlanBuilder:
         self.sampled.append((request, sequence))
 
     def verify_drafts(self, drafts: Mapping[int, PlannedDrafts]) -> None:
-        """Compute drafts, too, by the rows of sampled sequences, at the ends of their entries; sample behind each.
+        """Append drafts to the entries of their sequences, by row, and sample after each draft token.
 
-        The tokens of later entries move back in the flat batch.
+        The tokens of later entries move towards the end of the flat batch.
         """
         plan = self.plan
         for entry, row in enumerate(plan.rows):

@@ -273,10 +273,10 @@ class Planner:
     # --- drafts -----------------------------------------------------------------------------------------------------
 
     def plan_drafts(self, step: PlanBuilder, budget: int) -> None:
-        """Plan the drafts of sampled sequences, in their order, as far as all else has left budget and free blocks.
+        """Plan the drafts of sampled sequences, in their order, from the budget and free blocks that remain.
 
-        `budget`: tokens, 0 or more.
-        Drafts of a sampled sequence that are not planned are dropped: they are guesses of the token sampled next.
+        `budget`: tokens, 0 or more. Drafts of a sampled sequence that are not planned are dropped: the step samples the
+        token that they would have predicted.
         """
         planned = dict[int, PlannedDrafts]()
         for _, sequence in step.sampled:

@@ -250,7 +250,7 @@ class Scheduler:
         self.queues.wait_reasons.count(self.planner.admit(step, budget))
 
     def _plan_drafts(self, step: PlanBuilder) -> None:
-        """Plan drafts by the budget that is left, unless a request waits for it."""
+        """Plan drafts from the remaining budget, unless a request waits for budget."""
         left = self.config.max_num_batched_tokens - step.num_tokens
         self.planner.plan_drafts(step, 0 if self.wait_reason == "token_budget" else left)
 

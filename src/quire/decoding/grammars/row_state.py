@@ -143,7 +143,7 @@ class RowState:
         return self._with_own_lexer(cache, advance_all)
 
     def num_allowed(self, drafts: Sequence[int]) -> int:
-        """Return how many drafts could follow each other behind the tokens taken last; none without a matcher."""
+        """Return the number of leading drafts that are allowed after the last tokens; 0 without a matcher."""
         return 0 if self._matcher is None else self._matcher.validate_tokens(list(drafts))
 
     def _force(self, matcher: LLMatcher, num_kept: int, max_forced: int, vocab_size: int) -> RowProgress:
@@ -202,8 +202,8 @@ def refusal_of(matcher: LLMatcher, token_ids: Sequence[int]) -> GrammarError:
 def _fill_mask(matcher: LLMatcher, tokenizer: LLTokenizer, bits: NDArray[np.uint32]) -> None:
     """Fill one mask, uint32 [num_words].
 
-    Where a text is forced the library allows its first token alone. If the text begins as a special token is written,
-    that is this token, which no text matches: a token of its characters takes its place.
+    Where a text is forced, llguidance allows only its first token. If the text begins with the spelling of a special
+    token, that is the special token, which no text matches: it is replaced by the first token of its characters.
     """
     matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
     if np.count_nonzero(bits) != 1:

@@ -176,7 +176,7 @@ class StepMasks:
         return None if entry is None else self._rows.advance(entry, token_ids, max_forced)
 
     def num_allowed(self, row: int, drafts: Sequence[int]) -> int:
-        """Return how many drafts could follow each other, all if the row has no grammar."""
+        """Return the number of leading drafts that are allowed; all of them if the row has no grammar."""
         entry = self._entries.get(row)
         return len(drafts) if entry is None else entry.state.num_allowed(drafts)
 

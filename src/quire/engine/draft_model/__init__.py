@@ -1,1 +1,1 @@
-"""Loading of draft models. A room: `loading` is its door."""
+"""Draft models: loading and comparison of tokens. An optional package; `loading` is its entry."""

@@ -1,7 +1,7 @@
-"""Loading of a draft model: it runs beside the target, in its dtype and on its blocks, and knows the same tokens.
+"""Loading of a draft model, which runs beside the target, in its dtype and on its blocks, and has the same tokens.
 
-What the target is loaded with holds for the draft model: device, dtype, KV cache dtype, instruction set, and int8 or
-int4 where its checkpoint holds floats.
+The target's settings apply to the draft model: device, dtype, KV cache dtype, instruction set, and int8 or int4 if the
+draft model's checkpoint holds floats.
 """
 
 import logging
@@ -77,7 +77,7 @@ def load_draft_model(
 
 
 def draft_quantization(source: ModelSource, asked: QuantizationOptions) -> Quantization:
-    """Return the quantization of a draft model: what its files say, or of floats int8 or int4 as the target's."""
+    """Return the quantization of a draft model: that of its files, or the target's int8 or int4 if they hold floats."""
     stored = source.quantization(QuantizationOptions())
     if stored != UNQUANTIZED or asked.method is None or asked.method in CHECKPOINT_METHODS:
         return stored

@@ -1,8 +1,8 @@
-"""Comparison of the tokens of two models: a draft is a list of token ids, which must mean the same to both.
+"""Comparison of the tokens of two models: a draft is a list of token ids, which must be the same tokens in both.
 
-Vocabulary sizes alone do not tell: models of one family pad one tokenizer to different sizes, and unlike tokenizers can
+Vocabulary sizes are not enough: models of one family pad one tokenizer to different sizes, and different tokenizers can
 have equal sizes. So the tokenizers are compared, token by token, unless their files are equal. How they split a text
-does not matter here.
+does not matter.
 """
 
 import logging

@@ -1,1 +1,1 @@
-"""Drafting: speculative decoding's guesses of next tokens. A room: `drafters` is its door."""
+"""Drafting: methods of speculative decoding that propose next tokens. An optional package; `drafters` is its entry."""

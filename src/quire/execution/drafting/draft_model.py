@@ -2,8 +2,8 @@
 
 Its keys and values are further layers of the target's cache. It computes the tokens of each step on the same slots, so
 block tables, prefix hits, forks, copies and swaps are right for both. Draft tokens have no slots yet: their keys and
-values are written to scratch blocks, which the draft model's tensors alone have, behind the blocks of the pool. A row's
-partly filled block is copied there first; the scheduler knows nothing of it.
+values are written to scratch blocks, which only the draft model's tensors have, behind the blocks of the pool. A row's
+partly filled block is copied there first. Scratch blocks are invisible to the scheduler.
 
 Verification compares drafts with what the target samples, so an error in them costs acceptance and changes no output.
 """
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class DraftModel:
     """A `Drafter` over a model with `cache`, its part of a cache that has scratch blocks behind the pool's blocks.
 
-    `max_positions`: positions that the model can compute. Rows behind them have no drafts. If the model raises an
+    `max_positions`: positions that the model can compute. There are no drafts at later ones. If the model raises an
     error, it is logged, and no row has drafts from then on.
     """
 
@@ -136,7 +136,7 @@ class DraftModel:
         )
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
-        """Run the model. A token that only the target has is replaced by another."""
+        """Run the model. Token ids that only the target has are replaced by the draft model's last one."""
         if self._model.vocab_size < self._batch.sampling.vocab_size:
             batch = replace(batch, token_ids=batch.token_ids.clamp(max=self._model.vocab_size - 1))
         return self._model.forward(batch, self._cache)

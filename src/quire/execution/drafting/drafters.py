@@ -1,4 +1,4 @@
-"""Door of the room: the drafter that a configuration asks for."""
+"""Entry of the package: the drafter of a configuration."""
 
 from quire.core.speculation import SpeculationConfig
 from quire.execution.batch import PersistentBatch

@@ -1,12 +1,12 @@
-"""Lengths of drafts: how many tokens a row should have drafted, by what became of its drafts so far.
+"""Lengths of drafts: the number of draft tokens of each row, from the acceptance of its earlier drafts.
 
-A draft token is worth the probability that it is kept: a row's acceptance to the power of the token's place in the
-draft. A step is as good as its tokens by its cost. So the likeliest draft tokens of all rows are taken, as many as
-make that highest (compare Leviathan et al. 2023, section 3.5, for one row). With many rows there are none: each more
-costs about as much as a token brings.
+A draft token is accepted with the probability a ** p: a is the row's acceptance rate, p the token's position in the
+draft, from 1. The likeliest draft tokens of all rows are chosen, as many as maximize the expected tokens of the step
+divided by its cost (compare Leviathan et al. 2023, section 3.5, for one row). With many rows there are none: then a
+further row costs about as much as a token is worth.
 
-A row of which too few drafts are kept to pay for any pauses, each time twice as long, and then tries again. Counts, no
-clocks.
+A row with too low an acceptance rate for any draft token pauses, each time twice as long, and then tries again. All of
+it is computed from counts of tokens, never from time.
 """
 
 from collections.abc import Iterable
@@ -18,39 +18,39 @@ from numpy.typing import NDArray
 from quire.execution.batch import IntArray
 from quire.execution.drafting.step_cost import StepCost
 
-PRIOR = np.array([0.6, 0.4])  # draft tokens accepted and rejected of a row without a past: one in all
-RETRY = PRIOR / 4  # of a row that tries again: after a few rejected drafts it pauses again
-MIN_GAIN = 1.03  # times the tokens by cost, at best: for less nothing is looked up
-KEPT = 0.875  # of the counts with each draft that is verified: about the last eight of them matter
-PAUSES = (4, 64)  # drafts that a row passes over, the first time and at most
+PRIOR = np.array([0.6, 0.4])  # accepted and rejected draft tokens that a new row begins with: one in all
+RETRY = PRIOR / 4  # the same after a pause: a few rejected drafts begin the next one
+MIN_GAIN = 1.03  # speedup of the best drafts possible below which nothing is looked up
+KEPT = 0.875  # share of the counts that remains with each verified draft: about the last eight of them matter
+PAUSES = (4, 64)  # drafts that a row skips, in its first pause and at most
 
 
 class DraftLengths(Protocol):
-    """The most drafts that each row should have next. Counts, no clocks."""
+    """Policies for the number of draft tokens of each row, by counts of accepted and rejected ones."""
 
     def reset(self, rows: Iterable[int]) -> None:
         """Forget what was recorded of rows, which have new owners."""
 
     def may_pay(self, num_rows: int) -> bool:
-        """Return whether drafts are worth a look in a step of so many sequences, at least one."""
+        """Return whether drafts can make a step of `num_rows` sequences, 1 or more, faster."""
 
     def limits(self, rows: IntArray, longest: IntArray, num_rows: int) -> IntArray:
         """Return how many drafts each of `rows` should have: int64 [num], from 0 to `longest`, int64 [num].
 
-        num_rows: sequences in the step, those that can have no drafts among them. Call once for each step.
+        num_rows: sequences in the step, those without drafts included. Call once for each step.
         """
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
-        """Take the count of a row's drafts that a step has verified, and of those that it has accepted."""
+        """Record the numbers of draft tokens of a row that a step has verified and accepted."""
 
 
 class AdaptiveLength:
-    """Lengths that make the tokens of a step by its cost highest, as far as the drafts verified so far tell."""
+    """Lengths that maximize the expected tokens of a step divided by its cost."""
 
     def __init__(self, cost: StepCost, max_rows: int) -> None:
         self._cost = cost
-        self._counts = np.tile(PRIOR, (max_rows, 1))  # draft tokens accepted and rejected; the last ones count most
-        self._pauses = np.zeros(max_rows, dtype=np.int64)  # drafts still to be passed over
+        self._counts = np.tile(PRIOR, (max_rows, 1))  # draft tokens accepted and rejected, by exponential decay
+        self._pauses = np.zeros(max_rows, dtype=np.int64)  # drafts still to be skipped
         self._next_pauses = np.full(max_rows, PAUSES[0])
 
     def reset(self, rows: Iterable[int]) -> None:
@@ -59,11 +59,11 @@ class AdaptiveLength:
         self._counts[which], self._pauses[which], self._next_pauses[which] = PRIOR, 0, PAUSES[0]
 
     def may_pay(self, num_rows: int) -> bool:
-        """Return whether drafts that are all kept would bring enough."""
+        """Return whether drafts that are all accepted would give a speedup of more than MIN_GAIN."""
         return self._cost.most_gain(num_rows) > MIN_GAIN
 
     def limits(self, rows: IntArray, longest: IntArray, num_rows: int) -> IntArray:
-        """Return the lengths with the most tokens by cost. A row that would get none for its past begins to pause."""
+        """Return the best lengths. A row that gets none because of its acceptance rate begins a pause."""
         pauses = self._pauses[rows] > 0
         self._pauses[rows] -= pauses
         acceptance = self._acceptance(rows)
@@ -74,18 +74,18 @@ class AdaptiveLength:
         return lengths
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
-        """Count what was verified."""
+        """Count accepted draft tokens, and the rejected one, if any: those behind it were not compared."""
         self._counts[row] = KEPT * self._counts[row] + (num_accepted, num_accepted < num_drafts)
         if num_accepted:
             self._next_pauses[row] = PAUSES[0]
 
     def _acceptance(self, rows: IntArray) -> NDArray[np.float64]:
-        """Return the estimated probability that a draft token of each row is kept, if all before it are."""
+        """Return the estimated probability that a draft token of each row is accepted, if all before it are."""
         accepted, rejected = self._counts[rows].T
         return np.asarray(accepted / (accepted + rejected))
 
     def _best(self, acceptance: NDArray[np.float64], longest: IntArray, num_rows: int) -> IntArray:
-        """Return lengths of at most `longest` with the most tokens by cost, where a step has `num_rows` without."""
+        """Return lengths of at most `longest` with the most tokens by cost; `num_rows`: rows without drafts."""
         places = np.arange(1, max(longest.max(initial=0), 1) + 1)
         gains = np.where(places <= longest[:, None], acceptance[:, None] ** places, 0.0)  # [num, places]
         order = np.argsort(-gains, axis=None, kind="stable")[: np.count_nonzero(gains)]

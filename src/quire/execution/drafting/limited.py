@@ -1,4 +1,4 @@
-"""A drafter with lengths: the method drafts for the rows that should have drafts, as many as they should have."""
+"""Limited drafter: a drafting method with the lengths of drafts that a policy chooses."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,8 +13,8 @@ from quire.model.batch import ForwardBatch
 class LimitedDrafter:
     """A `Drafter` around a method: beams have no drafts, and the drafts of other rows are as long as `lengths` says.
 
-    `is_lookup`: the method costs next to nothing and finds drafts for some rows alone, so the lengths are chosen for
-    those, behind it. Lengths for another method are chosen before it.
+    `is_lookup`: the method costs almost nothing and finds drafts for some rows only, so it runs first, and the lengths
+    are chosen for the rows that it found drafts for. With any other method the lengths are chosen first.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class LimitedDrafter:
         self._is_beam = np.zeros(max_rows, dtype=bool)
 
     def apply(self, plan: StepPlan) -> None:
-        """Start anew for each new row."""
+        """Reset the state of each new row."""
         for new in plan.new_rows:
             self._is_beam[new.row] = new.beam is not None
         if plan.new_rows:
@@ -36,7 +36,7 @@ class LimitedDrafter:
         self._method.compute(batch)
 
     def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
-        """Return the method's drafts for the rows that should have some."""
+        """Return the method's drafts, with the lengths that the policy chooses."""
         limits = np.minimum(rows.limits, self._max_drafts)
         limits[self._is_beam[rows.rows]] = 0
         if not self._is_lookup:
@@ -48,12 +48,12 @@ class LimitedDrafter:
         return self._cut(found, len(rows.rows)) if self._is_lookup and found else found
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
-        """Tell the lengths and the method what became of a row's drafts."""
+        """Pass the counts of a row's drafts to the policy and the method."""
         self._lengths.record(row, num_drafts, num_accepted)
         self._method.record(row, num_drafts, num_accepted)
 
     def _cut(self, found: Mapping[int, Sequence[int]], num_rows: int) -> dict[int, Sequence[int]]:
-        """Return drafts as long as they should be, of `num_rows` rows in all."""
+        """Return drafts cut to the lengths that the policy chooses in a step of `num_rows` rows."""
         rows = np.fromiter(found, dtype=np.int64, count=len(found))
         longest = np.fromiter(map(len, found.values()), dtype=np.int64, count=len(found))
         lengths = self._lengths.limits(rows, longest, num_rows).tolist()

@@ -1,7 +1,7 @@
-"""N-gram drafts: what followed the row's last tokens where they were before (prompt lookup decoding, Saxena 2023).
+"""N-gram drafts: the tokens that followed the row's last n-gram before (prompt lookup decoding, Saxena 2023).
 
 The longest n-gram that ends the row, from `max_size` tokens down to `min_size`, is looked up among the row's own
-tokens; of several places the last one counts, because it is the likeliest to go on alike.
+tokens. Of several matches the last one counts: its continuation is the likeliest to be repeated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class NgramDrafter:
         self._pairs = RowPairs(token_ids) if min_size > 1 else None
 
     def apply(self, plan: StepPlan) -> None:
-        """Forget the tokens of rows that have new owners."""
+        """Reset the rows with new sequences."""
         if self._pairs is not None:
             self._pairs.reset(new.row for new in plan.new_rows)
 
@@ -34,7 +34,7 @@ class NgramDrafter:
         """Do nothing: there are no keys and values."""
 
     def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
-        """Return what followed the last tokens of each row, if they were there before."""
+        """Return the tokens that followed the last tokens of each row where these occurred before."""
         drafts = dict[int, Sequence[int]]()
         if self._pairs is not None:
             places = self._pairs.recurring(rows.rows, rows.num_tokens)
@@ -66,11 +66,10 @@ class NgramDrafter:
 
 
 def recurring(token_ids: NDArray[np.int32], rows: IntArray, num_tokens: IntArray, size: int) -> list[int]:
-    """Return the places of rows in which the last `size` tokens may occur twice: few in most steps.
+    """Return the indices of rows in which the last `size` tokens may occur twice: few in most steps.
 
-    token_ids int32 [max_rows, max_len]; rows and num_tokens int64 [num]. All rows at once, for a search of each row
-    alone takes ten times as long. What stands behind a row's tokens is searched, too, so some of the rows have no
-    second place.
+    token_ids int32 [max_rows, max_len]; rows and num_tokens int64 [num]. All rows are searched at once: one by one
+    takes ten times as long. Unused entries behind a row's tokens are searched, too, so there are false positives.
     """
     width = int(num_tokens.max())
     num_at_once, places = max(_SEARCHED // width, 1), list[int]()

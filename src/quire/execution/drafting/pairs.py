@@ -1,7 +1,7 @@
-"""Pair filters: which rows may hold the pair of tokens that ends them a second time, in constant time for a row.
+"""Pair filters: find the rows in which the last pair of tokens may have occurred before, in constant time per row.
 
-A filter has a byte for each value of a hash. A step adds the pair before the last one of each row and looks up the last
-one, so a row costs the same whatever its length. A filter tells too many rows, never too few.
+A filter has a byte for each value of a hash. A step adds each row's second-to-last pair and looks up its last one, so
+the time does not depend on the row's length. A filter has false positives, and no false negatives.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from quire.execution.batch import IntArray
 Tokens = NDArray[np.int32]
 
 _MIN_SIZE, _MAX_SIZE = 1 << 10, 1 << 17     # bytes of a row's filter
-_SIZE_PER_TOKEN = 8                         # one pair in nine of a full row that is new is taken for an old one
+_SIZE_PER_TOKEN = 8                         # false positives in a full row: one new pair in nine
 
 
 def pair_hash(first: Tokens, second: Tokens, size: int) -> NDArray[np.int64]:
@@ -25,7 +25,7 @@ def pair_hash(first: Tokens, second: Tokens, size: int) -> NDArray[np.int64]:
 
 
 class RowPairs:
-    """Filters of all rows; token_ids int32 [max_rows, max_len]. Memory is mapped for rows that have been used alone."""
+    """Filters of all rows; token_ids int32 [max_rows, max_len]. Only rows that have been used take memory."""
 
     def __init__(self, token_ids: Tokens) -> None:
         max_rows, max_len = token_ids.shape
@@ -36,16 +36,16 @@ class RowPairs:
         self._ends = np.ones(max_rows, dtype=np.int64)      # pairs that end before this position are in the filter
 
     def reset(self, rows: Iterable[int]) -> None:
-        """Empty the filters of rows that have new owners."""
+        """Empty the filters of rows with new sequences."""
         for row in rows:
             if self._ends[row] > 1:
                 self._has_pair[row] = False
                 self._ends[row] = 1
 
     def recurring(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
-        """Return the places of rows in which the last pair may occur twice. rows, num_tokens int64 [num].
+        """Return the indices of rows in which the last pair may occur twice. rows, num_tokens int64 [num].
 
-        A row has the tokens of the last call, and any number more.
+        A row has the tokens of the previous call, followed by any number of new ones.
         """
         last = num_tokens - 1
         gaps = last - self._ends[rows]

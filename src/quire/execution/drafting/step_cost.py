@@ -1,8 +1,8 @@
-"""Cost of a step by its rows: the arithmetic that decides how long drafts may be. Numbers of a machine, no clocks.
+"""Cost of a step by its number of rows, from constants of the instruction set: it decides the lengths of drafts.
 
-A step reads all weights once and multiplies them by every row. With few rows the memory is what it waits for, with many
-the products; between the two both count. So one number describes a machine and a weight format: the rows whose
-products take as long as the reading.
+A step reads all weights once and multiplies them by every row. With few rows it is bound by memory, with many by
+arithmetic. One number describes a machine and a weight format: the number of rows at which the products take as long as
+reading the weights. No time is measured, so equal requests give equal steps.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,15 @@ PRODUCTS_PER_BYTE = {
     "portable": (0.5, 0.5), "avx2": (1.6, 2.4), "avx512": (2.1, 3.5), "avx512_vnni": (2.1, 8.0),
     "avx512_bf16": (4.0, 8.0), "amx": (14.0, 12.0), "cuda": (60.0, 60.0),
 }  # fmt: skip
-_INTEGER_BYTES = 1.5  # a weight of fewer is one of integers, its scales included
+_INTEGER_BYTES = 1.5  # weights of fewer bytes, their scales included, are integers
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Cost of a step; 1 is that of reading the weights.
+    """Cost of a step, in units of reading all weights once.
 
-    `rows_per_read`: rows whose products take as long as that. `draft_cost`: of one forward pass of a draft model.
+    `rows_per_read`: number of rows with products that take as long as that. `draft_cost`: of one forward pass of a
+    draft model, in the same unit.
     """
 
     rows_per_read: float
@@ -41,8 +42,8 @@ class StepCost:
         return np.hypot(1.0, num_rows / self.rows_per_read)
 
     def most_gain(self, num_rows: int) -> float:
-        """Return the gain, a factor, of a step of so many rows, at least 1, with endless drafts that are all kept.
+        """Return an upper bound on the speedup by drafts, a factor of at least 1, in a step of `num_rows` rows.
 
-        Its tokens by cost are then those of products alone.
+        It is reached by drafts of unlimited length that are all accepted: then only the products cost anything.
         """
         return self.rows_per_read * float(self(np.array([num_rows]))[0]) / num_rows

@@ -1,11 +1,12 @@
 """Suffix drafts: the most frequent continuation of a row's last tokens (SuffixDecoding, Oliaro et al. 2024).
 
 The longest run of tokens that ends the row is looked up among the row's own tokens and among recent outputs of its
-scope: requests that may share keys and values may share drafts, and no others. The places that are found vote token by
-token, and the draft ends where few of them agree, or after as many tokens as the run has.
+scope. Only requests that may share keys and values share drafts. The matches vote token by token, and the draft ends
+where few of them agree, or when it is as long as the run.
 
-Recent outputs are texts of bounded size, for a bounded number of scopes. They are searched, and no tree is kept: a text
-of `MAX_TEXT` tokens is searched in 10 us, and only for a row with its last two tokens probably among the text's pairs.
+Recent outputs are stored as one text of bounded size for each of a bounded number of scopes. They are searched without
+a suffix tree: a search of a text of `MAX_TEXT` tokens takes 10 us, and happens only if the row's last pair of tokens is
+probably in the text.
 """
 
 from collections import Counter, OrderedDict
@@ -22,21 +23,22 @@ from quire.model.batch import ForwardBatch
 
 MIN_RUN = 2              # tokens of the shortest run that is looked up
 MAX_RUN = 24             # of the longest
-MAX_PLACES = 32          # that vote: the latest ones
-MIN_SHARE = 0.1          # of the places that go on as the draft does
+MAX_PLACES = 32          # the latest matches, which vote
+MIN_SHARE = 0.1          # of the matches that must continue as the draft does
 MAX_TEXT = 1 << 15       # tokens of recent outputs of a scope
-MAX_SCOPES = 64          # with texts: 16 MiB in all, with the filters of pairs
-NO_TEXT = MAX_SCOPES     # slot of rows in whose scopes nothing was put out
+MAX_SCOPES = 64          # that have a text: 16 MiB in all, filters of pairs included
+NO_TEXT = MAX_SCOPES     # slot of rows in scopes without recent outputs
 CHUNK = 16               # tokens of an output that are added to a text at once
-OVERLAP = 8              # tokens before them that are added, too, so that runs across chunks are found
+OVERLAP = 8              # tokens before a chunk that are added with it: runs across chunks are found
 GAP = -1                 # between two chunks
 FILTER_SIZE = 1 << 17    # bits, kept as bytes, of pairs in a text: a fifth of them is set at most
 
 
 class RecentOutputs:
-    """Outputs of one scope, the latest ones, as chunks with gaps between them.
+    """Recent outputs of one scope, as chunks with gaps between them.
 
-    `has_pair` bool [FILTER_SIZE]: filled by `pair_hash` with the tokens that follow each other. `slot`: its number.
+    `has_pair`: filter of the pairs of neighbouring tokens, bool [FILTER_SIZE], indexed by `pair_hash`. `slot`: the
+    number of the text.
     """
 
     def __init__(self, slot: int, has_pair: NDArray[np.bool_]) -> None:
@@ -74,13 +76,13 @@ class SuffixDrafter:
     def __init__(self, token_ids: Tokens) -> None:
         self._token_ids, self._pairs = token_ids, RowPairs(token_ids)
         self._scopes: list[Scope] = [NO_SCOPE] * len(token_ids)
-        self._has_pair = np.zeros((MAX_SCOPES + 1, FILTER_SIZE), dtype=bool)  # of each text; the last has none
-        self._slots = np.full(len(token_ids), NO_TEXT)              # of the rows' scopes among these
-        self._num_added = np.zeros(len(token_ids), dtype=np.int64)  # known tokens that are a prompt, or in a text
-        self._texts = OrderedDict[Scope, RecentOutputs]()           # the one used last is last
+        self._has_pair = np.zeros((MAX_SCOPES + 1, FILTER_SIZE), dtype=bool)  # filters by slot; the last one is empty
+        self._slots = np.full(len(token_ids), NO_TEXT)              # of each row's scope
+        self._num_added = np.zeros(len(token_ids), dtype=np.int64)  # known tokens that are of the prompt or in a text
+        self._texts = OrderedDict[Scope, RecentOutputs]()           # least recently used first
 
     def apply(self, plan: StepPlan) -> None:
-        """Take the scopes of new rows. What a row put out before a preemption is in a text already."""
+        """Store the scopes of new rows. Outputs from before a preemption are in a text already."""
         self._pairs.reset(new.row for new in plan.new_rows)
         for new in plan.new_rows:
             self._scopes[new.row] = new.scope
@@ -92,7 +94,7 @@ class SuffixDrafter:
         """Do nothing: there are no keys and values."""
 
     def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
-        """Return the most frequent continuation of each row's last tokens, if they were somewhere before."""
+        """Return the most frequent continuation of each row's last tokens, where they occurred before."""
         own = set(self._pairs.recurring(rows.rows, rows.num_tokens).tolist())
         last = rows.num_tokens - 1
         before = self._token_ids[rows.rows, np.maximum(last - 1, 0)]
@@ -120,7 +122,7 @@ class SuffixDrafter:
             self._num_added[row] = num_tokens
 
     def _text(self, scope: Scope) -> RecentOutputs:
-        """Return the text of a scope; the one that was not added to for longest makes room for a new one."""
+        """Return the text of a scope; a new one replaces the least recently used one if there are MAX_SCOPES."""
         text = self._texts.pop(scope, None)
         if text is None:
             slot = len(self._texts)
@@ -134,9 +136,9 @@ class SuffixDrafter:
 
 
 def continuation(run: Tokens, texts: Sequence[Tokens], limit: int) -> list[int]:
-    """Return the most frequent continuation, at most `limit` tokens, of the longest part of a run that texts have.
+    """Return the most frequent continuation, at most `limit` tokens, of a run's longest suffix that occurs in texts.
 
-    run int32 [num], ends where the continuation begins; texts int32 [num_tokens] each, the latest and likeliest last.
+    run int32 [num], the tokens before the continuation; texts int32 [num_tokens] each, the latest and likeliest last.
     """
     found = [longest_places(text, run) for text in texts]
     size = max(size for size, _ in found)
@@ -149,9 +151,9 @@ def continuation(run: Tokens, texts: Sequence[Tokens], limit: int) -> list[int]:
 
 
 def longest_places(text: Tokens, run: Tokens) -> tuple[int, list[int]]:
-    """Return the size of the longest part that ends `run` and is in a text, and where it ends, in order.
+    """Return the number of tokens of the longest suffix of `run` that occurs in a text, and its ends there, ascending.
 
-    The place at the text's end is none: nothing follows it.
+    An occurrence at the text's end does not count: nothing follows it. At most the last MAX_PLACES ends.
     """
     ends = np.flatnonzero(text[:-1] == run[-1])
     size = 1 if len(ends) else 0
@@ -165,9 +167,9 @@ def longest_places(text: Tokens, run: Tokens) -> tuple[int, list[int]]:
 
 
 def vote(following: Sequence[Sequence[int]], limit: int) -> list[int]:
-    """Return what most of some token lists say, token by token; of equal counts the later list's.
+    """Return the most frequent next token of some token lists, one by one; of equal counts the later list's.
 
-    Lists that said something else have no further vote, and the draft ends when few are left.
+    Lists with another token are dropped, and the draft ends when fewer than MIN_SHARE of them are left.
     """
     draft, voters = list[int](), [each for each in following if each and each[0] != GAP]
     num_all = len(voters)

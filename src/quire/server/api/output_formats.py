@@ -61,7 +61,7 @@ class OutputFormats(Protocol):
 
     @property
     def bounds_reasoning(self) -> bool:
-        """Whether reasoning can be ended after a number of tokens."""
+        """True if the number of reasoning tokens can be limited."""
 
     def grammar(
         self, prompt: str, use: ToolUse, answer: str | None, *, max_reasoning_tokens: int | None = None,
@@ -69,7 +69,7 @@ class OutputFormats(Protocol):
     ) -> str | None:  # fmt: skip
         """Return the grammar of an output that continues a rendered prompt; None if it is free.
 
-        `answer`: grammar of an output that calls no tool. `max_reasoning_tokens`: after as many, reasoning is ended.
+        `answer`: grammar of an output that calls no tool. `max_reasoning_tokens`: then the end of reasoning is forced.
         With `is_for_check` markers that are special tokens are texts, for a check without the model's tokenizer.
         ValueError for tools with schemas it cannot express.
         """

@@ -23,7 +23,7 @@ class ApiRequest:
     key_number: int = 0                         # of the API key, from 1; 0: none
     client_id: str = ""                         # see quire.server.http.api_keys.client_id_of
     tools: ToolUse = NO_TOOLS
-    max_reasoning_tokens: int | None = None     # of an output, which is then made to go on with its answer
+    max_reasoning_tokens: int | None = None     # of an output; then the end of reasoning is forced
     names_tokens_by_id: bool = False            # in logprobs, unless the body says otherwise
     constraint_field: str = "structured_outputs"  # of the body, that the output's grammar is for
     requests: Sequence[PreparedRequest] = ()    # one per prompt, once the prompts are tokenized

@@ -1,13 +1,13 @@
-"""Grammars that bound the reasoning of an output in tokens, and leave the rest to the model."""
+"""Grammars that limit the number of reasoning tokens of an output, and constrain nothing else."""
 
 from collections.abc import Mapping
 
 
 def bounded_reasoning(end: int, start: int | None, max_tokens: int) -> str:
-    """Return the grammar of any output of which at most `max_tokens` tokens of reasoning precede the token `end`.
+    """Return the grammar of any output with at most `max_tokens` tokens of reasoning before the token `end`.
 
-    `start`: token that begins reasoning, as the first of the output, or there is none; None: the output begins inside.
-    An output may end inside of its reasoning, before the bound.
+    `start`: token that begins reasoning; an output with another first token has none. None: the output begins with
+    reasoning. An output may end during reasoning, before the limit.
     """
     other, rest = f"<[^{end}]>", "<[*]>*"
     whole = f"<[{end}]> {rest}"

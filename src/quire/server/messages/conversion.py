@@ -208,7 +208,7 @@ def thinking_effort(body: ConversationBody) -> str | None:
 
 
 def thinking_budget(body: ConversationBody) -> int | None:
-    """Return the most tokens of reasoning that a body asks for; None for no bound."""
+    """Return the limit on reasoning tokens of a body; None without one."""
     if body.thinking is None or body.thinking.get("type") != "enabled":
         return None
     return check_optional_int("thinking.budget_tokens", body.thinking.get("budget_tokens"), 1)

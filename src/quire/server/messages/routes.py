@@ -142,7 +142,7 @@ def _tool_use(body: ConversationBody, service: Service) -> ToolUse:
 
 
 def _max_reasoning_tokens(body: ConversationBody, service: Service) -> int | None:
-    """Return the bound on reasoning; None also for a model on which none can be put."""
+    """Return the limit on reasoning tokens; None also for a model that cannot have one."""
     budget = thinking_budget(body)
     return budget if service.formats is not None and service.formats.bounds_reasoning else None
 

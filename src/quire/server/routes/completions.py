@@ -124,7 +124,7 @@ def _checked_request(
 
 
 def _max_reasoning_tokens(service: Service, body: ChatBody) -> int | None:
-    """Return the bound on reasoning of a body; None, or -1 in the body: no bound."""
+    """Return the limit on reasoning tokens of a body; None if the body has none, or -1."""
     budget = check_optional_int("thinking_token_budget", body.thinking_token_budget, -1)
     if budget in (None, -1):
         return None

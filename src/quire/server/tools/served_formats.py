@@ -61,7 +61,7 @@ class ServedFormats:
 
     @property
     def bounds_reasoning(self) -> bool:
-        """Whether reasoning can be ended after a number of tokens: its markers are one special token each."""
+        """True if the number of reasoning tokens can be limited: its markers are one special token each."""
         row = self.reasoning
         if row is None or row.has_channels:
             return False
