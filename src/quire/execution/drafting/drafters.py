@@ -16,17 +16,17 @@ def make_drafter(
 ) -> Drafter:  # fmt: skip
     """Return the drafter for the rows of a batch.
 
-    kernels: the instruction set that computes, or `cuda`; bytes_per_weight: of the model. draft_model: for the method
-    of that name, with the bytes of its weights by those of the model.
+    kernels: the instruction set that computes, or `cuda`; bytes_per_weight: of the model. draft_model: drafter of the
+    method `draft_model`; draft_cost: bytes of its weights divided by those of the model.
     """
-    if draft_model is not None:
-        lengths = AdaptiveLength(StepCost.of(kernels, bytes_per_weight, draft_cost), len(batch.token_ids))
-        return LimitedDrafter(
-            draft_model, lengths, config.num_speculative_tokens, len(batch.token_ids), is_lookup=False
-        )
-    max_rows = len(batch.token_ids)
-    method: Drafter = SuffixDrafter(batch.token_ids)
+    max_rows, is_lookup = len(batch.token_ids), draft_model is None
+    method = _lookup(config, batch) if draft_model is None else draft_model
+    lengths = AdaptiveLength(StepCost.of(kernels, bytes_per_weight, draft_cost), max_rows)
+    return LimitedDrafter(method, lengths, config.num_speculative_tokens, max_rows, is_lookup=is_lookup)
+
+
+def _lookup(config: SpeculationConfig, batch: PersistentBatch) -> Drafter:
+    """Return the drafter of a method that looks tokens up."""
     if config.method == "ngram":
-        method = NgramDrafter(batch.token_ids, config.prompt_lookup_min, config.prompt_lookup_max)
-    lengths = AdaptiveLength(StepCost.of(kernels, bytes_per_weight), max_rows)
-    return LimitedDrafter(method, lengths, config.num_speculative_tokens, max_rows, is_lookup=True)
+        return NgramDrafter(batch.token_ids, config.prompt_lookup_min, config.prompt_lookup_max)
+    return SuffixDrafter(batch.token_ids)
