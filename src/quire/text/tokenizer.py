@@ -58,9 +58,9 @@ class Tokenizer:
         self._chat_template = None if settings.chat_template is None else ChatTemplate(settings.chat_template)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(known.values()).union(id_ for id_, token in added.items() if token.special)
-        # Not matched by the texts of grammars, for llguidance treats added tokens in angle brackets as special ones.
+        # Tokens that are special to llguidance: a grammar must name them by id. Also added tokens in angle brackets.
         bracketed = (id_ for id_, token in added.items() if re.fullmatch(r"(?s)<.*>", token.content))
-        self.unspelled_token_ids = self.special_token_ids.union(bracketed)
+        self.grammar_special_token_ids = self.special_token_ids.union(bracketed)
         self.vocab_size: int = max(backend.get_vocab_size(), 1 + max(added, default=-1))  # 1 + the highest id
         rule = decoding_rule(backend)
         self.drops_first_space = rule is not None and rule.drops_first_space  # one, from a text (SentencePiece)

@@ -38,7 +38,7 @@ class ServedFormats:
         if self.calls is None and is_described and options.tool_call_parser == "auto":
             self.calls = FALLBACK
         self._special = {} if tokenizer is None else {
-            tokenizer.token_text(token_id): token_id for token_id in tokenizer.unspelled_token_ids
+            tokenizer.token_text(token_id): token_id for token_id in tokenizer.grammar_special_token_ids
         }  # fmt: skip
         texts = (self.calls or FALLBACK).marker_texts
         texts += () if self.reasoning is None else self.reasoning.marker_texts
