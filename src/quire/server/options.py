@@ -355,6 +355,11 @@ class ServerOptions(Limits):
         False, "name tokens of logprobs by their ids, as if clients had asked", row="logprobs name tokens by their "
         "ids, as `token_id:123`, unless a body has `return_tokens_as_token_ids` `false`; `/v1/responses` too",
     )  # fmt: skip
+    enable_per_request_metrics: bool = _server(
+        False, "tell the times of a request in its response", row="`metrics` of responses and of final usage chunks of "
+        "`/v1/completions`, `/v1/chat/completions` and `/v1/responses` has the [times](#times-of-a-request) of their "
+        "request",
+    )  # fmt: skip
     structured_outputs_config: str = _server(
         "", "defaults of outputs with grammars, as JSON in vLLM's names", metavar="JSON",
         row="JSON in vLLM's names: `disable_any_whitespace`, `disable_additional_properties` (both false): defaults "

@@ -71,7 +71,7 @@ _ROWS = (
              text("anthropic_disabled_thinking_effort", "auto")),
     *refused("answers are the assistant's", text("response_role", "assistant")),
     same(switch("return_tokens_as_token_ids")),
-    *refused("`/metrics` has the times of all requests together", switch("enable_per_request_metrics")),
+    same(switch("enable_per_request_metrics")),
     *refused("serve TLS with a proxy in front", text("ssl_keyfile"), text("ssl_certfile"), text("ssl_ca_certs"),
              switch("enable_ssl_refresh"), number("ssl_cert_reqs", 0), text("ssl_ciphers")),
     *refused("only HTTP is served", number("grpc_port"), switch("grpc"), switch("headless"),

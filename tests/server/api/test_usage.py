@@ -1,7 +1,9 @@
 """Usage of an API request: for the response and for the log line."""
 
+import pytest
+
 from quire.core.outputs import CompletionOutput, FinishReason, RequestMetrics
-from quire.server.api.usage import RequestUsage, fill_record, total_usage
+from quire.server.api.usage import RequestUsage, fill_record, request_times, total_usage
 from quire.server.http.request_log import RequestRecord
 from quire.server.openai.response_builder import usage_json
 
@@ -44,3 +46,15 @@ def test_unfinished_branches_were_aborted() -> None:
     fill_record(record, [usage(1, RequestMetrics(10.0)), usage(1, RequestMetrics(10.0), [(0, 1, "stop")])], n=1)
     assert record.finish_reasons == ["abort", "stop"]
     assert (record.queue_s, record.ttft_s) == (None, None)
+
+
+def test_times_of_a_request_in_vllm_names() -> None:
+    metrics = RequestMetrics(arrival_s=1.0, first_scheduled_s=1.5, first_token_s=2.0, finished_s=3.0)
+    times = request_times(metrics, 10)
+    assert times == pytest.approx({
+        "time_to_first_token_ms": 500, "generation_time_ms": 1000, "queue_time_ms": 500,
+        "mean_itl_ms": 1000 / 9, "tokens_per_second": 10 / 1.5,
+    })  # fmt: skip
+    assert request_times(metrics, 1) == times | {"mean_itl_ms": None, "tokens_per_second": pytest.approx(1 / 1.5)}
+    assert request_times(None, 10) == dict.fromkeys(times)
+    assert request_times(RequestMetrics(1.0, 1.5, 1.5, 1.5), 1)["tokens_per_second"] is None

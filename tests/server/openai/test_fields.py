@@ -58,6 +58,33 @@ def test_server_writes_tokens_as_ids_unless_a_client_declines(demo_model: Path) 
         assert {name.startswith("token_id:") for name in names} == {True}
 
 
+def test_metrics_of_a_request_with_one_answer(demo_model: Path) -> None:
+    engine = EngineOptions(model=str(demo_model), max_model_len=64, num_kv_blocks=16)
+    usage = {"stream_options": {"include_usage": True}}
+    with openai_server(engine, enable_per_request_metrics=True) as server:
+        for path, prompt in ((COMPLETIONS, {"prompt": [5, 6]}), (CHAT, {"messages": MESSAGES})):
+            asked = GREEDY | prompt
+            whole = server.ask(path, **asked)["metrics"]
+            *others, last = server.stream(path, **asked, **usage)
+            assert not any("metrics" in chunk for chunk in others)
+            for metrics in (whole, last["metrics"]):
+                assert min(metrics.values()) >= 0
+                assert metrics["mean_itl_ms"] * 3 == pytest.approx(metrics["generation_time_ms"])
+                inference_ms = metrics["time_to_first_token_ms"] + metrics["generation_time_ms"]
+                assert metrics["tokens_per_second"] * inference_ms == pytest.approx(4000)
+            one = asked | {"max_tokens": 1}
+            single = server.ask(path, **one)["metrics"]
+            assert (list(single), single["mean_itl_ms"]) == (list(whole), None)
+            *_, last = server.stream(path, **one, **usage)
+            assert last["metrics"].keys() == single.keys() - {"mean_itl_ms"}
+            several = asked | {"n": 2, "temperature": 1}
+            assert server.ask(path, **several)["metrics"] is None
+            assert "metrics" not in server.stream(path, **several, **usage)[-1]
+        assert server.ask(COMPLETIONS, prompt=["a", "b"], **GREEDY)["metrics"] is None
+        asked = {"input": "hi", "max_output_tokens": 4}
+        assert server.ask("/v1/responses", **asked)["metrics"].keys() == whole.keys()
+
+
 def test_logprobs_of_named_tokens(server: OpenAIServer) -> None:
     named = [7, 300, 9]
     asked = GREEDY | {"return_tokens_as_token_ids": True, "logprob_token_ids": named}

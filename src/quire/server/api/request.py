@@ -25,6 +25,7 @@ class ApiRequest:
     tools: ToolUse = NO_TOOLS
     max_reasoning_tokens: int | None = None     # of an output; then the end of reasoning is forced
     names_tokens_by_id: bool = False            # in logprobs, unless the body says otherwise
+    tells_times: bool = False                   # in its response, if it has one answer
     constraint_field: str = "structured_outputs"  # of the body, that the output's grammar is for
     requests: Sequence[PreparedRequest] = ()    # one per prompt, once the prompts are tokenized
     reading: OutputReading | None = None        # of tool calls and reasoning in the outputs; None: they are content
@@ -33,3 +34,8 @@ class ApiRequest:
     def params(self) -> SamplingParams:
         """The sampling parameters, of a beam search too."""
         return self.checked.params
+
+    @property
+    def tells_times_of_answer(self) -> bool:
+        """Whether the response tells the times of the only answer; several have none in common."""
+        return self.tells_times and len(self.requests) * self.params.n == 1

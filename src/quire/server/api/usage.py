@@ -41,6 +41,35 @@ def total_usage(requests: Sequence[RequestUsage]) -> TokenUsage:
     )
 
 
+def request_times(metrics: RequestMetrics | None, num_output_tokens: int) -> dict[str, float | None]:
+    """Return the times of a finished request with one answer, in vLLM's names; None for those that are unknown.
+
+    Times are in ms; the first token's is counted from the first step of the request, the queue's from its arrival.
+    """
+    scheduled_s = first_token_s = finished_s = queue_s = None
+    if metrics is not None:
+        scheduled_s, first_token_s, finished_s = metrics.first_scheduled_s, metrics.first_token_s, metrics.finished_s
+        queue_s = metrics.queue_s
+    generation_s = _between(first_token_s, finished_s)
+    inference_s = _between(scheduled_s, finished_s)
+    itl_s = None if generation_s is None or num_output_tokens < 2 else generation_s / (num_output_tokens - 1)
+    return {
+        "time_to_first_token_ms": _ms(_between(scheduled_s, first_token_s)),
+        "generation_time_ms": _ms(generation_s),
+        "queue_time_ms": _ms(queue_s),
+        "mean_itl_ms": _ms(itl_s),
+        "tokens_per_second": num_output_tokens / inference_s if inference_s else None,
+    }
+
+
+def _between(begin_s: float | None, end_s: float | None) -> float | None:
+    return None if begin_s is None or end_s is None else end_s - begin_s
+
+
+def _ms(duration_s: float | None) -> float | None:
+    return None if duration_s is None else 1000 * duration_s
+
+
 def fill_record(record: RequestRecord, requests: Sequence[RequestUsage], n: int) -> None:
     """Set the fields of a log line: tokens and preemptions of all prompts, the earliest queue time and TTFT."""
     record.prompt_tokens, record.output_tokens, record.cached_tokens = total_usage(requests)

@@ -14,11 +14,11 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from quire.core.logprob_table import Logprobs
-from quire.core.outputs import CompletionOutput, RequestOutput
+from quire.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.core.version import __version__
 from quire.server.api.json_encoding import JsonStream, array_from_values, encode, encode_streamed
 from quire.server.api.request import ApiRequest
-from quire.server.api.usage import TokenUsage
+from quire.server.api.usage import TokenUsage, request_times
 from quire.server.errors import ApiError
 from quire.server.openai.request_models import ChatBody, CompletionBody
 
@@ -105,6 +105,7 @@ class OpenAIResponseBuilder(ABC):
     def __init__(self, request: OpenAIRequest) -> None:
         self.request = request
         self._prompt_logprobs: dict[int, Logprobs | None] = {}      # of the prompts with an output
+        self._metrics: RequestMetrics | None = None                 # of the last output
         self._halves = self._encoded_halves()
         self._text_halves: dict[int, tuple[bytes, bytes]] = {}          # of chunks that are text alone, by choice
         self._has_begun = False                                         # the first chunk was built
@@ -127,6 +128,8 @@ class OpenAIResponseBuilder(ABC):
             for piece in output.outputs
         )
         envelope = self._envelope(self.OBJECT, JsonStream(array_from_values(choices))) | _UNUSED
+        if self.request.tells_times_of_answer:
+            envelope["metrics"] = request_times(outputs[0].metrics, usage.num_output_tokens)
         usage_pieces = (encode(_with_nulls(self._usage(usage))) for _ in range(1))  # read after the choices
         yield from encode_streamed(envelope | {"usage": JsonStream(usage_pieces)} | self._prompt_fields())
 
@@ -146,6 +149,7 @@ class OpenAIResponseBuilder(ABC):
         """Yield the events for the new part of an output; nothing if there is nothing to show."""
         if output.packed_prompt_logprobs is not None or prompt_index not in self._prompt_logprobs:
             self._prompt_logprobs[prompt_index] = output.packed_prompt_logprobs
+        self._metrics = output.metrics
         for piece in output.outputs:
             if self._is_text(prompt_index, piece):
                 yield self._text_chunk(prompt_index, piece)
@@ -205,7 +209,11 @@ class OpenAIResponseBuilder(ABC):
         """Return the end of a stream, after the usage if the client asked for it."""
         if not self.request.include_usage:
             return DONE
-        return event(self._envelope(self.CHUNK_OBJECT, []) | {"usage": self._usage(usage)}) + DONE
+        message = self._envelope(self.CHUNK_OBJECT, []) | {"usage": self._usage(usage)}
+        if self.request.tells_times_of_answer:
+            times = request_times(self._metrics, usage.num_output_tokens)
+            message["metrics"] = {name: value for name, value in times.items() if value is not None}
+        return event(message) + DONE
 
     def error_chunk(self, error: ApiError) -> bytes:
         """Return the end of a stream that failed."""

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from quire.core.logprob_table import Position
-from quire.core.outputs import CompletionOutput, FinishReason, RequestOutput
+from quire.core.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from quire.server.api.json_encoding import JsonStream, array_from_values, encode, encode_streamed
 from quire.server.api.output_events import Content, Event
 from quire.server.api.request import ApiRequest
 from quire.server.api.token_logprobs import TokenNames
-from quire.server.api.usage import TokenUsage
+from quire.server.api.usage import TokenUsage, request_times
 from quire.server.chat.message_reader import MessageReader
 from quire.server.errors import ApiError
 from quire.server.responses.output_items import ItemWriter, Json
@@ -43,6 +43,7 @@ class ResponsesBuilder:
         self._request, self._tokenizer = request, tokenizer
         prompt = request.requests[0].prompt
         self._usage = TokenUsage(len(prompt.token_ids), 0, 0)
+        self._metrics: RequestMetrics | None = None     # of the last output
         names = None
         if request.params.logprobs is not None:
             names = TokenNames(tokenizer, as_ids=request.names_tokens_by_id)
@@ -73,7 +74,7 @@ class ResponsesBuilder:
             for number, _ in enumerate(self._events(piece)):
                 if number % _TOKENS_PER_SLICE == 0:
                     yield b""
-        self._usage = usage
+        self._usage, self._metrics = usage, outputs[0].metrics
         yield from encode_streamed(self._response(_status(reason), reason))
 
     def first_chunk(self) -> bytes:
@@ -87,6 +88,7 @@ class ResponsesBuilder:
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
         """Yield the events for the new part of the output."""
         self._num_units += self.weight(prompt_index, output)
+        self._metrics = output.metrics
         for piece in output.outputs:
             num_output_tokens = self._usage.num_output_tokens + len(piece.token_ids)
             self._usage = TokenUsage(self._usage.num_prompt_tokens, num_output_tokens, output.num_cached_tokens)
@@ -159,6 +161,9 @@ class ResponsesBuilder:
     def _response(self, status: str, reason: FinishReason | None = None) -> Json:
         """Return the response object as it is now."""
         is_begun, is_over = bool(self._items.items), status in ("completed", "incomplete")
+        times: Json = {}
+        if is_over and self._request.tells_times_of_answer:
+            times["metrics"] = request_times(self._metrics, self._usage.num_output_tokens)
         output = (encode_streamed(self._items.item_json(item)) for item in self._items.items)
         return self._echo | {
             "status": status,
@@ -166,6 +171,7 @@ class ResponsesBuilder:
             "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
             "output": JsonStream(array_from_values(output)) if is_begun else [],
             "usage": self._usage_json() if is_over else None,
+            **times,
         }
 
     def _usage_json(self) -> Json:

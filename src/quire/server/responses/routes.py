@@ -86,6 +86,7 @@ def _checked_request(request: Request, service: Service, body: ResponsesBody) ->
         client_id=client_id_of(request.scope),
         tools=tool_use(tools.functions, choice, service.formats, is_parallel=is_parallel),
         names_tokens_by_id=service.options.return_tokens_as_token_ids,
+        tells_times=service.options.enable_per_request_metrics,
         body=body,
         custom_tools=tools.custom,
     )

@@ -117,6 +117,7 @@ def _checked_request(
         client_id=client_id_of(request.scope), body=body,
         always_includes_usage=service.options.enable_force_include_usage,
         names_tokens_by_id=service.options.return_tokens_as_token_ids,
+        tells_times=service.options.enable_per_request_metrics,
         tools=_tool_use(service, body) if isinstance(body, ChatBody) else NO_TOOLS,
         max_reasoning_tokens=_max_reasoning_tokens(service, body) if isinstance(body, ChatBody) else None,
     )  # fmt: skip
