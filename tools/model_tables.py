@@ -97,7 +97,7 @@ def families() -> str:
             family(ConfigReader(CONFIG, "config.json"))
         options = [key for key in found.read if key not in SIZES and key not in found.refused]
         refused = "; ".join(f"`{key}`: {why}" for key, why in found.refused.items())
-        what = (getdoc(family) or "").split(". ")[0].removeprefix("Return the spec of ").rstrip(".")
+        what = re.split(r"(?<!et al)\. ", getdoc(family) or "")[0].removeprefix("Return the spec of ").rstrip(".")
         tested = [name.partition(", ")[2] or "plain" for name in cases[architecture]]
         rows.append((f"`{architecture}`", what, code(sorted(options)), refused, "; ".join(tested)))
     return table(("architecture", "models", "options that are read", "options that are refused", "cases tested"), *rows)
