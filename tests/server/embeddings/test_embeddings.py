@@ -18,7 +18,14 @@ from support.embedders import MAX_LEN, NO, WIDTH, YES, expected_embeddings, writ
 from support.server import ServerProcess, running_server
 
 TEXTS = ["the quick brown fox", "jumps over", "the lazy dog: stop stopping the stops", "café"]
-LIMITS = ("--max-embedding-inputs", "5", "--max-rerank-documents", "5", "--max-pooling-bytes", "2000")
+MESSAGES = [{"role": "user", "content": TEXTS[0]}, {"role": "assistant", "content": TEXTS[1]}]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{{ word }}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+LIMITS = (
+    "--max-embedding-inputs", "5", "--max-rerank-documents", "5", "--max-pooling-bytes", "2000", "--max-messages", "5",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +40,8 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(embedder: Path) -> Iterator[ServerProcess]:
-    with running_server(str(embedder), "--dtype", "float32", "--served-model-name", "tiny", *LIMITS) as started:
+    names = ("--served-model-name", "tiny", "--chat-template", TEMPLATE)
+    with running_server(str(embedder), "--dtype", "float32", *names, *LIMITS) as started:
         yield started
 
 
@@ -97,6 +105,29 @@ def test_truncation_and_special_tokens(server: ServerProcess, embedder: Path) ->
     assert longest["usage"]["prompt_tokens"] == MAX_LEN
 
 
+def test_conversations_are_embedded_as_the_template_renders_them(server: ServerProcess) -> None:
+    text = f"user: {TEXTS[0]}\nassistant: {TEXTS[1]}\n"
+    forms: list[tuple[dict[str, Any], str, bool]] = [
+        ({}, text, False),
+        ({"add_special_tokens": True}, text, True),
+        ({"add_generation_prompt": True}, f"{text}assistant: ", False),
+        ({"continue_final_message": True}, text.rstrip("\n"), False),
+        ({"chat_template_kwargs": {"word": "stop"}}, f"{text}stop", False),
+    ]
+    for options, rendered, special in forms:
+        found = server.post("/v1/embeddings", {"messages": MESSAGES} | options).json()
+        exact = server.post("/v1/embeddings", {"input": rendered, "add_special_tokens": special}).json()
+        assert (found["data"], found["usage"]["prompt_tokens"]) == (exact["data"], exact["usage"]["prompt_tokens"])
+        pooled = server.post("/pooling", {"messages": MESSAGES} | options).json()
+        assert pooled["data"][0]["data"] == found["data"][0]["embedding"]
+
+
+def test_conversations_are_begun_or_continued(server: ServerProcess) -> None:
+    both = {"messages": MESSAGES, "add_generation_prompt": True, "continue_final_message": True}
+    answer = server.post("/v1/embeddings", both)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "continue_final_message")
+
+
 def test_pooling_route_gives_the_same_vectors(server: ServerProcess) -> None:
     found = server.post("/v1/embeddings", {"input": TEXTS}).json()
     pooled = server.post("/pooling", {"input": TEXTS, "task": "embed"}).json()
@@ -131,9 +162,17 @@ def test_model_generates_beside(server: ServerProcess) -> None:
         ({"input": "a", "priority": -1}, "priority", "operator's key"),
         ({"input": "a", "cache_salt": ""}, "cache_salt", "1 to 1024"),
         ({"input": "a", "normalize": False}, "normalize", "not supported"),
-        ({"input": "a", "messages": [{}]}, "messages", "not supported"),
+        ({"input": "a", "messages": [{}]}, "input", "either input or messages"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": ["a"]}, "messages[0]", "an object"),
+        ({"messages": [{}]}, "messages", "role"),
+        ({"messages": MESSAGES * 3}, "messages", "max_messages"),
+        ({"messages": [{"role": "user", "content": "a" * 2001}]}, "messages", "max_pooling_bytes"),
+        ({"messages": [{"role": "user", "content": "x" * 1900}]}, "messages", "maximum context length"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "no fields"),
+        ({"messages": MESSAGES, "chat_template": "a"}, "chat_template", "not supported"),
         ({"input": "a", "model": "other"}, "model", "does not exist"),
-        ({}, "input", "missing"),
+        ({}, "input", "either input or messages"),
     ],
 )
 def test_bad_embedding_requests_name_field_and_limit(

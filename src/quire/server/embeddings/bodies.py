@@ -1,7 +1,10 @@
 """Bodies of requests for embeddings and scores, in OpenAI's, vLLM's, Jina's and Cohere's names."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from quire.core.checks import refuse
 from quire.core.pooling import PoolingParams
@@ -13,7 +16,8 @@ TOKEN: Schema = {"type": "integer", "minimum": 0}
 _ONE_INPUT = ({"type": "string"}, list_of(TOKEN, least=1))
 _TEXTS = documented_as({"type": "string"}, list_of({"type": "string"}, least=1))
 
-Input = Annotated[Any, documented_as(*_ONE_INPUT, list_of({"anyOf": list(_ONE_INPUT)}, least=1))]
+Input = Annotated[Any, documented_as(*_ONE_INPUT, list_of({"anyOf": list(_ONE_INPUT)}, least=1), NULL)]
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[Any, _TEXTS]
 OptionalTexts = Annotated[Any, documented_as({"type": "string"}, list_of({"type": "string"}, least=1), NULL)]
 
@@ -33,6 +37,10 @@ _OTHERS = OtherFields(
     },
     without_effect=frozenset(("metadata", "request_id", "user")),
 )
+_OF_CHATS = ("chat_template_kwargs", "messages")
+_OTHERS_OF_EMBEDDINGS = replace(
+    _OTHERS, unsupported={name: values for name, values in _OTHERS.unsupported.items() if name not in _OF_CHATS}
+)
 
 
 class PooledBody(Body):
@@ -48,9 +56,15 @@ class PooledBody(Body):
 
 
 class EmbeddingBody(PooledBody):
-    """The body of /v1/embeddings."""
+    """The body of /v1/embeddings: `input`, or the `messages` of a conversation and options of rendering them."""
 
-    input: Input
+    OTHERS: ClassVar[OtherFields] = _OTHERS_OF_EMBEDDINGS
+
+    input: Input = None
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     encoding_format: Annotated[str | None, documented_as({"enum": ["float", "base64", None]})] = None
     dimensions: Annotated[int | None, integer(1)] = None
     add_special_tokens: bool | None = None

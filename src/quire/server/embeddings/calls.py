@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,12 +16,14 @@ from quire.engine.scoring import PairOptions, Scoring, check_pairs, pair_options
 from quire.server.api.generation import Generation
 from quire.server.api.priority import check_priority_granted
 from quire.server.api.request import ApiRequest
+from quire.server.chat.conversation import Conversation, rendered, template_variables
 from quire.server.embeddings.bodies import EmbeddingBody, PairsBody, PooledBody, RerankBody, ScoreBody
 from quire.server.errors import invalid, renamed_fields
 from quire.server.http.api_keys import client_id_of, key_number_of
 from quire.server.http.request_log import record_of
 from quire.server.options import Limits
 from quire.server.service import Service
+from quire.text.conversation import Message
 
 _TOKEN_BYTES = 4  # that a token id counts as
 
@@ -34,22 +36,38 @@ class Started(NamedTuple):
 
 
 async def start_embeddings(request: Request, service: Service, body: EmbeddingBody, kind: str) -> Started:
-    """Queue a request for each input of a body. `kind` is the prefix of the call's id."""
+    """Queue a request for each input of a body, or for its conversation. `kind` is the prefix of the call's id."""
     arrival_s, inputs = time.monotonic(), service.client.inputs
     if body.encoding_format not in (None, "float", "base64"):
         refuse("encoding_format", body.encoding_format, "float or base64")
     call, checked = _checked(request, service, body, body.params, "embed", kind)
-    prompts = parse_inputs(body.input, service.options)
+    if (body.input is None) == (body.messages is None):
+        invalid("give either input or messages", param="input")
     truncation = inputs.check_truncation(body.truncate_prompt_tokens, body.truncation_side)
-    adds_special_tokens = body.add_special_tokens is not False
-    body.input = None                     # packed soon: each garbage collection would walk lists of token ids
+    conversation: Conversation | None = None
+    tokenize_one: Callable[[Any], TokenizedPrompt]
+    if body.messages is None:
+        prompts = parse_inputs(body.input, service.options)
+        adds_special_tokens = body.add_special_tokens is not False
+        tokenize_one = partial(inputs.tokenize, add_special_tokens=adds_special_tokens, truncation=truncation)
+    else:
+        prompts, conversation = [""], _conversation(body, body.messages)
+        adds_special_tokens = conversation.adds_special_tokens
+        tokenize_one = partial(inputs.tokenize_rendered, add_special_tokens=adds_special_tokens, truncation=truncation)
+    body.input = body.messages = None     # packed soon: each garbage collection would walk lists of token ids
 
     def tokenize() -> list[TokenizedPrompt]:
-        tokenize = partial(inputs.tokenize, add_special_tokens=adds_special_tokens, truncation=truncation)
-        return [tokenize(each) for each in prompts]
+        return [tokenize_one(each) for each in prompts]
 
-    num_chars = sum(map(len, prompts))
-    with service.admit(len(prompts), param="input", client_id=call.client_id) as reservation:
+    param = "input" if conversation is None else "messages"
+    with (
+        renamed_fields({"prompt": param}),
+        service.admit(len(prompts), param=param, client_id=call.client_id) as reservation,
+    ):
+        if conversation is not None:
+            prompts = [await rendered(service, conversation, call.client_id)]
+            _check_bytes(_num_bytes(prompts[0]), service.options, param)
+        num_chars = sum(map(len, prompts))
         tokenized = await service.threads.run(num_chars, lambda: _limited(tokenize(), service), call.client_id)
         call = _with_requests(service, call, checked, tokenized)
         record_of(request.scope).num_prompts = len(prompts)
@@ -87,6 +105,17 @@ async def start_scores(
         record_of(request.scope).num_prompts = num_prompts
         generation = await Generation.start(service, call, record_of(request.scope), arrival_s, reservation)
         return Started(call, generation), scoring
+
+
+def _conversation(body: EmbeddingBody, messages: Sequence[Message]) -> Conversation:
+    """Return the conversation of a body; by default no answer is begun, as in vLLM."""
+    return Conversation(
+        messages=messages,
+        add_generation_prompt=bool(body.add_generation_prompt),
+        continue_final_message=bool(body.continue_final_message),
+        variables=template_variables(None, body.chat_template_kwargs),
+        adds_special_tokens=bool(body.add_special_tokens),
+    )
 
 
 def parse_inputs(given: Any, limits: Limits) -> list[Prompt]:  # noqa: ANN401 (JSON)

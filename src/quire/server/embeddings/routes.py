@@ -9,12 +9,9 @@ from quire.server.api.responses import create_response
 from quire.server.embeddings import responses
 from quire.server.embeddings.bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from quire.server.embeddings.calls import start_embeddings, start_scores
-from quire.server.errors import renamed_fields
 from quire.server.service import Service
 
 router = APIRouter(tags=["embeddings"])
-
-_RENAMED = {"prompt": "input"}
 
 
 @router.post("/v1/embeddings", openapi_extra=request_body(EmbeddingBody))
@@ -22,8 +19,7 @@ async def create_embeddings(request: Request) -> Response:
     """Return the embedding of one text or of several."""
     service, body = _service(request), await read_body(request, EmbeddingBody)
     is_base64 = body.encoding_format == "base64"
-    with renamed_fields(_RENAMED):
-        call, generation = await start_embeddings(request, service, body, "embd")
+    call, generation = await start_embeddings(request, service, body, "embd")
     return await create_response(request, service, generation, responses.embeddings(call, is_base64=is_base64))
 
 
@@ -32,8 +28,7 @@ async def create_pooling(request: Request) -> Response:
     """Return the vector of one text or of several."""
     service, body = _service(request), await read_body(request, PoolingBody)
     is_base64 = body.encoding_format == "base64"
-    with renamed_fields(_RENAMED):
-        call, generation = await start_embeddings(request, service, body, "pool")
+    call, generation = await start_embeddings(request, service, body, "pool")
     builder = responses.embeddings(call, is_base64=is_base64, kind="pooling", name="data")
     return await create_response(request, service, generation, builder)
 
