@@ -230,7 +230,7 @@ class Attention:
     query: str = "query"
     out: str = "attended"
     kv_scales: KVScales = ONES
-    softcap: float = 0.0         # 0: scores stay
+    softcap: float = 0.0         # 0: none
 
     @property
     def reads(self) -> tuple[str, ...]:

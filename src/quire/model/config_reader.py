@@ -106,7 +106,7 @@ class ConfigReader:
     def layer_types(self, count: int, *, windowed: int = 0, default: Sequence[str] | None = None) -> Sequence[str]:
         """Return `layer_types`, one of LAYER_TYPES for each of `count` layers.
 
-        By default `default`, or `windowed` layers with a window before each without one.
+        If missing, `default`, or else a pattern: `windowed` layers with a window, then one without.
         """
         found = self.strings("layer_types", LAYER_TYPES)
         if found and len(found) != count:

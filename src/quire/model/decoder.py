@@ -85,7 +85,7 @@ class Decoder:
 class Embedding:
     """Token ids to hidden states: a row each, projected if it has another width, plus a learned position's row.
 
-    Or multiplied, in a decoder without learned positions.
+    A decoder without learned positions may multiply the rows instead.
     """
 
     def __init__(self, spec: DecoderSpec, shapes: DecoderShapes, weights: WeightReader) -> None:

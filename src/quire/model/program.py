@@ -1,7 +1,7 @@
 """Construction of layer programs: the layers of a spec as op records, with their weights read.
 
-The activations are `stream`, the residual stream; `x`, a sublayer's input and then its output, of parallel ones
-`normed`, `x` and `y`; `qkv` and its views `query`, `key`, `value`; `attended`; `inner`, of the feed-forward. An op is
+The activations are `stream`, the residual stream; `x`, a sublayer's input and then its output (parallel sublayers:
+`normed`, `x` and `y`); `qkv` and its views `query`, `key`, `value`; `attended`; `inner`, of the feed-forward. An op is
 named `layers.N.` and as below.
 """
 
@@ -134,10 +134,10 @@ def _norm_op(name: str, norm: Norm, position: NormPosition, *, is_summed: bool, 
 def _followed(
     layer_ops: Iterable[Op], spec: DecoderSpec, index: int, weights: WeightReader, gather: GatherHook | None
 ) -> Iterator[Op]:
-    """Yield a layer's ops with what follows them.
+    """Yield a layer's ops with the ops that follow each of them.
 
-    Behind those that ranks compute some columns of, the exchange; behind sublayers, the multiplier and the norm of
-    their outputs.
+    An op with columns split over ranks is followed by the exchange, a sublayer by the multiplier and the norm of its
+    output.
     """
     layer = spec.layers[index]
     shapes, stem = LayerShapes.of(spec, layer), f"layers.{index}."

@@ -19,11 +19,11 @@ def rotary_from_config(
 ) -> Rotary:
     """Return the frequencies that `config` asks for. Raises ModelError for a scaling that is not known.
 
-    partial: the default of `partial_rotary_factor`, the part of a head's dimensions that is turned; None: all are.
+    partial: the default of `partial_rotary_factor`, the fraction of a head's dimensions that is rotated; None: all are.
     """
     rope = _rope_section(config, max_position_embeddings)
     if partial is None:
-        rope.reject("partial_rotary_factor", 1, why="all dimensions of a head are turned")
+        rope.reject("partial_rotary_factor", 1, why="all dimensions of a head are rotated")
     else:
         head_dim = int(head_dim * rope.number("partial_rotary_factor", partial))
     read = rope.choice("rope_type", SCALINGS, default="default")
@@ -115,9 +115,10 @@ def _yarn(rope: ConfigReader, rotary: Rotary) -> Rotary:
 
 
 def _longrope(rope: ConfigReader, rotary: Rotary) -> Rotary:
-    """A divisor for each frequency, others where sequences beyond the original length are asked for. Ding et al. 2024.
+    """One divisor per frequency, with a second set for sequences beyond the original length. Ding et al. 2024.
 
-    The same divisors for all positions, as with dynamic scaling. Sequences are as long as the config says.
+    The set is the same for all positions, as with dynamic scaling, and is chosen by the longest sequence that is
+    served. The default for that is the config's length.
     """
     original = rope.number("original_max_position_embeddings")
     factor = rope.number("factor", rotary.max_positions / original)

@@ -55,7 +55,7 @@ class WeightMap:
 class Rotary:
     """Rotary position embedding: what the frequencies of pairs of dimensions are computed from. See `rope.py`."""
 
-    head_dim: int                           # dimensions of a head that are turned, the first ones
+    head_dim: int                           # dimensions of a head that are rotated, the first ones
     theta: float
     max_positions: int                      # the longest sequence, with what a scaling adds
     factor: float = 1.0                     # positions are pressed together by it: all, or those that the next two say
@@ -113,7 +113,7 @@ class LayerSpec:
     is_query_key_norm_over_heads: bool = False  # all heads of a token together
     is_parallel: bool = False                   # attention and feed-forward read the same stream
     residual_multiplier: float = 1.0            # of what each sublayer adds to the stream
-    softcap: float = 0.0                        # scores become softcap * tanh(score / softcap); 0: they stay
+    softcap: float = 0.0                        # scores become softcap * tanh(score / softcap); 0: none
     has_rotary: bool = True                     # False: no positions in this layer
     rotary: Rotary | None = None                # of this layer alone; None: the decoder's
     parts: tuple[Part, ...] = ()
@@ -150,7 +150,7 @@ class DecoderSpec:
     embedding_multiplier: float = 1.0
     is_embedding_multiplier_rounded: bool = False  # to the model's dtype, before it multiplies
     logit_multiplier: float = 1.0
-    logit_softcap: float = 0.0                  # logits become softcap * tanh(logit / softcap); 0: they stay
+    logit_softcap: float = 0.0                  # logits become softcap * tanh(logit / softcap); 0: none
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)

@@ -1,4 +1,4 @@
-"""GLM-4 (0414): Llama with norms around sublayers and half of each head turned, in interleaved pairs (2025)."""
+"""GLM-4 (0414): Llama with norms around sublayers and rotary embeddings of half of each head, interleaved (2025)."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama with fused projections, a part of each head turned, and longrope (Abdin et al. 2024)."""
+"""Phi-3 and Phi-4: Llama with fused projections, partial rotary embeddings and longrope (Abdin et al. 2024)."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def phi3(config: ConfigReader) -> DecoderSpec:
     config.reject("mlp_bias", False, why="its projections have no biases")
     config = config.with_default("rms_norm_eps", NORM_EPS)
     scaling = config.section("rope_scaling") or config.section("rope_parameters")
-    if scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):  # what longrope was called first
+    if scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):  # the first names of longrope
         config = config.replaced(rope_scaling={**scaling, "rope_type": "longrope"})
     spec = llama(config.with_default("original_max_position_embeddings", ORIGINAL_POSITIONS), partial_rotary=1.0)
     window = config.size("sliding_window") if config.has("sliding_window") else None

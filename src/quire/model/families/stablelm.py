@@ -1,4 +1,4 @@
-"""StableLM: Llama with LayerNorm, a part of each head turned, in some models parallel sublayers (2024)."""
+"""StableLM: Llama with LayerNorm, partial rotary embeddings, in some models parallel sublayers (2024)."""
 
 from dataclasses import replace
 from functools import partial
