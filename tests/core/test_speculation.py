@@ -54,7 +54,7 @@ def test_keys_and_flags_make_a_configuration() -> None:
         ({"method": "x" * 1000}, "got 'x{79}" + r"\.\.\.$"),
     ],
 )  # fmt: skip
-def test_keys_that_there_are_none_of_are_refused(keys: dict[str, Any], told: str) -> None:
+def test_unknown_keys_and_invalid_values_are_refused(keys: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=f"^speculative_config.*{told}"):
         parsed(**keys)
 

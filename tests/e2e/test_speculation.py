@@ -50,7 +50,7 @@ PREEMPTION: dict[str, dict[str, Any]] = {
 
 
 class Setting(NamedTuple):
-    """Of an engine."""
+    """Settings of an engine."""
 
     drafter: str
     preemption: str = "none"
@@ -236,7 +236,7 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_fault_is_not_missed(demo_model: Path, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
-    """Kernels with a fault are in `tests/kernels/cpp/test_mutants.py`; these stand in verification and scheduling."""
+    """These faults are in verification and scheduling; `tests/kernels/cpp/test_mutants.py` has those of kernels."""
     setting = Setting("oracle", has_hits=True)
     rounds_without_drafts(demo_model, Setting(""))
     with pytest.MonkeyPatch.context() as patch:

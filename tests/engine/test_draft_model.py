@@ -62,7 +62,7 @@ def speculation(model: Path = DEMO_DRAFT, num_drafts: int = 4) -> Settings:
 
 
 class Watch:
-    """Counts of drafts that were verified and accepted, and what each row was drafted."""
+    """Counts of verified and accepted drafts, and the drafts of each row."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_drafted = self.num_accepted = self.most_pending = self.most_rows = 0
@@ -178,7 +178,7 @@ def write_random_draft(folder: Path, **changes: object) -> Path:
 
 @pytest.fixture
 def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let rows of any parameters be drafted their likeliest tokens, as the draft model alone generates them."""
+    """Draft the likeliest tokens for any parameters, as the draft model alone generates them."""
 
     def choose(samples: SamplingBatch, logits: Tensor, ops: object) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         return logits.argmax(dim=1).numpy(), np.ones(len(logits), dtype=bool)
@@ -212,7 +212,7 @@ def test_drafts_are_what_the_draft_model_alone_generates(settings: Settings, wat
 
 
 def test_model_as_its_own_draft_has_all_greedy_drafts_accepted(watch: Watch) -> None:
-    """The same bits by another way: chunks of another size, and slots in scratch blocks."""
+    """The same bits with chunks of another size and slots in scratch blocks."""
     params = [SamplingParams(temperature=0.0, max_tokens=41, ignore_eos=True)] * len(PROMPTS)
     answers(None, PROMPTS, params, speculative_config={"model": str(DEMO_MODEL)})
     assert watch.num_accepted == watch.num_drafted > 300
@@ -240,7 +240,7 @@ def test_acceptance_of_the_draft_model_of_the_demo_model(watch: Watch) -> None:
 
 
 def test_no_draft_behind_the_positions_of_the_draft_model(tmp_path: Path, watch: Watch) -> None:
-    """Its rotary tables end at 96: it computes and drafts up to there, and a longer prompt gets nothing."""
+    """Its rotary tables end at 96: it computes and drafts up to there, and a longer prompt has no drafts."""
     for name in ("target", "draft"):
         (tmp_path / name).mkdir()
     target = write_random_model(tmp_path / "target")
@@ -255,7 +255,7 @@ def test_no_draft_behind_the_positions_of_the_draft_model(tmp_path: Path, watch:
 
 
 def test_sliding_windows_of_the_draft_model(tmp_path: Path, watch: Watch) -> None:
-    """The target sees everything, so blocks behind the draft model's window stay, and nobody notices."""
+    """The target attends to all positions, so blocks behind the draft model's window stay."""
     for name in ("target", "draft"):
         (tmp_path / name).mkdir()
     target = write_random_model(tmp_path / "target")

@@ -1,4 +1,4 @@
-"""Lengths of drafts by rows, acceptance and the cost of a step: what pays, and when a row pauses."""
+"""Lengths of drafts by rows, acceptance and the cost of a step, and pauses of rows."""
 
 import random
 from itertools import pairwise
@@ -27,7 +27,7 @@ def limits(
 
 
 def taught(rate: float, cost: StepCost = COST, num_rows: int = 1) -> AdaptiveLength:
-    """Return lengths of which every row has had drafts of which a token is kept with a probability."""
+    """Return lengths after drafts in every row, with tokens that were accepted with probability `rate`."""
     lengths, rng = AdaptiveLength(cost, num_rows), random.Random(0)
     for row in range(num_rows):
         for _ in range(30):
@@ -43,7 +43,7 @@ def test_drafts_are_longer_the_more_of_them_are_kept() -> None:
 
 
 def test_lengths_are_those_of_most_tokens_by_cost() -> None:
-    """For one row, against every length there is."""
+    """For one row, compared with every possible length."""
     for rate in (0.1, 0.3, 0.6, 0.9):
         for kernels, bytes_per_weight in (("avx2", 2.0), ("avx512_bf16", 0.6), ("amx", 2.0)):
             cost = StepCost.of(kernels, bytes_per_weight, draft_cost=0.1)
@@ -57,7 +57,7 @@ def test_lengths_are_those_of_most_tokens_by_cost() -> None:
 
 @pytest.mark.parametrize("kernels", [name for name in PRODUCTS_PER_BYTE if name not in ("amx", "cuda")])
 @pytest.mark.parametrize("bytes_per_weight", [4.0, 2.0, 1.03, 0.55])
-def test_many_rows_have_no_drafts_for_their_products_are_what_costs(kernels: str, bytes_per_weight: float) -> None:
+def test_many_rows_are_bound_by_arithmetic_and_have_no_drafts(kernels: str, bytes_per_weight: float) -> None:
     lengths = taught(0.8, StepCost.of(kernels, bytes_per_weight), num_rows=64)
     assert limits(lengths, list(range(64))) == [0] * 64
 
@@ -135,7 +135,7 @@ def test_new_owner_of_a_row_starts_anew() -> None:
 
 
 def test_estimates_forget() -> None:
-    """A row that could not be guessed is guessed again once its text repeats itself."""
+    """A row with rejected drafts gets drafts again once they would be accepted."""
     lengths = taught(0.2)
     before = limits(lengths, [0])[0]
     for _ in range(8):
@@ -151,8 +151,8 @@ def test_cost_grows_with_rows_and_falls_with_better_kernels() -> None:
         assert all((worse > better).all() for worse, better in pairwise(costs))
 
 
-def test_nothing_is_looked_up_for_a_crowd() -> None:
-    """Its step has no tokens to gain, even with the best drafts; one row always has."""
+def test_nothing_is_looked_up_for_many_rows() -> None:
+    """Even drafts that are all accepted cannot speed up their step; they can that of one row."""
     for kernels in PRODUCTS_PER_BYTE:
         for bytes_per_weight in (4.0, 2.0, 1.03, 0.55):
             lengths = AdaptiveLength(StepCost.of(kernels, bytes_per_weight), 1)

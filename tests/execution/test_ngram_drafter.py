@@ -1,4 +1,4 @@
-"""N-gram drafts: what followed the longest n-gram that ends a row, against a search by definition."""
+"""N-gram drafts: the tokens that followed the longest n-gram at the end of a row, compared with a plain search."""
 
 import random
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from quire.execution.drafting.ngram import NgramDrafter
 
 
 def draft(rows: Sequence[Sequence[int]], min_size: int, max_size: int, limit: int = 4) -> dict[int, list[int]]:
-    """Return the drafts of rows, the rest of which is full of tokens that other rows have left."""
+    """Return the drafts of rows. Behind their tokens are those of earlier rows."""
     token_ids = np.full((len(rows), 64), 7, dtype=np.int32)
     for number, row in enumerate(rows):
         token_ids[number, : len(row)] = row

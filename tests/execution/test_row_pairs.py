@@ -1,4 +1,4 @@
-"""Pair filters: no row whose last pair recurs is left out, and few others are told."""
+"""Pair filters: no false negatives, few false positives."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ def recurs(tokens: list[int]) -> bool:
     return bool(pairs) and pairs[-1] in pairs[:-1]
 
 
-def test_rows_are_told_by_their_tokens_however_many_come_at_once() -> None:
+def test_rows_are_found_with_any_number_of_new_tokens() -> None:
     rng = np.random.default_rng(5)
     token_ids = rng.integers(0, 30, (8, 400), dtype=np.int32)
     filters, lengths, num_told = RowPairs(token_ids), np.ones(8, dtype=np.int64), np.zeros(2, dtype=int)

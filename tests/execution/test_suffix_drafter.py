@@ -1,4 +1,4 @@
-"""Suffix drafts: frequencies decide, recent outputs of the same scope help, and none of another scope."""
+"""Suffix drafts: chosen by frequency, from the row and from recent outputs of the same scope only."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ PHRASE = list(range(100, 140))
 
 
 class Rows:
-    """Rows of a drafter, with the tokens that they are said to have."""
+    """Rows of a drafter with given tokens."""
 
     def __init__(self, num_rows: int = 4, length: int = 600) -> None:
         self.token_ids = np.zeros((num_rows, length), dtype=np.int32)
@@ -29,7 +29,7 @@ class Rows:
         self.drafter.apply(StepPlan(new_rows=[new]))
 
     def draft(self, *tokens: Sequence[int], limit: int = 16) -> list[list[int]]:
-        """Return the drafts of rows 0, 1, ..., which have come to these tokens."""
+        """Return the drafts of rows 0, 1, ..., with these tokens."""
         for row, each in enumerate(tokens):
             self.token_ids[row, : len(each)] = each
         lengths = np.array([len(each) for each in tokens])

@@ -48,7 +48,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
 
 
 def contents(runner: PagedRunner, name: str) -> list[Tensor]:
-    """Return the keys and values of a sequence whose tokens fill its blocks."""
+    """Return the keys and values of a sequence that fills its blocks."""
     blocks = runner.table(name)[: LENGTH // runner.cache.block_size]
     return [as_bytes(tensor)[blocks] for tensor in runner.cache.tensors]
 
@@ -61,7 +61,7 @@ def single_steps(decoder: Decoder, tokens: list[int]) -> tuple[Tensor, list[Tens
 
 
 def verified_steps(decoder: Decoder, tokens: list[int], num_drafts: int, seed: int) -> tuple[Tensor, list[Tensor]]:
-    """Return the same by steps that verify drafts, of which any number is right, every other one among other rows."""
+    """Return the same by steps that verify drafts with any number of right tokens; every other step has more rows."""
     rng, runner = random.Random(seed), PagedRunner(decoder, num_blocks=200)
     runner.step({"b": tokens_of(1, 250), "a": tokens[:PROMPT_LEN], "c": tokens_of(2, 31)})
     done, kept, has_company = PROMPT_LEN, list[Tensor](), False
@@ -106,8 +106,8 @@ def test_rows_with_drafts_have_the_bits_of_single_steps_over_a_cache_of_8_bits(
     check(load_model(folder, dtype=dtype, back_end=each_back_end, kv_cache_dtype=kv_dtype), (1, 4, 16))
 
 
-def test_bits_of_rows_are_no_foregone_conclusion(folder: Path) -> None:
-    """A row whose context has a rejected draft in it has other logits, and other keys."""
+def test_rejected_draft_in_the_context_changes_logits_and_keys(folder: Path) -> None:
+    """The comparisons above can fail: a rejected draft that stays in the context changes the bits."""
     decoder, tokens = load_model(folder, back_end=choose_back_end(torch.device("cpu"))), tokens_of(0, LENGTH)
     logits, stored = single_steps(decoder, tokens)
     tokens[PROMPT_LEN + 7] += 1

@@ -250,7 +250,7 @@ def test_samples_of_forks_and_drafts_are_behind_their_tokens() -> None:
 
 
 def test_drafts_see_the_window_of_the_token_before_them() -> None:
-    """No block is released for a draft; when drafts stand, the next step releases what they no longer need."""
+    """No block is released for a draft; after accepted drafts the next step releases what they no longer need."""
     harness = Harness(num_blocks=20, block_size=2, window=4)
     request = harness.add(5, max_tokens=30, ignore_eos=True)
     plan, row = first_plan(harness)

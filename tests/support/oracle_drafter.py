@@ -1,4 +1,4 @@
-"""A drafter that knows what rows will come to, and makes mistakes: for drafts that are kept at any rate."""
+"""Oracle drafter: drafts from known outputs, with mistakes, so that any share of them is accepted."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ class OracleDrafter:
         """Do nothing."""
 
     def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
-        """Return how a whole list goes on that begins as the row, with mistakes; a mistake for a row of none."""
+        """Return the continuation of the list that begins as the row, with mistakes; without one, a mistake."""
         drafts = {}
         for row, num_tokens, limit in zip(*(each.tolist() for each in rows[:2]), rows.limits.tolist(), strict=True):
             known = self._batch.token_ids[row, :num_tokens].tolist()
@@ -45,7 +45,7 @@ class OracleDrafter:
 
 
 class CountedDrafter:
-    """A drafter whose verified drafts are counted."""
+    """A drafter with counts of verified and accepted draft tokens."""
 
     def __init__(self, drafter: LimitedDrafter) -> None:
         self.apply, self.compute, self.draft, self._drafter = drafter.apply, drafter.compute, drafter.draft, drafter
@@ -59,7 +59,7 @@ class CountedDrafter:
 
 
 def let_draft(llm: LLM, wholes: Iterable[Sequence[int]] | None = None, mistake: int = 3) -> CountedDrafter:
-    """Let an engine with a drafter draft whatever rows cost; with `wholes`, let an oracle draft in its place."""
+    """Make an engine draft in steps of any number of rows; with `wholes`, replace its method by an oracle."""
     worker = llm._engine.engine._executor.worker  # type: ignore[attr-defined]
     assert isinstance(worker, Worker)
     drafter = worker._drafter

@@ -1,4 +1,4 @@
-"""Bounds on reasoning in tokens: thinking_token_budget of chats, budget_tokens of the Messages API."""
+"""Limits on reasoning tokens: thinking_token_budget of chats, budget_tokens of the Messages API."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -96,7 +96,7 @@ def test_what_follows_a_spent_budget_has_its_form(server: OpenAIServer, model: C
 
 
 @pytest.mark.parametrize("budget", [-2, 1.5, "many"])
-def test_budgets_that_are_none_are_refused(server: OpenAIServer, model: CallingModel, budget: object) -> None:
+def test_invalid_budgets_are_refused(server: OpenAIServer, model: CallingModel, budget: object) -> None:
     status, error = server.refusal(CHAT, messages=model.messages["plain"], thinking_token_budget=budget)
     assert (status, error["param"]) == (400, "thinking_token_budget")
 
