@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from quire.core.checks import shown
 from quire.core.errors import ConfigError
 
 SpeculationMethod = Literal["ngram", "suffix", "draft_model"]
@@ -19,7 +20,6 @@ DEFAULT_LOOKUP_MIN, DEFAULT_LOOKUP_MAX = 2, 5
 _SHORT_FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 _KEYS = (*_SHORT_FLAGS, "prompt_lookup_min", "prompt_lookup_max")
 _NGRAM_MODELS = ("ngram", "[ngram]")  # vLLM's older spelling of the method, as a model
-_MAX_SHOWN = 80           # characters of a value in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def parse_speculation(
         if value is None:
             continue
         if keys.get(key, value) != value:
-            raise ConfigError(f"{flag} is {_shown(value)}, but speculative_config has {key} {_shown(keys[key])}")
+            raise ConfigError(f"{flag} is {shown(value)}, but speculative_config has {key} {shown(keys[key])}")
         keys[key] = value
     return _config(keys) if keys else None
 
@@ -56,26 +56,26 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         keys = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"speculative_config must be a JSON object, got {_shown(text)}: {error}") from error
+        raise ConfigError(f"speculative_config must be a JSON object, got {shown(text)}: {error}") from error
     if not isinstance(keys, dict):
-        raise ConfigError(f"speculative_config must be a JSON object, got {_shown(text)}")
+        raise ConfigError(f"speculative_config must be a JSON object, got {shown(text)}")
     return {key: value for key, value in keys.items() if value is not None}
 
 
 def _config(keys: dict[str, Any]) -> SpeculationConfig:
     for key in keys:
         if key not in _KEYS:
-            raise ConfigError(f"speculative_config can have {', '.join(_KEYS)}, got {_shown(key)}")
+            raise ConfigError(f"speculative_config can have {', '.join(_KEYS)}, got {shown(key)}")
     if keys.get("model") in _NGRAM_MODELS and keys.get("method", "ngram") == "ngram":
         keys = {key: value for key, value in keys.items() if key != "model"} | {"method": "ngram"}
     method, model = _method(keys), keys.get("model")
     if method == "draft_model" and (not isinstance(model, str) or not model):
         raise ConfigError(
             "speculative_config with the method draft_model needs a model: folder, GGUF file or hub id, "
-            f"got {_shown(model)}"
+            f"got {shown(model)}"
         )
     if method != "draft_model" and model is not None:
-        raise ConfigError(f"speculative_config has the model {_shown(model)}, but the method {method} has no model")
+        raise ConfigError(f"speculative_config has the model {shown(model)}, but the method {method} has no model")
     lookups = [key for key in ("prompt_lookup_min", "prompt_lookup_max") if key in keys]
     if method != "ngram" and lookups:
         raise ConfigError(f"speculative_config has {lookups[0]}, but the method {method} has none; ngram has")
@@ -92,7 +92,7 @@ def _method(keys: dict[str, Any]) -> Any:  # noqa: ANN401 (checked to be one of 
     if method is None:
         raise ConfigError(f"speculative_config needs a method: {', '.join(METHODS)}")
     if method not in METHODS:
-        raise ConfigError(f"speculative_config: the method must be one of {', '.join(METHODS)}, got {_shown(method)}")
+        raise ConfigError(f"speculative_config: the method must be one of {', '.join(METHODS)}, got {shown(method)}")
     return method
 
 
@@ -100,10 +100,5 @@ def _count(keys: dict[str, Any], key: str, default: int, high: int) -> int:
     """Return a count from 1 to `high`."""
     value = keys.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
-        raise ConfigError(f"speculative_config: {key} must be an integer from 1 to {high}, got {_shown(value)}")
+        raise ConfigError(f"speculative_config: {key} must be an integer from 1 to {high}, got {shown(value)}")
     return value
-
-
-def _shown(value: object) -> str:
-    told = repr(value)
-    return told if len(told) <= _MAX_SHOWN else told[:_MAX_SHOWN] + "..."
