@@ -88,6 +88,10 @@ class QuantizationOptions:
                 f"got quantization {self.method!r}"
             )
 
+    def rounds_draft_model(self, stored: Quantization) -> bool:
+        """Return whether a draft model, with the quantization `stored` in its files, is rounded as its target is."""
+        return stored == UNQUANTIZED and self.method is not None and self.method not in CHECKPOINT_METHODS
+
 
 def resolve(asked: QuantizationOptions, source: str) -> Quantization:
     """Return the quantization of a model with floating-point weights; `source` names its config.

@@ -11,7 +11,7 @@ from quire.core.errors import ConfigError
 from quire.engine.formats import read_source
 from quire.engine.options import EngineOptions
 from quire.model.config import dtype_name, spec_from_config
-from quire.model.quantization import CHECKPOINT_METHODS, UNQUANTIZED, Quantization, QuantizationOptions, resolve
+from quire.model.quantization import UNQUANTIZED, Quantization, QuantizationOptions, resolve
 from quire.model.resolve import resolve_model
 from quire.model.spec import DecoderSpec
 from quire.sim.cost import PAGED_ATTENTION_FACTOR, CostModel
@@ -107,9 +107,7 @@ def read_draft_model(target: Model, options: EngineOptions) -> Model | None:
     if config is None or config.model is None:
         return None
     stored = read_model(config.model, target.dtype)
-    if stored.quantization != UNQUANTIZED or asked.method is None or asked.method in CHECKPOINT_METHODS:
-        return stored
-    return read_model(config.model, target.dtype, asked)
+    return read_model(config.model, target.dtype, asked) if asked.rounds_draft_model(stored.quantization) else stored
 
 
 def set_up(model: str) -> SetUp:

@@ -24,7 +24,7 @@ from quire.kernels.cache_layout import dtype_name
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
-from quire.model.quantization import CHECKPOINT_METHODS, UNQUANTIZED, Quantization, QuantizationOptions
+from quire.model.quantization import Quantization, QuantizationOptions
 from quire.model.resolve import resolve_model
 from quire.model.source import ModelSource
 
@@ -79,9 +79,7 @@ def load_draft_model(
 def draft_quantization(source: ModelSource, asked: QuantizationOptions) -> Quantization:
     """Return the quantization of a draft model: that of its files, or the target's int8 or int4 if they hold floats."""
     stored = source.quantization(QuantizationOptions())
-    if stored != UNQUANTIZED or asked.method is None or asked.method in CHECKPOINT_METHODS:
-        return stored
-    return source.quantization(asked)
+    return source.quantization(asked) if asked.rounds_draft_model(stored) else stored
 
 
 def _require_support(target: LoadedModel) -> None:
