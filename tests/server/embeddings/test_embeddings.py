@@ -120,6 +120,8 @@ def test_conversations_are_embedded_as_the_template_renders_them(server: ServerP
         assert (found["data"], found["usage"]["prompt_tokens"]) == (exact["data"], exact["usage"]["prompt_tokens"])
         pooled = server.post("/pooling", {"messages": MESSAGES} | options).json()
         assert pooled["data"][0]["data"] == found["data"][0]["embedding"]
+    invoked = server.post("/invocations", {"messages": MESSAGES}).json()
+    assert invoked["data"] == server.post("/v1/embeddings", {"messages": MESSAGES}).json()["data"]
 
 
 def test_conversations_are_begun_or_continued(server: ServerProcess) -> None:

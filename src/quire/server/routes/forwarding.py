@@ -5,6 +5,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.server.api.request_parsing import read_field_names
 from quire.server.errors import invalid
+from quire.server.service import Service
 
 router = APIRouter()
 
@@ -17,6 +18,7 @@ ROUTES = {
     "queries": "/score",
     "input": "/v1/embeddings",
 }
+_OF_CHATS, _OF_EMBEDDINGS = ROUTES["messages"], ROUTES["input"]
 
 
 class _Forwarded(Response):
@@ -42,11 +44,18 @@ class _Forwarded(Response):
 
 @router.post("/invocations", include_in_schema=False)
 async def invoke(request: Request) -> Response:
-    """Answer as the route does that requires a field of the body: messages, prompt and so on."""
+    """Answer as the route does that requires a field of the body: messages, prompt and so on.
+
+    An embedder embeds messages, as in vLLM.
+    """
     raw, names = await read_field_names(request)
     served = request.app.openapi()["paths"]  # cached
     paths = {field: path for field, path in ROUTES.items() if path in served}
     path = next((path for field, path in paths.items() if field in names), None)
+    service: Service = request.app.state.service
+    pooler = service.client.ready.pooler
+    if path == _OF_CHATS and pooler is not None and not pooler.is_reranker and _OF_EMBEDDINGS in served:
+        path = _OF_EMBEDDINGS
     if path is None:
         invalid(f"the body must have one of the fields {', '.join(paths)}")
     return _Forwarded(path, raw)
