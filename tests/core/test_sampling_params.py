@@ -156,7 +156,7 @@ def test_texts_are_lists_of_strings_with_something_in_them(field: str, value: ob
 
 
 def test_bad_words_is_no_single_string() -> None:
-    refusal(bad_words="word")
+    assert refusal(bad_words="word").param == "bad_words"
 
 
 def test_stop_strings_need_text_to_be_found_in() -> None:

@@ -417,11 +417,13 @@ def test_another_tokenizer_is_refused_with_both_names(draft_folder: Callable[...
         LLM(**speculation(folder))
 
 
-def test_tokenizer_that_is_spelled_otherwise_is_the_same(draft_folder: Callable[..., Path]) -> None:
+def test_tokenizer_that_is_spelled_otherwise_is_the_same(draft_folder: Callable[..., Path], watch: Watch) -> None:
     def strip(content: dict[str, Any]) -> None:
         content["post_processor"] = None
 
-    LLM(num_kv_blocks=50, **speculation(draft_folder(strip))).close()
+    with LLM(num_kv_blocks=50, **speculation(draft_folder(strip))) as llm:
+        llm.generate(["def "], SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
+    assert watch.num_drafted > 0
 
 
 def test_missing_tokenizer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
