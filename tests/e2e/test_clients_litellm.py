@@ -73,7 +73,6 @@ def test_completion_stream(chat: Fields, reciter: Reciter) -> None:
     asked = chat | {"max_tokens": length, "stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = litellm.completion(**asked)
     pieces = [chunk.choices[0].delta.content for chunk in chunks]
-    assert sum(map(bool, pieces)) > 1
     assert "".join(piece or "" for piece in pieces) == ROUNDS * TEXT
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
     assert last.usage.completion_tokens == length
@@ -114,7 +113,6 @@ def test_text_completion(text: Fields) -> None:
 def test_text_completion_stream(text: Fields, reciter: Reciter) -> None:
     asked = text | {"max_tokens": ROUNDS * len(reciter.script), "stream": True}
     pieces = [chunk.choices[0].text or "" for chunk in litellm.text_completion(**asked)]
-    assert sum(map(bool, pieces)) > 1
     assert "".join(pieces) == ROUNDS * TEXT
 
 
