@@ -4,7 +4,6 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 
 import pytest
 from typer.core import TyperCommand, TyperGroup
@@ -13,9 +12,9 @@ from typer.main import get_command
 import quire
 from quire.cli.main import app
 from quire.core import errors
-from support.tools import load_tool
+from reference_tables import PAGE
 
-REFERENCE = (Path(__file__).parents[1] / "docs/reference.md").read_text(encoding="utf-8")
+REFERENCE = PAGE.path.read_text(encoding="utf-8")
 CODE = re.findall(r"`[^`\n]+`|^    .*$", REFERENCE, flags=re.MULTILINE)  # spans, and lines of blocks
 NAMED = {word for code in CODE for word in re.findall(r"\w+", code)}
 
@@ -53,7 +52,6 @@ def test_flags_explained_are_the_flags_that_there_are() -> None:
 
 
 def test_tables_of_options_are_those_of_the_declarations() -> None:
-    tables = load_tool("reference_tables")
     written = set(re.findall(r"<!-- options: (\w+) -->", REFERENCE))
-    assert written == tables.TABLES.keys()
-    assert tables.filled(REFERENCE) == REFERENCE, "run python tools/reference_tables.py"
+    assert written == PAGE.tables.keys()
+    assert PAGE.filled(REFERENCE) == REFERENCE, "run python tools/reference_tables.py"

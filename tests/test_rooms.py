@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import structure
 from support.gguf_files import convert
 from support.quantized_folder import awq, awq_config, write_pair
 from support.random_model import write_random_model
 from support.server import running_server
-from support.tools import load_tool
 
-structure = load_tool("structure")
 ROOMS = structure.rooms()
 ABOVE = ("quire.cli", "quire.sim", "quire.paper")  # nothing rests on these
 # These and ABOVE put together what is there.

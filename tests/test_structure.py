@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.tools import load_tool
-
-structure = load_tool("structure")
+import structure
 
 
 def test_no_modules_import_each_other() -> None:

@@ -6,25 +6,15 @@ A table is between `<!-- formats: NAME -->` and `<!-- end of formats -->`.
 """
 
 import re
-from collections.abc import Iterable
-from pathlib import Path
 
+from page_tables import Page, table
 from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
 from quire.server.tool_formats.table import REASONING_FORMATS, TOOL_FORMATS
-
-PAGE = Path(__file__).parents[1] / "docs/tools.md"
-PLACE = re.compile(r"(<!-- formats: (?P<name>\w+) -->\n)(?P<table>.*?)(<!-- end of formats -->)", re.DOTALL)
 
 
 def code(text: str) -> str:
     """Return a text as code in a cell of a Markdown table; a line break is written as two characters."""
     return "`" + text.replace("\n", "\\n").replace("|", "\\|") + "`"
-
-
-def table(*cells: Iterable[str]) -> str:
-    """Return a Markdown table; the first of `cells` is its heading."""
-    heading, *others = ([*row] for row in cells)
-    return "".join(f"| {' | '.join(row)} |\n" for row in (heading, ["---"] * len(heading), *others))
 
 
 def names(row: ToolFormat | ReasoningFormat) -> str:
@@ -60,15 +50,7 @@ def reasoning_formats() -> str:
 TABLES = {"tools": tool_formats, "reasoning": reasoning_formats}
 
 
-def filled(page: str) -> str:
-    """Return the page with its tables as they are declared."""
-    return PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place['name']]()}\n{place[4]}", page)
-
-
-def main() -> None:
-    """Write the tables."""
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
+PAGE = Page("tools.md", "formats", TABLES)
 
 if __name__ == "__main__":
-    main()
+    PAGE.write()

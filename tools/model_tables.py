@@ -8,20 +8,19 @@ the keys that it reads and refuses are recorded.
 
 import ast
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import getdoc
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+from page_tables import Page, table
 from quire.kernels.support import SUPPORT
 from quire.model.config_reader import ConfigReader
 from quire.model.families import FAMILIES
 
-ROOT = Path(__file__).parents[1]
-PAGE, TESTS = ROOT / "docs/models.md", ROOT / "tests/model/test_families.py"
-PLACE = re.compile(r"(<!-- models: (?P<name>\w+) -->\n)(?P<table>.*?)(<!-- end of models -->)", re.DOTALL)
+TESTS = Path(__file__).parents[1] / "tests/model/test_families.py"
 CONFIG = {
     "vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "hidden_size": 64, "ffn_dim": 16,
     "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16, "max_position_embeddings": 32,
@@ -83,12 +82,6 @@ def code(names: Collection[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def table(*rows: Iterable[str]) -> str:
-    """Return a Markdown table; the first of `rows` is its heading."""
-    heading, *others = ([*row] for row in rows)
-    return "".join(f"| {' | '.join(row)} |\n" for row in (heading, ["---"] * len(heading), *others))
-
-
 def families() -> str:
     """Return the table of the families."""
     cases, rows = Cases().by_architecture, []
@@ -112,15 +105,7 @@ def parts() -> str:
 TABLES = {"families": families, "parts": parts}
 
 
-def filled(page: str) -> str:
-    """Return the page with its tables as the code has them."""
-    return PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place['name']]()}\n{place[4]}", page)
-
-
-def main() -> None:
-    """Write the tables."""
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
+PAGE = Page("models.md", "models", TABLES)
 
 if __name__ == "__main__":
-    main()
+    PAGE.write()

@@ -5,11 +5,10 @@
 A table is between `<!-- options: NAME -->` and `<!-- end of options -->`; TABLES has the names.
 """
 
-import re
 from collections.abc import Callable, Iterable
 from inspect import get_annotations
-from pathlib import Path
 
+from page_tables import Page, table
 from quire.cli.paper.command import PaperFlags
 from quire.cli.plan import DeviceFlags
 from quire.cli.run_batch.command import BatchFlags
@@ -18,10 +17,8 @@ from quire.core.options import SIZE, Declared, declared_options
 from quire.engine.options import EngineOptions
 from quire.server.options import Limits, ServerOptions
 
-PAGE = Path(__file__).parents[1] / "docs/reference.md"
 WIDTH = 120                      # characters of a line that is not a table's
 NOT_OF_LLM = frozenset({"tensor_parallel_size"})
-PLACE = re.compile(r"(<!-- options: (?P<name>\w+) -->\n)(?P<table>.*?)(<!-- end of options -->)", re.DOTALL)
 
 
 def flag_names(declared: Declared) -> str:
@@ -43,12 +40,6 @@ def shown_default(declared: Declared) -> str:
     if isinstance(value, int | float):
         return f"{value:,}" if isinstance(value, int) and value >= 10_000 else f"{value:g}"
     return f"`{value}`"
-
-
-def rows(*cells: Iterable[str]) -> str:
-    """Return a Markdown table; the first of `cells` is its heading."""
-    heading, *others = ([*row] for row in cells)
-    return "".join(f"| {' | '.join(row)} |\n" for row in (heading, ["---"] * len(heading), *others))
 
 
 def wrapped(words: Iterable[str], first: str, indent: str) -> str:
@@ -77,7 +68,7 @@ def _literal(value: object) -> str:
 def llm_arguments() -> str:
     """Return the table of the arguments of `LLM`."""
     declared = (each for each in declared_options(EngineOptions) if each.name not in NOT_OF_LLM)
-    return rows(("argument", "meaning"), *((f"`{each.name}`", each.option.row) for each in declared))
+    return table(("argument", "meaning"), *((f"`{each.name}`", each.option.row) for each in declared))
 
 
 def engine_flags() -> str:
@@ -90,14 +81,14 @@ def engine_flags() -> str:
 def limits() -> str:
     """Return the table of the server's limits, with the answer past each."""
     cells = ((*_flag_cells(each), each.option.past) for each in declared_options(Limits))
-    return rows(("flag", "default", "bounds", "past it"), *cells)
+    return table(("flag", "default", "bounds", "past it"), *cells)
 
 
 def flags(group: type) -> str:
     """Return the table of a group's own flags."""
     own = get_annotations(group)
     declared = (each for each in declared_options(group) if each.name in own and each.option.kind == "flag")
-    return rows(("flag", "default", "meaning"), *map(_flag_cells, declared))
+    return table(("flag", "default", "meaning"), *map(_flag_cells, declared))
 
 
 def _flag_cells(declared: Declared) -> tuple[str, str, str]:
@@ -117,15 +108,7 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def filled(page: str) -> str:
-    """Return the page with its tables as they are declared."""
-    return PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place['name']]()}\n{place[4]}", page)
-
-
-def main() -> None:
-    """Write the tables."""
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
+PAGE = Page("reference.md", "options", TABLES)
 
 if __name__ == "__main__":
-    main()
+    PAGE.write()

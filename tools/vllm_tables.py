@@ -5,27 +5,18 @@
 A table is between `<!-- vllm: NAME -->` and `<!-- end of vllm -->`; TABLES has the names.
 """
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 
+from page_tables import Page, table
 from quire.core.options import declared_options
 from quire.engine.options import EngineOptions
 from quire.server.options import ServerOptions
 from quire.vllm_arguments.rows import Does, Row
 from quire.vllm_arguments.translation import ROWS
 
-PAGE = Path(__file__).parents[1] / "docs/coming-from-vllm.md"
-PLACE = re.compile(r"(<!-- vllm: (?P<name>\w+) -->\n)(?P<table>.*?)(<!-- end of vllm -->)", re.DOTALL)
 DECLARED = (each for group in (EngineOptions, ServerOptions) for each in declared_options(group))
 OPTIONS = {"config", *(each.name for each in DECLARED if each.option.kind != "none")}
-
-
-def table(*cells: Iterable[str]) -> str:
-    """Return a Markdown table; the first of `cells` is its heading."""
-    heading, *others = ([*row] for row in cells)
-    return "".join(f"| {' | '.join(row)} |\n" for row in (heading, ["---"] * len(heading), *others))
 
 
 def code(row: Row) -> str:
@@ -71,15 +62,7 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def filled(page: str) -> str:
-    """Return the page with its tables as the rows have them."""
-    return PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place['name']]()}\n{place[4]}", page)
-
-
-def main() -> None:
-    """Write the tables."""
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
+PAGE = Page("coming-from-vllm.md", "vllm", TABLES)
 
 if __name__ == "__main__":
-    main()
+    PAGE.write()

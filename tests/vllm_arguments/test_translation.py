@@ -14,7 +14,7 @@ from quire.engine.options import EngineOptions
 from quire.server.options import ServerOptions
 from quire.vllm_arguments.translation import ROWS, engine_settings, is_neutral, meaning
 from quire.vllm_arguments.values import swap_bytes, whole_number
-from support.tools import load_tool
+from vllm_tables import PAGE
 
 ENGINE_OPTIONS = {option.name for option in declared_options(EngineOptions)}
 SERVER_OPTIONS = {option.name for option in declared_options(ServerOptions)}
@@ -23,7 +23,6 @@ NAMES = [line.split() for line in Path(__file__).with_name("names_of_vllm_0_33.t
 ENGINE_ARGUMENTS = [names[0] for kind, *names in NAMES if kind == "argument"]
 OTHER_FLAGS = [names[0] for kind, *names in NAMES if kind == "flag"]
 SPELLINGS = {names[0]: names[1] for kind, *names in NAMES if kind == "spelling"}
-PAGE = Path(__file__).parents[2] / "docs/coming-from-vllm.md"
 
 
 def settings(**given: object) -> dict[str, object]:
@@ -54,9 +53,8 @@ def test_rows_name_options_that_there_are() -> None:
 
 
 def test_page_has_the_tables_of_the_rows() -> None:
-    tables = load_tool("vllm_tables")
-    page = PAGE.read_text(encoding="utf-8")
-    assert tables.filled(page) == page, "run python tools/vllm_tables.py"
+    page = PAGE.path.read_text(encoding="utf-8")
+    assert PAGE.filled(page) == page, "run python tools/vllm_tables.py"
     assert [row.flag for row in ROWS.values() if f"`{row.flag}`" not in page] == []
 
 

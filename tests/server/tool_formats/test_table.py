@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from format_tables import PAGE
 from quire.server.tools.output_format import (
     FALLBACK,
     REASONING_FORMATS,
@@ -13,10 +14,8 @@ from quire.server.tools.output_format import (
     find_format,
     find_reasoning,
 )
-from support.tools import load_tool
 
 DATA = Path(__file__).parents[3] / "../shared/data/chat_templates"
-PAGE = Path(__file__).parents[3] / "docs/tools.md"
 # Templates that take tools, and the format of the calls that they ask for.
 TEMPLATES = {
     "ct_granite-3.0-instruct": "granite",
@@ -77,5 +76,5 @@ def test_model_type_counts_where_there_is_no_template() -> None:
 
 
 def test_page_has_the_tables_of_the_rows() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert load_tool("format_tables").filled(page) == page, "run python tools/format_tables.py"
+    page = PAGE.path.read_text(encoding="utf-8")
+    assert PAGE.filled(page) == page, "run python tools/format_tables.py"
