@@ -40,7 +40,8 @@ struct Quantization {
 // A linear layer: out = activation(x W^T + addend + bias), x [num_rows, in_features] and out [num_rows, out_features], rows
 // `stride` elements apart. Packed weights as packing.hpp says; those of a gated activation are two layers, a
 // strip of gates and a strip of ups in turn. bias is float32 or null, of a gated one the gates' and then the ups'. addend
-// is float32 [num_rows, as many as bias has] or null. A format that is not served is a std::invalid_argument.
+// is float32 [num_rows, as many as bias has] or null; with addend_rows, row i gets the addend's row addend_rows[i], none
+// where that is negative. A format that is not served is a std::invalid_argument.
 template <typename T>
 struct Linear {
     const T* x;
@@ -56,6 +57,7 @@ struct Linear {
     Quantization quantization = {};
     const float* addend = nullptr;
     long addend_stride = 0;
+    const std::int32_t* addend_rows = nullptr;
 
     bool is_gated() const { return activation == Activation::silu_and_mul || activation == Activation::gelu_tanh_and_mul; }
 };

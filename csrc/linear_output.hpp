@@ -35,9 +35,11 @@ inline void store_outputs(const Linear<T>& op, long row, long first, Floats valu
 // is 3 % slower with this among it.
 template <typename T>
 [[gnu::noinline]] void add_addend(const Linear<T>& op, long row, long strip, float* sums) {
+    const long addend_row = op.addend_rows ? op.addend_rows[row] : row;
+    if (addend_row < 0) return;
     const bool is_up = op.is_gated() && strip % 2;
     const long first = (op.is_gated() ? strip / 2 : strip) * STRIP;
-    const float* addend = op.addend + row * op.addend_stride + (is_up ? op.out_features : 0) + first;
+    const float* addend = op.addend + addend_row * op.addend_stride + (is_up ? op.out_features : 0) + first;
     store(sums, load(sums) + load_some(addend, std::min(STRIP, op.out_features - first)));
 }
 

@@ -115,6 +115,15 @@ void def_program(nb::module_& module, const char* name) {
             const nb::gil_scoped_release others_run;
             self.run(step, rows);
         });
+        program.def("run_with_adapters", [pointers](const Program<T>& self, const Addresses& externals,
+                                                    const std::vector<const AdapterFactors*>& adapters, std::uintptr_t of_row,
+                                                    PassedField<i>... passed) {
+            const ProgramStep step{Argument{passed}...};
+            const std::vector<T*> rows = pointers(externals);
+            const nb::gil_scoped_release others_run;
+            const StepAdapters<T> own(adapters, reinterpret_cast<const std::int32_t*>(of_row), step.num_tokens);
+            self.run(step, rows, &own);
+        });
     }(std::make_index_sequence<num_fields<ProgramStep>()>());
 }
 
@@ -157,6 +166,9 @@ NB_MODULE(_kernels, module) {
     def_struct<Buffer>(module, "Buffer");
     def_struct<NormOp>(module, "NormOp");
     def_struct<LinearOp>(module, "LinearOp");
+    def_struct<LowRankPart>(module, "LowRankPart");
+    def_struct<LowRankFactors>(module, "LowRankFactors");
+    def_struct<AdapterFactors>(module, "AdapterFactors");
     def_struct<QKNormOp>(module, "QKNormOp");
     def_struct<RotaryWriteOp>(module, "RotaryWriteOp");
     def_struct<AttentionOp>(module, "AttentionOp");

@@ -29,8 +29,8 @@ void call_norm(const NormWeights& norm, const T* x, long x_stride, const T* resi
 template <typename T>
 class Program<T>::Run {
 public:
-    Run(const Program& program, const ProgramStep& step, const std::vector<T*>& externals)
-        : program_(program), step_(step), rows_(program.buffers_.size()) {
+    Run(const Program& program, const ProgramStep& step, const std::vector<T*>& externals, const StepAdapters<T>* adapters)
+        : program_(program), step_(step), adapters_(adapters), rows_(program.buffers_.size()) {
         static thread_local ISA::Aligned<T> memory;  // kept from step to step
         const auto size = [&](const Buffer& buffer) {
             const bool is_scratch = buffer.base < 0 && !buffer.is_external;
@@ -59,9 +59,11 @@ public:
 
     void operator()(const LinearOp& op) const {
         const LinearWeights& layer = op.layer;
-        call(chosen->linear, Linear<T>{at(op.x), step_.num_tokens, layer.in_features, stride(op.x),
-                                       static_cast<const T*>(layer.packed), layer.out_features, layer.bias, at(op.out),
-                                       stride(op.out), sizeof(T) == sizeof(float), layer.activation, layer.format, layer.quantization});
+        const Linear<T> linear{at(op.x), step_.num_tokens, layer.in_features, stride(op.x),
+                               static_cast<const T*>(layer.packed), layer.out_features, layer.bias, at(op.out),
+                               stride(op.out), sizeof(T) == sizeof(float), layer.activation, layer.format, layer.quantization};
+        if (adapters_) return adapters_->linear(linear, op.number);
+        call(chosen->linear, linear);
     }
 
     void operator()(const QKNormOp& op) const {
@@ -110,6 +112,7 @@ private:
     };
     const Program& program_;
     const ProgramStep& step_;
+    const StepAdapters<T>* adapters_;  // null: no row has one
     std::vector<Rows> rows_;
 
     T* at(long index) const { return rows_[index].at; }
@@ -117,8 +120,8 @@ private:
 };
 
 template <typename T>
-void Program<T>::run(const ProgramStep& step, const std::vector<T*>& externals) const {
-    const Run run(*this, step, externals);
+void Program<T>::run(const ProgramStep& step, const std::vector<T*>& externals, const StepAdapters<T>* adapters) const {
+    const Run run(*this, step, externals, adapters);
     for (const ProgramOp& op : ops_) std::visit(run, op);
 }
 

@@ -5,6 +5,7 @@
 #include <variant>
 
 #include "kernels.hpp"
+#include "low_rank.hpp"
 
 namespace quire {
 
@@ -42,7 +43,7 @@ struct NormOp {
     NormWeights norm;
 };
 struct LinearOp {
-    long x, out;
+    long x, out, number;  // `number`: by which adapters have its factors
     LinearWeights layer;
 };
 struct QKNormOp {  // over each head, or over all heads together, in place
@@ -98,7 +99,7 @@ public:
     }
 
     // `externals`: addresses of the external activations, in the order of the buffers.
-    void run(const ProgramStep& step, const std::vector<T*>& externals) const;
+    void run(const ProgramStep& step, const std::vector<T*>& externals, const StepAdapters<T>* adapters = nullptr) const;
 
 private:
     std::vector<ProgramOp> ops_;

@@ -42,8 +42,11 @@ class Linear(Protocol):
 
     num_bytes: int
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return [num_rows, out_features] for x [num_rows, in_features]."""
+    def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
+        """Return [num_rows, out_features] for x [num_rows, in_features].
+
+        addend: float32 [num_rows, rows of the weight], added to the sums before the bias and the activation.
+        """
 
 
 def all_finite(weight: Tensor) -> bool:
@@ -112,9 +115,10 @@ class QuantizedLinear:
         self._out_dtype, self._activate = dtype or weight.value_dtype, _ACTIVATIONS[activation]
         self.num_bytes = self._weight.num_bytes
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
         """Multiply all rows."""
         sums = a8_sums(x if self._order is None else x[:, self._order], self._weight, exact_product)
+        sums = sums if addend is None else sums + addend
         sums = sums if self._bias is None else sums + self._bias
         return self._activate(sums.to(self._out_dtype))
 
@@ -143,17 +147,23 @@ class PackedLinear:
         self._activate = _ACTIVATIONS[activation]
         self.num_bytes = whole.numel() * self._dtype.itemsize
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply in portions of at most MAX_ROWS rows, each activated while it is in the CPU's cache."""
-        portions = [self._portion(rows) for rows in torch.split(x.to(self._dtype), MAX_ROWS)]
+    def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
+        """Multiply in portions of at most MAX_ROWS rows, each activated while it is in the CPU's cache.
+
+        An addend is added to the product, which has been rounded to the precision of products, with its bias.
+        """
+        split = torch.split(x.to(self._dtype), MAX_ROWS)
+        addends = [None] * len(split) if addend is None else torch.split(addend, MAX_ROWS)
+        portions = [self._portion(rows, own) for rows, own in zip(split, addends, strict=True)]
         return portions[0] if len(portions) == 1 else torch.cat(portions)
 
-    def _portion(self, rows: Tensor) -> Tensor:
+    def _portion(self, rows: Tensor, addend: Tensor | None) -> Tensor:
         num_rows = len(rows)
         row_count = next(count for count in self._row_counts if count >= num_rows)
         if num_rows < row_count:
             rows = F.pad(rows, (0, 0, 0, row_count - num_rows))
-        return self._activate(self._product(rows)[:num_rows].to(self._out_dtype))
+        product = self._product(rows)[:num_rows]
+        return self._activate((product if addend is None else product + addend).to(self._out_dtype))
 
 
 @cache

@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.kernels import linear as linears
 from quire.kernels import norm as norms
 from quire.kernels.kv_quantization import ONES, KVScales
+from quire.kernels.low_rank import RowAdapters
 from quire.kernels.paged_attention import AttentionMetadata
 
 INPUT = "stream"  # the activation that a program begins with: the residual stream [num_tokens, width]
@@ -34,6 +35,7 @@ class LayerInputs:
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     side: Mapping[str, Tensor] = field(default_factory=dict)  # per row of the batch, by name: see `ForwardBatch.side`
+    adapters: RowAdapters | None = None  # None: no row has one
 
 
 class Op(Protocol):
@@ -97,7 +99,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """out = linear(x), activation included."""
+    """out = linear(x), activation included, with what the adapters of rows add to its sums."""
 
     name: str
     linear: linears.Linear
@@ -116,7 +118,9 @@ class Linear:
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Multiply all rows."""
-        activations[self.out] = self.linear(activations[self.x])
+        x = activations[self.x]
+        addend = None if inputs.adapters is None else inputs.adapters.addend(self.name, x)
+        activations[self.out] = self.linear(x) if addend is None else self.linear(x, addend)
 
 
 @dataclass(frozen=True, slots=True)

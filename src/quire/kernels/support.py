@@ -25,6 +25,7 @@ SUPPORT: dict[str, frozenset[str]] = {
     "CountLayer": EVERYWHERE,
     "Gather": CPU,
     "side table": CPU,  # `ForwardBatch.side` is not transferred to a device
+    "adapters": CPU,
 } | {f"kv_cache_dtype {name}": CPU for name in QUANTIZED}
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from quire.kernels.low_rank import RowAdapters
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -20,10 +22,11 @@ class ForwardBatch:
     context_lens: Tensor   # [S] int32, tokens that a sequence's last query may attend to, itself included
     block_tables: Tensor   # [S, max_blocks] int32
     side: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
+    adapters: RowAdapters | None = field(default=None, kw_only=True)  # of the T tokens; None: the model alone
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them in the order of the fields, without the side table."""
+        """All of them in the order of the fields, without the side table and the adapters."""
         return [
             self.token_ids, self.positions, self.slot_mapping, self.query_starts, self.context_lens, self.block_tables
         ]  # fmt: skip

@@ -62,11 +62,11 @@ class Decoder:
 
         The hidden states are normed, ready for `logits`. They are in the model's dtype.
         """
-        if batch.side:
-            require(self.back_end.name, ["side table"])
+        if batch.side or batch.adapters is not None:
+            require(self.back_end.name, ["side table"] if batch.side else ["adapters"])
         metadata = build_metadata(batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size)
         inputs = LayerInputs(
-            batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.side
+            batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.side, batch.adapters
         )
         return self._program.run(self._embedding(batch.token_ids, batch.positions), inputs)
 

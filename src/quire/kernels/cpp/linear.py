@@ -59,11 +59,16 @@ class CppLinear:
         )
 
     @property
+    def packed_address(self) -> int:
+        """Where the packed weight begins."""
+        return self._addresses[0]
+
+    @property
     def sizes(self) -> tuple[int, int]:
         """Inputs and outputs of a row."""
         return self._in_features, self._out_features
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
         """Multiply all rows in one call; how many there are changes no row.
 
         addend: float32 [num_rows, rows of the weight], added to the sums before the bias; rows may have gaps.
@@ -92,6 +97,7 @@ class CppLinear:
             *self._weight.format,
             address(addend),
             0 if addend is None else addend.stride(0),
+            0,
         )
         return out if self._sum_dtype == self._out_dtype else out.to(self._out_dtype)
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from quire.kernels.cpp.cache_layout import CacheSizes, layer_cache
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.cpp.norm import CppNorm
+from quire.kernels.linear import Linear
+from quire.kernels.low_rank import AdapterWeights, LowRankLayer
 from quire.kernels.program import Activations, LayerInputs, Op, Program, live_after
 
 log = logging.getLogger(__name__)
@@ -77,6 +80,7 @@ class Buffers:
         self._views: list[View] = []                # by index; of memory of its own, base is its index
         self._bound: dict[str, int] = {}            # the index of each name at this point
         self._own: dict[tuple[str, int], int] = {}  # by name and width
+        self.linears: list[str] = []                # names of linear ops, by number
 
     def read(self, name: str, width: int, head_dim: int | None = None) -> int:
         """Return the index of an activation that an op reads, or changes in place."""
@@ -106,6 +110,11 @@ class Buffers:
         assert self._views[base].base == base, "a view of a view"
         self._bound[name] = len(self._views)
         self._views.append(View(base, offset, width, head_dim))
+
+    def number_linear(self, name: str) -> int:
+        """Return the number of a linear op, by which adapters have its factors."""
+        self.linears.append(name)
+        return len(self.linears) - 1
 
     def outputs(self, names: Iterable[str]) -> dict[str, View]:
         """Return where these activations are after the last op."""
@@ -140,6 +149,8 @@ class FusedOps:
         self._cache_ops = {op.layer: op for op in stretch if isinstance(op, ops.Attention | ops.RotaryWrite)}
         self._program = _PROGRAM[dtype](translated, buffers.records(self._externals))
         self._keys: Sequence[Tensor] | None = None  # the caches that the extension has addresses of
+        self._linears = buffers.linears
+        self._factors = WeakKeyDictionary[AdapterWeights, _kernels.AdapterFactors]()
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Run the stretch; activations that it reads may be overwritten."""
@@ -156,11 +167,23 @@ class FusedOps:
             tensors[index] = self._new(num_tokens, width) if given is None else self._checked(given, num_tokens, width)
         addresses = [tensor.data_ptr() for tensor in tensors.values()]
         assert num_tokens == 0 or len(set(addresses)) == len(addresses), "two activations in the same memory"
-        self._program.run(
-            addresses, num_tokens, positions.data_ptr(), slots.data_ptr(), *metadata_arguments(inputs.metadata)
-        )
+        step = num_tokens, positions.data_ptr(), slots.data_ptr(), *metadata_arguments(inputs.metadata)
+        if inputs.adapters is None:
+            self._program.run(addresses, *step)
+        else:
+            adapters, of_row = inputs.adapters
+            assert (of_row.dtype, of_row.shape) == (torch.int32, (num_tokens,)), "an adapter for each row"
+            factors = [self._factors_of(adapter) for adapter in adapters]
+            self._program.run_with_adapters(addresses, factors, of_row.data_ptr(), *step)
         for name, view in self._outputs.items():
             activations[name] = view.of(tensors[view.base])
+
+    def _factors_of(self, adapter: AdapterWeights) -> _kernels.AdapterFactors:
+        """Return an adapter's factors of the stretch's linear ops; they stay valid as long as the adapter."""
+        if adapter not in self._factors:
+            layers = [_low_rank(adapter.layers.get(name)) for name in self._linears]
+            self._factors[adapter] = _kernels.AdapterFactors(layers)
+        return self._factors[adapter]
 
     def _new(self, num_tokens: int, width: int) -> Tensor:
         return torch.empty(num_tokens, width, dtype=self._dtype)
@@ -179,6 +202,21 @@ class FusedOps:
             caches[layer] = layer_cache(keys, values, sizes, self._dtype, op.kv_scales)
         self._program.use_caches(caches, block_size)
         self._keys = inputs.keys
+
+
+def _low_rank(layer: LowRankLayer | None) -> _kernels.LowRankFactors:
+    if layer is None:
+        return _kernels.LowRankFactors(0, 0, [])
+    parts = [
+        _kernels.LowRankPart(_packed(part.up), part.first_input, part.rank, part.first_output, part.num_outputs)
+        for part in layer.parts
+    ]
+    return _kernels.LowRankFactors(_packed(layer.down), layer.rank, parts)
+
+
+def _packed(factor: Linear) -> int:
+    assert isinstance(factor, CppLinear)
+    return factor.packed_address
 
 
 class Translation(NamedTuple):
@@ -205,7 +243,7 @@ def _linear(op: ops.Linear, buffers: Buffers) -> list[object]:
     in_features, out_features = op.linear.sizes
     x, out = buffers.read(op.x, in_features), buffers.write(op.out, out_features)
     assert x != out, f"{op.name} would overwrite its input"
-    return [_kernels.LinearOp(x, out, op.linear.weights)]
+    return [_kernels.LinearOp(x, out, buffers.number_linear(op.name), op.linear.weights)]
 
 
 def _split_heads(op: ops.SplitHeads, buffers: Buffers) -> list[object]:

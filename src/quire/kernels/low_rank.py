@@ -1,0 +1,84 @@
+"""Low-rank addends of linear layers: the difference that adapters make (Hu et al. 2021), row by row of a batch.
+
+The sums of a layer for a row with an adapter are W x + B (A x): A x is rounded to the model's dtype, B (A x) is a
+float32 addend of the sums, before the bias, the rounding and the activation. The scale of an adapter is part of B.
+Each product is of linear layers, a row of which does not depend on the other rows, so a row depends on its own adapter
+alone. Rows without an adapter get the addend -0, which changes no number.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels.linear import Linear
+
+NOTHING = -0.0  # x + -0.0 is x, also where x is -0.0
+
+
+class LowRankPart(NamedTuple):
+    """B of outputs [first_output, first_output + num_outputs) of a layer, over `rank` outputs of A."""
+
+    up: Linear          # float32 [num_rows, num_outputs] of [num_rows, rank]
+    first_input: int    # the first of A's outputs
+    rank: int
+    first_output: int   # of a gated layer: gates, then ups
+    num_outputs: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRankLayer:
+    """The factors of one layer: A of all its parts, and a B for each; outputs of no part are unchanged."""
+
+    down: Linear                       # A: [num_rows, rank], in the model's dtype
+    rank: int                          # of all parts together
+    num_outputs: int                   # of the layer: rows of its weight
+    parts: tuple[LowRankPart, ...]
+
+    def addend(self, x: Tensor) -> Tensor:
+        """Return float32 [num_rows, num_outputs] for x [num_rows, in_features]."""
+        inner = self.down(x)
+        addend = torch.full((len(x), self.num_outputs), NOTHING)
+        for part in self.parts:
+            columns = slice(part.first_output, part.first_output + part.num_outputs)
+            addend[:, columns] = part.up(inner[:, part.first_input : part.first_input + part.rank].contiguous())
+        return addend
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class AdapterWeights:
+    """An adapter in memory: factors by the names of a program's linear ops. `num_bytes`: of all of them."""
+
+    layers: Mapping[str, LowRankLayer]
+    num_bytes: int
+
+
+class RowAdapters(NamedTuple):
+    """The adapters of a batch's rows."""
+
+    adapters: Sequence[AdapterWeights]
+    of_row: Tensor                     # int32 [num_rows], indices of `adapters`; -1: none
+
+    def addend(self, name: str, x: Tensor) -> Tensor | None:
+        """Return the addend of the linear op `name` for x [num_rows, in_features]; None if no row has one."""
+        addend: Tensor | None = None
+        for index, adapter in enumerate(self.adapters):
+            layer, rows = adapter.layers.get(name), (self.of_row == index).nonzero()[:, 0]
+            if layer is None or not len(rows):
+                continue
+            if addend is None:
+                addend = torch.full((len(x), layer.num_outputs), NOTHING)
+            addend[rows] = layer.addend(x[rows])
+        return addend
+
+
+def reference(x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Return the addend of one module, float32 [num_rows, out_features]: the meaning of an adapter.
+
+    x [num_rows, in_features]; A `down` [rank, in_features]; B `up` [out_features, rank] in float32, which is scaled
+    and then rounded to x's dtype, as is A x.
+    """
+    inner = (x.float() @ down.float().T).to(x.dtype)
+    return inner.float() @ (up.float() * scale).to(x.dtype).float().T
