@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.metrics import Metrics
+from quire.engine.metrics import OLDER_NAMES, Metrics
 
 DASHBOARD = json.loads((Path(__file__).parents[1] / "docs/grafana/quire.json").read_text(encoding="utf-8"))
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -21,12 +21,12 @@ GRID_WIDTH = 24
 
 @pytest.fixture(scope="module")
 def families() -> dict[str, set[str]]:
-    """Return the families of a page but those of the process, and the names of the samples of each."""
+    """Return the families of a page but those of the process and under older names, and the samples' names of each."""
     text = Metrics("tiny").exposition(0)[0].decode()
     return {
         family.name: {sample.name for sample in family.samples}
         for family in text_string_to_metric_families(text)
-        if not family.name.startswith("process_")
+        if not family.name.startswith("process_") and family.name not in OLDER_NAMES.values()
     }
 
 

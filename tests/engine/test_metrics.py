@@ -17,7 +17,7 @@ from quire.engine.admission_rate import LONGEST_S, RETRY_AFTER_S
 from quire.engine.client import EngineClient
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
-from quire.engine.metrics import CACHE_LABELS, QUEUE_BOUNDS, REFUSALS, Metrics
+from quire.engine.metrics import CACHE_LABELS, OLDER_NAMES, QUEUE_BOUNDS, REFUSALS, Metrics
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import FinishedRequest, ProcessedStep
 from quire.engine.streams import RequestStream
@@ -36,6 +36,7 @@ GAUGES: dict[str, list[dict[str, str]]] = {
     "vllm:num_requests_waiting": [MODEL],
     "vllm:num_requests_waiting_by_reason": [MODEL | {"reason": reason} for reason in ("capacity", "deferred")],
     "vllm:kv_cache_usage_perc": [MODEL],
+    "vllm:gpu_cache_usage_perc": [MODEL],
     "vllm:cache_config_info": [MODEL | dict.fromkeys(CACHE_LABELS, "")],
     "quire:kv_blocks_pinned": [{}],
     "quire:kv_blocks": [{"state": state} for state in ("free", "cached", "used")],
@@ -50,6 +51,8 @@ GAUGES: dict[str, list[dict[str, str]]] = {
 COUNTERS: dict[str, list[dict[str, str]]] = {
     "vllm:prefix_cache_queries_total": [MODEL],
     "vllm:prefix_cache_hits_total": [MODEL],
+    "vllm:gpu_prefix_cache_queries_total": [MODEL],
+    "vllm:gpu_prefix_cache_hits_total": [MODEL],
     "vllm:num_preemptions_total": [MODEL],
     "vllm:spec_decode_num_drafts_total": [MODEL],
     "vllm:spec_decode_num_draft_tokens_total": [MODEL],
@@ -77,6 +80,7 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
 HISTOGRAMS = (
     "vllm:time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds",
+    "vllm:time_per_output_token_seconds",
     "vllm:e2e_request_latency_seconds",
     "vllm:request_queue_time_seconds",
     "vllm:request_inference_time_seconds",
@@ -283,6 +287,13 @@ def test_run_of_an_engine_is_counted_as_users_saw_it(demo_model: Path) -> None:
     assert page["vllm:time_to_first_token_seconds_count"] == len(answers) + 1
     assert page["vllm:inter_token_latency_seconds_count"] == num_tokens - len(choices) + num_given_up - 1
     assert page["vllm:prompt_tokens_total"] == sum(num_prompt_tokens) + num_prompt_tokens[0]
+    # Under older names:
+    for name, older in OLDER_NAMES.items():
+        samples = [each for each in page.samples if each.name.startswith(name)]
+        assert samples
+        for sample in samples:
+            under_older = page.by_labels(older + sample.name.removeprefix(name))
+            assert under_older[frozenset(sample.labels.items())] == sample.value
     # Of the engine:
     assert page["vllm:num_preemptions_total"] == num_preemptions > 0
     assert page.by("quire:preemptions_total", "mode") == {"recompute": num_preemptions, "swap": 0}

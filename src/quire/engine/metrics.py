@@ -34,6 +34,12 @@ FAILURES = ("request_failed", "engine_unhealthy")
 CACHE_LABELS = (
     "block_size", "cache_dtype", "num_gpu_blocks", "num_cpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency",
 )  # fmt: skip
+OLDER_NAMES = {  # of the same numbers in vLLM up to 0.11, which dashboards of that time still ask for
+    "vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc",
+    "vllm:prefix_cache_queries": "vllm:gpu_prefix_cache_queries",
+    "vllm:prefix_cache_hits": "vllm:gpu_prefix_cache_hits",
+    "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
+}
 REFS = ("1", "2", "3-4", "5-8", "9+")               # keys of KVStats.ref_counts
 
 # Until the first report of the engine. The total of 1 avoids a division by 0.
@@ -170,7 +176,13 @@ class Metrics(Collector):
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families of the page but those of the process."""
+        """Yield all families of the page but those of the process, some under an older name too."""
+        for family in self._families():
+            yield family
+            if family.name in OLDER_NAMES:
+                yield _renamed(family, OLDER_NAMES[family.name])
+
+    def _families(self) -> Iterator[Metric]:
         yield from self._engine_families()
         yield from self._cache_families()
         yield from self._request_families()
@@ -254,6 +266,13 @@ def _family(
 
 
 gauge, counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
+
+
+def _renamed(family: Metric, name: str) -> Metric:
+    """Return a family with the same samples under another name."""
+    renamed = Metric(name, f"Older name of {family.name}.", family.type)
+    renamed.samples = [each._replace(name=name + each.name.removeprefix(family.name)) for each in family.samples]
+    return renamed
 
 
 def by(label: str, values: Mapping[str, float], others: Labels | None = None) -> Iterator[Sample]:
