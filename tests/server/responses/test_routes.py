@@ -16,6 +16,7 @@ from quire.engine.options import EngineOptions
 from quire.server.errors import shutting_down
 from support.calling_model import CLOCK, WEATHER, CallingModel, call_text, write_calling_model
 from support.openai_server import LIMIT_S, NAME, Json, OpenAIServer, openai_server
+from support.small_tokenizers import EOS
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 ULM = {"city": "Ulm </tool_call>"}
@@ -87,6 +88,20 @@ def test_response_is_complete(server: OpenAIServer, model: CallingModel) -> None
     assert optional - answer.keys() == missing
 
 
+def test_raw_messages_are_what_the_model_read_and_wrote(server: OpenAIServer, model: CallingModel) -> None:
+    body = asked(model, "reasoning", enable_response_messages=True)
+    answer, event = server.ask(RESPONSES, **body), events_of(server, **body)[-1]
+    for name in ("input_messages", "output_messages"):
+        (message,) = answer[name]
+        assert message == event["response"][name][0]
+        assert message["type"] == "raw_message_tokens"
+        decoded = server.ask("/detokenize", tokens=message["tokens"])["prompt"]
+        assert message["message"] == decoded.removesuffix(EOS)
+    assert answer["output_messages"][0]["message"] == TEXTS["reasoning"]
+    assert len(answer["output_messages"][0]["tokens"]) == answer["usage"]["output_tokens"]
+    assert not server.ask(RESPONSES, **asked(model, "plain")).keys() & {"input_messages", "output_messages"}
+
+
 def test_sdk_answers_calls_with_their_results(client: OpenAI, model: CallingModel) -> None:
     first = client.responses.create(**asked(model, "reasoning"))
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
@@ -138,7 +153,8 @@ def test_sdk_parses_forms(client: OpenAI, model: CallingModel) -> None:
 
 
 def test_json_object_is_a_form(server: OpenAIServer) -> None:
-    answer = server.ask(RESPONSES, input="hi", text={"format": {"type": "json_object"}}, max_output_tokens=8)
+    body = {"input": "hi", "text": {"format": {"type": "json_object"}}, "seed": 0, "max_output_tokens": 8}
+    answer = server.ask(RESPONSES, **body)
     assert answer["text"]["format"] == {"type": "json_object"}
     assert answer["output"][0]["content"][0]["text"].lstrip().startswith("{")
 
@@ -203,10 +219,8 @@ def test_body_of_a_coding_agent(server: OpenAIServer, model: CallingModel, caplo
 
 
 def test_custom_tool_is_called(server: OpenAIServer) -> None:
-    choice = {"type": "custom", "name": "say"}
-    answer = server.ask(
-        RESPONSES, input="hi", tools=[{"type": "custom", "name": "say"}], tool_choice=choice, max_output_tokens=30
-    )
+    tool = {"type": "custom", "name": "say"}
+    answer = server.ask(RESPONSES, input="hi", tools=[tool], tool_choice=tool, seed=0, max_output_tokens=30)
     (call,) = answer["output"]
     assert (call["type"], call["name"]) == ("custom_tool_call", "say")
 

@@ -41,7 +41,6 @@ _OTHERS = OtherFields(
         "moderation": (),
         "service_tier": ("auto", "default"),
         # vLLM's
-        "enable_response_messages": (False,),
         "kv_transfer_params": (),
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
@@ -59,7 +58,6 @@ _OTHERS = OtherFields(
 _ITEM: Schema = {"type": "object", "properties": {"type": {"type": "string"}}}
 _TOOL: Schema = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
 _CHOICE: Schema = {"type": "string", "enum": ["none", "auto", "required"]}
-_NAMED: Schema = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
 
 
 class StreamOptions(Strict):
@@ -90,7 +88,7 @@ class ResponsesBody(Body):
     input: Annotated[Any, documented_as(TEXT, list_of(_ITEM, least=1))]
     instructions: str | None = None
     tools: Annotated[Any, documented_as(list_of(_TOOL), NULL)] = None
-    tool_choice: Annotated[Any, documented_as(_CHOICE, _NAMED, NULL)] = None
+    tool_choice: Annotated[Any, documented_as(_CHOICE, _TOOL, NULL)] = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Annotated[int | None, integer(1)] = None
     text: TextOptions | None = None
@@ -127,6 +125,7 @@ class ResponsesBody(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     include_reasoning: bool | None = None
+    enable_response_messages: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: Annotated[str | None, documented_as(TEXT, NULL)] = None
 

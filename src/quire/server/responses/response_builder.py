@@ -41,22 +41,20 @@ class ResponsesBuilder:
 
     def __init__(self, request: ResponsesRequest, tokenizer: Tokenizer | None) -> None:
         self._request, self._tokenizer = request, tokenizer
-        prompt = request.requests[0].prompt
+        prompt, reading = request.requests[0].prompt, request.reading
         self._usage = TokenUsage(len(prompt.token_ids), 0, 0)
         self._metrics: RequestMetrics | None = None     # of the last output
-        names = None
-        if request.params.logprobs is not None:
-            names = TokenNames(tokenizer, as_ids=request.names_tokens_by_id)
+        has_names = request.params.logprobs is not None
+        names = TokenNames(tokenizer, as_ids=request.names_tokens_by_id) if has_names else None
         num_top = request.params.logprobs or 0
-        self._items = ItemWriter(request.id, request.reading, request.custom_tools, names, num_top)
-        self._reader: MessageReader | None = None
-        if request.reading is not None:
-            self._reader = MessageReader(request.reading, tokenizer, prompt.token_ids)
+        self._items = ItemWriter(request.id, reading, request.custom_tools, names, num_top)
+        self._reader = None if reading is None else MessageReader(reading, tokenizer, prompt.token_ids)
         self._length_of: Callable[[int], int] | None = None     # of a token's text, where tokens are read one by one
         if names is not None and self._reader is not None and tokenizer is not None:
             skips = request.params.skip_special_tokens and not request.requests[0].kept_token_ids
             detokenizer = incremental_detokenizer(tokenizer, prompt.token_ids, skip_special_tokens=skips)
             self._length_of = lambda token_id: len(detokenizer.append((token_id,)))
+        self._raw: tuple[list[str], list[int]] = [], []         # texts and tokens of the output
         self._echo = _echo(request)
         self._sequence_number = 0
         self._num_units = 0         # of the output so far
@@ -125,6 +123,8 @@ class ResponsesBuilder:
     def _events(self, piece: CompletionOutput) -> Iterator[tuple[str, Json]]:
         """Yield the events of a piece of the output as (type, fields)."""
         is_last = piece.finish_reason is not None
+        self._raw[0].append(piece.text)
+        self._raw[1].extend(piece.token_ids)
         for events, positions in self._read(piece, is_last=is_last):
             yield from self._items.write(events, positions)
         if is_last:
@@ -161,9 +161,14 @@ class ResponsesBuilder:
     def _response(self, status: str, reason: FinishReason | None = None) -> Json:
         """Return the response object as it is now."""
         is_begun, is_over = bool(self._items.items), status in ("completed", "incomplete")
-        times: Json = {}
+        added: Json = {}
         if is_over and self._request.tells_times_of_answer:
-            times["metrics"] = request_times(self._metrics, self._usage.num_output_tokens)
+            added["metrics"] = request_times(self._metrics, self._usage.num_output_tokens)
+        if is_over and self._request.body.enable_response_messages:
+            prompt = self._request.requests[0].prompt
+            read, written = (prompt.text or "", prompt.token_ids.tolist()), ("".join(self._raw[0]), self._raw[1])
+            for name, (text, token_ids) in {"input_messages": read, "output_messages": written}.items():
+                added[name] = [{"type": "raw_message_tokens", "message": text, "tokens": token_ids}]
         output = (encode_streamed(self._items.item_json(item)) for item in self._items.items)
         return self._echo | {
             "status": status,
@@ -171,7 +176,7 @@ class ResponsesBuilder:
             "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
             "output": JsonStream(array_from_values(output)) if is_begun else [],
             "usage": self._usage_json() if is_over else None,
-            **times,
+            **added,
         }
 
     def _usage_json(self) -> Json:
@@ -203,7 +208,8 @@ def _echo(request: ResponsesRequest) -> Json:
     """Return the fields of the response that repeat the request, encoded once."""
     body, params = request.body, request.params
     reasoning, text = body.reasoning, body.text
-    tools = [tool | {"strict": bool(tool.get("strict"))} for tool in body.tools or () if _is_used(tool)]
+    used = [tool for tool in body.tools or () if tool["type"] in ("function", "custom")]
+    tools = [tool | {"strict": bool(tool.get("strict"))} for tool in used]
     return {
         "id": request.id,
         "object": "response",
@@ -235,10 +241,6 @@ def _echo(request: ResponsesRequest) -> Json:
         "truncation": "disabled",
         "user": _encoded(body.user, None),
     }
-
-
-def _is_used(tool: Json) -> bool:
-    return tool["type"] in ("function", "custom")
 
 
 def _encoded(value: Any, otherwise: Any) -> msgspec.Raw:  # noqa: ANN401 (JSON)
