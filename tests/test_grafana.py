@@ -22,7 +22,7 @@ GRID_WIDTH = 24
 @pytest.fixture(scope="module")
 def families() -> dict[str, set[str]]:
     """Return the families of a page but those of the process and under older names, and the samples' names of each."""
-    text = Metrics("tiny").exposition(0)[0].decode()
+    text = Metrics("tiny").exposition()[0].decode()
     return {
         family.name: {sample.name for sample in family.samples}
         for family in text_string_to_metric_families(text)
@@ -46,11 +46,11 @@ def test_every_selector_asks_for_the_chosen_servers(expression: str) -> None:
     assert selectors
     for name, labels in selectors:
         chosen = 'model_name=~"$model_name",' if name.startswith("vllm:") else ""
-        assert labels == f'{{{chosen}instance=~"$instance"}}'
+        assert labels == f'{{{chosen}instance=~"$instance",engine=~"$engine"}}'
 
 
 def test_labels_of_legends_and_sums_are_labels_of_the_metrics() -> None:
-    text = Metrics("tiny").exposition(0)[0].decode()
+    text = Metrics("tiny").exposition()[0].decode()
     labels = {
         sample.name: set(sample.labels) | {"instance"}             # which Prometheus adds
         for family in text_string_to_metric_families(text)

@@ -592,13 +592,13 @@ def test_metrics_count_what_requests_were_given(demo_model: Path) -> None:
         name = str(demo_model)
     counts = {key[0]: metric.value for key, metric in found.items() if isinstance(metric, Counter)}
     assert (counts["vllm:prompt_tokens"], counts["vllm:generation_tokens"]) == (5, 16)
-    ended = found["vllm:request_success", name, "length"]
+    ended = found["vllm:request_success", name, "0", "length"]
     assert isinstance(ended, Counter)
     assert ended.value == 4
-    tokens = found["vllm:request_generation_tokens", name]
+    tokens = found["vllm:request_generation_tokens", name, "0"]
     assert isinstance(tokens, Histogram)
     assert (tokens.count, tokens.sum, tokens.buckets["5.0"], tokens.buckets["+Inf"]) == (2, 16.0, 0, 2)
-    running = found["vllm:num_requests_running", name]
+    running = found["vllm:num_requests_running", name, "0"]
     assert isinstance(running, Gauge)
     assert running.value == 0
     with pytest.raises(RuntimeError, match="closed"):

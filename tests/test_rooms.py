@@ -17,7 +17,9 @@ from support.server import running_server
 ROOMS = structure.rooms()
 ABOVE = ("quire.cli", "quire.sim", "quire.paper")  # nothing rests on these
 # These and ABOVE put together what is there.
-ASSEMBLIES = ("quire.engine.assembly", "quire.engine.formats", "quire.llm", "quire.server.app")
+ASSEMBLIES = (
+    "quire.engine.assembly", "quire.engine.formats", "quire.llm", "quire.server.app", "quire.server.ops.lifecycle",
+)  # fmt: skip
 
 # Module sitecustomize: every process that a test starts refuses to import the rooms that the environment names.
 BLOCK = """

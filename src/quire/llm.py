@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
-from quire.core.errors import InvalidRequestError, ModelError
+from quire.core.errors import ConfigError, InvalidRequestError, ModelError
 from quire.core.options import declared_options
 from quire.core.outputs import (
     EmbeddingOutput,
@@ -97,10 +97,15 @@ class LLM:
             override_generation_config=_as_json(override_generation_config), hf_overrides=_as_json(hf_overrides),
             speculative_config=_as_json(speculative_config), **settings,
         )  # fmt: skip
+        if options.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size {options.data_parallel_size} is for servers and run-batch: an LLM computes in its "
+                "own process, and several engines need one each"
+            )
         self._assembled: AssembledEngine | None = assemble(options, loads_tokenizer=True)
         self._outputs = OutputProcessor(self._assembled.tokenizer)
         self._metrics = Metrics(found or "quire-demo")
-        self._metrics.engine_ready(self._assembled.ready)
+        self._metrics.engines[0].engine_ready(self._assembled.ready)
         self._pinned = PinnedPrefixes(self._assembled.inputs.limits.block_size)
         self._num_requests = 0                                 # accepted so far; also the next one's id
         self._unread: dict[int, RequestOutput | Exception] = {}  # of each request, until its iterator gives it out
@@ -334,7 +339,7 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Return all metrics of /metrics but those of calls and of the process, as objects."""
         engine = self._engine.engine
-        self._metrics.on_idle(engine.state(engine.kv_stats()))
+        self._metrics.engines[0].on_idle(engine.state(engine.kv_stats()))
         return list(metric_values(self._metrics.collect()))
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -453,7 +458,7 @@ class LLM:
             self._outputs.record_scheduled(engine.scheduler.preempted, engine.admissions, started_s)
             processed = self._outputs.process(deltas, time.monotonic())
             step = Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, _NO_STATE)
-            self._metrics.on_step(step, processed)
+            self._metrics.engines[0].on_step(step, processed)
             self._unread |= {request_id: self._outputs.output(request_id) for request_id in processed.ready}
         except BaseException:
             self._abort({delta.request_id for delta in deltas})  # their new tokens are lost

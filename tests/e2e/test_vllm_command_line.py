@@ -18,7 +18,7 @@ def test_server_starts_and_answers(demo_model: Path) -> None:
         answer = server.post("/v1/completions", {"model": "two", "prompt": "def f(", "max_tokens": 4}).json()
         assert (answer["model"], answer["usage"]["completion_tokens"]) == ("two", 4)
         metrics = server.get("/metrics").text
-        assert 'quire:kv_blocks{state="free"} 200.0' in metrics
+        assert 'quire:kv_blocks{engine="0",state="free"} 200.0' in metrics
         told = [line for line in server.log.splitlines() if "has no effect" in line]
     assert [line.split()[1] for line in told] == [
         "--trust-remote-code", "--enforce-eager", "--tensor-parallel-size", "-O", "--disable-log-stats",

@@ -15,9 +15,10 @@ from quire.core.outputs import Admission, FinishReason, KVStats, RequestMetrics,
 from quire.core.sampling_params import SamplingParams
 from quire.engine.admission_rate import LONGEST_S, RETRY_AFTER_S
 from quire.engine.client import EngineClient
+from quire.engine.engine_metrics import CACHE_LABELS
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
-from quire.engine.metrics import CACHE_LABELS, OLDER_NAMES, QUEUE_BOUNDS, REFUSALS, Metrics
+from quire.engine.metrics import OLDER_NAMES, QUEUE_BOUNDS, REFUSALS, Metrics
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import FinishedRequest, ProcessedStep
 from quire.engine.streams import RequestStream
@@ -27,7 +28,8 @@ from support.engine_process import read
 from support.http_app import make_app
 
 DOCS = Path(__file__).parents[2] / "docs"
-MODEL = {"model_name": "tiny"}
+OWN = {"engine": "0"}
+MODEL = {"model_name": "tiny"} | OWN
 TIMEOUT_S = 60
 
 # Transcribed from the contract and docs/metrics.md: each metric, its type, and the labels there from the start.
@@ -100,7 +102,7 @@ class Page:
     """One exposition, parsed."""
 
     def __init__(self, metrics: Metrics, num_queued: int = 0) -> None:
-        text = metrics.exposition(num_queued)[0].decode()
+        text = metrics.exposition([num_queued])[0].decode()
         self.families = list(text_string_to_metric_families(text))
         self.samples = [sample for family in self.families for sample in family.samples]
 
@@ -167,14 +169,14 @@ def test_gauges_and_counters_of_the_contract_are_there_from_the_start_with_all_l
     types = {family.name: family.type for family in page.families}
     for name, labels in expected.items():
         assert types[name.removesuffix("_total")] == type_of, name
-        assert page.by_labels(name) == dict.fromkeys(label_sets(*labels), 0.0), name
+        assert page.by_labels(name) == dict.fromkeys(label_sets(*(OWN | each for each in labels)), 0.0), name
 
 
 @pytest.mark.parametrize("name", HISTOGRAMS)
 def test_histograms_of_the_contract_are_there_from_the_start(name: str) -> None:
     page = Page(Metrics("tiny"))
     assert {family.name: family.type for family in page.families}[name] == "histogram"
-    own = MODEL if name.startswith("vllm:") else {}
+    own = MODEL if name.startswith("vllm:") else OWN
     assert page.by_labels(f"{name}_count") == page.by_labels(f"{name}_sum") == dict.fromkeys(label_sets(own), 0.0)
     assert {key - {("le", dict(key)["le"])} for key in page.by_labels(f"{name}_bucket")} == label_sets(own)
     assert [float(bound) for bound in page.by(f"{name}_bucket", "le")][-1] == float("inf")
@@ -188,7 +190,7 @@ def test_page_has_nothing_but_the_contract_and_the_process() -> None:
 
 
 def test_content_type_is_of_the_text_format() -> None:
-    assert Metrics("tiny").exposition(0)[1] == "text/plain; version=0.0.4; charset=utf-8"
+    assert Metrics("tiny").exposition()[1] == "text/plain; version=0.0.4; charset=utf-8"
 
 
 def test_any_model_name_can_be_read_back() -> None:
@@ -214,14 +216,17 @@ class Watched(Metrics):
         self.to_abort: RequestStream | None = None
 
     def on_step(self, step: Stepped, processed: ProcessedStep) -> None:
-        super().on_step(step, processed)
+        self.engines[0].on_step(step, processed)
         self.news.set()
         if self.to_abort is not None and processed.itl_s:
             self.to_abort.abort()
 
     def on_idle(self, state: EngineState) -> None:
-        super().on_idle(state)
+        self.engines[0].on_idle(state)
         self.news.set()
+
+    def on_abort(self, ended: FinishedRequest) -> None:
+        self.engines[0].on_abort(ended)
 
     async def until(self, condition: Callable[[Page], bool]) -> Page:
         """Return the first page of which something is true."""
@@ -311,8 +316,8 @@ def test_run_of_an_engine_is_counted_as_users_saw_it(demo_model: Path) -> None:
 
 def test_gauges_show_the_newest_state_and_keep_the_last_cache() -> None:
     metrics = Metrics("tiny")
-    metrics.on_step(stepped(EngineState(3, 2, 5, kv_stats(copied_blocks=6))), processed())
-    metrics.on_step(stepped(EngineState(4, 1, 7)), processed())
+    metrics.engines[0].on_step(stepped(EngineState(3, 2, 5, kv_stats(copied_blocks=6))), processed())
+    metrics.engines[0].on_step(stepped(EngineState(4, 1, 7)), processed())
     page = Page(metrics)
     assert (page["vllm:num_requests_running"], page["vllm:num_requests_waiting"]) == (4, 1)
     assert page["quire:num_requests_swapped"] == 7
@@ -325,7 +330,8 @@ def test_gauges_show_the_newest_state_and_keep_the_last_cache() -> None:
 def test_labels_of_owners_stay_and_are_told_when_they_were_counted() -> None:
     metrics = Metrics("tiny")
     for blocks_by_owner in ({"key-1": 3, "other": 2}, None, {"key-2": 1}):
-        metrics.on_step(stepped(EngineState(1, 0, 0, kv_stats(blocks_by_owner=blocks_by_owner))), processed())
+        state = EngineState(1, 0, 0, kv_stats(blocks_by_owner=blocks_by_owner))
+        metrics.engines[0].on_step(stepped(state), processed())
         if blocks_by_owner is None:
             assert Page(metrics).by("quire:kv_blocks_by_owner", "owner") == {"key-1": 3, "other": 2}
     assert Page(metrics).by("quire:kv_blocks_by_owner", "owner") == {"key-1": 0, "key-2": 1, "other": 0}
@@ -359,8 +365,9 @@ def test_bytes_of_the_weights_are_told_with_their_format(quantization: str, meth
     metrics = Metrics("tiny")
     limits = AdmissionLimits(8, block_size=16, max_num_seqs=8, max_model_len=64)
     ready = Ready(limits, 64, 100, frozenset(), "bfloat16", "cpu", 5_000_000, 10 << 20, 64, quantization=quantization)
-    metrics.engine_ready(ready)
-    expected = {frozenset({"dtype": "bfloat16", "quantization": method}.items()): 10 << 20}
+    metrics.engines[0].engine_ready(ready)
+    labels = OWN | {"dtype": "bfloat16", "quantization": method}
+    expected = {frozenset(labels.items()): 10 << 20}
     assert Page(metrics).by_labels("quire:weights_bytes") == expected
     shown = {
         "block_size": "16", "cache_dtype": "auto", "num_gpu_blocks": "8", "num_cpu_blocks": "0",
@@ -371,7 +378,7 @@ def test_bytes_of_the_weights_are_told_with_their_format(quantization: str, meth
 
 def test_waiting_requests_are_those_that_were_skipped_and_those_that_lack_room() -> None:
     metrics = Metrics("tiny")
-    metrics.on_idle(EngineState(0, 5, 0, num_deferred=2))
+    metrics.engines[0].on_idle(EngineState(0, 5, 0, num_deferred=2))
     assert Page(metrics).by("vllm:num_requests_waiting_by_reason", "reason") == {"capacity": 3, "deferred": 2}
 
 
@@ -386,7 +393,7 @@ def test_refusals_by_a_full_queue_are_counted_by_its_bound() -> None:
 
 def test_requests_that_the_engine_does_not_know_yet_wait_too() -> None:
     metrics = Metrics("tiny")
-    metrics.on_idle(EngineState(0, 2, 0))
+    metrics.engines[0].on_idle(EngineState(0, 2, 0))
     assert [Page(metrics, num_queued)["vllm:num_requests_waiting"] for num_queued in (0, 2, 7)] == [2, 2, 7]
 
 
@@ -409,8 +416,8 @@ def ended(arrival_s: float, first_scheduled_s: float, first_token_s: float, fini
 def test_times_of_a_request_lie_between_the_right_moments() -> None:
     metrics = Metrics("tiny")
     request = ended(100.0, 100.5, 102.5, 112.5)
-    metrics.on_step(stepped(IDLE), processed(first_tokens=[(request.metrics, 300)]))
-    metrics.on_step(stepped(IDLE), processed(finished=[request]))
+    metrics.engines[0].on_step(stepped(IDLE), processed(first_tokens=[(request.metrics, 300)]))
+    metrics.engines[0].on_step(stepped(IDLE), processed(finished=[request]))
     seconds = {
         "time_to_first_token": 2.5,
         "request_queue_time": 0.5,
@@ -432,7 +439,7 @@ def test_times_of_a_request_lie_between_the_right_moments() -> None:
 
 def test_gaps_are_pooled_over_tokens_and_equal_ones_each_count() -> None:
     metrics = Metrics("tiny")
-    metrics.on_step(stepped(IDLE), processed(itl_s=[0.03, 0.03, 0.03, 0.2, 100.0]))
+    metrics.engines[0].on_step(stepped(IDLE), processed(itl_s=[0.03, 0.03, 0.03, 0.2, 100.0]))
     assert buckets(metrics, "vllm:inter_token_latency_seconds") == {"0.05": 3, "0.2": 1, "+Inf": 1}
     assert Page(metrics)["vllm:inter_token_latency_seconds_sum"] == pytest.approx(100.29)
 
@@ -440,15 +447,15 @@ def test_gaps_are_pooled_over_tokens_and_equal_ones_each_count() -> None:
 def test_each_step_counts_with_the_tokens_it_computed() -> None:
     metrics = Metrics("tiny")
     for num_tokens in (1, 2048, 7, 20000):
-        metrics.on_step(stepped(IDLE, num_computed_tokens=num_tokens), processed())
+        metrics.engines[0].on_step(stepped(IDLE, num_computed_tokens=num_tokens), processed())
     assert buckets(metrics, "quire:step_computed_tokens") == {"1.0": 1, "8.0": 1, "2048.0": 1, "+Inf": 1}
     assert buckets(metrics, "vllm:iteration_tokens_total") == {}       # no request was given a token
 
 
 def test_iterations_count_with_the_prompts_that_begin_and_the_tokens_that_they_give() -> None:
     metrics, begun = Metrics("tiny"), [(RequestMetrics(1.0, 2.0, 3.0), 100), (RequestMetrics(1.0, 2.0, 3.0), 20)]
-    metrics.on_step(stepped(IDLE, num_computed_tokens=7), processed(first_tokens=begun, num_output_tokens=3))
-    metrics.on_step(stepped(IDLE, num_computed_tokens=2), processed(num_output_tokens=2))
+    metrics.engines[0].on_step(stepped(IDLE, num_computed_tokens=7), processed(first_tokens=begun, num_output_tokens=3))
+    metrics.engines[0].on_step(stepped(IDLE, num_computed_tokens=2), processed(num_output_tokens=2))
     assert buckets(metrics, "vllm:iteration_tokens_total") == {"8.0": 1, "128.0": 1}
     assert Page(metrics)["vllm:iteration_tokens_total_sum"] == 125
 
@@ -456,8 +463,8 @@ def test_iterations_count_with_the_prompts_that_begin_and_the_tokens_that_they_g
 def test_prompts_count_with_the_first_token_and_outputs_as_they_come() -> None:
     metrics = Metrics("tiny")
     begun = [(RequestMetrics(1.0, 2.0, 3.0), 10), (RequestMetrics(1.0, 2.0, 3.0), 20)]
-    metrics.on_step(stepped(IDLE), processed(first_tokens=begun, num_output_tokens=2))
-    metrics.on_step(stepped(IDLE), processed(num_output_tokens=3))
+    metrics.engines[0].on_step(stepped(IDLE), processed(first_tokens=begun, num_output_tokens=2))
+    metrics.engines[0].on_step(stepped(IDLE), processed(num_output_tokens=3))
     page = Page(metrics)
     assert (page["vllm:prompt_tokens_total"], page["vllm:generation_tokens_total"]) == (30, 5)
 
@@ -468,7 +475,7 @@ def test_prompts_count_with_the_first_token_and_outputs_as_they_come() -> None:
 def test_aborted_request_counts_once_and_leaves_no_times() -> None:
     metrics = Metrics("tiny")
     reasons: list[FinishReason] = ["stop", "abort", "abort"]
-    metrics.on_abort(FinishedRequest(RequestMetrics(100.0, None, None, 101.0), 8, 0, reasons))
+    metrics.engines[0].on_abort(FinishedRequest(RequestMetrics(100.0, None, None, 101.0), 8, 0, reasons))
     page = Page(metrics)
     assert page["quire:requests_aborted_total"] == 1
     counted = {"stop": 1, "length": 0, "repetition": 0, "abort": 2}
@@ -499,24 +506,24 @@ def test_calls_that_fail_are_counted_and_those_at_fault_are_not() -> None:
 def test_refused_client_is_told_when_the_queue_will_have_left() -> None:
     metrics = Metrics("tiny")
     assert metrics.retry_after_s(50) == RETRY_AFTER_S
-    metrics.on_step(stepped(IDLE, admissions=100, started_s=time.monotonic()), processed())
+    metrics.engines[0].on_step(stepped(IDLE, admissions=100, started_s=time.monotonic()), processed())
     assert metrics.retry_after_s(50) == 1
     assert metrics.retry_after_s(100_000) == LONGEST_S
-    metrics.on_idle(IDLE)
+    metrics.engines[0].on_idle(IDLE)
     assert metrics.retry_after_s(50) == RETRY_AFTER_S
 
 
 def test_counters_go_on_when_another_engine_takes_over() -> None:
     metrics = Metrics("tiny")
     figures = kv_stats(copied_blocks=5, swap_s=1.5, prefix_hits_tokens=7, preemptions={"swap": 2})
-    metrics.on_idle(EngineState(1, 2, 3, figures))
+    metrics.engines[0].on_idle(EngineState(1, 2, 3, figures))
     for _ in range(2):
-        metrics.engine_died()
+        metrics.engines[0].engine_died()
         page = Page(metrics)
         assert (page["quire:kv_blocks_copied_total"], page["quire:swap_seconds_total"]) == (5, 1.5)
         assert page["vllm:num_requests_running"] == page["quire:kv_sequences"] == 0
-    metrics.on_idle(EngineState(0, 0, 0, figures))
-    metrics.on_idle(EngineState(0, 0, 0, figures))
+    metrics.engines[0].on_idle(EngineState(0, 0, 0, figures))
+    metrics.engines[0].on_idle(EngineState(0, 0, 0, figures))
     page = Page(metrics)
     assert (page["quire:kv_blocks_copied_total"], page["vllm:prefix_cache_hits_total"]) == (10, 14)
     assert page.by("quire:preemptions_total", "mode") == {"recompute": 0, "swap": 4}

@@ -120,3 +120,17 @@ def test_swap_space_nobody_asked_for_is_no_larger_than_all_sequences_can_use() -
 def test_swap_space_for_less_than_a_block_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"swap_space of 1048576 bytes holds no KV block; one block of 16 .* 2097152"):
         size_engine(EngineOptions(swap_space="1MiB"), LLAMA_8B, free_bytes=GIB)
+
+
+def test_memory_of_the_machine_is_divided_among_its_engines() -> None:
+    limits = ModelLimits(4096, 1024, None)
+    sizes = {"kv_cache_memory": 64 << 20, "swap_space": 32 << 20}
+    alone, _ = size_engine(EngineOptions(**sizes), limits, 1 << 30)
+    divided, _ = size_engine(EngineOptions(**sizes, data_parallel_size=4), limits, 1 << 30)
+    assert (divided.num_blocks, divided.num_swap_blocks) == (alone.num_blocks // 4, alone.num_swap_blocks // 4)
+    by_default, _ = size_engine(EngineOptions(data_parallel_size=4, max_num_seqs=1024), limits, 1 << 30)
+    assert by_default.num_blocks == int((1 << 30) * 0.4) // 4 // (16 * 1024)
+    exact, _ = size_engine(EngineOptions(num_kv_blocks=10, num_swap_blocks=7, data_parallel_size=4), limits, 1 << 30)
+    assert (exact.num_blocks, exact.num_swap_blocks) == (2, 1)
+    with pytest.raises(ConfigError, match=r"num_kv_blocks is 3, but each of 4 engines \(data_parallel_size\) needs"):
+        size_engine(EngineOptions(num_kv_blocks=3, data_parallel_size=4), limits, 1 << 30)

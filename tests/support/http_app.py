@@ -36,6 +36,7 @@ class StandInEngine:
         self.tokenizer = None
         self.ready = SimpleNamespace(limits=SimpleNamespace(max_num_seqs=2))
         self.inputs = SimpleNamespace(max_logprobs=20)
+        self.engines = (self,)
 
 
 def make_app(**options: Any) -> FastAPI:  # noqa: ANN401 (those of ServerOptions)

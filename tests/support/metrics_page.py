@@ -10,12 +10,16 @@ from support.server import wait_until
 
 
 def read_metrics(url: str) -> Mapping[str, float]:
-    """Return the samples of the page by name and labels, as in `quire:kv_blocks{state="used"}`; model_name left out."""
+    """Return the samples of the page by name and labels, as in `quire:kv_blocks{state="used"}`.
+
+    model_name is left out, and engine "0".
+    """
     samples = {}
     page = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=LIMIT_S).text
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items() if key != "model_name")
+            own = {key: value for key, value in sample.labels.items() if key != "model_name"}
+            labels = ",".join(f'{key}="{value}"' for key, value in own.items() if (key, value) != ("engine", "0"))
             samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
     return samples
 

@@ -125,7 +125,7 @@ def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServe
             patch.setenv("OMP_NUM_THREADS", "1")  # small tensors: threads that wait for each other make them slow
             child = EngineProcess.spawn(engine)
         metrics = Metrics(NAME)
-        client = await EngineClient.connect(child, engine, metrics)
+        client = await EngineClient.connect(child, engine, metrics.engines[0])
         service = Service(client, ServerOptions(**options), (NAME,), metrics, TemplateRenderer(client.tokenizer))
         try:
             with bind(HOST, 0) as listener:

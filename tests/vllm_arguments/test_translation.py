@@ -111,7 +111,7 @@ def test_argument_without_effect_is_logged_once(caplog: pytest.LogCaptureFixture
 
 
 REFUSED: dict[str, object] = {
-    "pipeline_parallel_size": 2, "data_parallel_size": 2, "enable_lora": True, "watermark_config": {"model": "a"},
+    "pipeline_parallel_size": 2, "enable_lora": True, "watermark_config": {"model": "a"},
     "load_format": "pt", "tokenizer_mode": "mistral", "model_class_overrides": {"a": 1}, "cpu_offload_gb": 4.0,
     "logits_processors": ["a.b"], "quantization_config": {"linear": "int8"}, "rope_scaling": {"factor": 2},
     "worker_cls": object, "revision": "main", "logprobs_mode": "raw_logits",

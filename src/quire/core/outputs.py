@@ -127,6 +127,7 @@ class RequestMetrics:
     preemptions: list[Preemption] = field(default_factory=list)  # the last MAX_PREEMPTIONS_KEPT
     num_draft_tokens: int = 0           # of all branches, that steps have verified
     num_accepted_tokens: int = 0        # of them
+    engine: int = 0                     # the engine that computes the request, of several behind one server
 
     @property
     def queue_s(self) -> float | None:

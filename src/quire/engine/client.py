@@ -9,7 +9,7 @@ import itertools
 import logging
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, Self
 
@@ -18,17 +18,18 @@ from quire.core.errors import EngineError, InvalidRequestError, RequestFailedErr
 from quire.core.frames import frame
 from quire.core.owner_labels import OwnerLabels
 from quire.engine import messages
+from quire.engine.base_client import SingleEngine
 from quire.engine.connection import EngineConnection
 from quire.engine.formats import TokenizerUse
-from quire.engine.input_processor import CheckedParams, CheckedPooling, InputProcessor, PreparedRequest, TokenizedPrompt
+from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Command, EngineDeadError, EngineState, Report
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.engine.pending_commands import PendingCommands
-from quire.engine.pinned_prefixes import PinnedPrefixes
 from quire.engine.start_timeout import START_TIMEOUT_S
 from quire.engine.streams import RequestStream, RequestStreams
+from quire.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -46,22 +47,20 @@ class Observer(Protocol):
         """Record a request that its client, or the server, has aborted."""
 
 
-class EngineClient:
+class EngineClient(SingleEngine):
     """The engine, from the event loop of another process. Get one from `connect`, and `close` it."""
 
     def __init__(
         self, connection: EngineConnection, options: EngineOptions, observer: Observer,
-        request_ids: Iterator[int], owners: OwnerLabels | None,
+        request_ids: Iterator[int], owners: OwnerLabels | None, on_close: Callable[[int], None],
     ) -> None:  # fmt: skip
-        self.ready, self.tokenizer = connection.ready, connection.tokenizer
-        if self.tokenizer is not None and (template := options.given_chat_template) is not None:
-            self.tokenizer.use_chat_template(template)
+        ready, tokenizer = connection.ready, connection.tokenizer
+        if tokenizer is not None and (template := options.given_chat_template) is not None:
+            tokenizer.use_chat_template(template)
+        super().__init__(tokenizer, ready, InputProcessor(tokenizer, ready, options, owners), request_ids)
         self.state = EngineState(0, 0, 0)
-        self.inputs = InputProcessor(self.tokenizer, self.ready, options, owners)
-        self.pinned = PinnedPrefixes(self.ready.limits.block_size)
-        self.request_ids = request_ids                    # of requests to come
         self._connection, self._observer = connection, observer
-        self._streams = RequestStreams(self.tokenizer, self._on_abort)
+        self._streams = RequestStreams(self.tokenizer, self._on_abort, on_close)
         self._pending = PendingCommands(self._send)
         self._is_idle, self._last_progress_s = True, 0.0  # by the engine's last report, and when it was received
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -78,19 +77,27 @@ class EngineClient:
         start_timeout_s: float = START_TIMEOUT_S,
         *,
         requires_tokenizer: bool = False,
+        tokenizer: Tokenizer | None = None,
+        on_close: Callable[[int], None] = lambda request_id: None,
     ) -> Self:
         """Wait until the engine is ready. `request_ids`, `owners`: those of an engine that this one replaces.
 
         Raises ConfigError or ModelError if it cannot run with these options, EngineDeadError if the process died, or
         neither computed nor read for `start_timeout_s`. In each case the process has ended. With `requires_tokenizer` a
-        model without one is a ModelError, unless the options skip it.
+        model without one is a ModelError, unless the options skip it. `tokenizer`: that of another engine with the same
+        options, which is not read again. `on_close` is called with the number of each request whose stream has ended.
         """
         unskipped: TokenizerUse = "required" if requires_tokenizer else "optional"
         use: TokenizerUse = "skipped" if options.skip_tokenizer_init else unskipped
-        connection = await EngineConnection.open(process, start_timeout_s, use)
-        client = cls(connection, options, observer, request_ids or itertools.count(), owners)
+        connection = await EngineConnection.open(process, start_timeout_s, use, tokenizer)
+        client = cls(connection, options, observer, request_ids or itertools.count(), owners, on_close)
         client._receiver = asyncio.create_task(client._receive_all(), name="engine reports")
         return client
+
+    @property
+    def engines(self) -> Sequence[SingleEngine]:
+        """The one engine."""
+        return (self,)
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -111,18 +118,6 @@ class EngineClient:
         if state.num_waiting or state.num_swapped:
             return 0
         return max(0, self.ready.limits.max_num_seqs - state.num_running_seqs)
-
-    def prepare(
-        self, prompt: TokenizedPrompt, checked: CheckedParams, client_id: str = "", weight: float = 1.0
-    ) -> PreparedRequest:
-        """Number a request of parameters from `inputs.check_params`. ContextLengthError if it could never run."""
-        return self.inputs.prepare(next(self.request_ids), prompt, checked, client_id, weight)
-
-    def prepare_pool(
-        self, prompt: TokenizedPrompt, checked: CheckedPooling, client_id: str = "", weight: float = 1.0
-    ) -> PreparedRequest:
-        """As `prepare`, for a request for the vector of a prompt, of parameters from `inputs.check_pooling`."""
-        return self.inputs.prepare_pool(next(self.request_ids), prompt, checked, client_id, weight)
 
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
@@ -147,34 +142,14 @@ class EngineClient:
         self._send(messages.Abort(request_id))
         self._observer.on_abort(finished)
 
-    # --- pinned prefixes ------------------------------------------------------------------------------------------
-
-    def prepare_pin(self, prompt: TokenizedPrompt, client_id: str = "", weight: float = 1.0) -> PreparedRequest:
-        """As `prepare`, for a request that pins its prompt. Once it has ended, `pinned.add` it, or `unpin` it."""
-        return self.inputs.prepare_pin(next(self.pinned.request_ids), prompt, client_id, weight)
-
     def unpin(self, request_id: int) -> None:
         """Release what a request has pinned, or abort it."""
         self._send(messages.Abort(request_id))
 
-    async def unpin_prefix(self, prefix_id: str, key_number: int | None = 0) -> None:
-        """Unpin a prefix of a key (None: any); its blocks are free on return. UnknownPrefixError if there is none."""
+    async def release_pin(self, request_id: int) -> None:
+        """Release what a request has pinned; its blocks are free on return. EngineDeadError if the engine has died."""
         self._raise_if_dead()
-        await self._pending.unpin(self.pinned.remove(prefix_id, key_number))
-
-    def expire_prefix(self, prefix_id: str, ttl_s: float) -> None:
-        """Unpin a prefix after some seconds, unless it has been unpinned by then."""
-
-        def expire() -> None:
-            self.unpin(self.pinned.remove(prefix_id, None))
-
-        timer = asyncio.get_running_loop().call_later(ttl_s, expire)
-        self.pinned.on_removal(prefix_id, timer.cancel)
-
-    def renew_prefix(self, prefix_id: str, ttl_s: float) -> None:
-        """Unpin a pinned prefix after `ttl_s` from now, not when it would have expired."""
-        self.pinned.renew(prefix_id, ttl_s)
-        self.expire_prefix(prefix_id, ttl_s)
+        await self._pending.unpin(request_id)
 
     # --- the engine -----------------------------------------------------------------------------------------------
 

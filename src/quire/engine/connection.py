@@ -30,13 +30,17 @@ class EngineConnection:
 
     @classmethod
     async def open(
-        cls, engine: EngineProcess, start_timeout_s: float, tokenizer_use: TokenizerUse = "optional"
-    ) -> Self:
-        """Wait until the engine is ready. Errors as of `EngineClient.connect`; after one the process has ended."""
+        cls, engine: EngineProcess, start_timeout_s: float, tokenizer_use: TokenizerUse = "optional",
+        tokenizer: Tokenizer | None = None,
+    ) -> Self:  # fmt: skip
+        """Wait until the engine is ready. Errors as of `EngineClient.connect`; after one the process has ended.
+
+        `tokenizer`: read already; else that of the folder that the engine names is read.
+        """
         writer: asyncio.StreamWriter | None = None
         try:
             reader, writer = await asyncio.open_unix_connection(sock=engine.connection)
-            handshake = _handshake(reader, tokenizer_use)
+            handshake = _handshake(reader, tokenizer_use, tokenizer)
             tokenizer, ready = await with_start_timeout(handshake, engine.process.pid, start_timeout_s)
         except BaseException as error:
             if writer is not None:
@@ -71,11 +75,12 @@ class EngineConnection:
 
 
 async def _handshake(
-    reader: asyncio.StreamReader, tokenizer_use: TokenizerUse
+    reader: asyncio.StreamReader, tokenizer_use: TokenizerUse, tokenizer: Tokenizer | None
 ) -> tuple[Tokenizer | None, messages.Ready]:
-    """Wait for the engine's two reports of its start; read the tokenizer between them."""
+    """Wait for the engine's two reports of its start; read the tokenizer between them, unless it is given."""
     located = await _expect(reader, messages.Located)
-    tokenizer = await asyncio.to_thread(load_tokenizer, Path(located.folder), tokenizer_use)
+    if tokenizer is None:
+        tokenizer = await asyncio.to_thread(load_tokenizer, Path(located.folder), tokenizer_use)
     return tokenizer, await _expect(reader, messages.Ready)
 
 

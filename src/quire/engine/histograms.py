@@ -93,10 +93,10 @@ class RequestHistograms:
             for name, value in _of_end(ended).items():
                 self._by_name[name].observe(value)
 
-    def families(self, labels: dict[str, str]) -> Iterator[HistogramMetricFamily]:
-        """Yield the families of all histograms; `labels` are those of vLLM's."""
+    def families(self, labels: dict[str, str], own: dict[str, str]) -> Iterator[HistogramMetricFamily]:
+        """Yield the families of all histograms; `labels` are those of vLLM's, `own` of Quire's."""
         for name, histogram in self._by_name.items():
-            yield histogram.family(labels if name.startswith("vllm:") else {})
+            yield histogram.family(labels if name.startswith("vllm:") else own)
 
 
 def _of_end(ended: FinishedRequest) -> dict[str, float]:

@@ -34,13 +34,19 @@ class EngineProcess:
     connection: socket.socket
 
     @classmethod
-    def spawn(cls, options: EngineOptions) -> "EngineProcess":
-        """Start the engine process, which begins to load. ConfigError if a setting cannot be encoded."""
+    def spawn(cls, options: EngineOptions, number: int = 0) -> "EngineProcess":
+        """Start the engine process, which begins to load. ConfigError if a setting cannot be encoded.
+
+        `number`: of the engine, where `data_parallel_size` of them divide the threads of the machine.
+        """
         try:
             start = frame(Start(options))
         except (OverflowError, UnicodeEncodeError) as error:
             raise ConfigError(f"a setting is an integer of more than 64 bits or no valid Unicode: {error}") from error
-        environment = os.environ if "OMP_WAIT_POLICY" in os.environ else SPINS | os.environ
+        environment = dict(os.environ) if "OMP_WAIT_POLICY" in os.environ else SPINS | os.environ
+        if options.data_parallel_size > 1:
+            threads = {"OMP_NUM_THREADS": str(num_threads_of(number, options.data_parallel_size, environment))}
+            environment = environment | threads
         process, ours = start_module("quire.engine.process", env=environment)
         with suppress(ConnectionError):  # it has died: the reader of its reports finds out
             ours.sendall(start)
@@ -54,6 +60,26 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
+
+
+def spawn_engines(options: EngineOptions) -> list[EngineProcess]:
+    """Start `data_parallel_size` engine processes. Errors as of `EngineProcess.spawn`; none is left after one."""
+    processes: list[EngineProcess] = []
+    try:
+        processes.extend(EngineProcess.spawn(options, number) for number in range(options.data_parallel_size))
+    except BaseException:
+        for process in processes:
+            process.stop()
+        raise
+    return processes
+
+
+def num_threads_of(number: int, num_engines: int, environment: Mapping[str, str]) -> int:
+    """Return an engine's share of the threads: of OMP_NUM_THREADS, or of the CPUs of this process; at least 1."""
+    given = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    total = int(given) if given.isdecimal() else num_cpus
+    return max(1, total // num_engines + (number < total % num_engines))
 
 
 def start_module(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from quire.core.errors import ModelError
+from quire.core.errors import ConfigError, ModelError
 from quire.core.pooling import PoolerConfig
 from quire.engine.device_sizing import positions_for
 from quire.engine.devices import resolve_device
@@ -52,6 +52,8 @@ def load(options: EngineOptions, folder: Path) -> LoadedModel:
     if not spec.has_head and pooler.config is None:
         raise ModelError(f"{folder}: the model has no output head, and gives no vectors: {pooler.reason}")
     device = resolve_device(options.device)
+    if device.type == "cuda" and options.data_parallel_size > 1:
+        raise ConfigError(f"data_parallel_size {options.data_parallel_size} is not supported yet on device cuda")
     back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=spec.head_dim)
     meter = _cuda_memory_meter(device) if device.type == "cuda" else None
     dtype = getattr(torch, source.dtype(options.dtype))

@@ -1,166 +1,63 @@
 """Counters, gauges and histograms in Prometheus' format; docs/metrics.md explains each one.
 
-Where vLLM has a metric, its name, meaning and label model_name are used, so that its dashboards and alerts work. Every
-page has all series, so that a rate sees the first event. Families are built for each page from plain numbers: counting
-costs an addition, and no page has the `_created` series of prometheus-client's own counters.
+Where vLLM has a metric, its name, meaning and labels model_name and engine are used, so that its dashboards and alerts
+work. Every page has all series, so that a rate sees the first event. No page has the `_created` series of
+prometheus-client's own counters.
 """
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import get_args
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from quire.core.config import PreemptionKind
-from quire.core.outputs import FinishReason, KVStats
-from quire.core.owner_labels import OTHER
-from quire.core.speculation import MAX_DRAFTS
+from quire.core.outputs import KVStats
 from quire.engine.admission_rate import AdmissionRate
-from quire.engine.histograms import RequestHistograms
-from quire.engine.messages import EngineState, Ready, Stepped
-from quire.engine.output_processor import FinishedRequest, ProcessedStep
-
-Labels = dict[str, str]
-Sample = tuple[Labels, float]  # all samples of a family have the same labels in the same order
+from quire.engine.engine_metrics import EngineMetrics, by, counter
 
 REFUSALS = ("server_overloaded", "shutting_down", "key_limit")  # codes of the errors that clients get
 QUEUE_BOUNDS = ("max_num_queued_reqs", "max_num_queued_tokens")  # vLLM's names of max_queued_requests and _tokens
 FAILURES = ("request_failed", "engine_unhealthy")
-CACHE_LABELS = (
-    "block_size", "cache_dtype", "num_gpu_blocks", "num_cpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency",
-)  # fmt: skip
 OLDER_NAMES = {  # of the same numbers in vLLM up to 0.11, which dashboards of that time still ask for
     "vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc",
     "vllm:prefix_cache_queries": "vllm:gpu_prefix_cache_queries",
     "vllm:prefix_cache_hits": "vllm:gpu_prefix_cache_hits",
     "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
 }
-REFS = ("1", "2", "3-4", "5-8", "9+")               # keys of KVStats.ref_counts
-
-# Until the first report of the engine. The total of 1 avoids a division by 0.
-_NO_STATS = KVStats(
-    block_size=1, total_blocks=1, used_blocks=0, cached_blocks=0, free_blocks=0, shared_blocks=0, num_sequences=0,
-    tail_waste_slots=0,
-)  # fmt: skip
-_COUNTERS = (
-    "copied_blocks", "evicted_blocks", "swapped_out_blocks", "swapped_in_blocks", "recomputed_tokens", "swap_s",
-    "recompute_s", "recovery_saved_s", "prefix_queries_tokens", "prefix_hits_tokens",
-)  # fmt: skip
-
-
-@dataclass(slots=True)
-class _RequestCounters:
-    """Counters of requests and calls since the start of the server."""
-
-    num_prompt_tokens: int = 0
-    num_generation_tokens: int = 0
-    num_aborted: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
-    num_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
-    num_refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REFUSALS, 0))
-    num_queue_full: dict[str, int] = field(default_factory=lambda: dict.fromkeys(QUEUE_BOUNDS, 0))
-    num_failed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAILURES, 0))
+_SERVER = {"engine": "0"}  # of calls that reached no engine: one value, so that sums over engines are right
 
 
 class Metrics(Collector):
-    """Metrics of the server and its engine. An `Observer` of the engine's client; lives on the event loop."""
+    """Metrics of a server and its engines, each of which reports to one of `engines`. Lives on the event loop."""
 
-    def __init__(self, model_name: str, kv: KVStats | None = None) -> None:
+    def __init__(self, model_name: str, kv: KVStats | None = None, num_engines: int = 1) -> None:
         self.model_name = model_name
-        self._state = EngineState(0, 0, 0)
-        self._kv = kv or _NO_STATS
-        self._earlier: KVStats | None = None                        # counters of the engines before this one
-        self._blocks_by_owner = {OTHER: 0}                          # a label once seen stays, at 0
-        self._num_queued = 0
-        self._weights: Sample = {"dtype": "", "quantization": ""}, 0
-        self._cache_config: Sample = dict.fromkeys(CACHE_LABELS, ""), 0
-        self._requests = _RequestCounters()
-        self._num_restarts = 0
-        self._histograms = RequestHistograms()
         self._admissions = AdmissionRate()
+        self.engines = [
+            EngineMetrics(model_name, number, kv, self._admissions.record, self._reset_at_rest)
+            for number in range(num_engines)
+        ]
+        self._num_refused = dict.fromkeys(REFUSALS, 0)
+        self._num_queue_full = dict.fromkeys(QUEUE_BOUNDS, 0)
+        self._num_failed = dict.fromkeys(FAILURES, 0)
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    # --- events ---------------------------------------------------------------------------------------------------
-
-    def on_step(self, step: Stepped, processed: ProcessedStep) -> None:
-        """Count a step of the engine and the requests that it advanced."""
-        self._update_state(step.state)
-        self._admissions.record(sum(not admission.num_preemptions for admission in step.admissions), step.started_s)
-        self._requests.num_prompt_tokens += sum(num_tokens for _, num_tokens in processed.first_tokens)
-        self._requests.num_generation_tokens += processed.num_output_tokens
-        for ended in processed.finished:
-            self._count_finished(ended)
-        for delta in step.deltas:
-            if delta.num_draft_tokens:
-                self._count_draft(delta.num_draft_tokens, delta.num_accepted_tokens)
-        self._histograms.on_step(step.num_computed_tokens, processed)
-
-    def on_idle(self, state: EngineState) -> None:
-        """Record that no request waits or runs."""
-        self._update_state(state)
-        self._admissions.reset()
-
-    def on_abort(self, ended: FinishedRequest) -> None:
-        """Count a request that was aborted by its client or the server."""
-        self._requests.num_aborted += 1
-        self._count_finished(ended)
-
     def refused(self, reason: str) -> None:
         """Count a call that was not admitted, for one of REFUSALS."""
-        self._requests.num_refused[reason] += 1
+        self._num_refused[reason] += 1
 
     def queue_full(self, bound: str) -> None:
         """Count a call that was not admitted because one of QUEUE_BOUNDS was reached."""
-        self._requests.num_queue_full[bound] += 1
+        self._num_queue_full[bound] += 1
         self.refused("server_overloaded")
 
     def failed(self, reason: str) -> None:
         """Count a call that failed through no fault of its own, for one of FAILURES."""
-        self._requests.num_failed[reason] += 1
-
-    def engine_ready(self, ready: Ready) -> None:
-        """Record the format and size of the weights."""
-        method = ready.quantization.partition(":")[0] or "none"
-        self._weights = {"dtype": ready.dtype, "quantization": method}, ready.weights_bytes
-        self._cache_config = _cache_config(ready), 1
-
-    def engine_restarted(self) -> None:
-        """Count an engine that replaced a dead one."""
-        self._num_restarts += 1
-
-    def engine_died(self) -> None:
-        """Record the death of the engine: counters keep their values, all else becomes 0. Idempotent."""
-        self._state = EngineState(0, 0, 0)
-        self._kv = self._earlier = _counted_on(self._kv, _NO_STATS)
-        self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0)
-
-    def _update_state(self, state: EngineState) -> None:
-        self._state = state
-        if state.kv is not None:
-            self._kv = state.kv if self._earlier is None else _counted_on(self._earlier, state.kv)
-            if state.kv.blocks_by_owner is not None:
-                self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0) | state.kv.blocks_by_owner
-
-    def _count_draft(self, num_tokens: int, num_accepted: int) -> None:
-        self._requests.num_drafts += 1
-        self._requests.num_draft_tokens += num_tokens
-        for position in range(num_accepted):
-            self._requests.num_accepted_by_position[position] += 1
-
-    def _count_finished(self, ended: FinishedRequest) -> None:
-        for reason in ended.finish_reasons:
-            self._requests.num_finished[reason] += 1
-
-    # --- the page -------------------------------------------------------------------------------------------------
+        self._num_failed[reason] += 1
 
     def retry_after_s(self, num_queued: int) -> int:
         """Return the seconds after which a refused client may retry, from the rate at which requests leave the queue.
@@ -170,9 +67,10 @@ class Metrics(Collector):
         """
         return self._admissions.seconds_to_admit(num_queued, time.monotonic())
 
-    def exposition(self, num_queued: int) -> tuple[bytes, str]:
-        """Return the page and its content type. `num_queued`: requests sent to the engine that have not run yet."""
-        self._num_queued = num_queued
+    def exposition(self, num_queued: Sequence[int] = ()) -> tuple[bytes, str]:
+        """Return the page and its content type. `num_queued`: by engine, requests sent to it that have not run yet."""
+        for engine, number in zip(self.engines, num_queued, strict=False):
+            engine.num_queued = number
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def collect(self) -> Iterator[Metric]:
@@ -183,89 +81,23 @@ class Metrics(Collector):
                 yield _renamed(family, OLDER_NAMES[family.name])
 
     def _families(self) -> Iterator[Metric]:
-        yield from self._engine_families()
-        yield from self._cache_families()
-        yield from self._request_families()
-        yield from self._draft_families()
-        yield from self._histograms.families({"model_name": self.model_name})
-
-    def _engine_families(self) -> Iterator[Metric]:
-        state, kv, model = self._state, self._kv, {"model_name": self.model_name}
-        num_waiting = max(state.num_waiting, self._num_queued)      # the engine reports the latest only after a step
-        yield gauge("vllm:num_requests_running", "Requests that hold blocks.", (model, state.num_running))
-        yield gauge("vllm:num_requests_waiting", "Requests in the queue, also preempted ones.", (model, num_waiting))
-        waiting = {"capacity": max(0, num_waiting - state.num_deferred), "deferred": state.num_deferred}
-        yield gauge("vllm:num_requests_waiting_by_reason", "Requests in the queue.", *by("reason", waiting, model))
-        yield gauge("quire:num_requests_swapped", "Requests in the swap space.", ({}, state.num_swapped))
-        preemptions = {mode: kv.preemptions.get(mode, 0) for mode in get_args(PreemptionKind)}
-        num_preemptions = sum(preemptions.values())
-        yield counter("vllm:num_preemptions_total", "Requests that lost their blocks.", (model, num_preemptions))
-        yield counter("quire:preemptions_total", "Preemptions by the way back.", *by("mode", preemptions))
-        yield counter("quire:recomputed_tokens_total", "Tokens computed again.", ({}, kv.recomputed_tokens))
-        yield counter("quire:swap_seconds_total", "Time spent on moving blocks.", ({}, kv.swap_s))
-        yield counter("quire:recompute_seconds_total", "Time spent on computing tokens again.", ({}, kv.recompute_s))
-        yield counter("quire:recovery_saved_seconds_total", "Time that auto has saved.", ({}, kv.recovery_saved_s))
-        yield gauge("quire:weights_bytes", "Bytes of the weights in memory.", self._weights)
-        yield counter("quire:engine_restarts_total", "Engines that replaced a dead one.", ({}, self._num_restarts))
-
-    def _cache_families(self) -> Iterator[Metric]:
-        kv, model = self._kv, {"model_name": self.model_name}
-        blocks = {"free": kv.free_blocks, "cached": kv.cached_blocks, "used": kv.used_blocks}
-        ref_counts = {refs: kv.ref_counts.get(refs, 0) for refs in REFS}
-        swapped = {"in": kv.swapped_in_blocks, "out": kv.swapped_out_blocks}
-        yield gauge("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0 to 1.", (model, kv.usage))
-        config, number = self._cache_config
-        yield gauge("vllm:cache_config_info", "Sizes of the KV cache, as labels.", (model | config, number))
-        yield gauge("quire:kv_blocks", "Blocks of the KV cache.", *by("state", blocks))
-        yield gauge("quire:kv_blocks_pinned", "Used blocks of pinned prefixes.", ({}, kv.pinned_blocks))
-        yield gauge("quire:kv_blocks_shared", "Blocks in use with several owners.", ({}, kv.shared_blocks))
-        yield gauge("quire:kv_blocks_by_owner", "Blocks in use by key and salt.", *by("owner", self._blocks_by_owner))
-        yield gauge("quire:kv_sequences", "Sequences that hold blocks.", ({}, kv.num_sequences))
-        yield gauge("quire:kv_tail_waste_ratio", "Share of used slots that hold no token.", ({}, kv.tail_waste_ratio))
-        yield gauge("quire:kv_block_ref_count", "Blocks in use by their owners.", *by("refs", ref_counts))
-        yield counter("quire:kv_blocks_copied_total", "Blocks copied before a write.", ({}, kv.copied_blocks))
-        yield counter("quire:kv_blocks_evicted_total", "Cached blocks given up.", ({}, kv.evicted_blocks))
-        yield counter("quire:kv_blocks_swapped_total", "Blocks swapped out and in.", *by("direction", swapped))
-        yield counter("vllm:prefix_cache_queries_total", "Tokens looked up.", (model, kv.prefix_queries_tokens))
-        yield counter("vllm:prefix_cache_hits_total", "Tokens found.", (model, kv.prefix_hits_tokens))
-
-    def _request_families(self) -> Iterator[Metric]:
-        model, requests = {"model_name": self.model_name}, self._requests
-        finished = by("finished_reason", requests.num_finished, model)
-        num_prompt_tokens = requests.num_prompt_tokens
-        yield counter("vllm:prompt_tokens_total", "Prompt tokens of begun requests.", (model, num_prompt_tokens))
-        yield counter("vllm:generation_tokens_total", "Output tokens.", (model, requests.num_generation_tokens))
-        yield counter("vllm:request_success_total", "Choices that ended, by finish reason.", *finished)
-        refused = by("reason", requests.num_refused)
+        """Yield the families of all engines, each with the samples of all, and those of calls."""
+        for first, *others in zip(*(engine.families() for engine in self.engines), strict=True):
+            for other in others:
+                first.samples += other.samples
+            yield first
+        model = {"model_name": self.model_name} | _SERVER
+        refused = by("reason", self._num_refused, _SERVER)
         yield counter("quire:requests_refused_total", "Calls not admitted, by code.", *refused)
-        rejected = by("reason", requests.num_queue_full, model)
+        rejected = by("reason", self._num_queue_full, model)
         yield counter("vllm:admission_rejections_total", "Calls refused by a bound of the queue.", *rejected)
-        yield counter("quire:requests_failed_total", "Calls that failed, by code.", *by("reason", requests.num_failed))
-        yield counter("quire:requests_aborted_total", "Requests ended by their client.", ({}, requests.num_aborted))
+        failed = by("reason", self._num_failed, _SERVER)
+        yield counter("quire:requests_failed_total", "Calls that failed, by code.", *failed)
 
-    def _draft_families(self) -> Iterator[Metric]:
-        """Yield the families of speculative decoding; in vLLM a page without it has none."""
-        model, requests = {"model_name": self.model_name}, self._requests
-        accepted = {str(position): count for position, count in enumerate(requests.num_accepted_by_position)}
-        name = "vllm:spec_decode_num_accepted_tokens"
-        yield counter("vllm:spec_decode_num_drafts_total", "Verified drafts.", (model, requests.num_drafts))
-        num_tokens = (model, requests.num_draft_tokens)
-        yield counter("vllm:spec_decode_num_draft_tokens_total", "Their tokens.", num_tokens)
-        yield counter(f"{name}_total", "Accepted ones of these.", (model, sum(accepted.values())))
-        yield counter(f"{name}_per_pos_total", "Accepted, by position.", *by("position", accepted, model))
-
-
-def _family(
-    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, documentation: str, *samples: Sample
-) -> Metric:
-    """Return a family of gauges or counters; the names of counters end with _total."""
-    family = kind(name, documentation, labels=list(samples[0][0]))
-    for labels, value in samples:
-        family.add_metric(list(labels.values()), value)
-    return family
-
-
-gauge, counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
+    def _reset_at_rest(self) -> None:
+        """Start the rate of admissions anew when all engines are idle."""
+        if all(engine.is_idle for engine in self.engines):
+            self._admissions.reset()
 
 
 def _renamed(family: Metric, name: str) -> Metric:
@@ -273,25 +105,3 @@ def _renamed(family: Metric, name: str) -> Metric:
     renamed = Metric(name, f"Older name of {family.name}.", family.type)
     renamed.samples = [each._replace(name=name + each.name.removeprefix(family.name)) for each in family.samples]
     return renamed
-
-
-def by(label: str, values: Mapping[str, float], others: Labels | None = None) -> Iterator[Sample]:
-    """Yield one sample per value of `label`."""
-    return (((others or {}) | {label: name}, value) for name, value in values.items())
-
-
-def _cache_config(ready: Ready) -> Labels:
-    """Return the figures of a KV cache by CACHE_LABELS."""
-    limits = ready.limits
-    num_tokens = limits.num_blocks * limits.block_size
-    concurrency = f"{num_tokens / limits.max_model_len:.2f}"
-    values = limits.block_size, ready.kv_cache_dtype or "auto", limits.num_blocks, ready.num_swap_blocks, num_tokens
-    return dict(zip(CACHE_LABELS, (*map(str, values), concurrency), strict=True))
-
-
-def _counted_on(earlier: KVStats, kv: KVStats) -> KVStats:
-    """Return the statistics of an engine with the counters of earlier engines added."""
-    sums = {name: getattr(earlier, name) + getattr(kv, name) for name in _COUNTERS}
-    modes = earlier.preemptions.keys() | kv.preemptions.keys()
-    preemptions = {mode: earlier.preemptions.get(mode, 0) + kv.preemptions.get(mode, 0) for mode in modes}
-    return replace(kv, preemptions=preemptions, **sums)

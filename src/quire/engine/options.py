@@ -33,6 +33,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 CpuIsa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 OVERRIDE = "override_generation_config"
+MAX_ENGINES = 64
 MAX_NUM_SEQS = 1 << 16  # every row has room for max_model_len tokens
 
 _engine = partial(option, panel="Engine")
@@ -233,6 +234,12 @@ class EngineOptions:
         "continuous", "static: whole batches, one after the other; needs contiguous-max", kind="none",
         row="`continuous`; or `static`, with `contiguous-max`: as many as fit run as one batch until the last has "
         "ended, and all are answered then",
+    )  # fmt: skip
+    data_parallel_size: int = _engine(
+        1, "engines behind one server, which divide memory and threads", low=1, high=MAX_ENGINES, short="-dp",
+        row=f"engines (processes with the whole model) behind one server, 1 to {MAX_ENGINES}; `kv_cache_memory`, "
+        "`num_kv_blocks`, `swap_space`, `num_swap_blocks`, their defaults and the CPU's threads are divided among them "
+        "([scaling.md](scaling.md)). For servers: an `LLM` computes in its own process and has one",
     )  # fmt: skip
     tensor_parallel_size: int = option(1, "devices that share the model", kind="none", row="1; not supported yet")
     max_kv_share_per_key: float = option(

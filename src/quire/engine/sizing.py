@@ -46,8 +46,9 @@ def table_positions(
     """
     longest = _longest(options, limits)
     if options.max_model_len is None:
-        num_blocks = -(-longest // options.block_size)
-        return min(longest, _num_blocks(options, limits, int(free_bytes * share), num_blocks) * options.block_size)
+        num_blocks, memory_bytes = -(-longest // options.block_size), int(free_bytes * share)
+        num_blocks = _num_blocks(options, limits, memory_bytes // options.data_parallel_size, num_blocks)
+        return min(longest, num_blocks * options.block_size)
     if longest * limits.table_bytes_per_position > free_bytes:
         raise ConfigError(
             f"max_model_len is {longest}, for which tables of rotary positions take "
@@ -82,7 +83,7 @@ def size_engine(
     longest = _longest(options, limits)
     max_num_seqs = options.resolved_max_num_seqs
     most_blocks = max_num_seqs * -(-longest // options.block_size)  # that max_num_seqs sequences can use
-    num_blocks = _num_blocks(options, limits, int(free_bytes * share), most_blocks)
+    num_blocks = _num_blocks(options, limits, int(free_bytes * share) // options.data_parallel_size, most_blocks)
     block_bytes = options.block_size * limits.kv_bytes_per_token
     if num_blocks * block_bytes > free_bytes:
         raise ConfigError(
@@ -119,11 +120,20 @@ def size_engine(
 
 
 def _num_blocks(options: EngineOptions, limits: ModelLimits, memory_bytes: int, most_blocks: int) -> int:
-    """Return num_kv_blocks if it is set, else as many as fit into the memory, at most `most_blocks`."""
+    """Return num_kv_blocks if it is set, else as many as fit into the memory, at most `most_blocks`.
+
+    Settings are of the machine, `memory_bytes` and the result of one of its engines.
+    """
+    num_engines = options.data_parallel_size
     if options.num_kv_blocks is not None:
-        return options.num_kv_blocks
+        if options.num_kv_blocks < num_engines:
+            raise ConfigError(
+                f"num_kv_blocks is {options.num_kv_blocks}, but each of {num_engines} engines (data_parallel_size) "
+                "needs one"
+            )
+        return options.num_kv_blocks // num_engines
     if options.kv_cache_memory is not None:
-        memory_bytes = parse_bytes(options.kv_cache_memory, "kv_cache_memory")
+        memory_bytes = parse_bytes(options.kv_cache_memory, "kv_cache_memory") // num_engines
     block_bytes = limits.kv_bytes_per_token * options.block_size
     num_blocks = min(memory_bytes // block_bytes, most_blocks)
     if num_blocks < 1:
@@ -137,10 +147,10 @@ def _num_blocks(options: EngineOptions, limits: ModelLimits, memory_bytes: int, 
 def _num_swap_blocks(options: EngineOptions, block_bytes: int, default_bytes: int) -> int:
     """Return num_swap_blocks if it is set, else as many as fit into swap_space or its default."""
     if options.num_swap_blocks is not None:
-        return options.num_swap_blocks
+        return options.num_swap_blocks // options.data_parallel_size
     if options.swap_space is None:
         return default_bytes // block_bytes
-    swap_bytes = parse_bytes(options.swap_space, "swap_space", low=0)
+    swap_bytes = parse_bytes(options.swap_space, "swap_space", low=0) // options.data_parallel_size
     if 0 < swap_bytes < block_bytes:
         raise ConfigError(
             f"swap_space of {swap_bytes} bytes holds no KV block; one block of {options.block_size} tokens takes "

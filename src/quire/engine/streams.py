@@ -70,11 +70,15 @@ class RequestStreams:
     """Open requests by number: their streams, their outputs, and the prompt tokens of those not yet admitted.
 
     A request is open until its last output has been read, or its stream was aborted. `on_abort` is called with the
-    number and the figures of a request that its reader aborted while the engine ran it.
+    number and the figures of a request that its reader aborted while the engine ran it, `on_close` with the number of
+    each that is not open any more.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, on_abort: Callable[[int, FinishedRequest], None]) -> None:
-        self._on_abort = on_abort
+    def __init__(
+        self, tokenizer: Tokenizer | None, on_abort: Callable[[int, FinishedRequest], None],
+        on_close: Callable[[int], None] = lambda request_id: None,
+    ) -> None:  # fmt: skip
+        self._on_abort, self._on_close = on_abort, on_close
         self._outputs = OutputProcessor(tokenizer, is_packed=True)
         self._streams: dict[int, RequestStream] = {}
         self._queued: dict[int, int] = {}                 # sent and never admitted: prompt tokens x n
@@ -141,6 +145,7 @@ class RequestStreams:
         output = self._outputs.output(request_id)
         if output.finished:
             del self._streams[request_id]
+            self._on_close(request_id)
         return output
 
     def abort(self, request_id: int) -> None:
@@ -157,3 +162,4 @@ class RequestStreams:
         del self._streams[request_id]
         self._queued.pop(request_id, None)
         self._outputs.drop(request_id)
+        self._on_close(request_id)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.core.checks import shown
-from quire.engine.client import EngineClient
+from quire.engine.base_client import BaseClient
 from quire.engine.input_processor import PreparedRequest
 from quire.engine.metrics import Metrics
 from quire.server.admission.concurrency import ConcurrencyReservation
@@ -27,9 +27,9 @@ from quire.server.time_slices import TimeSlices
 
 @dataclass(slots=True)
 class Service:
-    """One engine behind HTTP. Lives on the event loop; other threads may read only `names` and `options`."""
+    """One engine or several behind HTTP. Lives on the event loop; other threads may read only `names` and `options`."""
 
-    client: EngineClient                      # replaced when the engine is restarted
+    client: BaseClient                        # of one engine: replaced when it is restarted
     options: ServerOptions
     names: tuple[str, ...]                    # of the model; responses carry the first
     metrics: Metrics

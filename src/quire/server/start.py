@@ -1,6 +1,6 @@
-"""Start of a server in the cheapest order: check options, bind the port, start the engine, then load the HTTP server.
+"""Start of a server in the cheapest order: check options, bind the port, start the engines, then load the HTTP server.
 
-The engine's process loads torch and the weights while this one loads the HTTP server, so this module imports nothing
+An engine's process loads torch and the weights while this one loads the HTTP server, so this module imports nothing
 heavy at the top.
 """
 
@@ -9,7 +9,7 @@ import os
 import signal
 from typing import NoReturn
 
-from quire.engine.launcher import EngineProcess
+from quire.engine.launcher import spawn_engines
 from quire.engine.options import EngineOptions
 from quire.server.http.sockets import bind, bind_path, raise_file_limit, remove_path
 from quire.server.ops.signals import STOP_SIGNALS, StoppedError, exit_on_signal
@@ -26,20 +26,22 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
     with bind(options.host, options.port) if options.uds is None else bind_path(options.uds) as listener:
         for number in STOP_SIGNALS:
             signal.signal(number, exit_on_signal)
-        child = EngineProcess.spawn(engine)
+        children = spawn_engines(engine)
         try:
             gc.disable()  # imported modules are never freed
             from quire.server.ops.lifecycle import run  # noqa: PLC0415 (while the engine loads)
 
             gc.freeze()  # else every full collection traverses them again while all streams wait
             gc.enable()
-            run(child, engine, options, listener)
+            run(children, engine, options, listener)
         except StoppedError:
-            child.process.kill()  # it may be in the middle of a long load, and holds no state
+            for child in children:
+                child.process.kill()  # it may be in the middle of a long load, and holds no state
             raise
         finally:
             remove_path(options.uds)
-            child.stop()
+            for child in children:
+                child.stop()
 
 
 def _ensure_standard_streams() -> None:

@@ -43,6 +43,11 @@ _SUPPORTED = (
     same(number("max_num_seqs"), "256", values.whole_number),
     same(number("max_num_batched_tokens"), "2048", values.whole_number),
     same(number("seed")),
+    same(
+        number("data_parallel_size", flags=("-dp",)),
+        "engines behind one server, which routes by their caches; memory and threads of the machine are divided among "
+        "them; for `serve` and `run-batch` ([scaling.md](scaling.md))",
+    ),
     same(number("max_logprobs"), "20"),
     same(switch("enable_prefix_caching"), "on by default; matches go on inside of blocks, to the token"),
     same(
@@ -181,7 +186,7 @@ _DEVICES = (
     *refused(
         "the model runs on one device, in one process",
         number("tensor_parallel_size", 1, flags=("-tp",)), number("pipeline_parallel_size", 1, flags=("-pp",)),
-        number("data_parallel_size", 1, flags=("-dp",)), number("decode_context_parallel_size", 1, flags=("-dcp",)),
+        number("decode_context_parallel_size", 1, flags=("-dcp",)),
         number("prefill_context_parallel_size", 1, flags=("-pcp",)), number("nnodes", 1, flags=("-n",)),
         number("node_rank", 0, flags=("-r",)), number("data_parallel_rank", 0, flags=("-dpn",)),
         number("data_parallel_start_rank", 0, flags=("-dpr",)), number("data_parallel_size_local", 1, flags=("-dpl",)),

@@ -38,7 +38,8 @@ def has_open(server: OpenAIServer, count: int) -> bool:
 
 def num_aborted(server: OpenAIServer) -> int:
     """Return the requests that have been aborted so far."""
-    (line,) = re.findall(r"^quire:requests_aborted_total (.*)$", server.http.get("/metrics").text, re.MULTILINE)
+    page = server.http.get("/metrics").text
+    (line,) = re.findall(r'^quire:requests_aborted_total\{engine="0"\} (.*)$', page, re.MULTILINE)
     return int(float(line))
 
 

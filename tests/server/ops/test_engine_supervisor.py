@@ -107,6 +107,10 @@ class Dead:
 
     request_ids = iter(range(10))
 
+    @property
+    def engines(self) -> tuple["Dead"]:
+        return (self,)
+
     async def wait_dead(self) -> EngineDeadError:
         return EngineDeadError("it was killed")
 

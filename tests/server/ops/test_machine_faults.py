@@ -96,7 +96,7 @@ def test_swap_file_has_no_name_and_goes_with_its_process(server: ServerProcess, 
 def test_engine_at_rest_uses_no_processor(server: ServerProcess) -> None:
     text_of(server)
     engine = server.engine_pid()
-    wait_until(lambda: server.get("/metrics").text.count('quire:kv_blocks{state="used"} 0.0') == 1)
+    wait_until(lambda: server.get("/metrics").text.count('quire:kv_blocks{engine="0",state="used"} 0.0') == 1)
 
     def is_quiet() -> bool:
         before = cpu_ticks(engine)

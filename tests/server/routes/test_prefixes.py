@@ -87,7 +87,7 @@ def test_pin_is_made_listed_found_and_deleted(server: OpenAIServer) -> None:
     assert pinned["expires"] - pinned["created"] in (3600, 3601)
     assert listed(server) == [pinned]
     assert num_pinned(server) == 3
-    assert 'quire:kv_blocks_pinned 3.0\n' in server.http.get("/metrics").text
+    assert 'quire:kv_blocks_pinned{engine="0"} 3.0\n' in server.http.get("/metrics").text
     assert [cached_tokens(server, [*PREFIX, 900, last]) for last in (1, 2)] == [41, 42]
 
     response = delete(server, pinned["id"])

@@ -221,7 +221,7 @@ def test_map_shows_running_requests_and_what_they_leave(server: OpenAIServer) ->
     assert shown["stats"]["blocks_by_owner"] == {owner: states.count("used")}
     assert {entry["tier"] for entry in shown["blocks"]} == {"kv"}
     server.wait_until(server.is_idle)
-    assert f'quire:kv_blocks_by_owner{{owner="{owner}"}} 0.0' in server.http.get("/metrics").text
+    assert f'quire:kv_blocks_by_owner{{engine="0",owner="{owner}"}} 0.0' in server.http.get("/metrics").text
     after = kv(server)
     assert {entry["state"] for entry in after["blocks"]} == {"cached", "free"}
     assert after["holders"] == []

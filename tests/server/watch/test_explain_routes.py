@@ -85,7 +85,8 @@ def test_only_the_owner_is_told(server: OpenAIServer) -> None:
 
 def test_victims_and_those_who_wait_are_told_why(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
     long: dict[str, Any] = {**GREEDY, "max_tokens": 330}
-    service, on_step = server.service, server.service.metrics.on_step
+    service, (metrics,) = server.service, server.service.metrics.engines
+    on_step = metrics.on_step
     seen: set[tuple[str, bool]] = set()
 
     def look(step: Stepped, processed: ProcessedStep) -> None:
@@ -95,7 +96,7 @@ def test_victims_and_those_who_wait_are_told_why(server: OpenAIServer, monkeypat
             told = explain_routes._explanation(service, past, None)
             seen.add((told["state"], told["waits_for"] is not None))
 
-    monkeypatch.setattr(service.metrics, "on_step", look)
+    monkeypatch.setattr(metrics, "on_step", look)
     with ThreadPoolExecutor(3) as clients:
         with server.held():  # so that all three run together
             asking = [clients.submit(server.ask, COMPLETIONS, prompt=[500 + i] * 40, **long) for i in range(3)]

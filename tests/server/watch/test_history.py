@@ -25,10 +25,10 @@ class Past:
 
     def add(
         self, prompt: list[int], *, found: int = 0, key: int = 1, salt: str | None = None, answer: tuple[int, ...] = (),
-        name: str = "",
+        name: str = "", engine: int = 0,
     ) -> PastRequest:  # fmt: skip
         self._now_s += 1
-        metrics = RequestMetrics(self._now_s, self._now_s, self._now_s + 0.5, num_cached_tokens=found)
+        metrics = RequestMetrics(self._now_s, self._now_s, self._now_s + 0.5, num_cached_tokens=found, engine=engine)
         request = PastRequest(TokenizedPrompt("text", pack_tokens(prompt), salt, key), metrics)
         name = name or str(self._now_s)
         self.history.add(name, [request])
@@ -67,6 +67,13 @@ def test_the_same_under_another_salt_of_the_same_key(past: Past) -> None:
     assert past.miss(PROMPT, salt="b") == Miss(0, 0, "other_salt")
     assert past.miss(PROMPT) == Miss(0, 0, "other_salt")
     assert past.miss(PROMPT, salt="b") == Miss(0, 0, "evicted")
+
+
+def test_the_same_on_another_engine(past: Past) -> None:
+    past.add(PROMPT, engine=1)
+    assert past.miss(PROMPT) == Miss(0, 0, "other_engine")
+    assert past.miss(PROMPT) == Miss(0, 0, "evicted")
+    assert past.miss(PROMPT, salt="b", engine=1) == Miss(0, 0, "other_salt")
 
 
 @pytest.mark.parametrize("salt", [None, "a"])

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.types import Message, Scope
 
 from quire.cli.run_batch.lines import Line, answered, refused
-from quire.engine.launcher import EngineProcess
+from quire.engine.launcher import spawn_engines
 from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
 from quire.server.app import create_app
@@ -38,16 +38,17 @@ async def run(
     engine: EngineOptions, options: ServerOptions, lines: Iterator[Line], output: TextIO, max_inflight: int
 ) -> Totals:
     """Start an engine, ask all lines, write the answers. Raises as the start of a server, or EngineDeadError."""
-    child = EngineProcess.spawn(engine)
+    children = spawn_engines(engine)
     try:
-        service = await connect(child, engine, options)
+        service = await connect(children, engine, options)
         try:
             return await _ask_all(create_app(service), service, lines, output, max_inflight)
         finally:
             await close_service(service)
             service.threads.close()
     finally:
-        child.stop()
+        for child in children:
+            child.stop()
 
 
 async def _ask_all(

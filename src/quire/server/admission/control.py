@@ -6,7 +6,7 @@ Everything that a client multiplies is reserved here before any work is done for
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from quire.engine.client import EngineClient
+from quire.engine.base_client import BaseClient
 from quire.engine.input_processor import PreparedRequest
 from quire.engine.metrics import Metrics
 from quire.server.admission.body_memory import BodyMemory
@@ -29,7 +29,7 @@ class AdmissionControl:
         self.logprobs = LogprobMemory()
         self.pins = PendingPins()
 
-    def check_capacity(self, client: EngineClient, limits: Limits, num_requests: int, client_id: str) -> None:
+    def check_capacity(self, client: BaseClient, limits: Limits, num_requests: int, client_id: str) -> None:
         """Raise ApiError 429 if the queue has no room for so many requests, or the client has too many already.
 
         While no request waits, as many are admitted beyond the bound of the queue as the engine can start at once: a
@@ -44,7 +44,7 @@ class AdmissionControl:
             self._metrics.queue_full("max_num_queued_reqs")
             raise overloaded(num_queued, limit, self._metrics.retry_after_s(num_queued))
 
-    def check_call(self, client: EngineClient, limits: Limits, num_requests: int, param: str) -> None:
+    def check_call(self, client: BaseClient, limits: Limits, num_requests: int, param: str) -> None:
         """Raise ApiError 400 for a call of more prompts than could ever be admitted at once."""
         num_queued, num_seqs = limits.max_queued_requests, client.ready.limits.max_num_seqs
         limit, per_key = num_queued + num_seqs, limits.max_requests_per_key
@@ -71,7 +71,7 @@ class AdmissionControl:
 
     @contextmanager
     def reserve_tokens(
-        self, client: EngineClient, limits: Limits, requests: Iterable[PreparedRequest], param: str
+        self, client: BaseClient, limits: Limits, requests: Iterable[PreparedRequest], param: str
     ) -> Iterator[Callable[[PreparedRequest], None]]:
         """Count the prompt tokens x n of requests as queued while they are sent.
 

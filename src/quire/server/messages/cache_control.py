@@ -16,7 +16,7 @@ from starlette.requests import Request
 from quire.core.checks import shown
 from quire.core.errors import EngineError
 from quire.core.token_ids import num_equal_tokens
-from quire.engine.client import EngineClient
+from quire.engine.base_client import BaseClient
 from quire.engine.input_processor import TokenizedPrompt
 from quire.server.api.pinning import pin_prompt
 from quire.server.api.request import ApiRequest
@@ -157,19 +157,19 @@ class CachedPrefixes:
         self._pinned[pinned.prefix.id] = prefix
         return CacheUse(pinned.num_cached_tokens, len(prefix.token_ids))
 
-    def _find(self, client: EngineClient, prefix: TokenizedPrompt) -> str | None:
+    def _find(self, client: BaseClient, prefix: TokenizedPrompt) -> str | None:
         """Return the id of a pin that begins with a prefix, of the same key and salt."""
         self._forget_ended(client)
         return next((id_ for id_, known in self._pinned.items() if _extends(known, prefix)), None)
 
-    def _let_go_of(self, client: EngineClient, prefix: TokenizedPrompt) -> None:
+    def _let_go_of(self, client: BaseClient, prefix: TokenizedPrompt) -> None:
         """Unpin what a new pin extends: each turn of a conversation pins the turns before it again."""
         self._forget_ended(client)
         for id_ in [id_ for id_, known in self._pinned.items() if _extends(prefix, known)]:
             client.unpin(client.pinned.remove(id_, None))
             del self._pinned[id_]
 
-    def _forget_ended(self, client: EngineClient) -> None:
+    def _forget_ended(self, client: BaseClient) -> None:
         self._pinned = {id_: known for id_, known in self._pinned.items() if id_ in client.pinned}
 
 

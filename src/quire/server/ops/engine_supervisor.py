@@ -31,43 +31,48 @@ async def supervise_engine(
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     spawn: Callable[[EngineOptions], EngineProcess] = EngineProcess.spawn,
 ) -> Exception:
-    """Restart the engine whenever it dies; return the last error when no restart is left.
+    """Restart the only engine whenever it dies; return the last error when no restart is left.
 
     `pause` waits before each start, and `spawn` starts the process.
     """
     num_granted = service.options.restart_engine
-    why: Exception = await service.client.wait_dead()
+    (client,), (metrics,) = service.client.engines, service.metrics.engines
+    why: Exception = await client.wait_dead()
     for number in range(1, num_granted + 1):
         pause_s = min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S)
         log.error("%s; restart %d of %d in %g s (restart_engine)", why, number, num_granted, pause_s)
-        service.metrics.engine_died()
+        metrics.engine_died()
         await pause(pause_s)
         try:
-            signals.child = spawn(options)
-            service.client = await EngineClient.connect(
-                signals.child, options, service.metrics, service.client.request_ids, service.client.inputs.owners,
+            signals.children[0] = spawn(options)
+            service.client = client = await EngineClient.connect(
+                signals.children[0], options, metrics, client.request_ids, client.inputs.owners,
                 service.options.start_timeout,
             )  # fmt: skip
         except (EngineError, OSError) as error:
             why = error
             continue
-        service.metrics.engine_restarted()
+        metrics.engine_restarted()
         log.warning("the engine was restarted; cached and pinned prefixes are lost")
-        why = await service.client.wait_dead()
+        why = await client.wait_dead()
     return why
 
 
 async def watch_for_stalls(service: Service) -> None:
     """Log the start of each stall, with the stacks of all threads of both processes, and its end, until cancelled."""
-    is_stalled, limit_s = False, service.options.stall_limit
+    stalled, limit_s = set[int](), service.options.stall_limit
     while True:
         await asyncio.sleep(limit_s / CHECKS_PER_LIMIT)
-        client = service.client  # replaced by a restart
-        was_stalled, is_stalled = is_stalled, client.stalled_s > limit_s
-        if is_stalled and not was_stalled:
-            log.error("the engine has work and made no progress for %g seconds (stall_limit)", limit_s)
-            if sys.stderr is not None:  # None if the process was started without it
-                faulthandler.dump_traceback()
-            client.log_stacks()
-        elif was_stalled and not is_stalled:
-            log.warning("the engine makes progress again")
+        engines = service.client.engines  # replaced by restarts
+        for number, engine in enumerate(engines):
+            name = "the engine" if len(engines) == 1 else f"engine {number}"
+            is_stalled = engine.stalled_s > limit_s
+            if is_stalled and number not in stalled:
+                stalled.add(number)
+                log.error("%s has work and made no progress for %g seconds (stall_limit)", name, limit_s)
+                if sys.stderr is not None:  # None if the process was started without it
+                    faulthandler.dump_traceback()
+                engine.log_stacks()
+            elif number in stalled and not is_stalled:
+                stalled.remove(number)
+                log.warning("%s makes progress again", name)

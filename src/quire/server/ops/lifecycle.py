@@ -13,7 +13,9 @@ from typing import NoReturn
 
 import uvloop
 
+from quire.core.errors import ConfigError
 from quire.core.owner_labels import OwnerLabels
+from quire.engine.base_client import BaseClient
 from quire.engine.client import EngineClient
 from quire.engine.launcher import EngineProcess
 from quire.engine.metrics import Metrics
@@ -30,6 +32,13 @@ from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.server.template_renderer import TemplateRenderer
 
+try:
+    from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
+except ModuleNotFoundError as error:
+    if not f"{error.name}.".startswith("quire.engine.fleet."):
+        raise
+    connect_fleet = None  # type: ignore[assignment]  # optional: without it there is one engine
+
 log = logging.getLogger(__name__)
 
 DEMO_NAME = "quire-demo"
@@ -37,25 +46,29 @@ UNHEALTHY_S = 2.0      # /health is 503 for this long after the death of the eng
 FINAL_WRITE_S = 1.0     # for the last frames of cancelled responses to be sent
 
 
-def run(child: EngineProcess, engine: EngineOptions, options: ServerOptions, listener: socket.socket) -> NoReturn:
-    """Serve with an engine that has just been spawned, and end the process. Raises the engine's start error, if any.
+def run(
+    children: list[EngineProcess], engine: EngineOptions, options: ServerOptions, listener: socket.socket
+) -> NoReturn:
+    """Serve with engines that have just been spawned, and end the process. Raises their start error, if any.
 
     Ends by os._exit: a normal shutdown would join threads that still tokenize for disconnected clients.
     """
     logs.set_up()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        status = runner.run(_run(child, engine, options, listener))
+        status = runner.run(_run(children, engine, options, listener))
         remove_path(options.uds)
         logs.flush()
         os._exit(status)
 
 
-async def _run(child: EngineProcess, engine: EngineOptions, options: ServerOptions, listener: socket.socket) -> int:
-    signals = StopSignals(child)
-    connecting = asyncio.create_task(connect(child, engine, options))
+async def _run(
+    children: list[EngineProcess], engine: EngineOptions, options: ServerOptions, listener: socket.socket
+) -> int:
+    signals = StopSignals(children)
+    connecting = asyncio.create_task(connect(children, engine, options))
     await signals.wait_or(connecting)
     if not connecting.done():
-        child.process.kill()  # it may be in the middle of a long load, and holds no state
+        signals.kill_engines()  # they may be in the middle of a long load
         connecting.cancel()
         await asyncio.wait((connecting,))
         return signals.status
@@ -65,7 +78,10 @@ async def _run(child: EngineProcess, engine: EngineOptions, options: ServerOptio
         await http.start(listener, options.host)
         has_tokenizer = service.client.tokenizer is not None
         url = url_of(listener, options.host)
-        print_banner(service.names[0], url, service.client.ready, has_tokenizer=has_tokenizer)
+        num_engines = len(service.client.engines)
+        print_banner(
+            service.names[0], url, service.client.ready, has_tokenizer=has_tokenizer, num_engines=num_engines
+        )
         status = await _serve(service, http, signals, engine)
         await http.stop()
         return status
@@ -81,15 +97,20 @@ async def close_service(service: Service) -> None:
     await service.client.close()
 
 
-async def connect(child: EngineProcess, engine: EngineOptions, options: ServerOptions) -> Service:
-    """Wait until the engine is ready. ConfigError, ModelError or EngineDeadError if its start fails."""
+async def connect(children: list[EngineProcess], engine: EngineOptions, options: ServerOptions) -> Service:
+    """Wait until the engines are ready. ConfigError, ModelError or EngineDeadError if a start fails."""
     names = options.served_model_name or (engine.model or DEMO_NAME,)
-    metrics = Metrics(names[0])
+    metrics = Metrics(names[0], num_engines=len(children))
     owners = OwnerLabels(options.max_metric_labels)
-    client = await EngineClient.connect(
-        child, engine, metrics, owners=owners, start_timeout_s=options.start_timeout, requires_tokenizer=True
-    )
-    metrics.engine_ready(client.ready)
+    client: BaseClient
+    if len(children) > 1:
+        client = await _connect_fleet(children, engine, options, metrics, owners)
+    else:
+        client = await EngineClient.connect(
+            children[0], engine, metrics.engines[0], owners=owners, start_timeout_s=options.start_timeout,
+            requires_tokenizer=True,
+        )  # fmt: skip
+        metrics.engines[0].engine_ready(client.ready)
     if defaults := client.ready.sampling.params:
         log.info("defaults of requests by generation_config: %s", ", ".join(f"{k} {v}" for k, v in defaults.items()))
     templates = TemplateRenderer(client.tokenizer, max_waiting=options.max_queued_requests)
@@ -97,9 +118,31 @@ async def connect(child: EngineProcess, engine: EngineOptions, options: ServerOp
     return Service(client, options, names, metrics, templates, model_source=engine.model)
 
 
+async def _connect_fleet(
+    children: list[EngineProcess], engine: EngineOptions, options: ServerOptions, metrics: Metrics, owners: OwnerLabels
+) -> BaseClient:
+    if connect_fleet is None:
+        raise ConfigError(
+            f"data_parallel_size {len(children)} needs the package quire.engine.fleet, which is not in this "
+            "installation"
+        )
+    settings = FleetSettings(
+        engine, metrics, owners, options.start_timeout, options.stall_limit, requires_tokenizer=True
+    )
+    return await connect_fleet(children, settings)
+
+
+async def _supervise(service: Service, engine: EngineOptions, signals: StopSignals) -> Exception:
+    """Restart engines that die; return the last error when none is left."""
+    if isinstance(service.client, EngineClient):
+        return await supervise_engine(service, engine, signals)
+    assert isinstance(service.client, Fleet), "a client of one engine or of a fleet"
+    return await service.client.supervise(signals.replace_child)
+
+
 async def _serve(service: Service, http: HttpServer, signals: StopSignals, engine: EngineOptions) -> int:
     """Serve until a signal has drained the server or the last engine has died; return the exit status."""
-    supervising = asyncio.create_task(supervise_engine(service, engine, signals), name="engine supervisor")
+    supervising = asyncio.create_task(_supervise(service, engine, signals), name="engine supervisor")
     watch = asyncio.create_task(watch_for_stalls(service), name="stall watch")
     watch.add_done_callback(_log_end)
     service.critical_tasks = supervising, watch

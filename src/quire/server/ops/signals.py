@@ -20,11 +20,11 @@ def exit_on_signal(number: int, _frame: object) -> NoReturn:
 
 
 class StopSignals:
-    """Signal handlers on the running event loop. A second signal kills the engine and ends the process."""
+    """Signal handlers on the running event loop. A second signal kills the engines and ends the process."""
 
-    def __init__(self, child: EngineProcess) -> None:
+    def __init__(self, children: list[EngineProcess]) -> None:
         self.number: int | None = None
-        self.child = child       # of the current engine
+        self.children = children  # of the current engines
         self._event = asyncio.Event()
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._handle, number)
@@ -45,12 +45,21 @@ class StopSignals:
         await asyncio.wait((waiting, other), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
 
+    def replace_child(self, number: int, child: EngineProcess) -> None:
+        """Record the process of an engine that replaces a dead one."""
+        self.children[number] = child
+
+    def kill_engines(self) -> None:
+        """Kill the processes of all engines: they hold no state."""
+        for child in self.children:
+            child.process.kill()
+
     def _handle(self, number: int) -> None:
         if not self.received:
             self.number = number
             self._event.set()
             return
-        self.child.process.kill()
+        self.kill_engines()
         os._exit(_status(number))
 
 

@@ -14,7 +14,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def print_banner(
-    name: str, url: str, ready: Ready, stream: TextIO | None = None, *, has_tokenizer: bool = True
+    name: str, url: str, ready: Ready, stream: TextIO | None = None, *, has_tokenizer: bool = True, num_engines: int = 1
 ) -> None:
     """Print the table and the ready line to `stream`, by default stdout.
 
@@ -23,6 +23,8 @@ def print_banner(
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in _rows(name, ready):
         table.add_row(*row)
+    if num_engines > 1:
+        table.add_row("engines", f"{num_engines}, each with the weights, KV cache and swap above")
     if not has_tokenizer:
         table.add_row("tokenizer", "none: prompts must be token ids")
     printed = io.StringIO()  # a capturing console would write to its stream too

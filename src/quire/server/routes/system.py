@@ -50,5 +50,5 @@ async def version() -> Response:
 async def metrics(request: Request) -> Response:
     """Return counters, gauges and histograms in Prometheus' format."""
     service: Service = request.app.state.service
-    page, content_type = service.metrics.exposition(service.client.num_queued)
+    page, content_type = service.metrics.exposition([engine.num_queued for engine in service.client.engines])
     return Response(page, headers={"Content-Type": content_type})

@@ -7,7 +7,7 @@ pass runs in slices, since it may take a tenth of a second. Requests of other ow
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.server.time_slices import MAX_SLICE_UNITS
 from quire.server.watch.history import History, Miss, MissReason, PastRequest
@@ -18,9 +18,9 @@ _Key = tuple[int, bytes]  # hash of the full blocks of a prefix, and its tokens 
 
 @dataclass(slots=True)
 class _Sighting:
-    """First time at which a request had computed a prefix: with the salt of the call, and with other salts."""
+    """First time at which a prefix had been computed: with the salt of the call, by engine, and with other salts."""
 
-    same_salt_s: float = _NEVER_S
+    same_salt_s: dict[int, float] = field(default_factory=dict)
     other_salt_s: float = _NEVER_S
 
 
@@ -59,8 +59,10 @@ class MissSearch:
         metrics, seen = self._requests[number].metrics, self._sightings[key]
         assert metrics.first_scheduled_s is not None, "searched before it ran"
         reason: MissReason = "never_seen"
-        if seen.same_salt_s < metrics.first_scheduled_s:
+        if seen.same_salt_s.get(metrics.engine, _NEVER_S) < metrics.first_scheduled_s:
             reason = "evicted"
+        elif min(seen.same_salt_s.values(), default=_NEVER_S) < metrics.first_scheduled_s:
+            reason = "other_engine"
         elif seen.other_salt_s < metrics.first_scheduled_s:
             reason = "other_salt"
         return Miss(metrics.num_cached_tokens, metrics.num_cached_tokens // self._block_size, reason)
@@ -92,33 +94,37 @@ class MissSearch:
             for past in requests:
                 yield 1
                 if past.metrics.first_token_s is not None:
-                    yield from self._search_request(past, past.metrics.first_token_s, past.prompt.cache_salt == salt)
+                    engine = past.metrics.engine if past.prompt.cache_salt == salt else None
+                    yield from self._search_request(past, past.metrics.first_token_s, engine)
 
-    def _search_request(self, past: PastRequest, started_s: float, has_same_salt: bool) -> Iterator[int]:
-        """Search a prompt, and from its last full block on each branch except its last token."""
+    def _search_request(self, past: PastRequest, started_s: float, engine: int | None) -> Iterator[int]:
+        """Search a prompt, and from its last full block on each branch except its last token.
+
+        `engine`: that has computed it with the salt of the call; None: with another salt.
+        """
         num_prompt_blocks = len(past.prompt_tokens) // self._block_bytes
         begin = num_prompt_blocks * self._block_bytes
         hashed = 0
         for block in range(num_prompt_blocks):
-            hashed = self._compare_block(past.prompt_tokens, block, block, hashed, started_s, has_same_salt)
+            hashed = self._compare_block(past.prompt_tokens, block, block, hashed, started_s, engine)
             yield 1
         for answer in list(past.branches.values()):
             tail = past.prompt_tokens[begin:] + memoryview(answer)[:-1].tobytes()
             branch_hash = hashed
             for block in range(len(tail) // self._block_bytes):
                 num_before = num_prompt_blocks + block
-                branch_hash = self._compare_block(tail, block, num_before, branch_hash, started_s, has_same_salt)
+                branch_hash = self._compare_block(tail, block, num_before, branch_hash, started_s, engine)
                 yield 1
 
     def _compare_block(
-        self, tokens: bytes, block: int, num_before: int, hashed: int, started_s: float, has_same_salt: bool
+        self, tokens: bytes, block: int, num_before: int, hashed: int, started_s: float, engine: int | None
     ) -> int:
         """Compare a full block, with `num_before` of the same hash chain before it; return the hash with it."""
         content = self._block(tokens, block)
         for num_bytes in self._remainders.get(num_before, ()):
             seen = self._sightings.get((hashed, content[:num_bytes]))
-            if seen is not None and has_same_salt:
-                seen.same_salt_s = min(seen.same_salt_s, started_s)
+            if seen is not None and engine is not None:
+                seen.same_salt_s[engine] = min(seen.same_salt_s.get(engine, _NEVER_S), started_s)
             elif seen is not None:
                 seen.other_salt_s = min(seen.other_salt_s, started_s)
         return hash((hashed, content))

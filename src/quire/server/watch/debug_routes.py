@@ -54,14 +54,17 @@ async def kv(
     first: Annotated[str, Query(description="number of the first block")] = "0",
     count: Annotated[str, Query(description=f"number of blocks, at most {MAX_BLOCKS_SHOWN}")] = str(DEFAULT_COUNT),
     tier: Annotated[str, Query(description=TIERS)] = "kv",
+    engine: Annotated[str, Query(description="number of the engine, of several behind one server")] = "0",
 ) -> Response:
-    """Return blocks of the KV cache or its swap space, with their states and owners."""
+    """Return blocks of an engine's KV cache or its swap space, with their states and owners."""
     service: Service = request.app.state.service
-    shown, num_blocks = _tier(tier, service.client.ready)
+    engines = service.client.engines
+    client = engines[_integer("engine", engine, 0, len(engines) - 1)]
+    shown, num_blocks = _tier(tier, client.ready)
     start = _integer("first", first, 0, num_blocks - 1)
     number = _integer("count", count, 1, MAX_BLOCKS_SHOWN)
     try:
-        block_map = await service.client.block_map(start, number, MAP_LIMIT_S, shown)
+        block_map = await client.block_map(start, number, MAP_LIMIT_S, shown)
     except TimeoutError:
         raise engine_unhealthy(f"the engine has not finished a step within {MAP_LIMIT_S:g} s") from None
     return json_response(block_map)

@@ -44,8 +44,8 @@ async def explain(request: Request, request_id: str) -> Response:
 
 
 def _has_cache(service: Service) -> bool:
-    kv = service.client.state.kv
-    return kv is not None and kv.prefix_queries_tokens > 0
+    states = [engine.state.kv for engine in service.client.engines]
+    return any(kv is not None and kv.prefix_queries_tokens > 0 for kv in states)
 
 
 def _ranges(num_prompts: int) -> Iterator[range]:
@@ -56,11 +56,12 @@ def _ranges(num_prompts: int) -> Iterator[range]:
 
 def _explanation(service: Service, past: PastRequest, miss: Miss | None) -> dict[str, Any]:
     metrics = past.metrics
-    state = _state(past)
+    state, engine = _state(past), service.client.engines[metrics.engine]
     queued_until_s = time.monotonic() if state == "waiting" else metrics.first_scheduled_s
     return {
         "state": state,
-        "waits_for": service.client.state.waits_for if state in ("waiting", "preempted") else None,
+        "engine": metrics.engine,
+        "waits_for": engine.state.waits_for if state in ("waiting", "preempted") else None,
         "queue_s": None if queued_until_s is None else queued_until_s - metrics.arrival_s,
         "waited_steps": metrics.waited_steps,
         "num_prompt_tokens": past.num_prompt_tokens,

@@ -5,6 +5,7 @@ import { Grid, ask, byId, element, show, tell } from "./blocks.js";
 const NUM_COLUMNS = 32;
 const NUM_BLOCKS = 1024; // in a window
 const PAUSE_MS = 1000;
+const ENGINE = encodeURIComponent(new URLSearchParams(location.search).get("engine") ?? "0"); // of several
 
 let isPaused = false;
 let marked; // the holder under the pointer
@@ -22,7 +23,7 @@ class Tier {
   }
 
   ask() {
-    return ask(`kv?tier=${this.name}&first=${this.first}&count=${NUM_BLOCKS}`);
+    return ask(`kv?engine=${ENGINE}&tier=${this.name}&first=${this.first}&count=${NUM_BLOCKS}`);
   }
 
   show({ first, blocks, stats }, total) {

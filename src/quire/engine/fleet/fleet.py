@@ -1,0 +1,289 @@
+"""Fleet: several engines of one model behind one client, each in a process of its own (door of the room).
+
+A request is sent to the engine with the least work for it (`router`), and stays there until it ends. When an engine
+dies, its requests end with EngineDeadError, and its cache and its pins are lost; it is started again while the other
+engines serve (`supervision`).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from msgspec import structs
+
+from quire.core.errors import InvalidRequestError
+from quire.core.owner_labels import OwnerLabels
+from quire.core.sequence import Request
+from quire.core.task import Pin
+from quire.engine.base_client import BaseClient
+from quire.engine.client import EngineClient
+from quire.engine.engine_metrics import EngineMetrics
+from quire.engine.fleet.router import Router
+from quire.engine.fleet.supervision import keep_alive
+from quire.engine.input_processor import InputProcessor, PreparedRequest
+from quire.engine.launcher import EngineProcess
+from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
+from quire.engine.metrics import Metrics
+from quire.engine.options import EngineOptions
+from quire.engine.output_processor import FinishedRequest, OutputKind, ProcessedStep
+from quire.engine.start_timeout import START_TIMEOUT_S
+from quire.engine.streams import RequestStream
+from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """What all engines of a fleet have in common."""
+
+    options: EngineOptions
+    metrics: Metrics
+    owners: OwnerLabels | None = None
+    start_timeout_s: float = START_TIMEOUT_S
+    stall_limit_s: float = 10.0         # an engine without progress for so long gets no requests
+    requires_tokenizer: bool = False
+
+
+async def connect_fleet(processes: Sequence[EngineProcess], settings: FleetSettings) -> "Fleet":
+    """Wait until all engines are ready. Errors as of `EngineClient.connect`; after one all processes have ended."""
+    observers = [_Observer(number, metrics) for number, metrics in enumerate(settings.metrics.engines)]
+    clients: list[EngineClient] = []
+    request_ids = count()
+    try:
+        for process, observer in zip(processes, observers, strict=True):
+            tokenizer = clients[0].tokenizer if clients else None
+            clients.append(await _connect(process, settings, observer, request_ids, tokenizer))
+    except BaseException:
+        await asyncio.gather(*(client.close() for client in clients))
+        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes))
+        raise
+    return Fleet(clients, observers, settings, request_ids)
+
+
+async def _connect(
+    process: EngineProcess, settings: FleetSettings, observer: "_Observer", request_ids: Iterator[int],
+    tokenizer: Tokenizer | None, options: EngineOptions | None = None,
+) -> EngineClient:  # fmt: skip
+    """Return the client of an engine that is ready. `options`: in place of the settings' own."""
+    return await EngineClient.connect(
+        process, options or settings.options, observer, request_ids, settings.owners, settings.start_timeout_s,
+        requires_tokenizer=settings.requires_tokenizer, tokenizer=tokenizer, on_close=observer.on_close,
+    )  # fmt: skip
+
+
+class _Observer:
+    """Observer of one engine: reports go to its metrics, and to the fleet."""
+
+    def __init__(self, number: int, metrics: EngineMetrics) -> None:
+        self.metrics = metrics
+        self.fleet: Fleet | None = None
+        self._number = number
+
+    def on_step(self, step: Stepped, processed: ProcessedStep) -> None:
+        """Record a step of the engine."""
+        self.metrics.on_step(step, processed)
+        if self.fleet is not None:
+            self.fleet.record_step(self._number, step)
+
+    def on_idle(self, state: EngineState) -> None:
+        """Record that no request waits or runs."""
+        self.metrics.on_idle(state)
+        if self.fleet is not None:
+            self.fleet.count_pinned_blocks()
+
+    def on_abort(self, ended: FinishedRequest) -> None:
+        """Record a request that its client, or the server, has aborted."""
+        self.metrics.on_abort(ended)
+
+    def on_close(self, request_id: int) -> None:
+        """Record that the stream of a request has ended."""
+        if self.fleet is not None:
+            self.fleet.router.forget(request_id)
+
+
+class Fleet(BaseClient):
+    """The engines, from the event loop of another process. Get one from `connect_fleet`, and `close` it."""
+
+    def __init__(
+        self, clients: list[EngineClient], observers: list[_Observer], settings: FleetSettings,
+        request_ids: Iterator[int],
+    ) -> None:  # fmt: skip
+        ready, tokenizer = _least([client.ready for client in clients]), clients[0].tokenizer
+        inputs = InputProcessor(tokenizer, ready, settings.options, settings.owners)
+        super().__init__(tokenizer, ready, inputs, request_ids)
+        num_blocks = [client.ready.limits.num_blocks for client in clients]
+        self.router = Router(num_blocks, ready.limits.block_size)
+        self._clients, self._observers, self._settings = clients, observers, settings
+        self._pinning: dict[int, EngineClient] = {}     # by the number of the request that pins
+        for observer, client in zip(observers, clients, strict=True):
+            observer.fleet = self
+            observer.metrics.engine_ready(client.ready)
+
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        """The engines by number, dead ones too."""
+        return self._clients
+
+    @property
+    def _living(self) -> list[int]:
+        return [number for number, client in enumerate(self._clients) if client.is_alive]
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    async def add(
+        self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
+    ) -> RequestStream:
+        """Queue a request in an engine, once. EngineDeadError if none is alive."""
+        request = prepared.request
+        number = self.router.route(request, self._candidates(request))
+        client = self._clients[number]
+        if isinstance(request.task, Pin):
+            self._pinning[request.request_id] = client
+        try:
+            stream = await client.add(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
+        except BaseException:
+            self.router.forget(request.request_id)
+            self._pinning.pop(request.request_id, None)
+            raise
+        stream.metrics.engine = number
+        return stream
+
+    def _candidates(self, request: Request) -> list[int]:
+        """Return the engines that may get a request: those that make progress, and have room for it beside their pins.
+
+        If there are none of these, all that are alive: the request waits, or the engine refuses it with the reason.
+        """
+        self._raise_if_dead()
+        living = self._living
+        limit_s = self._settings.stall_limit_s
+        making_progress = [number for number in living if self._clients[number].stalled_s <= limit_s] or living
+        return [number for number in making_progress if self._can_run(number, request)] or making_progress
+
+    def _can_run(self, number: int, request: Request) -> bool:
+        limits, num_tokens = self._clients[number].inputs.limits, len(request.prompt_token_ids)
+        try:
+            limits.check_admissible(num_tokens, request.max_tokens, request.params.n)
+            if isinstance(request.task, Pin):
+                limits.check_pinnable(num_tokens, len(self._clients[number].state.pins), most_needed=0)
+        except InvalidRequestError:
+            return False
+        return True
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that were sent and not yet admitted."""
+        return sum(client.num_queued for client in self._clients)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens x n of the requests that were sent and not yet admitted."""
+        return sum(client.num_queued_tokens for client in self._clients)
+
+    @property
+    def num_free_seqs(self) -> int:
+        """Requests of one sequence that could run at once, by the last reports."""
+        return sum(self._clients[number].num_free_seqs for number in self._living)
+
+    # --- pinned prefixes ------------------------------------------------------------------------------------------
+
+    def unpin(self, request_id: int) -> None:
+        """Release what a request has pinned, or abort it."""
+        client = self._pinning.pop(request_id, None)
+        if client is not None:
+            client.unpin(request_id)
+
+    async def release_pin(self, request_id: int) -> None:
+        """Release what a request has pinned; its blocks are free on return. EngineDeadError if its engine has died."""
+        client = self._pinning.pop(request_id, None)
+        if client is not None:
+            await client.release_pin(request_id)
+
+    def count_pinned_blocks(self) -> None:
+        """Count in the limits of requests to come the pinned blocks of the engine with the fewest."""
+        limits = self.inputs.limits
+        num_pinned = min((self._clients[number].state.num_pinned_blocks for number in self._living), default=0)
+        if num_pinned != limits.num_pinned_blocks:
+            self.inputs.limits = replace(limits, num_pinned_blocks=num_pinned)
+
+    # --- engines --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether an engine answers."""
+        return bool(self._living)
+
+    @property
+    def death_reason(self) -> str:
+        """Why no engine answers; for a fleet that is not alive."""
+        reasons = (f"engine {number}: {client.death_reason}" for number, client in enumerate(self._clients))
+        return f"all engines are dead; {'; '.join(reasons)}"
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since an engine made progress, although all that are alive have work."""
+        return min((self._clients[number].stalled_s for number in self._living), default=0.0)
+
+    def _raise_if_dead(self) -> None:
+        if not self.is_alive:
+            raise EngineDeadError(self.death_reason)
+
+    async def close(self) -> None:
+        """End the engine processes, and with them all requests. Returns when they are gone. Idempotent."""
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+    def record_step(self, number: int, step: Stepped) -> None:
+        """Record a step of an engine."""
+        kv = step.state.kv
+        self.router.on_step(number, step.admissions, step.deltas, 0 if kv is None else kv.evicted_blocks)
+        self.count_pinned_blocks()
+
+    async def supervise(
+        self,
+        on_spawn: Callable[[int, EngineProcess], None],
+        *,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        spawn: Callable[[EngineOptions, int], EngineProcess] = EngineProcess.spawn,
+    ) -> Exception:
+        """Restart each engine whenever it dies; return the last error once none is alive and none can be started.
+
+        `on_spawn` is called with the number and the process of each new engine; `pause` waits before each start.
+        """
+        return await keep_alive(self, lambda number: self._restart(number, on_spawn, spawn), pause)
+
+    async def _restart(
+        self, number: int, on_spawn: Callable[[int, EngineProcess], None],
+        spawn: Callable[[EngineOptions, int], EngineProcess],
+    ) -> None:  # fmt: skip
+        """Start an engine in the place of a dead one, of the same sizes: less memory is free now."""
+        dead, options, observer = self._clients[number], self._settings.options, self._observers[number]
+        num_engines = len(self._clients)
+        sized = replace(
+            options, num_kv_blocks=dead.ready.limits.num_blocks * num_engines,
+            num_swap_blocks=dead.ready.num_swap_blocks * num_engines,
+        )  # fmt: skip
+        process = spawn(sized, number)
+        on_spawn(number, process)
+        client = await _connect(process, self._settings, observer, self.request_ids, self.tokenizer, sized)
+        self._clients[number] = client
+        observer.metrics.engine_restarted()
+
+    def lose(self, number: int) -> None:
+        """Forget what a dead engine had: its requests, its cache and its pins."""
+        dead = self._clients[number]
+        self.router.replace(number)
+        self._observers[number].metrics.engine_died()
+        lost = {request_id for request_id, client in self._pinning.items() if client is dead}
+        self._pinning = {request_id: client for request_id, client in self._pinning.items() if client is not dead}
+        for pin in [pin for pin in self.pinned.of_key(None) if pin.request_id in lost]:
+            self.pinned.remove(pin.prefix.id, None)
+        self.count_pinned_blocks()
+
+
+def _least(ready: Sequence[Ready]) -> Ready:
+    """Return the figures of the first engine, with the sizes of the smallest: each takes what it found free."""
+    limits = replace(
+        ready[0].limits,
+        num_blocks=min(each.limits.num_blocks for each in ready),
+        max_model_len=min(each.limits.max_model_len for each in ready),
+    )
+    return structs.replace(ready[0], limits=limits, num_swap_blocks=min(each.num_swap_blocks for each in ready))

@@ -1,0 +1,161 @@
+"""Routing of requests to engines: the rules, and what a server knows of each engine's work and cache.
+
+The server and the simulator use the same router, fed with the same reports. It has no clock and does no I/O.
+"""
+
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from quire.core.errors import ConfigError
+from quire.core.outputs import Admission, SequenceDelta
+from quire.core.sequence import Request
+from quire.core.task import Scope
+from quire.core.token_ids import PackedTokens
+from quire.engine.fleet.prefix_index import PrefixIndex
+
+Routing = Literal["prefix", "round-robin", "affinity"]
+
+# Weight of a cached token against a pending one. With 1, a hot prefix is computed again on every engine that is less
+# busy by its length, and the copies evict other prefixes: docs/decisions/0023 has the figures.
+CACHED_TOKEN_WEIGHT = 4
+
+
+@dataclass(slots=True)
+class _Routed:
+    """A request that was sent to an engine and has not ended there."""
+
+    prompt: PackedTokens
+    scope: Scope
+    num_pending: int                    # prompt tokens that the engine has to compute before the first output token
+    num_open: int                       # branches that have not ended
+    output: "array[int]" = field(default_factory=lambda: array("i"))  # of the first branch
+
+
+@dataclass(slots=True)
+class _Engine:
+    """What is known of an engine."""
+
+    index: PrefixIndex
+    requests: dict[int, _Routed] = field(default_factory=dict)
+    num_pending: int = 0                # sum over its requests
+    num_routed_tokens: int = 0          # prompt tokens that were expected to be computed there, since its start
+    num_evicted: int = 0                # blocks, by its last report
+
+
+class Router:
+    """Chooses an engine for each request. Engines are numbered from 0; `num_blocks` are the sizes of their caches."""
+
+    def __init__(self, num_blocks: Sequence[int], block_size: int, routing: Routing = "prefix") -> None:
+        if routing not in get_args(Routing):
+            raise ConfigError(f"routing must be one of {', '.join(get_args(Routing))}, got {routing!r}")
+        self._routing, self._num_blocks, self._block_size = routing, num_blocks, block_size
+        self._engines = [self._new_engine(number) for number in range(len(num_blocks))]
+        self._num_routed = 0
+        self._engine_of: dict[int, int] = {}            # by the number of the request
+
+    def route(self, request: Request, engines: Collection[int] | None = None) -> int:
+        """Return the engine for a request, which counts as its work from now on. `engines`: those that may be chosen.
+
+        By the rule `prefix`, that with the least work for the request: pending tokens plus the request's own, less
+        CACHED_TOKEN_WEIGHT times those that the engine has cached; of equals, that with the fewest requests.
+        """
+        candidates = sorted(range(len(self._engines)) if engines is None else engines)
+        scope, prompt = request.scope, request.prompt_token_ids
+        if self._routing == "round-robin":
+            chosen = candidates[self._num_routed % len(candidates)]
+            num_cached = self._engines[chosen].index.match(scope, prompt)
+        else:
+            cached = {number: self._engines[number].index.match(scope, prompt) for number in candidates}
+            chosen = min(candidates, key=lambda number: self._work(number, len(prompt), cached[number]))
+            num_cached = cached[chosen]
+        self._num_routed += 1
+        self._assign(request, chosen, num_cached)
+        return chosen
+
+    def _work(self, number: int, num_tokens: int, num_cached: int) -> tuple[int, ...]:
+        """Return the sort key of an engine for a prompt; `affinity` goes by the cached tokens first."""
+        engine = self._engines[number]
+        work = engine.num_pending + num_tokens
+        load = len(engine.requests), engine.num_routed_tokens, number
+        if self._routing == "affinity":
+            return -num_cached, work, *load
+        return work - CACHED_TOKEN_WEIGHT * num_cached, *load
+
+    def _assign(self, request: Request, number: int, num_cached: int) -> None:
+        engine, prompt = self._engines[number], request.prompt_token_ids
+        num_pending = max(1, len(prompt) - num_cached)
+        engine.requests[request.request_id] = _Routed(prompt, request.scope, num_pending, request.params.n)
+        engine.num_pending += num_pending
+        engine.num_routed_tokens += num_pending
+        engine.index.add(request.scope, prompt)
+        self._engine_of[request.request_id] = number
+
+    # --- reports of engines -----------------------------------------------------------------------------------------
+
+    def on_step(
+        self, number: int, admissions: Iterable[Admission], deltas: Iterable[SequenceDelta], num_evicted: int
+    ) -> None:
+        """Record a step of an engine. `num_evicted`: blocks that it has evicted since its start."""
+        engine = self._engines[number]
+        engine.index.evict(num_evicted - engine.num_evicted)
+        engine.num_evicted = num_evicted
+        for admission in admissions:
+            routed = engine.requests.get(admission.request_id)
+            if routed is not None and not admission.num_preemptions:
+                self._correct(engine, routed, admission.num_cached_tokens)
+        for delta in deltas:
+            routed = engine.requests.get(delta.request_id)
+            if routed is None:
+                continue
+            engine.num_pending -= routed.num_pending
+            routed.num_pending = 0
+            if delta.index == 0:
+                routed.output.extend(delta.token_ids)
+            if delta.finish_reason is not None or delta.error is not None:
+                routed.num_open -= 1
+                if not routed.num_open or delta.error is not None:
+                    self._finish(engine, delta.request_id, routed)
+
+    def _correct(self, engine: _Engine, routed: _Routed, num_cached: int) -> None:
+        """Correct what was expected of a request's prompt by what the engine has found in its cache."""
+        num_pending = len(routed.prompt) - num_cached
+        engine.num_pending += num_pending - routed.num_pending
+        routed.num_pending = num_pending
+
+    def _finish(self, engine: _Engine, request_id: int, routed: _Routed) -> None:
+        """Forget a request that the engine has finished; its tokens stay in the index, its output too."""
+        self.forget(request_id)
+        engine.index.add(routed.scope, [*routed.prompt, *routed.output[:-1]])   # the last token is never computed
+
+    def forget(self, request_id: int) -> None:
+        """Forget a request for which its engine does nothing more. Idempotent."""
+        number = self._engine_of.pop(request_id, None)
+        if number is not None:
+            engine = self._engines[number]
+            engine.num_pending -= engine.requests.pop(request_id).num_pending
+
+    def replace(self, number: int) -> None:
+        """Forget all of an engine that has died: its requests, and its cache."""
+        for request_id in list(self._engines[number].requests):
+            self.forget(request_id)
+        num_routed_tokens = min(engine.num_routed_tokens for engine in self._engines)
+        self._engines[number] = self._new_engine(number)
+        self._engines[number].num_routed_tokens = num_routed_tokens  # else it gets all ties until it has caught up
+
+    def _new_engine(self, number: int) -> _Engine:
+        return _Engine(PrefixIndex(self._num_blocks[number], self._block_size))
+
+    @property
+    def num_pending(self) -> Sequence[int]:
+        """Prompt tokens that each engine has to compute."""
+        return [engine.num_pending for engine in self._engines]
+
+    def check(self) -> None:
+        """Assert that counts agree with the requests."""
+        for number, engine in enumerate(self._engines):
+            engine.index.check()
+            assert engine.num_pending == sum(routed.num_pending for routed in engine.requests.values())
+            assert all(self._engine_of[request_id] == number for request_id in engine.requests)
+        assert len(self._engine_of) == sum(len(engine.requests) for engine in self._engines)

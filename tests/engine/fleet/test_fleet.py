@@ -1,0 +1,269 @@
+"""Several real engines behind one client: the answers of one engine, and an engine that dies takes only its own."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.core.errors import ConfigError, ModelError, UnknownPrefixError
+from quire.core.outputs import RequestOutput
+from quire.engine.engine_metrics import EngineMetrics
+from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
+from quire.engine.input_processor import Prompt
+from quire.engine.launcher import EngineProcess, num_threads_of, spawn_engines
+from quire.engine.messages import EngineDeadError
+from quire.engine.metrics import Metrics
+from quire.engine.options import EngineOptions
+from quire.engine.streams import RequestStream
+from support.engine_process import TIMEOUT_S, is_running, until
+from support.stopping import stopped
+
+NUM_ENGINES = 2
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
+SEEDLESS = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+
+
+@asynccontextmanager
+async def running_fleet(model: Path, **settings: int) -> AsyncIterator[Fleet]:
+    settings = {"max_num_seqs": 8, "num_kv_blocks": 256, "max_model_len": 1024} | settings
+    options = EngineOptions(str(model), data_parallel_size=NUM_ENGINES, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        processes = spawn_engines(options)
+    metrics = Metrics("tiny", num_engines=NUM_ENGINES)
+    fleet = await connect_fleet(processes, FleetSettings(options, metrics))
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            yield fleet
+        await until(lambda: all(engine.num_queued == 0 for engine in fleet.engines))
+        fleet.router.check()
+    finally:
+        await fleet.close()
+        assert not any(is_running(process.process.pid) for process in processes)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def shared(runner: asyncio.Runner, demo_model: Path) -> Iterator[Fleet]:
+    """Return a fleet for all tests that kill nothing and leave nothing behind."""
+    opened = running_fleet(demo_model, max_model_len=1500)
+    yield runner.run(opened.__aenter__())
+    runner.run(opened.__aexit__(None, None, None))
+
+
+def with_fleet(model: Path, work: Callable[[Fleet], Awaitable[None]], **settings: int) -> None:
+    async def run() -> None:
+        async with running_fleet(model, **settings) as fleet:
+            await work(fleet)
+
+    asyncio.run(run())
+
+
+async def ask(fleet: Fleet, prompt: Prompt, params: SamplingParams = GREEDY) -> RequestStream:
+    prepared = fleet.prepare(fleet.inputs.tokenize(prompt), fleet.inputs.check_params(params))
+    return await fleet.add(prepared, external_id="mine", arrival_s=0.0)
+
+
+async def answer(fleet: Fleet, prompt: Prompt, params: SamplingParams = GREEDY) -> RequestOutput:
+    return [output async for output in await ask(fleet, prompt, params)][-1]
+
+
+def pid_of(fleet: Fleet, number: int) -> int:
+    return fleet.engines[number]._connection.engine.process.pid
+
+
+async def pin(fleet: Fleet, prompt: list[int]) -> tuple[str, int]:
+    """Pin a prompt; return the pin's id and its engine."""
+    prepared = fleet.prepare_pin(fleet.inputs.tokenize(prompt))
+    stream = await fleet.add(prepared, external_id="pin", arrival_s=0.0)
+    await anext(stream)
+    return fleet.pinned.add(prepared.request).id, stream.metrics.engine
+
+
+def test_answers_are_those_of_one_engine_whichever_computes_them(demo_model: Path) -> None:
+    """Seeds come from the numbers of requests, which all engines share."""
+    prompts: list[Prompt] = [[5 + number, 6, 7, 8] for number in range(12)]
+    with LLM(str(demo_model)) as llm:
+        expected = llm.generate(prompts, [GREEDY, SEEDLESS] * 6, use_tqdm=False)
+
+    async def work(fleet: Fleet) -> None:
+        asked = zip(prompts, [GREEDY, SEEDLESS] * 6, strict=True)
+        streams = [await ask(fleet, prompt, params) for prompt, params in asked]
+        outputs = [[output async for output in stream][-1] for stream in streams]
+        assert {stream.metrics.engine for stream in streams} == {0, 1}
+        assert [output.outputs[0].token_ids for output in outputs] == [one.outputs[0].token_ids for one in expected]
+
+    with_fleet(demo_model, work)
+
+
+def test_hot_prefix_stays_with_its_engine_and_is_found_there(shared: Fleet, runner: asyncio.Runner) -> None:
+    async def work(fleet: Fleet) -> None:
+        prefix = list(range(5, 69))
+        first = await answer(fleet, [*prefix, 100])
+        assert first.metrics is not None
+        again = [await answer(fleet, [*prefix, 101 + number]) for number in range(4)]
+        assert {output.metrics.engine for output in again if output.metrics} == {first.metrics.engine}
+        assert all(output.num_cached_tokens == len(prefix) for output in again)
+
+    runner.run(work(shared))
+
+
+def test_aborted_request_is_no_work_any_more(shared: Fleet, runner: asyncio.Runner) -> None:
+    async def work(fleet: Fleet) -> None:
+        with stopped(pid_of(fleet, 0)), stopped(pid_of(fleet, 1)):
+            streams = [await ask(fleet, [number] * 20, LONG) for number in range(5, 9)]
+            assert sum(fleet.router.num_pending) == 80
+            for stream in streams:
+                stream.abort()
+            assert list(fleet.router.num_pending) == [0, 0]
+        await until(lambda: all(engine.state.num_running == 0 for engine in fleet.engines))
+
+    runner.run(work(shared))
+
+
+def test_engine_without_progress_gets_no_requests_while_another_has_some(shared: Fleet, runner: asyncio.Runner) -> None:
+    async def work(fleet: Fleet) -> None:
+        hanging = await ask(fleet, [5] * 20, LONG)
+        number = hanging.metrics.engine
+        with stopped(pid_of(fleet, number)):
+            fleet.engines[number]._is_idle, fleet.engines[number]._last_progress_s = False, -1000.0
+            assert fleet.engines[number].stalled_s > 100
+            assert fleet.stalled_s == 0
+            assert {(await ask_engine(fleet, [5] * 20)) for _ in range(4)} == {1 - number}
+            hanging.abort()
+
+    async def ask_engine(fleet: Fleet, prompt: list[int]) -> int:
+        output = await answer(fleet, prompt)
+        assert output.metrics is not None
+        return output.metrics.engine
+
+    runner.run(work(shared))
+
+
+def test_pins_live_in_their_engine_and_bound_what_any_engine_can_take(demo_model: Path) -> None:
+    async def work(fleet: Fleet) -> None:
+        first_id, first = await pin(fleet, list(range(5, 45)))
+        assert fleet.inputs.limits.num_pinned_blocks == 0      # the other engine has all of its blocks
+        second_id, second = await pin(fleet, list(range(300, 340)))
+        assert {first, second} == {0, 1}
+        await until(lambda: fleet.inputs.limits.num_pinned_blocks > 0)
+        await fleet.unpin_prefix(first_id)
+        assert fleet.engines[first].state.pins == ()
+        assert len(fleet.engines[second].state.pins) == 1
+        with pytest.raises(UnknownPrefixError):
+            await fleet.unpin_prefix(first_id)
+        await fleet.unpin_prefix(second_id)
+
+    with_fleet(demo_model, work)
+
+
+def test_request_goes_where_pins_leave_room(shared: Fleet, runner: asyncio.Runner) -> None:
+    async def work(fleet: Fleet) -> None:
+        pin_id, pinned_in = await pin(fleet, [5] * 400)
+        stream = await ask(fleet, [5] * 700, SamplingParams(n=2, max_tokens=600, ignore_eos=True))
+        assert stream.metrics.engine != pinned_in       # although that has cached the most
+        stream.abort()
+        await fleet.unpin_prefix(pin_id)
+
+    runner.run(work(shared))
+
+
+def test_dead_engine_loses_its_own_requests_alone_and_comes_back(demo_model: Path) -> None:
+    async def work(fleet: Fleet) -> None:
+        spawned: list[tuple[int, EngineProcess]] = []
+        supervising = asyncio.create_task(fleet.supervise(lambda *found: spawned.append(found), pause=no_pause))
+        pin_id, pinned_in = await pin(fleet, list(range(5, 45)))
+        streams = [await ask(fleet, [50 + number] * 30, LONG) for number in range(6)]
+        lost = [stream for stream in streams if stream.metrics.engine == pinned_in]
+        kept = [stream for stream in streams if stream.metrics.engine != pinned_in]
+        assert lost
+        assert kept
+        expected = await answer(fleet, [5, 6, 7])
+        os.kill(pid_of(fleet, pinned_in), signal.SIGKILL)
+        for stream in lost:
+            with pytest.raises(EngineDeadError, match="killed by signal 9"):
+                [output async for output in stream]
+        for stream in kept:
+            assert len([output async for output in stream][-1].outputs[0].token_ids) == 900
+        await until(lambda: all(engine.is_alive for engine in fleet.engines))
+        assert [number for number, _ in spawned] == [pinned_in]
+        assert fleet.engines[pinned_in].ready.limits == fleet.engines[1 - pinned_in].ready.limits
+        with pytest.raises(UnknownPrefixError):
+            await fleet.unpin_prefix(pin_id)
+        with stopped(pid_of(fleet, 1 - pinned_in)):     # so that the new one must answer
+            fleet.engines[1 - pinned_in]._is_idle, fleet.engines[1 - pinned_in]._last_progress_s = False, -1000.0
+            again = await answer(fleet, [5, 6, 7])
+        assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert again.metrics is not None
+        assert again.metrics.engine == pinned_in
+        supervising.cancel()
+        with suppress(asyncio.CancelledError):
+            await supervising
+
+    with_fleet(demo_model, work)
+
+
+async def no_pause(_: float) -> None:
+    """Start at once."""
+
+
+def test_supervision_ends_when_no_engine_can_be_started(demo_model: Path) -> None:
+    async def work(fleet: Fleet) -> None:
+        def spawn(options: EngineOptions, number: int) -> EngineProcess:
+            raise ConfigError(f"engine {number} cannot start")
+
+        pauses: list[float] = []
+
+        async def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            await asyncio.sleep(0)
+
+        supervising = asyncio.create_task(fleet.supervise(lambda *found: None, pause=pause, spawn=spawn))
+        for number in range(NUM_ENGINES):
+            os.kill(pid_of(fleet, number), signal.SIGKILL)
+        assert "cannot start" in str(await supervising)
+        assert sorted(set(pauses))[:4] == [0.5, 1, 2, 4]
+        with pytest.raises(EngineDeadError, match=r"all engines are dead; engine 0: .*; engine 1: "):
+            await ask(fleet, [5, 6, 7])
+
+    with_fleet(demo_model, work)
+
+
+def test_engine_that_cannot_start_leaves_no_other_behind(tmp_path: Path) -> None:
+    options = EngineOptions(str(tmp_path), data_parallel_size=2)
+    processes = spawn_engines(options)
+    settings = FleetSettings(options, Metrics("tiny", num_engines=2))
+    with pytest.raises(ModelError):
+        asyncio.run(connect_fleet(processes, settings))
+    assert not any(is_running(process.process.pid) for process in processes)
+
+
+def test_threads_of_the_machine_are_divided() -> None:
+    assert [num_threads_of(number, 3, {"OMP_NUM_THREADS": "8"}) for number in range(3)] == [3, 3, 2]
+    assert [num_threads_of(number, 3, {"OMP_NUM_THREADS": "1,2"}) for number in range(3)] == [1, 1, 1]
+    assert sum(num_threads_of(number, 2, {}) for number in range(2)) == max(2, len(os.sched_getaffinity(0)))
+
+
+def test_metrics_have_the_engines_by_label() -> None:
+    metrics = Metrics("tiny", num_engines=2)
+    page = metrics.exposition([3, 0])[0].decode()
+    assert 'vllm:num_requests_waiting{engine="0",model_name="tiny"} 3.0' in page
+    assert 'vllm:num_requests_waiting{engine="1",model_name="tiny"} 0.0' in page
+    assert page.count("# TYPE vllm:num_requests_waiting gauge") == 1
+    assert all(isinstance(engine, EngineMetrics) for engine in metrics.engines)
+
+
+def test_llm_refuses_several_engines_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="data_parallel_size 2 is for servers and run-batch: an LLM computes in"):
+        LLM(data_parallel_size=2)

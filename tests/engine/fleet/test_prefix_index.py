@@ -1,0 +1,69 @@
+"""The index of an engine's prefixes: exact matches by scope, and eviction in the engine's order."""
+
+import random
+
+import pytest
+
+from quire.core.task import Scope
+from quire.engine.fleet.prefix_index import PrefixIndex
+
+SCOPE, OTHER = Scope(), Scope(salt="mine")
+
+
+def test_match_is_exact_to_the_block_and_stays_in_its_scope() -> None:
+    index = PrefixIndex(num_blocks=16, block_size=4)
+    index.add(SCOPE, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert index.match(SCOPE, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 8
+    assert index.match(SCOPE, [1, 2, 3, 4, 5, 6, 7, 0, 9]) == 4
+    assert index.match(SCOPE, [0, 2, 3, 4, 5, 6, 7, 8]) == 0
+    assert index.match(OTHER, [1, 2, 3, 4, 5, 6, 7, 8]) == 0
+
+
+def test_least_recently_used_leaf_is_evicted_first() -> None:
+    index = PrefixIndex(num_blocks=3, block_size=1)
+    index.add(SCOPE, [1, 2])
+    index.add(SCOPE, [3])
+    index.evict(1)
+    assert (index.match(SCOPE, [1, 2]), index.match(SCOPE, [3])) == (1, 1)
+    index.add(SCOPE, [1])
+    index.evict(1)
+    assert (index.match(SCOPE, [1]), index.match(SCOPE, [3])) == (1, 0)
+    index.evict(9)
+    assert len(index) == 0
+
+
+def test_full_index_evicts_what_it_needs_and_never_the_sequence_itself() -> None:
+    index = PrefixIndex(num_blocks=4, block_size=1)
+    index.add(SCOPE, [1, 2, 3])
+    index.add(SCOPE, [1, 4, 5])
+    assert index.match(SCOPE, [1, 4, 5]) == 3
+    assert index.match(SCOPE, [1, 2, 3]) == 2
+    index.add(SCOPE, [6, 7, 8, 9, 10, 11])      # more than there are blocks
+    assert index.match(SCOPE, [6, 7, 8, 9, 10, 11]) == 4
+    index.check()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_use_matches_a_list_of_prefixes(seed: int) -> None:
+    """With room for all, a match is the longest common beginning in whole blocks; with less, never longer."""
+    generator, scopes = random.Random(seed), (SCOPE, OTHER)
+    roomy, small = PrefixIndex(4096, 2), PrefixIndex(24, 2)
+    seen: list[tuple[Scope, list[int]]] = []
+    for _ in range(150):
+        scope, tokens = generator.choice(scopes), [generator.randrange(2) for _ in range(generator.randrange(1, 24))]
+        common = (_common(tokens, other) for known, other in seen if known == scope)
+        assert roomy.match(scope, tokens) == max(common, default=0)
+        assert small.match(scope, tokens) <= roomy.match(scope, tokens)
+        for index in (roomy, small):
+            index.add(scope, tokens)
+            index.check()
+        if generator.random() < 0.2:
+            small.evict(generator.randrange(4))
+            small.check()
+        seen.append((scope, tokens))
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    """Return the length of the common beginning in whole blocks of 2."""
+    length = min(len(left), len(right)) // 2 * 2
+    return next((start for start in range(0, length, 2) if left[start : start + 2] != right[start : start + 2]), length)
