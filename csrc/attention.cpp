@@ -155,6 +155,12 @@ private:
         const long rows = tile_.num_kv_heads * row_stride_;
         const Results running(scratch_.running.at_least(Results::floats(rows, width_)), rows, width_);
         clear(running, rows);
+        if (op_.sinks)  // what has been merged before the first partition: a key of weight 1 without values
+            each_row([&](long head, long row, long, long query_head) {
+                const long at = head * row_stride_ + row;
+                running.highest[at] = std::clamp(op_.sinks[query_head] / op_.scale, LOWEST, -LOWEST);
+                store(running.weighted + at * width_ + padded_, splat(1.0f));
+            });
         return running;
     }
 

@@ -130,12 +130,13 @@ void embedding(const Embedding<T>& op) {
 
 template <typename T>
 void sum(const Sum<T>& op) {
-    const Floats factor = splat(op.factor);
+    const Floats factor = splat(op.factor), limit = splat(op.limit > 0 ? op.limit : __builtin_inff());
     share_range(rounded_up(op.num_elements, PIECE_ELEMENTS) / PIECE_ELEMENTS, 1, [&](long begin, long end) {
         const long first = begin * PIECE_ELEMENTS, last = std::min(end * PIECE_ELEMENTS, op.num_elements);
         each_lanes(last - first, [&](long i, long count) {
             const Floats scaled = rounded<T>(load_some(op.x + first + i, count) * factor);
-            store_some(op.out + first + i, op.y ? scaled + load_some(op.y + first + i, count) : scaled, count);
+            const Floats summed = op.y ? scaled + load_some(op.y + first + i, count) : scaled;
+            store_some(op.out + first + i, minimum(limit, maximum(-limit, summed)), count);  // NaN stays
         });
     });
 }

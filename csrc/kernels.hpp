@@ -78,13 +78,14 @@ struct Norm {
     float offset = 0;
 };
 
-// out = x * factor, rounded to T, + y, where y is not null; all without gaps. out may be x's or y's memory.
+// out = x * factor, rounded to T, + y, where y is not null, clipped to [-limit, limit] if limit is above 0; all without
+// gaps. out may be x's or y's memory.
 template <typename T>
 struct Sum {
     const T *x, *y;
     T* out;
     long num_elements;
-    float factor;
+    float factor, limit = 0;
 };
 
 // out[i] = table[rows[i]], plus more[more_rows[i]] where more is not null: embeddings, learned positions. Rows of `width`
@@ -118,7 +119,8 @@ struct LayerCache {
 // head_dim]: a token's heads have no gaps, tokens `stride` elements apart. Sequence s owns the tokens from
 // query_starts[s] to query_starts[s + 1], the last ones of a context of context_lens[s] tokens; its blocks are row s of
 // block_tables. window: tokens that a token sees, itself included; 0: all. softcap: scores, times the scale, become
-// softcap * tanh(score / softcap); 0: they stay.
+// softcap * tanh(score / softcap); 0: they stay. sinks [num_heads]: the score of one more key, with a value of zeros, for
+// each query head; null: none.
 template <typename T>
 struct Attention {
     const T* query;
@@ -132,6 +134,7 @@ struct Attention {
     float scale;
     long window;
     float softcap = 0;
+    const float* sinks = nullptr;
 };
 
 // Turn queries (in place) and keys by their positions, write keys and values to their slots of the paged cache. query,

@@ -92,11 +92,11 @@ public:
              Attention<T>{at(op.query), stride(op.query), program_.caches_[op.layer], at(op.out), stride(op.out),
                           step_.block_tables, step_.query_starts, step_.context_lens, step_.table_stride,
                           step_.num_seqs, op.heads.num_heads, op.heads.num_kv_heads, op.heads.head_dim, program_.block_size_,
-                          op.scale, op.window, op.softcap});
+                          op.scale, op.window, op.softcap, op.sinks});
     }
 
     void operator()(const SumOp& op) const {
-        call(chosen->sum, Sum<T>{at(op.x), op.y < 0 ? nullptr : at(op.y), at(op.out), step_.num_tokens * stride(op.x), op.factor});
+        call(chosen->sum, Sum<T>{at(op.x), op.y < 0 ? nullptr : at(op.y), at(op.out), step_.num_tokens * stride(op.x), op.factor, op.limit});
     }
 
     void operator()(const GatherOp& op) const {

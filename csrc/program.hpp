@@ -63,11 +63,12 @@ struct AttentionOp {
     float scale;
     long window;  // 0: none
     Heads heads;
-    float softcap;  // 0: none
+    float softcap;       // 0: none
+    const float* sinks;  // null: none
 };
-struct SumOp {  // out = x * factor + y; y -1: none
+struct SumOp {  // out = x * factor + y, clipped; y -1: none, limit 0: not clipped
     long x, y, out;
-    float factor;
+    float factor, limit;
 };
 // The ranks of tensor parallelism exchange an activation: each has computed some of its columns.
 struct GatherOp {

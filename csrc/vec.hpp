@@ -59,9 +59,11 @@ inline Register multiply_add(Register a, Register b, Register c) {
 
 #ifdef __AVX512F__
 inline Floats maximum(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
+inline Floats minimum(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
 #else
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
 #endif
 
 inline Floats as_floats(Words bits) { return (Floats)bits; }

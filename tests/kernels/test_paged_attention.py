@@ -2,6 +2,9 @@
 
 import itertools
 import random
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,6 +59,18 @@ def test_reference_is_softmax_attention() -> None:
         query, key.repeat_interleave(2, 0), value.repeat_interleave(2, 0), is_causal=True
     )
     torch.testing.assert_close(result, expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_reference_has_the_sinks_of_gpt_oss() -> None:
+    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    tokens, sinks = Tokens.random(40, (4, 2, 16)), torch.tensor([-1.0, 0.0, 2.0, 5.0])
+    reference = replace(REFERENCE, paged_attention=partial(REFERENCE.paged_attention, sinks=sinks))
+    (result,) = attend([Part(tokens, 0, 40)], back_end=reference)
+    query, key, value = (x.transpose(0, 1)[None] for x in (tokens.query, tokens.key, tokens.value))
+    module = SimpleNamespace(sinks=sinks, num_key_value_groups=2, training=False)
+    mask = torch.full((40, 40), float("-inf")).triu(1)
+    expected, _ = gpt_oss.eager_attention_forward(module, query, key, value, mask, scaling=0.25)
+    torch.testing.assert_close(result, expected[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -71,9 +71,12 @@ def test_features_without_a_gpu_path_are_refused_by_name() -> None:
     heads = Heads(4, 2, 16)
     rotary = RotaryWrite("a", 0, None, heads, write_kv, is_interleaved=True)
     attention = Attention("b", 0, heads, 1.0, None, paged_attention, softcap=50.0)
-    require_ops("cpp", [rotary, attention])
+    sunk = replace(attention, softcap=0.0, sinks=torch.zeros(4))
+    require_ops("cpp", [rotary, attention, sunk])
     require_ops("cuda", [replace(rotary, is_interleaved=False), replace(attention, softcap=0.0)])
     with pytest.raises(ConfigError, match="device cuda does not support interleaved rotary yet; use --device cpu"):
         require_ops("cuda", [rotary])
     with pytest.raises(ConfigError, match="device cuda does not support softcap on attention scores yet"):
         require_ops("cuda", [attention])
+    with pytest.raises(ConfigError, match="device cuda does not support attention sinks yet"):
+        require_ops("cuda", [sunk])

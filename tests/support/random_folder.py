@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.model.config import spec_from_config
-from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, layer_shapes
+from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, SinksShape, layer_shapes
 
 
 def write_random_folder(folder: Path, config: dict[str, object], dtype: torch.dtype = torch.float32) -> Path:
@@ -25,6 +25,8 @@ def write_random_folder(folder: Path, config: dict[str, object], dtype: torch.dt
         if isinstance(shape, NormShape):
             made = {f"{prefix}{shape.module}.weight": random(shape.width) * 0.3 + 1}
             return made | ({f"{prefix}{shape.module}.bias": random(shape.width)} if shape.has_bias else {})
+        if isinstance(shape, SinksShape):
+            return {f"{prefix}{shape.name}": random(shape.num_heads)}
         if not isinstance(shape, LinearShape):
             return {f"{prefix}{shape.module}.weight": random(shape.num_rows, shape.width)}
         num_rows = shape.num_rows if len(shape.modules) > 1 else (sum(shape.num_rows),)

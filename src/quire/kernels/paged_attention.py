@@ -59,14 +59,16 @@ def reference(
     window: int | None = None,
     scales: KVScales = ONES,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend: the meaning that every back end must match.
 
     query [num_tokens, num_heads, head_dim], sequences end to end; caches [num_blocks, block_size, num_kv_heads,
     head_dim], those of 8-bit elements [.., width] as `kv_quantization.encode` fills them with `scales`. A sequence's
     queries are the last tokens of its context. With a window, a token sees itself and the `window` - 1 tokens before
-    it. With a softcap, scores become softcap * tanh(score / softcap). Sums in float32. A key's scale is multiplied onto
-    its scores, a value's onto its softmax weights, which are summed without it. Returns query's shape and dtype.
+    it. With a softcap, scores become softcap * tanh(score / softcap). sinks [num_heads] float32: the score of one more
+    key, with a value of zeros, for each query head (gpt-oss; OpenAI 2025). Sums in float32. A key's scale is multiplied
+    onto its scores, a value's onto its softmax weights, which are summed without it. Returns query's shape and dtype.
     """
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // num_kv_heads  # query heads per key-value head
@@ -86,7 +88,9 @@ def reference(
         scores.masked_fill_(pos > query_pos, float("-inf"))  # a token sees itself and what came before
         if window is not None:
             scores.masked_fill_(pos <= query_pos - window, float("-inf"))
-        weights = _times(scores.softmax(dim=-1), value_scales)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, stop - start, 1)], dim=-1)
+        weights = _times(scores.softmax(dim=-1)[..., : len(pos)], value_scales)
         out[start:stop] = torch.einsum("hql,lhd->qhd", weights, v).to(out.dtype)
     return out
 
@@ -123,12 +127,15 @@ def paged_attention(
     window: int | None = None,
     scales: KVScales = ONES,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend as `reference` does; caches contiguous."""
     out = query.new_empty(query.shape)
     for span in _spans(metadata):
         rows = slice(span.row, span.row + span.stop - span.start)
-        attended = _attend(query[rows].float() * scale, (key_cache, value_cache), span, window, scales, softcap)
+        attended = _attend(
+            query[rows].float() * scale, (key_cache, value_cache), span, window, scales, softcap, sinks
+        )
         out[rows] = attended.to(query.dtype)
     return out
 
@@ -151,6 +158,7 @@ def _attend(
     window: int | None,
     scales: KVScales,
     softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attend with scaled float32 queries [num_queries, num_heads, head_dim]; returns their shape.
 
@@ -187,8 +195,15 @@ def _attend(
     scores = _capped(scores, softcap)
     scores = scores.view(*hidden.shape[:2], num_kv_heads, height, rows_per_token, SLOTS_PER_KEY_TILE)
     scores.masked_fill_(hidden[:, :, None, :, None, :], float("-inf"))
-    weights = scores.sub_(scores.amax((1, 5), keepdim=True)).exp_()
+    highest = scores.amax((1, 5), keepdim=True)
+    if sinks is not None:
+        sunk = sinks.new_full((num_kv_heads, 1, rows_per_token, 1), float("-inf"))
+        sunk[:, 0, :group, 0] = sinks.view(num_kv_heads, group)
+        highest = highest.maximum(sunk)
+    weights = scores.sub_(highest).exp_()
     total = _sum_tiles(weights.sum(-1, keepdim=True))                   # [num_products, num_kv_heads, height, .., 1]
+    if sinks is not None:
+        total += (sunk - highest[:, 0]).exp_()
     weights = weights.view(num_products, len(keys), -1, SLOTS_PER_KEY_TILE)
     weighted = _products(weights.mul_(value_scales) if is_quantized(caches[1]) else weights, values)
     result = _sum_tiles(weighted.view(*scores.shape[:-1], head_dim)) / total

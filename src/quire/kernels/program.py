@@ -235,6 +235,7 @@ class Attention:
     out: str = "attended"
     kv_scales: KVScales = ONES
     softcap: float = 0.0         # 0: none
+    sinks: Tensor | None = None  # [num_heads] float32
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -249,14 +250,16 @@ class Attention:
     @property
     def features(self) -> tuple[str, ...]:
         """Features beyond the op's plain form, by their names in the support table."""
-        return ("softcap on attention scores",) if self.softcap else ()
+        found = {"softcap on attention scores": self.softcap, "attention sinks": self.sinks is not None}
+        return tuple(name for name, is_used in found.items() if is_used)
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Attend."""
         query, keys, values = activations[self.query], inputs.keys[self.layer], inputs.values[self.layer]
+        more = {"softcap": self.softcap or None, "sinks": self.sinks}
         attended = self.attend(
             query, keys, values, inputs.metadata, self.scale, self.window, *_unless_ones(self),
-            **({"softcap": self.softcap} if self.softcap else {}),
+            **{name: value for name, value in more.items() if value is not None},
         )  # fmt: skip
         activations[self.out] = attended.flatten(1)
 
@@ -313,6 +316,30 @@ class Scale:
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Multiply."""
         activations[self.x] = activations[self.x] * self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """x clipped to [-limit, limit], in place."""
+
+    name: str
+    x: str
+    width: int
+    limit: float
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """x."""
+        return (self.x,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """x."""
+        return (self.x,)
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Clip."""
+        activations[self.x] = activations[self.x].clamp(-self.limit, self.limit)
 
 
 class GatherHook(Protocol):

@@ -20,8 +20,10 @@ SUPPORT: dict[str, frozenset[str]] = {
     "Attention": EVERYWHERE,
     "Add": EVERYWHERE,
     "Scale": EVERYWHERE,
+    "Clip": EVERYWHERE,
     "interleaved rotary": CPU,
     "softcap on attention scores": CPU,
+    "attention sinks": CPU,
     "CountLayer": EVERYWHERE,
     "Gather": CPU,
     "side table": CPU,  # `ForwardBatch.side` is not transferred to a device

@@ -7,7 +7,16 @@
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import ELEMENT_BYTES, kv_dtype
 from quire.model.quantization import UNQUANTIZED, Quantization, WeightScheme
-from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, NormShape, Shape, TableShape, layer_shapes
+from quire.model.shapes import (
+    DecoderShapes,
+    LayerShapes,
+    LinearShape,
+    NormShape,
+    Shape,
+    SinksShape,
+    TableShape,
+    layer_shapes,
+)
 from quire.model.spec import DecoderSpec, LayerSpec
 from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, Packing, packed_bytes
 
@@ -95,7 +104,7 @@ def _shapes_of_rank(spec: DecoderSpec, layer: LayerSpec, num_ranks: int) -> list
 
 
 def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, num_ranks: int, scheme: WeightScheme) -> int:
-    itemsize = DTYPE_BYTES[dtype]
+    itemsize = DTYPE_BYTES["float32" if isinstance(shape, SinksShape) else dtype]
     if not isinstance(shape, LinearShape):
         return _num_elements(shape) * itemsize // (num_ranks if isinstance(shape, TableShape) else 1)
     num_rows, width = sum(shape.num_rows), shape.width
@@ -116,4 +125,6 @@ def _num_elements(shape: Shape | None) -> int:
         return shape.width * (2 if shape.has_bias else 1)
     if isinstance(shape, TableShape):
         return shape.num_rows * shape.width
+    if isinstance(shape, SinksShape):
+        return shape.num_heads
     return shape.num_weights + (sum(shape.num_rows) if shape.has_bias else 0)

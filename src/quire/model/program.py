@@ -105,6 +105,8 @@ def _attention_ops(
     if shapes.query_norm is not None and shapes.key_norm is not None:
         norms = make_norm(spec, weights, shapes.query_norm), make_norm(spec, weights, shapes.key_norm)
     yield ops.Linear(f"{stem}qkv", weights.linear(shapes.qkv), source, "qkv")
+    if layer.qkv_limit:
+        yield ops.Clip(f"{stem}qkv_clip", "qkv", sum(shapes.qkv.num_rows), layer.qkv_limit)
     yield ops.SplitHeads(f"{stem}split_heads", heads)
     if norms is not None:
         yield ops.QKNorm(f"{stem}query_key_norm", *norms, heads, layer.is_query_key_norm_over_heads)
@@ -116,7 +118,7 @@ def _attention_ops(
     )  # fmt: skip
     yield ops.Attention(
         f"{stem}attention", index, heads, layer.scale, layer.window, back_end.paged_attention,
-        kv_scales=scales, softcap=layer.softcap,
+        kv_scales=scales, softcap=layer.softcap, sinks=None if shapes.sinks is None else weights.sinks(shapes.sinks),
     )  # fmt: skip
     yield ops.Linear(f"{stem}attention_out", weights.linear(shapes.attention_out), "attended", "x")
 

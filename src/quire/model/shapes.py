@@ -25,6 +25,13 @@ class NormShape(NamedTuple):
     has_bias: bool
 
 
+class SinksShape(NamedTuple):
+    """Attention sinks, one score for each query head, kept in float32."""
+
+    name: str
+    num_heads: int
+
+
 class LinearShape(NamedTuple):
     """A layer [sum(num_rows), width], the modules' rows on top of each other, then `activation`.
 
@@ -45,7 +52,7 @@ class LinearShape(NamedTuple):
         return sum(self.num_rows) * self.width
 
 
-Shape = TableShape | NormShape | LinearShape
+Shape = TableShape | NormShape | SinksShape | LinearShape
 
 
 class LayerShapes(NamedTuple):
@@ -55,6 +62,7 @@ class LayerShapes(NamedTuple):
     qkv: LinearShape
     query_norm: NormShape | None
     key_norm: NormShape | None
+    sinks: SinksShape | None
     attention_out: LinearShape
     feed_forward_norm: NormShape | None
     up: LinearShape
@@ -73,6 +81,7 @@ class LayerShapes(NamedTuple):
             qkv=LinearShape(names.qkv, rows, width, layer.has_qkv_bias),
             query_norm=_head_norm(spec, layer, names.query_norm, layer.num_heads),
             key_norm=_head_norm(spec, layer, names.key_norm, layer.num_kv_heads),
+            sinks=_sinks(names.sinks, layer.num_heads) if layer.has_sinks else None,
             attention_out=_summed(names.attention_out, width, rows[0], layer.has_attention_out_bias),
             feed_forward_norm=_norm_or_none(spec, names.feed_forward_norm, width),
             up=LinearShape(names.feed_forward_in, in_rows, width, feed_forward.has_bias, feed_forward.activation),
@@ -128,6 +137,11 @@ def _norm_or_none(spec: DecoderSpec, module: str | None, width: int) -> NormShap
 def _head_norm(spec: DecoderSpec, layer: LayerSpec, module: str | None, num_heads: int) -> NormShape | None:
     width = layer.head_dim * (num_heads if layer.is_query_key_norm_over_heads else 1)
     return _norm_or_none(spec, module, width) if layer.has_query_key_norm else None
+
+
+def _sinks(name: str | None, num_heads: int) -> SinksShape:
+    assert name is not None, "layers with sinks in a map of names without them"
+    return SinksShape(name, num_heads)
 
 
 def _projection(module: str | None, out_size: int, in_size: int) -> LinearShape | None:

@@ -43,6 +43,7 @@ class WeightMap:
     positions: str | None = None            # learned position embeddings
     query_norm: str | None = None
     key_norm: str | None = None
+    sinks: str | None = None                # a tensor, its whole name
     attention_output_norm: str | None = None     # of sublayers with norms around them
     feed_forward_output_norm: str | None = None
     project_in: str | None = None           # between embeddings and hidden states of another width
@@ -114,6 +115,8 @@ class LayerSpec:
     is_parallel: bool = False                   # attention and feed-forward read the same stream
     residual_multiplier: float = 1.0            # of what each sublayer adds to the stream
     softcap: float = 0.0                        # scores become softcap * tanh(score / softcap); 0: none
+    has_sinks: bool = False                     # a score for each head, of one more key without values
+    qkv_limit: float = 0.0                      # queries, keys and values are clipped to +- limit; 0: they are not
     has_rotary: bool = True                     # False: no positions in this layer
     rotary: Rotary | None = None                # of this layer alone; None: the decoder's
     parts: tuple[Part, ...] = ()

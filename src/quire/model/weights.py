@@ -12,7 +12,7 @@ from quire.kernels.kv_quantization import KVScales
 from quire.kernels.linear import Linear
 from quire.model.checkpoints.checkpoint import Checkpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
-from quire.model.shapes import LinearShape, NormShape, TableShape
+from quire.model.shapes import LinearShape, NormShape, SinksShape, TableShape
 from quire.model.spec import WeightMap
 from quire.model.weight_formats.dense import DenseFormat
 from quire.model.weight_formats.format import ModuleRows, WeightFormat
@@ -68,6 +68,10 @@ class WeightReader:
         weight = self._read_kept([f"{stem}.weight"], [(shape.width,)])
         return weight, self._read_kept([f"{stem}.bias"], [(shape.width,)]) if shape.has_bias else None
 
+    def sinks(self, shape: SinksShape) -> Tensor:
+        """Return the attention sinks of a layer, [num_heads] float32."""
+        return self._read_kept([self._prefix + shape.name], [(shape.num_heads,)], torch.float32)
+
     def linear(self, shape: LinearShape) -> Linear:
         """Return one layer, the modules' rows on top of each other."""
         num_rows = shape.num_rows if len(shape.modules) > 1 else [sum(shape.num_rows)]
@@ -120,9 +124,12 @@ class WeightReader:
         found = (p for p in self.names.prefixes if f"{p}{self.names.embedding}.weight" in self._tensors.names)
         return next(found, self.names.prefixes[0])
 
-    def _read_kept(self, names: list[str], shapes: list[tuple[int, ...]]) -> Tensor:
+    def _read_kept(
+        self, names: list[str], shapes: list[tuple[int, ...]], dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Return the tensors one after the other along dimension 0, in memory of their own."""
-        whole = torch.cat([self._tensors.floats(name, shape) for name, shape in zip(names, shapes, strict=True)])
+        parts = zip(names, shapes, strict=True)
+        whole = torch.cat([self._tensors.floats(name, shape, dtype=dtype) for name, shape in parts])
         self.tally.num_parameters += whole.numel()
         self.tally.weight_bytes += whole.nbytes
         return whole

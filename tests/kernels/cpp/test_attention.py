@@ -70,6 +70,64 @@ def test_capped_scores_match_the_reference(
         assert not torch.allclose(expected[0], uncapped[0], rtol=tol, atol=tol)
 
 
+def with_sinks(back_end: BackEnd, sinks: Tensor, softcap: float = 0.0) -> BackEnd:
+    return replace(back_end, paged_attention=partial(back_end.paged_attention, sinks=sinks, softcap=softcap))
+
+
+def random_sinks(num_heads: int) -> Tensor:
+    """Return scores from far below to far above those of keys, two of them at the ends of what floats hold."""
+    sinks = torch.randn(num_heads, generator=torch.Generator().manual_seed(3)) * 4
+    sinks[0], sinks[-1] = -3e38, 3e38
+    return sinks
+
+
+@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(4, 2, 24), (14, 2, 64), (40, 1, 16)], ids=str)
+@pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (50, 0.0), (None, 2.0)])
+def test_sinks_match_the_reference(
+    window: int | None, softcap: float, heads: tuple[int, int, int], dtype: torch.dtype, tol: float
+) -> None:
+    spans = [(0, 250), (255, 256), (16, 20), (0, 1), (500, 540)]
+    parts = [Part(Tokens.random(stop, heads, dtype, seed), start, stop) for seed, (start, stop) in enumerate(spans)]
+    sinks = random_sinks(heads[0])
+    expected = attend(parts, window=window, back_end=with_sinks(REFERENCE, sinks, softcap))
+    for back_end in (CPP, TORCH):
+        found = attend(parts, window=window, back_end=with_sinks(back_end, sinks, softcap))
+        for result, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
+            assert not result[:, -1].any(), "the largest sink leaves nothing for values"
+    unsunk = attend(parts, window=window, back_end=capped(REFERENCE, softcap))
+    torch.testing.assert_close(expected[0][:, 0], unsunk[0][:, 0], rtol=tol, atol=tol)
+    assert not torch.allclose(expected[0], unsunk[0], rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
+@pytest.mark.parametrize("back_end", [CPP, TORCH], ids=lambda each: each.name)
+def test_sinks_keep_the_bits_of_rows_alone_chunked_and_among_others(
+    back_end: BackEnd, dtype: torch.dtype, num_threads: int
+) -> None:
+    back_end = with_sinks(back_end, random_sinks(14))
+    tokens, other = Tokens.random(LENGTH, (14, 2, 64), dtype), Tokens.random(LENGTH, (14, 2, 64), dtype, seed=1)
+    whole = attend([Part(tokens, 0, LENGTH)], back_end=back_end)[0]
+    chunks = [(0, 7), (7, 255), (255, 256), (256, 599), (599, 600)]
+    chunked = [attend([Part(other, 3, 40), Part(tokens, *chunk)], back_end=back_end)[1] for chunk in chunks]
+    assert torch.equal(torch.cat(chunked), whole)
+    assert torch.equal(attend([Part(tokens, 599, 600)], back_end=back_end)[0], whole[599:])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
+def test_long_context_with_sinks_is_shared_by_threads_and_keeps_its_bits(dtype: torch.dtype, num_threads: int) -> None:
+    back_end, tokens = with_sinks(CPP, random_sinks(14)), Tokens.random(5000, (14, 2, 64), dtype)
+    part = Part(tokens, 4999, 5000)
+    beside_others = attend([Part(tokens, 0, 300), part, Part(tokens, 700, 1000)], back_end=back_end)[1]
+    assert torch.equal(attend([part], back_end=back_end)[0], beside_others)
+    expected = attend([part], back_end=with_sinks(REFERENCE, random_sinks(14)))[0]
+    tol = dict(DTYPES)[dtype]
+    torch.testing.assert_close(beside_others, expected, rtol=tol, atol=tol)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
 @pytest.mark.parametrize(("dtype", "tol"), DTYPES[:2], ids=str)
 @pytest.mark.parametrize("heads", WIDE_GROUPS, ids=str)

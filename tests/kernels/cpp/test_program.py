@@ -90,10 +90,11 @@ def parallel_ops(layer: int, dtype: torch.dtype, progress: Tensor) -> list[Op]:
     return [
         first,
         ops.Linear(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype, DENSE), "x", "qkv"),
+        ops.Clip(f"{stem}clip", "qkv", query_width + 2 * kv_width, 0.9),
         ops.SplitHeads(f"{stem}split", HEADS),
         ops.QKNorm(f"{stem}qk_norm", *widths, HEADS, is_over_heads=True),
         ops.RotaryWrite(f"{stem}rotary", layer, table, HEADS, write_kv, is_interleaved=True),
-        ops.Attention(f"{stem}attention", layer, HEADS, 0.3, None, paged_attention, softcap=0.8),
+        ops.Attention(f"{stem}attention", layer, HEADS, 0.3, None, paged_attention, softcap=0.8, sinks=torch.randn(4)),
         ops.Linear(f"{stem}out", linear(query_width, WIDTH, dtype, DENSE), "attended", "x"),
         ops.Scale(f"{stem}multiplier", "x", WIDTH, 0.22),
         ops.Norm(f"{stem}norm_2", norm(WIDTH, dtype, centers=False), INPUT, "normed"),

@@ -171,11 +171,11 @@ class RotaryWriteOp:
 
 class AttentionOp:
     def __init__(
-        self, query: int, out: int, layer: int, scale: float, window: int, heads: Heads, softcap: float
+        self, query: int, out: int, layer: int, scale: float, window: int, heads: Heads, softcap: float, sinks: int
     ) -> None: ...
 
 class SumOp:
-    def __init__(self, x: int, y: int, out: int, factor: float) -> None: ...
+    def __init__(self, x: int, y: int, out: int, factor: float, limit: float) -> None: ...
 
 class GatherOp:
     def __init__(self, x: int, gather: int, context: int) -> None: ...

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpp.cache_layout import CacheSizes, layer_cache
-from quire.kernels.cpp.dtypes import kernel_dtype, pair
+from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.kv_quantization import ONES, KVScales
 from quire.kernels.paged_attention import AttentionMetadata
 
@@ -23,6 +23,7 @@ def paged_attention(
     window: int | None = None,
     scales: KVScales = ONES,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend as `reference` does, with the metadata of the step; caches in the kernels' layout, scale above 0.
 
@@ -32,7 +33,7 @@ def paged_attention(
     if dtype != query.dtype:
         converted = query.to(dtype)
         return paged_attention(
-            converted, key_cache, value_cache, metadata, scale, window, scales, softcap
+            converted, key_cache, value_cache, metadata, scale, window, scales, softcap, sinks
         ).to(query.dtype)
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[1]
@@ -41,6 +42,7 @@ def paged_attention(
     cache = layer_cache(key_cache, value_cache, sizes, dtype, scales)
     assert num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads}"
     assert scale > 0, f"scale {scale}"
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous())
     token_stride, head_stride, stride = query.stride()
     if stride != 1 or head_stride != head_dim:
         query, token_stride = query.contiguous(), num_heads * head_dim
@@ -48,6 +50,7 @@ def paged_attention(
     _KERNELS[dtype](
         query.data_ptr(), token_stride, cache, out.data_ptr(), num_heads * head_dim, *metadata_arguments(metadata),
         num_heads, num_kv_heads, head_dim, metadata.block_size, scale, window or 0, softcap,
+        address(sinks),
     )  # fmt: skip
     return out
 

@@ -292,17 +292,23 @@ def _attention(op: ops.Attention, buffers: Buffers) -> list[object]:
     query = _read_heads(op.query, num_heads, head_dim, buffers)
     out = buffers.write(op.out, num_heads * head_dim)
     heads = _kernels.Heads(*op.heads)
-    return [_kernels.AttentionOp(query, out, op.layer, op.scale, op.window or 0, heads, op.softcap)]
+    window, sinks = op.window or 0, address(op.sinks)
+    return [_kernels.AttentionOp(query, out, op.layer, op.scale, window, heads, op.softcap, sinks)]
 
 
 def _scale(op: ops.Scale, buffers: Buffers) -> list[object]:
     x = buffers.read(op.x, op.width)
-    return [_kernels.SumOp(x, -1, x, op.factor)]
+    return [_kernels.SumOp(x, -1, x, op.factor, 0.0)]
+
+
+def _clip(op: ops.Clip, buffers: Buffers) -> list[object]:
+    x = buffers.read(op.x, op.width)
+    return [_kernels.SumOp(x, -1, x, 1.0, op.limit)]
 
 
 def _add(op: ops.Add, buffers: Buffers) -> list[object]:
     x, y = buffers.read(op.x, op.width), buffers.read(op.y, op.width)
-    return [_kernels.SumOp(x, y, buffers.write(op.out, op.width), 1.0)]
+    return [_kernels.SumOp(x, y, buffers.write(op.out, op.width), 1.0, 0.0)]
 
 
 def _gather(op: ops.Gather, buffers: Buffers) -> list[object]:
@@ -324,6 +330,7 @@ TRANSLATIONS: dict[type, Translation] = {
     ops.RotaryWrite: Translation(lambda op: op.write is kv_cache_write.write_kv, _rotary_write),
     ops.Attention: Translation(lambda op: op.attend is attention.paged_attention, _attention),
     ops.Scale: Translation(lambda op: True, _scale),
+    ops.Clip: Translation(lambda op: True, _clip),
     ops.Add: Translation(lambda op: True, _add),
     ops.Gather: Translation(lambda op: op.hook.address is not None, _gather),
     ops.CountLayer: Translation(lambda op: True, _count_layer),
