@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,12 +63,12 @@ def ask(app: ASGIApp, method: str, path: str, **settings: Any) -> httpx.Response
 
 
 @contextmanager
-def serving(app: ASGIApp, **limits: Any) -> Iterator[int]:  # noqa: ANN401 (those of Limits)
+def serving(app: ASGIApp, *, tls: ssl.SSLContext | None = None, **limits: Any) -> Iterator[int]:  # noqa: ANN401 (those of Limits)
     """Serve an application on real sockets, from a thread; yield the port."""
     is_ready, is_over, loop = threading.Event(), asyncio.Event(), uvloop.new_event_loop()
 
     async def serve() -> None:
-        server = HttpServer(app, Limits(**limits))
+        server = HttpServer(app, Limits(**limits), tls)
         await server.start(listener, HOST)
         is_ready.set()
         await is_over.wait()

@@ -23,7 +23,7 @@ SOURCES = Path(__file__).parents[2] / "src"
 ENTRY = "from quire.cli.main import main; main()"
 START_LIMIT_S = ANSWER_LIMIT_S = 120.0  # against hangs: no machine is that slow
 END_LIMIT_S = 60.0
-READY_LINE = re.compile(r"^Quire is serving (?P<name>.+) on (?P<url>(?:http://|unix:)\S+)$", re.MULTILINE)
+READY_LINE = re.compile(r"^Quire is serving (?P<name>.+) on (?P<url>(?:https?://|unix:)\S+)$", re.MULTILINE)
 
 
 class ServerProcess:

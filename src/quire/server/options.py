@@ -271,6 +271,26 @@ class ServerOptions(Limits):
         row="path of a Unix domain socket to listen on, in place of `--host` and `--port`; a file that a server left "
         "there is replaced, and all connections count as one client unless they have keys",
     )  # fmt: skip
+    ssl_certfile: str | None = _server(
+        None, "certificate to serve HTTPS with, as PEM", metavar="FILE",
+        row="certificate to serve HTTPS with, as PEM, with those between it and the root; without it, HTTP",
+    )  # fmt: skip
+    ssl_keyfile: str | None = _server(
+        None, "its private key, without a password; by default in the same file", metavar="FILE",
+        row="its private key, as PEM and without a password; by default in the file of the certificate",
+    )  # fmt: skip
+    ssl_ca_certs: str | None = _server(
+        None, "certificates of those who sign clients' certificates", metavar="FILE",
+        row="certificates of those who sign clients' certificates, as PEM",
+    )  # fmt: skip
+    ssl_cert_reqs: int = _server(
+        0, "certificates of clients: 0 not asked for, 1 checked if shown, 2 required", low=0, high=2,
+        row="certificates of clients: 0 are not asked for, 1 are checked where shown, 2 are required",
+    )  # fmt: skip
+    ssl_ciphers: str | None = _server(
+        None, "ciphers up to TLS 1.2, as OpenSSL names them", metavar="NAMES",
+        row="ciphers up to TLS 1.2, as OpenSSL names them; by default those of Python",
+    )  # fmt: skip
     root_path: str = _server(
         "", "path under which a proxy serves this server", metavar="PATH",
         row="path under which a proxy serves this server, as `/llm`: requests with and without it are answered",
@@ -417,6 +437,7 @@ class ServerOptions(Limits):
         if not all(name and name.isprintable() for name in self.served_model_name):
             raise ConfigError("served_model_name must not be empty or have control characters")
         self._check_paths()
+        self._check_tls()
         if not (self.api_key or self.allow_unauthenticated or self.uds is not None or _is_loopback(self.host)):
             raise ConfigError(
                 f"host {self.host} can be reached by others: set api_key, or allow_unauthenticated to serve everyone, "
@@ -442,6 +463,14 @@ class ServerOptions(Limits):
     def weight_of(self, key_number: int) -> float:
         """Return the weight of a key, from 1; that of all others is 1."""
         return self.key_weights[key_number - 1] if 0 < key_number <= len(self.key_weights) else 1.0
+
+    def _check_tls(self) -> None:
+        if self.ssl_certfile is None:
+            for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} needs ssl_certfile")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError(f"ssl_cert_reqs {self.ssl_cert_reqs} needs ssl_ca_certs")
 
     def _check_paths(self) -> None:
         if self.uds == "":

@@ -12,6 +12,7 @@ from typing import NoReturn
 from quire.engine.launcher import spawn_engines
 from quire.engine.options import EngineOptions
 from quire.server.http.sockets import bind, bind_path, raise_file_limit, remove_path
+from quire.server.http.tls import tls_context
 from quire.server.ops.signals import STOP_SIGNALS, StoppedError, exit_on_signal
 from quire.server.options import ServerOptions
 
@@ -23,6 +24,7 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
     """
     _ensure_standard_streams()
     raise_file_limit(options.max_connections)
+    tls = tls_context(options)
     with bind(options.host, options.port) if options.uds is None else bind_path(options.uds) as listener:
         for number in STOP_SIGNALS:
             signal.signal(number, exit_on_signal)
@@ -33,7 +35,7 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
 
             gc.freeze()  # else every full collection traverses them again while all streams wait
             gc.enable()
-            run(children, engine, options, listener)
+            run(children, engine, options, listener, tls)
         except StoppedError:
             for child in children:
                 child.process.kill()  # it may be in the middle of a long load, and holds no state

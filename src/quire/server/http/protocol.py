@@ -237,7 +237,8 @@ class Protocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self.transport.write(_response(error))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS cannot
+            self.transport.write_eof()
         self._refused.add(self.transport)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:  # noqa: ANN401 (ASGI)

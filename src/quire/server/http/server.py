@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -22,10 +23,17 @@ PAUSE_S = 0.5           # without accepting connections, when the system has no 
 
 
 class Listener:
-    """Accepts connections. Pauses while the system has no file descriptors: uvloop's own listener would busy-loop."""
+    """Accepts connections. Pauses while the system has no file descriptors: uvloop's own listener would busy-loop.
 
-    def __init__(self, listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+    With TLS, at most `max_connections` connections may be in their handshake; more are closed.
+    """
+
+    def __init__(
+        self, listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol],
+        limits: Limits = DEFAULT_LIMITS, tls: ssl.SSLContext | None = None,
+    ) -> None:  # fmt: skip
         self._listener, self._make_protocol = listener, make_protocol
+        self._limits, self._tls = limits, tls
         self._loop = asyncio.get_running_loop()
         self._connecting = set[asyncio.Task[None]]()
         self._start_handle = self._loop.call_soon(self._start_accepting)
@@ -47,6 +55,9 @@ class Listener:
         try:
             while True:
                 connection, _ = self._listener.accept()
+                if self._tls is not None and len(self._connecting) >= self._limits.max_connections:
+                    connection.close()
+                    continue
                 connecting = self._loop.create_task(self._connect(connection))
                 self._connecting.add(connecting)
                 connecting.add_done_callback(self._connecting.discard)
@@ -58,14 +69,17 @@ class Listener:
             self._start_handle = self._loop.call_later(PAUSE_S, self._start_accepting)
 
     async def _connect(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the client disconnected already
-            await self._loop.connect_accepted_socket(self._make_protocol, connection)
+        limit_s = None if self._tls is None else self._limits.receive_timeout
+        with contextlib.suppress(OSError):  # the client disconnected already, or its handshake failed
+            await self._loop.connect_accepted_socket(
+                self._make_protocol, connection, ssl=self._tls, ssl_handshake_timeout=limit_s
+            )
 
 
 class HttpServer(uvicorn.Server):
     """Serves an application on a bound socket."""
 
-    def __init__(self, app: ASGIApp, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits = DEFAULT_LIMITS, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -82,7 +96,7 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=CLOSE_LIMIT_S,
             )
         )
-        self._limits = limits
+        self._limits, self._tls = limits, tls
         self._is_listening = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
 
@@ -124,6 +138,8 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Create a Listener for each socket, and set the event for `start`."""
         make_protocol = partial(Protocol, self._limits, LingeringConnections(), self.config, self.server_state, {})
-        self.servers = [Listener(each, make_protocol) for each in sockets or ()]  # type: ignore[misc]
+        self.servers = [
+            Listener(each, make_protocol, self._limits, self._tls) for each in sockets or ()  # type: ignore[misc]
+        ]
         self.started = True
         self._is_listening.set()

@@ -77,11 +77,11 @@ def port_of(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
 
 
-def url_of(listener: socket.socket, host: str) -> str:
+def url_of(listener: socket.socket, host: str, *, is_encrypted: bool = False) -> str:
     """Return the server's URL, or unix:PATH."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
-    return f"http://{f'[{host}]' if ':' in host else host}:{port_of(listener)}"
+    return f"http{'s' * is_encrypted}://{f'[{host}]' if ':' in host else host}:{port_of(listener)}"
 
 
 def raise_file_limit(wanted: int) -> None:

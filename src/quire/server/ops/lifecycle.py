@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import socket
+import ssl
 from typing import NoReturn
 
 import uvloop
@@ -47,23 +48,25 @@ FINAL_WRITE_S = 1.0     # for the last frames of cancelled responses to be sent
 
 
 def run(
-    children: list[EngineProcess], engine: EngineOptions, options: ServerOptions, listener: socket.socket
-) -> NoReturn:
+    children: list[EngineProcess], engine: EngineOptions, options: ServerOptions, listener: socket.socket,
+    tls: ssl.SSLContext | None = None,
+) -> NoReturn:  # fmt: skip
     """Serve with engines that have just been spawned, and end the process. Raises their start error, if any.
 
     Ends by os._exit: a normal shutdown would join threads that still tokenize for disconnected clients.
     """
     logs.set_up()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        status = runner.run(_run(children, engine, options, listener))
+        status = runner.run(_run(children, engine, options, listener, tls))
         remove_path(options.uds)
         logs.flush()
         os._exit(status)
 
 
 async def _run(
-    children: list[EngineProcess], engine: EngineOptions, options: ServerOptions, listener: socket.socket
-) -> int:
+    children: list[EngineProcess], engine: EngineOptions, options: ServerOptions, listener: socket.socket,
+    tls: ssl.SSLContext | None,
+) -> int:  # fmt: skip
     signals = StopSignals(children)
     connecting = asyncio.create_task(connect(children, engine, options))
     await signals.wait_or(connecting)
@@ -73,11 +76,11 @@ async def _run(
         await asyncio.wait((connecting,))
         return signals.status
     service = connecting.result()
-    http = HttpServer(create_app(service), options)
+    http = HttpServer(create_app(service), options, tls)
     try:
         await http.start(listener, options.host)
         has_tokenizer = service.client.tokenizer is not None
-        url = url_of(listener, options.host)
+        url = url_of(listener, options.host, is_encrypted=tls is not None)
         num_engines = len(service.client.engines)
         print_banner(
             service.names[0], url, service.client.ready, has_tokenizer=has_tokenizer, num_engines=num_engines
