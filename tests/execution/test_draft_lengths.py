@@ -1,6 +1,7 @@
 """Lengths of drafts by rows, acceptance and the cost of a step, and pauses of rows."""
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from quire.execution.batch import IntArray
 from quire.execution.drafter import DraftRows
-from quire.execution.drafting.lengths import PAUSES, AdaptiveLength
+from quire.execution.drafting.lengths import MIN_GAIN, PAUSES, AdaptiveLength
 from quire.execution.drafting.limited import LimitedDrafter
 from quire.execution.drafting.ngram import NgramDrafter
 from quire.execution.drafting.step_cost import PRODUCTS_PER_BYTE, StepCost
@@ -52,7 +53,8 @@ def test_lengths_are_those_of_most_tokens_by_cost() -> None:
             tokens = [sum(acceptance**i for i in range(length + 1)) for length in range(MAX_DRAFTS + 1)]
             costs = [float(cost(np.array([1 + length]))[0]) + 0.1 * length for length in range(MAX_DRAFTS + 1)]
             rates = [each / own for each, own in zip(tokens, costs, strict=True)]
-            assert limits(lengths, [0]) == [rates.index(max(rates))], (rate, kernels)
+            pays = max(rates) > MIN_GAIN * rates[0]
+            assert limits(lengths, [0]) == [rates.index(max(rates)) if pays else 0], (rate, kernels)
 
 
 @pytest.mark.parametrize("kernels", [name for name in PRODUCTS_PER_BYTE if name not in ("amx", "cuda")])
@@ -81,16 +83,63 @@ def test_no_more_than_there_are() -> None:
     assert lengths.limits(np.array([], dtype=np.int64), np.array([], dtype=np.int64), 5).tolist() == []
 
 
-@pytest.mark.parametrize("bytes_per_weight", [2.0, 1.03, 0.55])
-def test_row_whose_drafts_are_all_rejected_costs_less_than_three_percent(bytes_per_weight: float) -> None:
-    cost = StepCost.of("avx512_bf16", bytes_per_weight)
-    lengths, total = AdaptiveLength(cost, 1), 0.0
-    for _ in range(128):
-        (length,) = limits(lengths, [0])
-        total += float(cost(np.array([1 + length]))[0])
+def mean_cost(cost: StepCost, step_costs: Sequence[float], acceptance: float, num_tokens: int, seed: int = 0) -> float:
+    """Return the cost of a token of a row by that without drafts, its first `num_tokens` simulated.
+
+    `step_costs`: by the number of drafts, from 0. Each draft token is right with probability `acceptance`.
+    """
+    lengths, rng, total, known = AdaptiveLength(cost, 1), random.Random(seed), 0.0, 0
+    while known < num_tokens:
+        (length,) = limits(lengths, [0], min(MAX_DRAFTS, num_tokens - known - 1))
+        total += step_costs[length] / step_costs[0]
+        accepted = next((i for i in range(length) if rng.random() >= acceptance), length)
         if length:
-            lengths.record(0, length, 0)
-    assert total / 128 < 1.03 * float(cost(np.array([1]))[0])
+            lengths.record(0, length, accepted)
+        known += 1 + accepted
+    return total / num_tokens
+
+
+# ms of a step with 0 to 8 drafts and int4 weights, by the table of docs/speculation.md; those between are the larger
+# neighbour's. 1 and 2 drafts are the loudest of it, and cost less on a quiet machine.
+MEASURED_INT4 = [29.9, 38.7, 38.7, 47.5, 47.5, 80.0, 80.0, 80.0, 80.0]
+
+
+@pytest.mark.parametrize("num_tokens", [64, 128, 1000])
+@pytest.mark.parametrize("bytes_per_weight", [4.0, 2.0, 1.03, 0.57])
+@pytest.mark.parametrize("kernels", PRODUCTS_PER_BYTE)
+def test_drafts_that_are_always_wrong_cost_less_than_three_percent(
+    kernels: str, bytes_per_weight: float, num_tokens: int
+) -> None:
+    cost = StepCost.of(kernels, bytes_per_weight)
+    step_costs = cost(np.arange(1, MAX_DRAFTS + 2)).tolist()
+    assert 1.0 <= mean_cost(cost, step_costs, 0.0, num_tokens) < 1.03
+
+
+def test_wrong_drafts_with_int4_weights_cost_less_than_three_percent_of_the_first_tokens_as_measured() -> None:
+    cost = StepCost.of("avx512_bf16", 0.57)
+    assert mean_cost(cost, MEASURED_INT4, 0.0, 64) < 1.03
+
+
+@pytest.mark.parametrize("bytes_per_weight", [2.0, 1.03, 0.57])
+@pytest.mark.parametrize(("acceptance", "gain"), [(0.5, 1.2), (0.75, 1.7), (0.9, 2.2), (1.0, 2.7)])
+def test_short_first_drafts_and_pauses_leave_most_of_the_gain(
+    bytes_per_weight: float, acceptance: float, gain: float
+) -> None:
+    cost = StepCost.of("avx512_bf16", bytes_per_weight)
+    step_costs = cost(np.arange(1, MAX_DRAFTS + 2)).tolist()
+    found = [1 / mean_cost(cost, step_costs, acceptance, 64, seed) for seed in range(20)]
+    assert sum(found) / len(found) > gain
+
+
+def test_new_row_begins_with_as_many_drafts_as_cost_little() -> None:
+    firsts = [
+        limits(AdaptiveLength(StepCost.of(kernels, bytes_per_weight), 1), [0], 16)[0]
+        for kernels, bytes_per_weight in (("avx2", 0.57), ("avx512_bf16", 0.57), ("avx512_bf16", 2.0), ("amx", 2.0))
+    ]
+    assert firsts == [1, 1, 4, 7]
+    lengths = AdaptiveLength(StepCost.of("avx512_bf16", 0.57), 1)
+    lengths.record(0, 1, 1)
+    assert limits(lengths, [0])[0] > 1
 
 
 def test_row_whose_drafts_are_all_rejected_pauses_ever_longer_and_tries_again() -> None:

@@ -5,8 +5,8 @@ draft, from 1. The likeliest draft tokens of all rows are chosen, as many as max
 divided by its cost (compare Leviathan et al. 2023, section 3.5, for one row). With many rows there are none: then a
 further row costs about as much as a token is worth.
 
-A row with too low an acceptance rate for any draft token pauses, each time twice as long, and then tries again. All of
-it is computed from counts of tokens, never from time.
+A row begins with a short draft, since nothing is known of its acceptance rate. With too low a rate for any draft token
+it pauses, each time twice as long, and then tries again. All of it is computed from counts of tokens, never from time.
 """
 
 from collections.abc import Iterable
@@ -15,12 +15,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.core.speculation import MAX_DRAFTS
 from quire.execution.batch import IntArray
 from quire.execution.drafting.step_cost import StepCost
 
 PRIOR = np.array([0.6, 0.4])  # accepted and rejected draft tokens that a new row begins with: one in all
-RETRY = PRIOR / 4  # the same after a pause: a few rejected drafts begin the next one
-MIN_GAIN = 1.03  # speedup of the best drafts possible below which nothing is looked up
+RETRY = PRIOR / 8  # the same after a pause: one rejected draft or two begin the next one
+FIRST_COST = 1.2  # of a step with the first draft of a row or behind a pause, by one without: at most, or one token
+MIN_GAIN = 1.03  # speedup of the best drafts possible below which nothing is looked up, and nothing drafted
 KEPT = 0.875  # share of the counts that remains with each verified draft: about the last eight of them matter
 PAUSES = (4, 64)  # drafts that a row skips, in its first pause and at most
 
@@ -52,11 +54,16 @@ class AdaptiveLength:
         self._counts = np.tile(PRIOR, (max_rows, 1))  # draft tokens accepted and rejected, by exponential decay
         self._pauses = np.zeros(max_rows, dtype=np.int64)  # drafts still to be skipped
         self._next_pauses = np.full(max_rows, PAUSES[0])
+        self._is_untried = np.ones(max_rows, dtype=bool)  # no draft token was accepted since the start or a pause
+        nums = np.arange(1, MAX_DRAFTS + 1)
+        costs, (alone,) = cost(1 + nums) + cost.draft_cost * nums, cost(np.array([1]))
+        self._first = max(int(np.count_nonzero(costs <= FIRST_COST * alone)), 1)  # most tokens of an untried row
 
     def reset(self, rows: Iterable[int]) -> None:
         """Forget what was recorded of rows, which have new owners."""
         which = list(rows)
         self._counts[which], self._pauses[which], self._next_pauses[which] = PRIOR, 0, PAUSES[0]
+        self._is_untried[which] = True
 
     def may_pay(self, num_rows: int) -> bool:
         """Return whether drafts that are all accepted would give a speedup of more than MIN_GAIN."""
@@ -67,17 +74,19 @@ class AdaptiveLength:
         pauses = self._pauses[rows] > 0
         self._pauses[rows] -= pauses
         acceptance = self._acceptance(rows)
-        lengths = self._best(acceptance, np.where(pauses, 0, longest), num_rows)
+        most = np.where(self._is_untried[rows], np.minimum(longest, self._first), longest)
+        lengths = self._best(acceptance, np.where(pauses, 0, most), num_rows)
         hopeless = rows[(lengths == 0) & (acceptance < PRIOR[0] / PRIOR.sum()) & ~pauses & (longest > 0)]
         self._counts[hopeless], self._pauses[hopeless] = RETRY, self._next_pauses[hopeless]
         self._next_pauses[hopeless] = np.minimum(2 * self._next_pauses[hopeless], PAUSES[1])
+        self._is_untried[hopeless] = True
         return lengths
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
         """Count accepted draft tokens, and the rejected one, if any: those behind it were not compared."""
         self._counts[row] = KEPT * self._counts[row] + (num_accepted, num_accepted < num_drafts)
         if num_accepted:
-            self._next_pauses[row] = PAUSES[0]
+            self._next_pauses[row], self._is_untried[row] = PAUSES[0], False
 
     def _acceptance(self, rows: IntArray) -> NDArray[np.float64]:
         """Return the estimated probability that a draft token of each row is accepted, if all before it are."""
@@ -93,5 +102,5 @@ class AdaptiveLength:
         costs = self._cost(num_rows + np.arange(1, len(order) + 1))
         costs += self._cost.draft_cost * np.maximum.accumulate(places[order % len(places)])
         rates = np.concatenate([num_rows / self._cost(np.array([num_rows])), num_tokens / costs])
-        chosen = order[: rates.argmax()] // len(places)
+        chosen = order[: rates.argmax() if rates.max() > MIN_GAIN * rates[0] else 0] // len(places)
         return np.bincount(chosen, minlength=len(longest))
