@@ -9,7 +9,7 @@
   is sampled, so that a model with random weights writes them; drafts are kept where they equal the text.
 * nothing: texts of random tokens, which no n-gram predicts; and of few different ones, where n-grams are always found
   and always wrong; 1, 16 and 64 sequences. Slowdown by drafters that cannot help.
-* control: host time for each sequence and step without a model, with a drafter that finds nothing and without one.
+* control: host time of a step without a model, and of all that a drafter adds to it when it finds nothing.
 * draft: acceptance by oracle, but the draft model (--draft-model) computes; the cost of drafting is in it.
 
 One engine, its drafter on and off in turns; medians over turns of the ratio within a turn. A shared machine changes its
@@ -20,9 +20,11 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from types import SimpleNamespace
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -32,15 +34,18 @@ from torch import Tensor
 from quire import LLM, SamplingParams
 from quire.cli.bench.machine import machine_facts
 from quire.core.config import CacheConfig
-from quire.core.plan import StepPlan
+from quire.core.plan import NewRow, StepPlan
 from quire.core.sequence import Request
 from quire.core.speculation import parse_speculation
 from quire.core.token_ids import pack_tokens
 from quire.decoding.sampler import SampledTokens
-from quire.execution.batch import PersistentBatch, StepInputs
-from quire.execution.drafter import Drafter, DraftRows
+from quire.execution.batch import IntArray, PersistentBatch, StepInputs
+from quire.execution.drafter import Drafter, DraftMethod, DraftRows, rows_to_draft
 from quire.execution.drafting.drafters import make_drafter
+from quire.execution.drafting.lengths import DraftLengths
+from quire.execution.drafting.limited import LimitedDrafter
 from quire.execution.worker import Worker
+from quire.model.batch import ForwardBatch
 from without_model import engine_without_model
 
 TEXTS = Path(__file__).with_name("speculation_texts.json")
@@ -71,55 +76,47 @@ class Oracle:
     """
 
     def __init__(
-        self, batch: PersistentBatch, wholes: Sequence[Tokens], acceptance: float, method: Drafter | None = None
+        self, batch: PersistentBatch, wholes: Sequence[Tokens], acceptance: float, method: DraftMethod | None = None
     ) -> None:
         self._batch, self._wholes, self._acceptance, self._method = batch, wholes, acceptance, method
         self._rng = random.Random(1)
-
-    def apply(self, plan: StepPlan) -> None:
-        """Do nothing, but for the method."""
-        if self._method is not None:
-            self._method.apply(plan)
 
     def compute(self, batch: Any) -> None:  # noqa: ANN401
         """Do nothing, but for the method."""
         if self._method is not None:
             self._method.compute(batch)
 
-    def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
-        """Do nothing."""
-
-    def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
+    def draft(self, rows: DraftRows, limits: IntArray) -> Mapping[int, Sequence[int]]:
         """Return what comes next, with mistakes."""
         if self._method is not None:
-            self._method.draft(rows)
+            self._method.draft(rows, limits)
         drafts = {}
-        for row, num_tokens, limit in zip(
-            rows.rows.tolist(), rows.num_tokens.tolist(), rows.limits.tolist(), strict=True
-        ):
+        for row, num_tokens, limit in zip(rows.rows.tolist(), rows.num_tokens.tolist(), limits.tolist(), strict=True):
             known = self._batch.token_ids[row, :num_tokens].tolist()
             whole = next((each for each in self._wholes if each[:num_tokens] == known), [])
-            found = whole[num_tokens : num_tokens + min(limit, NUM_DRAFTS)]
+            found = whole[num_tokens : num_tokens + limit]
             right = [self._rng.random() < self._acceptance for _ in found]
             if found:
                 drafts[row] = [token if is_right else token - 1 for token, is_right in zip(found, right, strict=True)]
         return drafts
 
 
-class Capped:
-    """A method for rows of up to `NUM_DRAFTS` drafts in every step: lengths do not adapt."""
+class Fixed:
+    """Lengths of drafts that do not adapt: as many as there can be."""
 
-    def __init__(self, method: Drafter) -> None:
-        self._method = method
-        self.apply, self.compute, self.record = method.apply, method.compute, method.record
+    def reset(self, rows: Iterable[int]) -> None:
+        """Do nothing."""
 
-    def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
-        """Return the method's drafts for all rows."""
-        limits = np.minimum(rows.limits, NUM_DRAFTS)
-        which = np.flatnonzero(limits)
-        return (
-            self._method.draft(DraftRows(*(each[which] for each in rows._replace(limits=limits)))) if which.size else {}
-        )
+    def may_pay(self, num_rows: int) -> bool:
+        """Return True."""
+        return True
+
+    def limits(self, rows: IntArray, longest: IntArray, num_rows: int) -> IntArray:
+        """Return `longest`."""
+        return longest
+
+    def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
+        """Do nothing."""
 
 
 class Bench:
@@ -201,23 +198,20 @@ def gains(bench: Bench, turns: int, drafters: Mapping[str, Callable[[], Drafter]
     print(told, flush=True)
 
 
-def oracle(bench: Bench, turns: int, num_tokens: int, method: Drafter | None = None) -> None:
+def oracle(bench: Bench, turns: int, num_tokens: int, method: DraftMethod | None = None) -> None:
     """Print the speed by acceptance, of one sequence."""
     prompts = [random_tokens(random.Random(0), PROMPT_LEN, bench.num_kinds)]
     _, answers, _ = bench.run(prompts, num_tokens, None)
     wholes = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    adaptive = bench.drafter
+    adaptive: DraftLengths = bench.drafter._lengths  # type: ignore[attr-defined]
     for acceptance in ACCEPTANCES:
         print(f"acceptance {acceptance}", end="")
 
-        def fixed(acceptance: float = acceptance) -> Drafter:
-            return Capped(Oracle(bench.batch, wholes, acceptance, method))
+        def drafter(lengths: DraftLengths, acceptance: float = acceptance) -> Drafter:
+            return LimitedDrafter(Oracle(bench.batch, wholes, acceptance, method), lengths, NUM_DRAFTS, bench.batch)
 
-        def adapting(acceptance: float = acceptance) -> Drafter:
-            adaptive._method = Oracle(bench.batch, wholes, acceptance, method)  # type: ignore[attr-defined]
-            return adaptive
-
-        gains(bench, turns, {"k = 4": fixed, "adaptive": adapting}, prompts=prompts, num_tokens=num_tokens)
+        drafters = {"k = 4": partial(drafter, Fixed()), "adaptive": partial(drafter, adaptive)}
+        gains(bench, turns, drafters, prompts=prompts, num_tokens=num_tokens)
 
 
 def texts(benches: Mapping[str, Bench], turns: int, max_tokens: int) -> None:
@@ -245,14 +239,17 @@ def nothing(bench: Bench, name: str, turns: int, num_tokens: int) -> None:
 
 
 def control(method: str, turns: int, num_seqs: int, num_tokens: int = 300) -> None:
-    """Print host time for each sequence and step: schedule and update, the step's arrays, and the drafter."""
+    """Print host time of a step without a model: schedule and update, and all calls of a drafter that finds nothing."""
     rng, plain, drafting = np.random.default_rng(0), [], []
     batch = PersistentBatch(num_seqs, 1024, 16, 32_000)
-    batch.token_ids[:] = rng.integers(300, 30_000, batch.token_ids.shape)
+    batch.token_ids[:] = rng.permutation(batch.token_ids.size).reshape(batch.token_ids.shape)
     config = parse_speculation(json.dumps({"method": method}))
     assert config is not None
-    drafter = make_drafter(config, batch, "avx512_bf16", 2.0)
-    rows = np.arange(num_seqs)
+    rows, plan, forward = np.arange(num_seqs), StepPlan(), cast("ForwardBatch", None)
+    inputs = [
+        cast("StepInputs", SimpleNamespace(sample_rows=rows, sample_num_tokens=np.full(num_seqs, 400 + step)))
+        for step in range(100)
+    ]
     for _ in range(turns):
         engine = engine_without_model(CacheConfig(num_seqs * 32), num_seqs, 1 << 16)
         for number in range(num_seqs):
@@ -260,17 +257,25 @@ def control(method: str, turns: int, num_seqs: int, num_tokens: int = 300) -> No
             engine.add(Request(number, pack_tokens([5] * 16), params, seed=number, max_tokens=num_tokens))
         engine.step()
         started_s = time.perf_counter()
-        for _ in range(100):
+        for _ in inputs:
             engine.step()
-        plain.append((time.perf_counter() - started_s) / 100 / num_seqs)
+        plain.append((time.perf_counter() - started_s) / len(inputs))
+        drafter = make_drafter(config, batch, "avx512_bf16", 2.0)
+        new_rows = [NewRow(row, [0] * 16, 16, [], SamplingParams(), 0) for row in range(num_seqs)]
+        drafter.apply(StepPlan(new_rows=new_rows))
+        drafter.draft(DraftRows(rows, np.full(num_seqs, 399), np.full(num_seqs, 399)))
         started_s = time.perf_counter()
-        for step in range(20):
-            known = np.full(num_seqs, 400 + step)
-            found = drafter.draft(DraftRows(rows, known, known - 1, np.full(num_seqs, 100)))
-            assert not found
-        drafting.append((time.perf_counter() - started_s) / 20 / num_seqs)
+        for each in inputs:
+            drafter.apply(plan)
+            drafter.compute(forward)
+            assert not drafter.draft(rows_to_draft(each, {}, {}))
+        drafting.append((time.perf_counter() - started_s) / len(inputs))
     own_us, more_us = min(plain) * 1e6, min(drafting) * 1e6
-    print(f"{num_seqs} sequences: schedule and update {own_us:.2f} us; {method}, nothing found: {more_us:.2f} us more")
+    print(
+        f"{num_seqs} sequences, {method}, nothing found: schedule and update {own_us:.1f} us a step, "
+        f"drafter {more_us:.2f} us more: {1 + more_us / own_us:.2f} x",
+        flush=True,
+    )
 
 
 def main(
@@ -296,7 +301,7 @@ def main(
     for part in chosen:
         if part == "control":
             for method in methods.split(","):
-                for num_seqs in (32, 256):
+                for num_seqs in (1, 16, 32, 256):
                     control(method, turns, num_seqs)
             continue
         names = {"draft": ["draft_model"], "oracle": ["ngram"]}.get(part, methods.split(","))

@@ -1,4 +1,4 @@
-// The Python module: addresses, shapes and strides in, nothing out. quire/kernels/cpp checks what is passed here.
+// The Python module: addresses, shapes and strides in, nothing out, but of lookups. quire/kernels/cpp checks what is passed here.
 //
 // What Python passes are the arguments of a function or the fields of a struct in their order: an address for a pointer.
 #include <nanobind/nanobind.h>
@@ -11,6 +11,7 @@
 
 #include "thread_pool.hpp"
 #include "expanded_packing.hpp"
+#include "lookup.hpp"
 #include "packing.hpp"
 #include "program.hpp"
 #include "sampling.hpp"
@@ -127,6 +128,36 @@ void def_program(nb::module_& module, const char* name) {
     }(std::make_index_sequence<num_fields<ProgramStep>()>());
 }
 
+// Numbers of an int64 array [num] without gaps, read in place: an address of it would take Python longer than a lookup.
+class Int64s {
+public:
+    explicit Int64s(nb::handle array) {
+        if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_CONTIG_RO) != 0) throw nb::python_error();
+        if (view_.itemsize == sizeof(std::int64_t) && view_.ndim == 1) return;
+        PyBuffer_Release(&view_);
+        throw std::invalid_argument("rows and positions are int64 [num]");
+    }
+    Int64s(const Int64s&) = delete;
+    ~Int64s() { PyBuffer_Release(&view_); }
+
+    const std::int64_t* begin() const { return static_cast<const std::int64_t*>(view_.buf); }
+    long size() const { return static_cast<long>(view_.len / view_.itemsize); }
+
+private:
+    Py_buffer view_;
+};
+
+// Drafts as a dict of lists by row.
+template <typename Lookup>
+nb::dict draft(Lookup& lookup, nb::handle rows, nb::handle last) {
+    const Int64s row_numbers(rows), positions(last);
+    if (row_numbers.size() != positions.size()) throw std::invalid_argument("each row has one position");
+    nb::dict drafts;
+    for (const Draft& each : lookup.draft(row_numbers.begin(), positions.begin(), row_numbers.size()))
+        drafts[nb::int_(each.row)] = nb::cast(each.tokens);
+    return drafts;
+}
+
 }  // namespace
 }  // namespace quire
 
@@ -201,5 +232,16 @@ NB_MODULE(_kernels, module) {
     def(module, "swap_blocks", swap_blocks);
     def(module, "draw_uniforms", draw_uniforms);
     def_kernel<Penalties>(module, "penalize", penalize);
+    def_struct<Rows>(module, "Rows");
+    def_struct<SuffixRules>(module, "SuffixRules");
+    nb::class_<NgramLookup>(module, "NgramLookup")
+        .def(nb::init<Rows, long, long>())
+        .def("reset", &NgramLookup::reset)
+        .def("draft", draft<NgramLookup>);
+    nb::class_<SuffixLookup>(module, "SuffixLookup")
+        .def(nb::init<Rows, SuffixRules>())
+        .def("reset", &SuffixLookup::reset)
+        .def("clear", &SuffixLookup::clear)
+        .def("draft", draft<SuffixLookup>);
     def_long(module, "fail_in_chunk", fail_in_chunk);
 }

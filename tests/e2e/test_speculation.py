@@ -118,7 +118,7 @@ def check(model: Path, setting: Setting) -> CountedDrafter:
         speculative_config=DRAFTERS[setting.drafter] | {"num_speculative_tokens": setting.num_drafts},
         **PREEMPTION[setting.preemption],
     ) as llm:  # fmt: skip
-        counted = let_draft(llm, wholes if setting.drafter == "oracle" else None)
+        counted = let_draft(llm, wholes if setting.drafter == "oracle" else None, num_drafts=setting.num_drafts)
         for prompts, expected in rounds:
             for kind, own, wanted in zip(KINDS, ask(llm, prompts), expected, strict=True):
                 assert own == wanted, kind

@@ -23,6 +23,7 @@ from quire.engine.assembly import assemble
 from quire.engine.draft_model.loading import load_draft_model
 from quire.engine.loading import load
 from quire.engine.options import EngineOptions
+from quire.execution.batch import IntArray
 from quire.execution.drafter import DraftRows
 from quire.execution.drafting import draft_model as module
 from quire.execution.drafting.draft_model import DraftModel
@@ -67,10 +68,10 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_drafted = self.num_accepted = self.most_pending = self.most_rows = 0
         self.drafted: list[tuple[list[int], list[int]]] = []  # known tokens of a row, and its drafts
-        draft, record = DraftModel.draft, DraftModel.record
+        draft, record = DraftModel.draft, AdaptiveLength.record
 
-        def watched(model: DraftModel, rows: DraftRows) -> Mapping[int, Sequence[int]]:
-            found = draft(model, rows)
+        def watched(model: DraftModel, rows: DraftRows, limits: IntArray) -> Mapping[int, Sequence[int]]:
+            found = draft(model, rows, limits)
             self.most_rows = max(self.most_rows, len(found))
             for row, num_tokens, num_computed in zip(rows.rows, rows.num_tokens, rows.num_computed, strict=True):
                 if row in found:
@@ -79,15 +80,15 @@ class Watch:
                     self.drafted.append((known, list(found[row])))
             return found
 
-        def counted(model: DraftModel, row: int, num_drafts: int, num_accepted: int) -> None:
+        def counted(lengths: AdaptiveLength, row: int, num_drafts: int, num_accepted: int) -> None:
             self.num_drafted += num_drafts
             self.num_accepted += num_accepted
-            record(model, row, num_drafts, num_accepted)
+            record(lengths, row, num_drafts, num_accepted)
 
         # As many as there can be: how long a draft should be is another question.
         monkeypatch.setattr(AdaptiveLength, "limits", lambda _self, _rows, longest, _num_rows: longest)
         monkeypatch.setattr(DraftModel, "draft", watched)
-        monkeypatch.setattr(DraftModel, "record", counted)
+        monkeypatch.setattr(AdaptiveLength, "record", counted)
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from quire.execution.batch import IntArray
 from quire.execution.drafter import DraftRows
 from quire.execution.drafting.lengths import MIN_GAIN, PAUSES, AdaptiveLength
-from quire.execution.drafting.limited import LimitedDrafter
-from quire.execution.drafting.ngram import NgramDrafter
+from quire.execution.drafting.lookup import LookupDrafter
+from quire.execution.drafting.ngram import NgramLookup
 from quire.execution.drafting.step_cost import PRODUCTS_PER_BYTE, StepCost
 
 MAX_DRAFTS = 8
@@ -210,7 +210,7 @@ def test_nothing_is_looked_up_for_many_rows() -> None:
             assert not may_pay[-1]
             assert all(fewer >= more for fewer, more in pairwise(may_pay))
     batch = np.tile(np.arange(7, dtype=np.int32), (64, 20))
-    drafter = LimitedDrafter(NgramDrafter(batch, 2, 5), AdaptiveLength(COST, 64), 4, 64, is_lookup=True)
+    drafter = LookupDrafter(NgramLookup(batch, 4, 2, 5), AdaptiveLength(COST, 64))
     for num_rows, num_found in ((1, 1), (64, 0)):
-        rows, known = np.arange(num_rows), np.full(num_rows, 100)
-        assert len(drafter.draft(DraftRows(rows, known, known - 1, np.full(num_rows, 9)))) == num_found
+        rows, last = np.arange(num_rows), np.full(num_rows, 99)
+        assert len(drafter.draft(DraftRows(rows, last, last))) == num_found

@@ -4,10 +4,11 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 
 from quire import LLM
-from quire.core.plan import StepPlan
-from quire.execution.batch import PersistentBatch
-from quire.execution.drafter import DraftRows
+from quire.execution.batch import IntArray, PersistentBatch
+from quire.execution.drafter import Drafter, DraftRows
+from quire.execution.drafting.lengths import AdaptiveLength
 from quire.execution.drafting.limited import LimitedDrafter
+from quire.execution.drafting.lookup import LookupDrafter
 from quire.execution.drafting.step_cost import StepCost
 from quire.execution.worker import Worker
 from quire.model.batch import ForwardBatch
@@ -22,19 +23,13 @@ class OracleDrafter:
         self._batch, self._mistake, self._rng = batch, mistake, random.Random(5)
         self._wholes = [list(whole) for whole in wholes]
 
-    def apply(self, plan: StepPlan) -> None:
-        """Do nothing."""
-
     def compute(self, batch: ForwardBatch) -> None:
         """Do nothing."""
 
-    def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
-        """Do nothing."""
-
-    def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
+    def draft(self, rows: DraftRows, limits: IntArray) -> Mapping[int, Sequence[int]]:
         """Return the continuation of the list that begins as the row, with mistakes; without one, a mistake."""
         drafts = {}
-        for row, num_tokens, limit in zip(*(each.tolist() for each in rows[:2]), rows.limits.tolist(), strict=True):
+        for row, num_tokens, limit in zip(rows.rows.tolist(), rows.num_tokens.tolist(), limits.tolist(), strict=True):
             known = self._batch.token_ids[row, :num_tokens].tolist()
             whole = next((each for each in self._wholes if each[:num_tokens] == known), [])
             found = whole[num_tokens : num_tokens + self._rng.randint(1, limit)] or [self._mistake]
@@ -47,7 +42,7 @@ class OracleDrafter:
 class CountedDrafter:
     """A drafter with counts of verified and accepted draft tokens."""
 
-    def __init__(self, drafter: LimitedDrafter) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self.apply, self.compute, self.draft, self._drafter = drafter.apply, drafter.compute, drafter.draft, drafter
         self.num_verified = self.num_accepted = 0
 
@@ -58,14 +53,16 @@ class CountedDrafter:
         self._drafter.record(row, num_drafts, num_accepted)
 
 
-def let_draft(llm: LLM, wholes: Iterable[Sequence[int]] | None = None, mistake: int = 3) -> CountedDrafter:
-    """Make an engine draft in steps of any number of rows; with `wholes`, replace its method by an oracle."""
+def let_draft(
+    llm: LLM, wholes: Iterable[Sequence[int]] | None = None, mistake: int = 3, num_drafts: int = 4
+) -> CountedDrafter:
+    """Make an engine draft in steps of any number of rows; with `wholes`, replace its drafter by an oracle's."""
     worker = llm._engine.engine._executor.worker  # type: ignore[attr-defined]
     assert isinstance(worker, Worker)
-    drafter = worker._drafter
-    assert isinstance(drafter, LimitedDrafter)
-    drafter._lengths._cost = FREE_ROWS  # type: ignore[attr-defined]
+    drafter, batch = worker._drafter, worker._batch
+    assert isinstance(drafter, LimitedDrafter | LookupDrafter)
+    drafter._lengths = AdaptiveLength(FREE_ROWS, len(batch.token_ids))
     if wholes is not None:
-        drafter._method = OracleDrafter(worker._batch, wholes, mistake)
+        drafter = LimitedDrafter(OracleDrafter(batch, wholes, mistake), drafter._lengths, num_drafts, batch)
     worker._drafter = counted = CountedDrafter(drafter)
     return counted

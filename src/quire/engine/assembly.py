@@ -22,7 +22,7 @@ from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.batch import PersistentBatch
 from quire.execution.cuda_worker import CudaWorker
 from quire.execution.device_memory import device_allocator
-from quire.execution.drafter import Drafter
+from quire.execution.drafter import Drafter, DraftMethod
 from quire.execution.executor import Executor, LocalExecutor
 from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import CudaSwapper, Swapper
@@ -153,7 +153,7 @@ def _build(
     batch = PersistentBatch(scheduling.max_num_seqs, scheduling.max_model_len, cache.block_size, vocab_size)
     geometry = model.kv_geometry
     kv = KVCache.allocate(geometry, cache.num_blocks, cache.block_size, model.back_end, allocator)
-    method: Drafter | None = None
+    method: DraftMethod | None = None
     if draft_model is not None:
         geometry = geometry.joined(draft_model.model.kv_geometry)
         own = draft_model.allocate_cache(cache.num_blocks, cache.block_size)
@@ -222,7 +222,7 @@ def _executor(
 
 def _drafter(
     options: EngineOptions, batch: PersistentBatch, model: LanguageModel, draft_model: "LoadedDraftModel | None",
-    method: Drafter | None,
+    method: DraftMethod | None,
 ) -> Drafter | None:  # fmt: skip
     """Return the drafter that the options ask for. Raises ConfigError where speculative decoding is not installed."""
     if options.speculation is None:

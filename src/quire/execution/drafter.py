@@ -18,15 +18,18 @@ from quire.model.batch import ForwardBatch
 class DraftRows(NamedTuple):
     """The rows that may have drafts: a token was sampled for each in this step, and another one follows it.
 
-    All are int64 [num]. num_tokens: known tokens of each row with the sampled one, so also the position of its first
-    draft; num_computed: those of them that have keys and values, all but the last one, or but the last ones where a
-    grammar has forced tokens; limits: the most drafts for which the row has positions, 0 or more.
+    All are int64 [num]. last: position of each row's last known token, sampled or forced; num_computed: tokens that
+    have keys and values: up to that position, or fewer where a grammar has forced tokens.
     """
 
     rows: IntArray
-    num_tokens: IntArray
+    last: IntArray
     num_computed: IntArray
-    limits: IntArray
+
+    @property
+    def num_tokens(self) -> IntArray:
+        """Known tokens of each row, int64 [num]: also the position of its first draft."""
+        return self.last + 1
 
 
 class Drafter(Protocol):
@@ -39,27 +42,34 @@ class Drafter(Protocol):
         """Compute keys and values of a step's tokens, on the same slots, for a drafter with a cache of its own."""
 
     def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
-        """Return drafts by row: token ids, at least one, at most the row's limit. Rows without drafts are left out."""
+        """Return drafts by row: token ids, at least one, for which the row has positions. Other rows are left out."""
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
         """Record the numbers of draft tokens of a row that a step has verified and accepted."""
 
 
-def rows_to_draft(
-    inputs: StepInputs, results: Mapping[int, RowResult], failures: Container[int], max_len: int
-) -> DraftRows:
+class DraftMethod(Protocol):
+    """Method that computes drafts, at a cost for each token, of lengths that are chosen before."""
+
+    def compute(self, batch: ForwardBatch) -> None:
+        """Compute keys and values of a step's tokens, as a `Drafter` does."""
+
+    def draft(self, rows: DraftRows, limits: IntArray) -> Mapping[int, Sequence[int]]:
+        """Return drafts by row, of 1 to `limits` tokens; limits int64 [num], at least 1."""
+
+
+def rows_to_draft(inputs: StepInputs, results: Mapping[int, RowResult], failures: Container[int]) -> DraftRows:
     """Return the rows that continue after a step. `results`: of rows that differ from one token per sample."""
+    if not results and not failures:    # most steps: no call of NumPy, for each takes longer than the lookup of a row
+        return DraftRows(inputs.sample_rows, inputs.sample_num_tokens, inputs.sample_num_tokens)
     is_first = np.ones(len(inputs.sample_rows), dtype=bool)     # of the samples of a row, which are consecutive
     is_first[1:] = inputs.sample_rows[1:] != inputs.sample_rows[:-1]
     rows, num_computed = inputs.sample_rows[is_first], inputs.sample_num_tokens[is_first]
-    num_tokens = num_computed + 1
-    if results or failures:
-        continues = np.ones(len(rows), dtype=bool)
-        for place, row in enumerate(rows.tolist()):
-            own = results.get(row)
-            continues[place] = row not in failures and not (own is not None and (own.has_ended or own.is_late))
-            if own is not None and continues[place]:
-                num_computed[place] += len(own.token_ids) - 1
-                num_tokens[place] = num_computed[place] + 1 + len(own.forced)
-        rows, num_computed, num_tokens = rows[continues], num_computed[continues], num_tokens[continues]
-    return DraftRows(rows, num_tokens, num_computed, np.maximum(max_len - num_tokens, 0))
+    last, continues = num_computed.copy(), np.ones(len(rows), dtype=bool)
+    for place, row in enumerate(rows.tolist()):
+        own = results.get(row)
+        continues[place] = row not in failures and not (own is not None and (own.has_ended or own.is_late))
+        if own is not None and continues[place]:
+            num_computed[place] += len(own.token_ids) - 1
+            last[place] = num_computed[place] + len(own.forced)
+    return DraftRows(rows[continues], last[continues], num_computed[continues])

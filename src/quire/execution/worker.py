@@ -153,7 +153,7 @@ class Worker:
         for row, _, token_ids in inputs.drafts:
             if row not in failures and not results[row].is_late:
                 drafter.record(row, len(token_ids), max(len(results[row].token_ids) - 1, 0))
-        drafts = drafter.draft(rows_to_draft(inputs, results, failures, self._batch.token_ids.shape[1]))
+        drafts = drafter.draft(rows_to_draft(inputs, results, failures))
         if not drafts:
             return
         samples = {row: index for index, row in enumerate(inputs.sample_rows.tolist())}

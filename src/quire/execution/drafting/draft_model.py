@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.draft_scratch import MAX_PENDING, ScratchBlocks
-from quire.core.plan import StepPlan
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.execution.batch import IntArray, PersistentBatch
 from quire.execution.drafter import DraftRows
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class DraftModel:
-    """A `Drafter` over a model with `cache`, its part of a cache that has scratch blocks behind the pool's blocks.
+    """A `DraftMethod` over a model with `cache`, its part of a cache that has scratch blocks behind the pool's blocks.
 
     `max_positions`: positions that the model can compute. There are no drafts at later ones. If the model raises an
     error, it is logged, and no row has drafts from then on.
@@ -47,12 +46,6 @@ class DraftModel:
         self._num_drafts = scratch.num_drafts
         self._has_failed = False
 
-    def apply(self, plan: StepPlan) -> None:
-        """Do nothing: all state is in the cache and in the batch."""
-
-    def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
-        """Do nothing."""
-
     def compute(self, batch: ForwardBatch) -> None:
         """Write the keys and values of a step's tokens."""
         if self._has_failed:
@@ -64,20 +57,20 @@ class DraftModel:
         except Exception:
             self._stop()
 
-    def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
-        """Return up to `rows.limits` drafts of each row, for as many rows as there are scratch blocks for."""
-        limits = np.minimum(rows.limits, self._max_positions - rows.num_tokens + 1).clip(max=self._num_drafts)
+    def draft(self, rows: DraftRows, limits: IntArray) -> Mapping[int, Sequence[int]]:
+        """Return up to `limits` drafts of each row, for as many rows as there are scratch blocks for."""
+        limits = np.minimum(limits, self._max_positions - rows.last).clip(max=self._num_drafts)
         serves = (limits > 0) & (rows.num_tokens - rows.num_computed <= MAX_PENDING)
         drafted = np.flatnonzero(serves)[: len(self._scratch)]
         if self._has_failed or not drafted.size:
             return {}
         try:
-            return self._draft(DraftRows(*(each[drafted] for each in rows._replace(limits=limits))))
+            return self._draft(DraftRows(*(each[drafted] for each in rows)), limits[drafted])
         except Exception:
             self._stop()
             return {}
 
-    def _draft(self, rows: DraftRows) -> dict[int, list[int]]:
+    def _draft(self, rows: DraftRows, limits: IntArray) -> dict[int, list[int]]:
         """Compute the pending tokens of each row, then its drafts, one by one."""
         tables = self._tables(rows)
         num_drafts = np.zeros(len(rows.rows), dtype=np.int64)
@@ -91,7 +84,7 @@ class DraftModel:
             drafting, tokens, stops = drafting[is_sound], tokens[is_sound], stops[is_sound]
             self._batch.token_ids[rows.rows[drafting], stops] = tokens
             num_drafts[drafting] += 1
-            continues = num_drafts[drafting] < rows.limits[drafting]
+            continues = num_drafts[drafting] < limits[drafting]
             drafting, starts = drafting[continues], stops[continues]
             stops = starts + 1
         found = zip(rows.rows.tolist(), rows.num_tokens.tolist(), num_drafts.tolist(), strict=True)

@@ -2,31 +2,40 @@
 
 from quire.core.speculation import SpeculationConfig
 from quire.execution.batch import PersistentBatch
-from quire.execution.drafter import Drafter
+from quire.execution.drafter import Drafter, DraftMethod
 from quire.execution.drafting.lengths import AdaptiveLength
 from quire.execution.drafting.limited import LimitedDrafter
-from quire.execution.drafting.ngram import NgramDrafter
+from quire.execution.drafting.lookup import Lookup, LookupDrafter
+from quire.execution.drafting.ngram import NgramLookup
 from quire.execution.drafting.step_cost import StepCost
-from quire.execution.drafting.suffix import SuffixDrafter
+from quire.execution.drafting.suffix import RULES, ScopedLookup, SuffixTexts
+from quire.kernels.cpp.back_end import usable_isas
 
 
 def make_drafter(
     config: SpeculationConfig, batch: PersistentBatch, kernels: str, bytes_per_weight: float,
-    draft_model: Drafter | None = None, draft_cost: float = 0.0,
+    draft_model: DraftMethod | None = None, draft_cost: float = 0.0,
 ) -> Drafter:  # fmt: skip
     """Return the drafter for the rows of a batch.
 
     kernels: the instruction set that computes, or `cuda`; bytes_per_weight: of the model. draft_model: drafter of the
     method `draft_model`; draft_cost: bytes of its weights divided by those of the model.
     """
-    max_rows, is_lookup = len(batch.token_ids), draft_model is None
-    method = _lookup(config, batch) if draft_model is None else draft_model
-    lengths = AdaptiveLength(StepCost.of(kernels, bytes_per_weight, draft_cost), max_rows)
-    return LimitedDrafter(method, lengths, config.num_speculative_tokens, max_rows, is_lookup=is_lookup)
+    lengths = AdaptiveLength(StepCost.of(kernels, bytes_per_weight, draft_cost), len(batch.token_ids))
+    if draft_model is not None:
+        return LimitedDrafter(draft_model, lengths, config.num_speculative_tokens, batch)
+    return LookupDrafter(make_lookup(config, batch, is_native=bool(usable_isas())), lengths)
 
 
-def _lookup(config: SpeculationConfig, batch: PersistentBatch) -> Drafter:
-    """Return the drafter of a method that looks tokens up."""
+def make_lookup(config: SpeculationConfig, batch: PersistentBatch, *, is_native: bool) -> Lookup:
+    """Return the lookup of a method, in C++ or in its plain form."""
+    tokens, num_drafts = batch.token_ids, config.num_speculative_tokens
+    sizes = config.prompt_lookup_min, config.prompt_lookup_max
+    if not is_native:
+        is_ngram = config.method == "ngram"
+        return NgramLookup(tokens, num_drafts, *sizes) if is_ngram else ScopedLookup(SuffixTexts(tokens, num_drafts))
+    from quire.kernels.cpp import lookup as native  # noqa: PLC0415 (the extension is optional)
+
     if config.method == "ngram":
-        return NgramDrafter(batch.token_ids, config.prompt_lookup_min, config.prompt_lookup_max)
-    return SuffixDrafter(batch.token_ids)
+        return native.NgramLookup(tokens, num_drafts, *sizes)
+    return ScopedLookup(native.SuffixTexts(tokens, num_drafts, RULES))

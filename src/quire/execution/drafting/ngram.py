@@ -1,57 +1,42 @@
 """N-gram drafts: the tokens that followed the row's last n-gram before (prompt lookup decoding, Saxena 2023).
 
-The longest n-gram that ends the row, from `max_size` tokens down to `min_size`, is looked up among the row's own
-tokens. Of several matches the last one counts: its continuation is the likeliest to be repeated.
-"""
+The longest n-gram that ends the row, from `min_size` to `max_size` tokens, is looked up among the row's own tokens. Of
+several matches the last one counts: its continuation is the likeliest to be repeated.
 
-from collections.abc import Mapping, Sequence
+This is the plain form, which reads all tokens of a row in each step. `quire.kernels.cpp.lookup` has the same drafts
+from an index.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.plan import StepPlan
+from quire.core.plan import NewRow
 from quire.execution.batch import IntArray
-from quire.execution.drafter import DraftRows
-from quire.execution.drafting.pairs import RowPairs
-from quire.model.batch import ForwardBatch
 
-_SEARCHED = 1 << 20  # tokens searched at a time: 4 MiB of copies
+Tokens = NDArray[np.int32]
 
 
-class NgramDrafter:
-    """Drafts from a row's own tokens; token_ids int32 [max_rows, max_len], of all rows."""
+class NgramLookup:
+    """A `Lookup` in a row's own tokens; token_ids int32 [max_rows, max_len], of all rows."""
 
-    def __init__(self, token_ids: NDArray[np.int32], min_size: int, max_size: int) -> None:
-        self._token_ids, self._min_size, self._max_size = token_ids, min_size, max_size
-        self._pairs = RowPairs(token_ids) if min_size > 1 else None
+    def __init__(self, token_ids: Tokens, max_drafts: int, min_size: int, max_size: int) -> None:
+        self._token_ids, self._max_drafts = token_ids, max_drafts
+        self._min_size, self._max_size = min_size, max_size
 
-    def apply(self, plan: StepPlan) -> None:
-        """Reset the rows with new sequences."""
-        if self._pairs is not None:
-            self._pairs.reset(new.row for new in plan.new_rows)
+    def reset(self, new: NewRow) -> None:
+        """Do nothing: there is no state."""
 
-    def compute(self, batch: ForwardBatch) -> None:
-        """Do nothing: there are no keys and values."""
-
-    def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
+    def draft(self, rows: IntArray, last: IntArray) -> dict[int, list[int]]:
         """Return the tokens that followed the last tokens of each row where these occurred before."""
-        drafts = dict[int, Sequence[int]]()
-        if self._pairs is not None:
-            places = self._pairs.recurring(rows.rows, rows.num_tokens)
-            rows = DraftRows(*(each[places] for each in rows))
-        if not rows.rows.size:
-            return drafts
-        for place in recurring(self._token_ids, rows.rows, rows.num_tokens, self._min_size):
-            row, num_tokens, limit = (int(each[place]) for each in (rows.rows, rows.num_tokens, rows.limits))
-            found = self._find(self._token_ids[row, :num_tokens])
-            if found:
-                drafts[row] = self._token_ids[row, found : min(found + limit, num_tokens)].tolist()
+        drafts, max_len = dict[int, list[int]](), self._token_ids.shape[1]
+        for row, place in zip(rows.tolist(), last.tolist(), strict=True):
+            found = self._find(self._token_ids[row, : place + 1])
+            draft = self._token_ids[row, found : min(found + self._max_drafts, found + max_len - 1 - place, place + 1)]
+            if found and draft.size:
+                drafts[row] = draft.tolist()
         return drafts
 
-    def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
-        """Do nothing."""
-
-    def _find(self, tokens: NDArray[np.int32]) -> int:
+    def _find(self, tokens: Tokens) -> int:
         """Return the position behind the last earlier occurrence of the longest n-gram that ends `tokens`; 0: none."""
         ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # positions of an n-gram's last token
         found = 0
@@ -63,23 +48,3 @@ class NgramDrafter:
             if size >= self._min_size:
                 found = int(ends[-1]) + 1
         return found
-
-
-def recurring(token_ids: NDArray[np.int32], rows: IntArray, num_tokens: IntArray, size: int) -> list[int]:
-    """Return the indices of rows in which the last `size` tokens may occur twice: few in most steps.
-
-    token_ids int32 [max_rows, max_len]; rows and num_tokens int64 [num]. All rows are searched at once: one by one
-    takes ten times as long. Unused entries behind a row's tokens are searched, too, so there are false positives.
-    """
-    width = int(num_tokens.max())
-    num_at_once, places = max(_SEARCHED // width, 1), list[int]()
-    for start in range(0, len(rows), num_at_once):
-        part = slice(start, start + num_at_once)
-        own, last = rows[part], num_tokens[part] - 1
-        tokens = token_ids[own, :width]                             # [num, width]
-        ends = tokens == token_ids[own, last][:, None]              # where an n-gram may end
-        ends[np.arange(len(own)), last] = False                     # the end of the row itself
-        for before in range(1, min(size, width)):
-            ends[:, before:] &= tokens[:, :-before] == token_ids[own, np.maximum(last - before, 0)][:, None]
-        places += (np.flatnonzero(ends.any(axis=1)) + start).tolist()
-    return places

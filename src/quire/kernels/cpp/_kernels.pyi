@@ -1,5 +1,8 @@
 """The C++ extension (csrc/module.cpp): takes addresses of checked tensors, shapes and strides in elements."""
 
+import numpy as np
+from numpy.typing import NDArray
+
 WEIGHT_FORMATS: dict[str, int]
 KV_FORMATS: dict[str, int]
 
@@ -182,3 +185,31 @@ class GatherOp:
 
 class CountLayerOp:
     def __init__(self, progress: int) -> None: ...
+
+class Rows:
+    def __init__(self, token_ids: int, max_rows: int, max_len: int, max_drafts: int) -> None: ...
+
+class SuffixRules:
+    def __init__(
+        self,
+        min_run: int,
+        max_run: int,
+        max_places: int,
+        min_share: float,
+        num_texts: int,
+        max_text: int,
+        chunk: int,
+        overlap: int,
+        gap: int,
+    ) -> None: ...
+
+class NgramLookup:
+    def __init__(self, rows: Rows, min_size: int, max_size: int) -> None: ...
+    def reset(self, row: int) -> None: ...
+    def draft(self, rows: NDArray[np.int64], last: NDArray[np.int64]) -> dict[int, list[int]]: ...
+
+class SuffixLookup:
+    def __init__(self, rows: Rows, rules: SuffixRules) -> None: ...
+    def reset(self, row: int, num_tokens: int, text: int) -> None: ...
+    def clear(self, text: int) -> None: ...
+    def draft(self, rows: NDArray[np.int64], last: NDArray[np.int64]) -> dict[int, list[int]]: ...
