@@ -1,5 +1,7 @@
 """Sampling on the device against its references: the same draws give the same tokens, ties and all."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -35,6 +37,75 @@ def test_draws_are_those_of_the_reference(
         np.random.default_rng(1).random(num_rows),
     )  # fmt: skip
     assert OPS.choose_tokens(logits.to(device), draws).tolist() == choose_tokens(logits, draws).tolist()
+
+
+def drawn(logits: torch.Tensor, device: torch.device, **settings: float) -> tuple[list[int], list[int]]:
+    """Return the tokens drawn by the kernels, and by the reference, with the same settings in each row."""
+    num_rows, vocab_size = logits.shape
+    min_p, top_k = settings.get("min_p", 0.0), int(settings.get("top_k", vocab_size))
+    draws = SamplingInputs(
+        np.full(num_rows, settings.get("temperature", 1.0), np.float32),
+        np.full(num_rows, np.log(min_p) if min_p else -np.inf, np.float32), np.full(num_rows, top_k, np.int32),
+        np.full(num_rows, settings.get("top_p", 1.0)), np.random.default_rng(1).random(num_rows),
+    )  # fmt: skip
+    return OPS.choose_tokens(logits.to(device), draws).tolist(), choose_tokens(logits, draws).tolist()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {}, {"top_k": 1}, {"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.0}, {"top_k": 3000, "top_p": 0.8},
+        {"top_k": 20, "top_p": 0.5, "min_p": 0.2}, {"temperature": 1e-30}, {"temperature": 1e30},
+    ],
+)  # fmt: skip
+def test_rows_of_several_tiles_are_cut_as_by_the_reference(settings: dict[str, float], device: torch.device) -> None:
+    logits = tied_logits(2, 9001)
+    logits[:, 4000:4200] = -torch.inf  # as a mask leaves them
+    found, expected = drawn(logits, device, **settings)
+    assert found == expected
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 4500}, {"top_p": 0.7}, {"top_k": 6000, "top_p": 0.5}])
+@pytest.mark.parametrize("spread", [0.0, 0.01])
+def test_more_tokens_near_the_cuts_than_a_program_holds(
+    spread: float, settings: dict[str, float], device: torch.device
+) -> None:
+    logits = spread * torch.rand(1, 8500, generator=torch.Generator().manual_seed(0))
+    found, expected = drawn(logits, device, **settings)
+    assert found == expected
+
+
+def test_allowed_tokens_may_be_fewer_than_top_k(device: torch.device) -> None:
+    """A grammar forbids almost all; what weighs nothing is neither counted nor held."""
+    logits = torch.full((2, 9000), -torch.inf)
+    logits[:, [7, 4100, 8999]] = torch.tensor([1.0, 1.0, 0.5])
+    for settings in ({"top_k": 50}, {"top_k": 50, "top_p": 0.9}, {"top_k": 2}):
+        found, expected = drawn(logits, device, **settings)
+        assert found == expected
+
+
+@pytest.mark.parametrize(("settings", "most"), [({}, 3.0), ({"top_k": 50, "top_p": 0.9}, 4.2), ({"top_p": 0.9}, 4.2)])
+def test_row_is_read_a_few_times(
+    settings: dict[str, float], most: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in the interpreter: every logit that a program loads."""
+    if device.type != "cpu":
+        pytest.skip("only the interpreter tells what a program loads")
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    logits, num_read = 2 * torch.randn(2, 20_000, generator=torch.Generator().manual_seed(0)), 0
+    begin, load = logits.data_ptr(), InterpreterBuilder.create_masked_load
+
+    def counting(self: InterpreterBuilder, pointers: Any, mask: Any, *others: Any) -> Any:  # noqa: ANN401 (Triton's)
+        nonlocal num_read
+        at = pointers.data.astype(np.int64)
+        num_read += int((mask.data & (at >= begin) & (at < begin + logits.nbytes)).sum())
+        return load(self, pointers, mask, *others)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting)
+    found, expected = drawn(logits, device, **settings)
+    assert found == expected
+    assert 2 <= num_read / logits.numel() <= most
 
 
 def test_rows_without_a_draw_take_the_first_of_the_highest(device: torch.device) -> None:

@@ -1,12 +1,21 @@
-"""Token sampling in Triton: the meaning is `quire.kernels.sampling.choose_tokens`'s, and nothing is sorted.
+"""Token sampling in Triton: the meaning is `quire.kernels.sampling.choose_tokens`'s; a row is read two to four times.
 
-One program takes one row, in passes over its logits, which stay in the device's cache. Where top_k and top_p cut, it
-halves the range of possible logits, read as integers that rise with them, until one value is left: at most 32 passes
-that count tokens, or weigh them, and most rows need none. Of equal logits at the cut, those of the lowest ids stay. The
-draw is a last pass in the order of ids.
+One program takes a tile of a row, and a row's tiles run side by side:
 
-Weights are float32, their sums float64 over tiles of float32 sums. So a draw with a number within about 1e-6 of the
-border between two tokens may differ from the CPU's; the kernel's own result is always the same.
+1. `_best_kernel`: the highest logit of each tile.
+2. `_weigh_kernel`: the weights of each tile, summed; where top_k or top_p cuts, also counted and summed in bins by how
+   far below the highest logit a token is, in 1/32 of the temperature.
+3. `_collect_kernel`, only where a row is cut: the ids of the tokens in the bins in which the cuts may lie.
+4. `_draw_kernel`, one program per row: finds the cuts among these by halving, and reads the one tile in which the draw
+   lies.
+
+Weights are integers: 2**44 times the float32 weight, which is 1 for the highest logit. Their sums are exact, so neither
+tiles nor the order in which programs end change a token. A row is ranked by orders: the key of the logit, then the
+lower id.
+
+If more than CAPACITY tokens lie where the cuts may, the row's program halves over the row instead: one pass for each
+bit of the range in which their orders lie. Against the CPU a draw within about 1e-6 of the border between two tokens
+may differ, since the weights are rounded otherwise.
 """
 
 import numpy as np
@@ -17,7 +26,13 @@ from torch import Tensor
 
 from quire.kernels.sampling import SamplingInputs
 
-BLOCK = 4096
+BLOCK = 4096  # tokens of a tile
+NUM_BINS, BINS_PER_UNIT = tl.constexpr(1024), tl.constexpr(32.0)  # up to exp(-32): lower weights are 0
+CAPACITY = 4096  # tokens near the cuts that one program holds
+UNIT = tl.constexpr(2.0**44)
+LOWEST, HIGHEST = tl.constexpr(-(2**62)), tl.constexpr(2**62)  # below and above all orders
+ID_BITS, LAST_ID = tl.constexpr(19), tl.constexpr(2**19 - 1)
+MAX_VOCAB_SIZE = 2**19 - 1  # whose weights an int64 can sum, and whose ids fit into an order
 SETTINGS = np.dtype(  # a row of `SamplingInputs`
     [("top_ps", "f8"), ("uniforms", "f8"), ("temperatures", "f4"), ("log_min_ps", "f4"), ("top_ks", "i8")]
 )
@@ -30,137 +45,286 @@ def choose_tokens(logits: Tensor, draws: SamplingInputs | None = None) -> Tensor
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32, f"logits {logits.dtype}"
     assert logits.stride(1) == 1, "logits with gaps"
+    assert vocab_size <= MAX_VOCAB_SIZE, f"a vocabulary of {vocab_size}, at most {MAX_VOCAB_SIZE} can be summed"
     settings = np.empty(num_rows, SETTINGS)
     for name in SETTINGS.names or ():
         settings[name] = getattr(draws, name)
     table = torch.from_numpy(settings.view(np.float64))  # 32 bytes a row, in one upload
     if logits.is_cuda:
         table = table.pin_memory().to(logits.device, non_blocking=True)
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    _choose_kernel[(num_rows,)](
-        logits, table, table.view(torch.float32), table.view(torch.int64), tokens, vocab_size, logits.stride(0),
-        BLOCK=min(BLOCK, triton.next_power_of_2(vocab_size)), num_warps=8,
-    )  # fmt: skip
+    block = min(BLOCK, triton.next_power_of_2(vocab_size))
+    num_tiles = triton.cdiv(vocab_size, block)
+    is_cut = bool(((draws.top_ks < vocab_size) | (draws.top_ps < 1)).any())
+    num_cut = num_rows if is_cut else 0
+
+    def scratch(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(count, dtype=dtype, device=logits.device)
+
+    bests, sums, tokens = scratch(num_rows * num_tiles), scratch(num_rows * num_tiles), scratch(num_rows)
+    bins = scratch(num_cut * (2 * NUM_BINS.value + 1)).zero_()  # of a row: weights, counts; then all rows' candidates
+    found = scratch(num_cut * CAPACITY, torch.int32)
+    row = (logits, table, table.view(torch.float32), table.view(torch.int64), bests, vocab_size, logits.stride(0))
+    tiles = {"NUM_TILES": triton.next_power_of_2(num_tiles), "BLOCK": block, "num_warps": 8}
+    grid, num_found = (num_rows, num_tiles), bins[num_cut * 2 * NUM_BINS.value :]
+    _best_kernel[grid](logits, bests, vocab_size, logits.stride(0), BLOCK=block, num_warps=8)
+    _weigh_kernel[grid](*row, sums, bins, num_tiles, **tiles)
+    if is_cut:
+        _collect_kernel[grid](*row, sums, bins, num_found, found, num_tiles, CAPACITY=CAPACITY, **tiles)
+    _draw_kernel[(num_rows,)](*row, sums, bins, num_found, found, tokens, num_tiles, CAPACITY=CAPACITY, **tiles)
     return tokens
 
 
 @triton.jit
-def _keys(logits, is_token):
-    """Return int32 that rise with float32 logits; NaN above all, places without a token below all."""
+def _orders(logits, ids):
+    """Return int64 that rise with float32 logits, and of equal ones with lower ids; NaN is above all."""
     bits = (logits + 0.0).to(tl.int32, bitcast=True)  # 0 turns -0.0 into 0.0, which it equals
     keys = tl.where(logits != logits, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))  # noqa: PLR0124
-    return tl.where(is_token, keys, -2147483648)
+    return (keys.to(tl.int64) << ID_BITS) + (ids ^ LAST_ID)
 
 
 @triton.jit
-def _logit(key):
-    """Return the logit of a key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def _logits(orders):
+    """Return the logits of orders."""
+    keys = (orders >> ID_BITS).to(tl.int32)
+    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _ids(orders):
+    """Return the ids of orders."""
+    return ((orders & LAST_ID) ^ LAST_ID).to(tl.int32)
 
 
 @triton.jit
 def _weights(logits, highest, temperature, log_min_p):
-    """Return exp((logits - highest) / temperature), 0 below min_p of the likeliest."""
-    scaled = (logits - highest) / temperature
-    return tl.where(scaled < log_min_p, 0.0, tl.exp(scaled))
+    """Return UNIT * exp((logits - highest) / temperature) in int64, 0 below min_p of the likeliest, and the bins.
+
+    Division is rounded correctly, so the bins fall where the logits rise.
+    """
+    scaled = tl.div_rn(logits - highest, temperature)
+    weights = (tl.exp(scaled) * UNIT).to(tl.int64)
+    bins = tl.minimum(-scaled * BINS_PER_UNIT, NUM_BINS - 1.0).to(tl.int32)
+    return tl.where(scaled < log_min_p, 0, weights), bins
 
 
 @triton.jit
-def _above(row, vocab_size, key, highest, temperature, log_min_p, BLOCK: tl.constexpr):
-    """Return how many tokens have keys above `key`, and what they weigh."""
-    count, weight = vocab_size * 0, (highest * 0.0).to(tl.float64)
-    for start in range(0, vocab_size, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        logits = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
-        is_above = (_keys(logits, ids < vocab_size) > key) & (ids < vocab_size)
-        count += tl.sum(is_above.to(tl.int32), 0)
-        weights = tl.where(is_above, _weights(logits, highest, temperature, log_min_p), 0.0)
-        weight += tl.sum(weights, 0).to(tl.float64)
-    return count, weight
+def _row(floats, bests, index, num_tiles, NUM_TILES: tl.constexpr):
+    """Return a row's highest logit, its token, temperature, log of min_p, and whether a token is drawn."""
+    tiles = tl.arange(0, NUM_TILES)
+    best = tl.max(tl.load(bests + index * num_tiles + tiles, mask=tiles < num_tiles, other=LOWEST), 0)
+    temperature, log_min_p = tl.load(floats + index * 8 + 4), tl.load(floats + index * 8 + 5)
+    highest = _logits(best)
+    return highest, _ids(best), temperature, log_min_p, (temperature > 0) & (tl.abs(highest) < float("inf"))
 
 
 @triton.jit
-def _choose_kernel(
-    all_logits, doubles, floats, ints, tokens, vocab_size, stride, BLOCK: tl.constexpr
-):
-    """One row. `doubles`, `floats` and `ints` are one table, SETTINGS a row."""
+def _best_kernel(all_logits, bests, vocab_size, stride, BLOCK: tl.constexpr):
+    """One tile: the order of its highest logit."""
+    index, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = tile * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(all_logits + index * stride + ids, mask=ids < vocab_size, other=float("-inf"))
+    best = tl.max(tl.where(ids < vocab_size, _orders(logits, ids), LOWEST), 0)
+    tl.store(bests + index * tl.num_programs(1) + tile, best)
+
+
+@triton.jit
+def _weigh_kernel(
+    all_logits, doubles, floats, ints, bests, vocab_size, stride, sums, bins, num_tiles,
+    NUM_TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One tile: what its tokens weigh, all and by bins. `doubles`, `floats`, `ints` are one table, SETTINGS a row."""
+    index, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    highest, _token, temperature, log_min_p, is_drawn = _row(floats, bests, index, num_tiles, NUM_TILES)
+    if is_drawn:
+        ids = tile * BLOCK + tl.arange(0, BLOCK)
+        logits = tl.load(all_logits + index * stride + ids, mask=ids < vocab_size, other=float("-inf"))
+        weights, places = _weights(logits, highest, temperature, log_min_p)
+        tl.store(sums + index * num_tiles + tile, tl.sum(weights, 0))
+        if (tl.load(ints + index * 4 + 3) < vocab_size) | (tl.load(doubles + index * 4) < 1):
+            of_row = bins + index * 2 * NUM_BINS + places
+            tl.atomic_add(of_row, weights, mask=weights > 0, sem="relaxed")
+            tl.atomic_add(of_row + NUM_BINS, (weights > 0).to(tl.int64), mask=weights > 0, sem="relaxed")
+
+
+@triton.jit
+def _cuts(bins, index, top_k, top_p):
+    """Return where the cuts lie, of tokens that weigh anything.
+
+    The bin of top_k's, NUM_BINS if it cuts nothing, with the count and the weight above it; the first and the last bin
+    in which top_p's may lie, with the weight above the first; the weight of all. Without top_p all is top_k's.
+    """
+    places = tl.arange(0, NUM_BINS)
+    weights = tl.cumsum(tl.load(bins + index * 2 * NUM_BINS + places), 0)
+    counts = tl.cumsum(tl.load(bins + (index * 2 + 1) * NUM_BINS + places), 0)
+    k_bin = tl.sum((counts < top_k).to(tl.int32), 0)
+    num_above = tl.max(tl.where(counts < top_k, counts, 0), 0)
+    least, total = tl.max(tl.where(counts < top_k, weights, 0), 0), tl.max(weights, 0)
+    most = tl.min(tl.where(places >= k_bin, weights, total), 0)
+    first = tl.minimum(tl.sum((weights.to(tl.float64) < top_p * least.to(tl.float64)).to(tl.int32), 0), k_bin)
+    last = tl.minimum(tl.sum((weights.to(tl.float64) < top_p * most.to(tl.float64)).to(tl.int32), 0), k_bin)
+    first, last = tl.where(top_p < 1, first, k_bin), tl.where(top_p < 1, last, k_bin)
+    above_first = tl.max(tl.where(places < first, weights, 0), 0)
+    return k_bin, num_above, least, first, last, above_first, total
+
+
+@triton.jit
+def _collect_kernel(
+    all_logits, doubles, floats, ints, bests, vocab_size, stride, sums, bins, num_found, found, num_tiles,
+    CAPACITY: tl.constexpr, NUM_TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One tile of a row that is cut: append the ids near the cuts to `found`, and sum what is above all of them."""
+    index, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    highest, _token, temperature, log_min_p, is_drawn = _row(floats, bests, index, num_tiles, NUM_TILES)
+    top_p, top_k = tl.load(doubles + index * 4), tl.load(ints + index * 4 + 3)
+    if is_drawn & ((top_k < vocab_size) | (top_p < 1)):
+        k_bin, _num, _least, first, last, _above, _total = _cuts(bins, index, top_k, top_p)
+        ids = tile * BLOCK + tl.arange(0, BLOCK)
+        logits = tl.load(all_logits + index * stride + ids, mask=ids < vocab_size, other=float("-inf"))
+        weights, places = _weights(logits, highest, temperature, log_min_p)
+        tl.store(sums + index * num_tiles + tile, tl.sum(tl.where(places < first, weights, 0), 0))
+        is_near = (weights > 0) & (((places >= first) & (places <= last)) | (places == k_bin))
+        num = tl.sum(is_near.to(tl.int32), 0)
+        if num > 0:  # in any order
+            start = tl.atomic_add(num_found + index, num.to(tl.int64), sem="relaxed")
+            at = start + tl.cumsum(is_near.to(tl.int32), 0) - 1
+            tl.store(found + index * CAPACITY + at, ids, mask=is_near & (at < CAPACITY))
+
+
+@triton.jit
+def _draw_kernel(
+    all_logits, doubles, floats, ints, bests, vocab_size, stride, sums, bins, num_found, found, tokens, num_tiles,
+    CAPACITY: tl.constexpr, NUM_TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: cut, and draw."""
     index = tl.program_id(0).to(tl.int64)
     row = all_logits + index * stride
+    highest, token, temperature, log_min_p, is_drawn = _row(floats, bests, index, num_tiles, NUM_TILES)
     top_p, uniform = tl.load(doubles + index * 4), tl.load(doubles + index * 4 + 1)
-    temperature, log_min_p = tl.load(floats + index * 8 + 4), tl.load(floats + index * 8 + 5)
     top_k = tl.load(ints + index * 4 + 3)
-    best, token = tl.full([], -2147483648, tl.int32), tl.full([], 0, tl.int32)
-    for start in range(0, vocab_size, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        keys = _keys(tl.load(row + ids, mask=ids < vocab_size, other=float("-inf")), ids < vocab_size)
-        tile_best = tl.max(keys, 0)
-        if tile_best > best:
-            best = tile_best
-            token = start + tl.min(tl.where(keys == tile_best, ids - start, BLOCK), 0)
-    highest = _logit(best)
-    if (temperature > 0) & (tl.abs(highest) < float("inf")):
-        cut, num_equal, total = _cut(row, vocab_size, best, highest, temperature, log_min_p, top_k, top_p, BLOCK)
-        token = _draw(row, vocab_size, cut, num_equal, uniform * total, highest, temperature, log_min_p, token, BLOCK)
+    if is_drawn:
+        of_row = sums + index * num_tiles
+        if (top_k >= vocab_size) & (top_p >= 1):
+            cut = top_k * 0 + LOWEST
+            tiles = tl.arange(0, NUM_TILES)
+            weights = tl.load(of_row + tiles, mask=tiles < num_tiles, other=0)
+            target = _target(uniform, tl.sum(weights, 0))
+            through = tl.cumsum(weights, 0)
+            tile = tl.minimum(tl.sum((through <= target).to(tl.int32), 0), num_tiles - 1)
+            before = tl.max(tl.where(tiles < tile, through, 0), 0)
+        else:
+            count = tl.load(num_found + index)
+            if count <= CAPACITY:
+                cut, target, tile, before = _cut_near(
+                    row, of_row, bins, found + index * CAPACITY, count, index, num_tiles, top_k, top_p, uniform,
+                    highest, temperature, log_min_p, CAPACITY, BLOCK,
+                )  # fmt: skip
+            else:
+                cut, target, tile, before = _cut_by_halves(
+                    row, bins, index, vocab_size, top_k, top_p, uniform, highest, temperature, log_min_p, BLOCK
+                )
+        is_found = tile * 0
+        while (tile < num_tiles) & (is_found == 0):
+            ids = tile * BLOCK + tl.arange(0, BLOCK)
+            logits = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
+            weights, _bins = _weights(logits, highest, temperature, log_min_p)
+            weights = tl.where(_orders(logits, ids) >= cut, weights, 0)
+            passing = tl.min(tl.where((before + tl.cumsum(weights, 0) > target) & (weights > 0), ids, vocab_size), 0)
+            is_found = (passing < vocab_size).to(tl.int32)
+            token = tl.where(is_found > 0, passing, token)
+            before += tl.sum(weights, 0)
+            tile += 1
     tl.store(tokens + index, token.to(tl.int64))
 
 
 @triton.jit
-def _cut(row, vocab_size, best, highest, temperature, log_min_p, top_k, top_p, BLOCK: tl.constexpr):
-    """Return a key above which all tokens stay, how many of those at it do, and what stays weighs."""
-    cut, num_equal = tl.full([], -2147483648, tl.int32), vocab_size * 0  # above the least key are all tokens
-    _num, total = _above(row, vocab_size, cut, highest, temperature, log_min_p, BLOCK)
-    if top_k < vocab_size:  # the highest cut that leaves at least top_k at or above it: less than top_k above it
-        low, high = cut.to(tl.int64), best.to(tl.int64)
-        while low < high:
-            middle = (low + high) >> 1
-            count, _weight = _above(row, vocab_size, middle.to(tl.int32), highest, temperature, log_min_p, BLOCK)
-            low, high = tl.where(count < top_k, low, middle + 1), tl.where(count < top_k, middle, high)
-        cut = high.to(tl.int32)
-        count, weight = _above(row, vocab_size, cut, highest, temperature, log_min_p, BLOCK)
-        num_equal = (top_k - count).to(tl.int32)
-        total = weight + num_equal * _weights(_logit(cut), highest, temperature, log_min_p).to(tl.float64)
-    if top_p < 1:  # the lowest cut above which less than the share lies: later tokens are not needed
-        share = top_p * total
-        low, high = cut.to(tl.int64), best.to(tl.int64)
-        while low < high:
-            middle = (low + high) >> 1
-            _num, weight = _above(row, vocab_size, middle.to(tl.int32), highest, temperature, log_min_p, BLOCK)
-            low, high = tl.where(weight < share, low, middle + 1), tl.where(weight < share, middle, high)
-        num_above, weight = _above(row, vocab_size, high.to(tl.int32), highest, temperature, log_min_p, BLOCK)
-        own = _weights(_logit(high.to(tl.int32)), highest, temperature, log_min_p).to(tl.float64)
-        needed = tl.maximum(tl.ceil((share - weight) / own), 1.0)
-        limit = tl.where(high == cut.to(tl.int64), num_equal, vocab_size)  # of top_k
-        needed = tl.where(needed < limit, needed, limit.to(tl.float64)).to(tl.int32)
-        num_at, _weight = _above(row, vocab_size, (high - 1).to(tl.int32), highest, temperature, log_min_p, BLOCK)
-        cut, num_equal = high.to(tl.int32), tl.minimum(needed, num_at - num_above)
-        total = weight + num_equal * own
-    return cut, num_equal, total
+def _target(uniform, total):
+    """Return the integer that the running weight must pass."""
+    return tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
 
 
 @triton.jit
-def _draw(
-    row, vocab_size, cut, num_equal, target, highest, temperature, log_min_p, token, BLOCK: tl.constexpr
-):
-    """Return the first token that stays at which the running weight, in the order of ids, passes `target`.
+def _cut_near(
+    row, sums, bins, found, count, index, num_tiles, top_k, top_p, uniform, highest, temperature, log_min_p,
+    CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the lowest order that stays, the draw's target, its tile, and what stays before that tile."""
+    k_bin, num_above, above_k, _first, last, above_first, total = _cuts(bins, index, top_k, top_p)
+    at = tl.arange(0, CAPACITY)
+    ids = tl.load(found + at, mask=at < count, other=0)
+    logits = tl.load(row + ids, mask=at < count, other=float("-inf"))
+    orders = tl.where(at < count, _orders(logits, ids), LOWEST)
+    weights, places = _weights(logits, highest, temperature, log_min_p)
+    best, cut = tl.max(orders, 0), tl.min(tl.where(at < count, orders, HIGHEST), 0)
+    if k_bin < NUM_BINS:  # the highest cut that leaves top_k
+        of_bin, high = tl.where(places == k_bin, orders, LOWEST), best
+        while cut < high:
+            middle = (cut + high + 1) >> 1
+            is_enough = num_above + tl.sum((of_bin >= middle).to(tl.int64), 0) >= top_k
+            cut, high = tl.where(is_enough, middle, cut), tl.where(is_enough, high, middle - 1)
+        total = above_k + tl.sum(tl.where(of_bin >= cut, weights, 0), 0)
+    if top_p < 1:  # the highest cut that leaves the share
+        share, high = top_p * total.to(tl.float64), best
+        near = tl.where(places <= last, weights, 0)
+        while cut < high:
+            middle = (cut + high + 1) >> 1
+            weight = above_first + tl.sum(tl.where(orders >= middle, near, 0), 0)
+            is_enough = weight.to(tl.float64) >= share
+            cut, high = tl.where(is_enough, middle, cut), tl.where(is_enough, high, middle - 1)
+        total = above_first + tl.sum(tl.where(orders >= cut, near, 0), 0)
+    cut = tl.where(count > 0, cut, LOWEST)
+    weights = tl.where(orders >= cut, weights, 0)
+    target = _target(uniform, total)
+    tile, before, is_found = num_tiles * 0, total * 0, num_tiles * 0
+    for number in range(num_tiles):
+        own = tl.load(sums + number) + tl.sum(tl.where(ids // BLOCK == number, weights, 0), 0)
+        is_found = tl.where(before + own > target, 1, is_found)
+        before = tl.where(is_found > 0, before, before + own)
+        tile = tl.where(is_found > 0, tile, number + 1)
+    return cut, target, tile, before
 
-    Should rounding let none pass it: the last of positive weight.
-    """
-    before, num_seen = target * 0, vocab_size * 0
-    start, is_found = vocab_size * 0, vocab_size * 0
-    while (start < vocab_size) & (is_found == 0):
+
+@triton.jit
+def _above(row, vocab_size, cut, highest, temperature, log_min_p, BLOCK: tl.constexpr):
+    """Return how many tokens that weigh anything have orders from `cut` on, and their weight."""
+    num, weight = cut * 0, cut * 0
+    for start in range(0, vocab_size, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         logits = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
-        keys = _keys(logits, ids < vocab_size)
-        is_equal = ((keys == cut) & (ids < vocab_size)).to(tl.int32)
-        num_before = num_seen + tl.cumsum(is_equal, 0) - is_equal
-        stays = (keys > cut) | ((is_equal > 0) & (num_before < num_equal))
-        weights = tl.where(stays, _weights(logits, highest, temperature, log_min_p), 0.0)
-        sums = before + tl.cumsum(weights.to(tl.float64), 0)
-        passing = tl.min(tl.where((sums > target) & (weights > 0), ids, vocab_size), 0)
-        last = tl.max(tl.where(weights > 0, ids, -1), 0)
-        is_found = (passing < vocab_size).to(tl.int32)
-        token = tl.where(is_found > 0, passing, tl.where(last >= 0, last, token))
-        before += tl.sum(weights.to(tl.float64), 0)
-        num_seen += tl.sum(is_equal, 0)
-        start += BLOCK
-    return token
+        weights, _bins = _weights(logits, highest, temperature, log_min_p)
+        weights = tl.where(_orders(logits, ids) >= cut, weights, 0)
+        num += tl.sum((weights > 0).to(tl.int64), 0)
+        weight += tl.sum(weights, 0)
+    return num, weight
+
+
+@triton.jit
+def _cut_by_halves(
+    row, bins, index, vocab_size, top_k, top_p, uniform, highest, temperature, log_min_p, BLOCK: tl.constexpr
+):
+    """Return what `_cut_near` returns, before the first tile. Halves the orders between highest and lowest."""
+    k_bin, _num, _weight, _first, last, _above_first, total = _cuts(bins, index, top_k, top_p)
+    deepest = tl.where(k_bin < NUM_BINS, k_bin, last)
+    cut, best = top_k * 0 + HIGHEST, top_k * 0 + LOWEST
+    for start in range(0, vocab_size, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        logits = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
+        weights, places = _weights(logits, highest, temperature, log_min_p)
+        is_near, orders = (weights > 0) & (places <= deepest), _orders(logits, ids)
+        cut = tl.minimum(cut, tl.min(tl.where(is_near, orders, HIGHEST), 0))
+        best = tl.maximum(best, tl.max(tl.where(is_near, orders, LOWEST), 0))
+    if k_bin < NUM_BINS:
+        high = best
+        while cut < high:
+            middle = (cut + high + 1) >> 1
+            num, _weight = _above(row, vocab_size, middle, highest, temperature, log_min_p, BLOCK)
+            cut, high = tl.where(num >= top_k, middle, cut), tl.where(num >= top_k, high, middle - 1)
+        _num, total = _above(row, vocab_size, cut, highest, temperature, log_min_p, BLOCK)
+    if top_p < 1:
+        share, high = top_p * total.to(tl.float64), best
+        while cut < high:
+            middle = (cut + high + 1) >> 1
+            _num, weight = _above(row, vocab_size, middle, highest, temperature, log_min_p, BLOCK)
+            reaches = weight.to(tl.float64) >= share
+            cut, high = tl.where(reaches, middle, cut), tl.where(reaches, high, middle - 1)
+        _num, total = _above(row, vocab_size, cut, highest, temperature, log_min_p, BLOCK)
+    return cut, _target(uniform, total), k_bin * 0, total * 0
