@@ -23,7 +23,7 @@ generate: export QUIRE_PROMPT := $(value PROMPT)
 generate: export QUIRE_TEMPERATURE ?= 0.7
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test test-quick clients fuzz matrix imitated triton-3.6 soak hostile-soak lint serve generate \
+.PHONY: help set-up test test-quick clients fuzz matrix imitated triton-3.6 soak fleet-soak hostile-soak lint serve generate \
         bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
@@ -99,6 +99,9 @@ imitated: $(STAMP) ## run the kernels' tests on every x86 instruction set, those
 
 soak: $(STAMP) ## load a server for MINUTES=10 with all that goes wrong; fails if anything grows (120 nightly)
 	PYTHONPATH=tests $(BIN)/python tests/soak.py $(MINUTES)
+
+fleet-soak: $(STAMP) ## ask 10,000 requests of three engines, of which one is killed every 20 s; each must end exactly once
+	PYTHONPATH=tests $(BIN)/python tests/fleet_soak.py $(ARGS)
 
 hostile-soak: $(STAMP) ## what honest clients notice of hostile ones, in alternating phases, for MINUTES=10 (20 before a release)
 	$(BIN)/python bench/hostile_soak.py --minutes $(MINUTES)

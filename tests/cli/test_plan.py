@@ -88,6 +88,14 @@ def test_folder_without_config_is_an_error(run: Run, tmp_path: Path) -> None:
     assert "config.json" in ran.err
 
 
+def test_plan_of_several_engines_is_of_each(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    ran = run("plan", "-dp", 2, "--num-kv-blocks", 600, "--json", path)
+    assert "2, each with what follows" in " ".join(ran.out.split())
+    planned = json.loads(path.read_text())
+    assert (planned["num_engines"], planned["cache"]["num_blocks"]) == (2, 300)
+
+
 def test_plan_that_cannot_be_served_yet_is_marked(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     marked = run("plan", "OPT-13B", "--hardware", "A100-40GB", "--tensor-parallel-size", 2, "--json", path)

@@ -38,6 +38,25 @@ def test_overload_names_what_binds(run: Run, tmp_path: Path) -> None:
     assert record["rates"]["goodput_rps"] < record["rates"]["requests_per_s"]
 
 
+def test_replicas_share_the_requests_by_a_rule(run: Run, tmp_path: Path) -> None:
+    load = ("--workload", "translation-5-shot", "--num-prompts", 60, "--rate", 20)
+    record = simulated(run, tmp_path, *load, "--replicas", 2, "--price", 3.6)
+    assert record["replicas"]["num_replicas"] == 2
+    assert record["replicas"]["routing"] == "prefix"
+    assert 1 <= record["replicas"]["computed_tokens_max_over_mean"] <= 2
+    assert record["requests"]["finished"] == 60
+    assert record["cost"]["price_per_hour"] == 7.2
+    in_turn = simulated(run, tmp_path, *load, "--replicas", 2, "--routing", "round-robin")
+    assert in_turn["replicas"]["routing"] == "round-robin"
+    assert "replicas" not in simulated(run, tmp_path, *load)
+
+
+def test_engines_of_one_machine_are_not_simulated(run: Run) -> None:
+    refused = run("simulate", *MODEL, "-dp", 2)
+    assert refused.code != 0
+    assert "--replicas simulates engines on devices of their own" in " ".join(refused.err.split())
+
+
 def test_a_price_makes_a_cost(run: Run, tmp_path: Path) -> None:
     record = simulated(run, tmp_path, "--num-prompts", 20, "--price", 3.6)
     assert record["cost"]["per_million_output_tokens"] == pytest.approx(1e3 / record["rates"]["tokens_per_s"])

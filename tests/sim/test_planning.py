@@ -126,6 +126,25 @@ def test_model_that_does_not_fit_is_refused_with_numbers() -> None:
         plan_memory(read_model("OPT-175B"), HARDWARE["A100-80GB"], EngineOptions(), num_devices=2)
 
 
+def test_engines_of_a_machine_have_the_weights_each_and_share_the_rest() -> None:
+    model, machine = read_model("OPT-13B"), Hardware("a machine", 128 << 30, 1.0, 1.0, device="cpu")
+    options = EngineOptions(max_num_seqs=4096)
+    alone, shared = (plan_memory(model, machine, replace(options, data_parallel_size=number)) for number in (1, 2))
+    each = shared.weight_bytes + shared.workspace_bytes
+    assert (shared.num_engines, shared.weight_bytes) == (2, alone.weight_bytes)
+    block_bytes = shared.cache.block_size * shared.kv_bytes_per_token
+    assert shared.cache.num_blocks == int(((128 << 30) - 2 * each) * 0.4) // 2 // block_bytes
+    exact = plan_memory(model, machine, EngineOptions(num_kv_blocks=1000, data_parallel_size=2))
+    assert exact.cache.num_blocks == 500
+    with pytest.raises(ConfigError, match="for each of 5 engines"):
+        plan_memory(model, machine, EngineOptions(data_parallel_size=5))
+    with pytest.raises(ConfigError, match="KV caches of 2 engines take"):
+        plan_memory(model, machine, EngineOptions(kv_cache_memory="60GiB", data_parallel_size=2))
+    card = HARDWARE["A100-80GB"]
+    reasons = not_servable_yet(model, card, EngineOptions(data_parallel_size=2))
+    assert reasons == ["data_parallel_size 2 is not supported yet on device cuda"]
+
+
 def test_heads_must_divide() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not divide the model's 40 attention heads"):
         plan_memory(read_model("OPT-13B"), HARDWARE["H200"], EngineOptions(), num_devices=3)

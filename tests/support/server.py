@@ -73,7 +73,7 @@ class ServerProcess:
 
     def engine_pid(self) -> int:
         """The engine's process."""
-        (found,) = [pid for pid in self.child_pids() if b"quire.engine.process" in _command_line(pid)]
+        (found,) = engine_pids(self)
         return found
 
     def wait_ready(self) -> None:
@@ -117,6 +117,11 @@ class ServerProcess:
                 _kill(pid)
         self.wait()
         self._log.close()
+
+
+def engine_pids(server: ServerProcess) -> list[int]:
+    """Return the processes of a server's engines, in order of their start."""
+    return sorted(pid for pid in server.child_pids() if b"quire.engine.process" in _command_line(pid))
 
 
 @contextmanager

@@ -98,8 +98,10 @@ def print_refusals(refusals: list[str]) -> None:
 def _rows(found: MemoryPlan) -> dict[str, Any]:
     cache, each = found.cache, " each" if found.num_devices > 1 else ""
     held = f"{cache.num_blocks:,} blocks of {cache.block_size}: {cache.num_blocks * cache.block_size:,} tokens"
+    engines = {"engines": f"{found.num_engines}, each with what follows"} if found.num_engines > 1 else {}
     return {
         "memory": format_bytes(found.memory_bytes) + each,
+        **engines,
         "weights": f"{format_bytes(found.weight_bytes)}{each}, {found.num_parameters:,} parameters of {found.dtype}",
         **({"draft model": f"{format_bytes(found.draft_weight_bytes)} of weights"} if found.draft_weight_bytes else {}),
         **({"quantization": found.quantization} if found.quantization else {}),

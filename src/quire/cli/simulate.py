@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from quire.cli.bench import report
 from quire.cli.bench.diagnosis import LatencyLimits, diagnose, observe
@@ -20,6 +20,16 @@ from quire.sim.models import read_model
 from quire.sim.planning import MemoryPlan
 from quire.sim.simulation import SimulatedRun, Simulation, paged_scheduler
 from quire.sim.statistics import Timeline, distribution, latencies
+from quire.sim.workloads import WorkItem
+
+try:
+    from quire.sim.fleet import FleetRun, FleetSimulation
+except ModuleNotFoundError as error:
+    if not f"{error.name}.".startswith("quire.engine.fleet."):
+        raise
+    FleetSimulation = None  # type: ignore[assignment,misc]  # optional: without it one engine is simulated
+
+Routing = Literal["prefix", "round-robin", "affinity"]
 
 _load = partial(flag_field, panel="Load")
 
@@ -43,6 +53,15 @@ class LoadFlags:
         DATA_FOLDER, "where the files of data sets are; fits stand in", metavar="FOLDER",
         row="folder with the data sets' files; a log-normal fit stands in for each that is not there",
     )  # fmt: skip
+    replicas: int = _load(
+        1, "engines alike, each on devices of its own", min=1,
+        row="engines alike, each with its own devices; requests are routed to them as `quire serve -dp N` does",
+    )  # fmt: skip
+    routing: Routing = _load(
+        "prefix", "rule: prefix (least work, cached tokens included), round-robin, affinity (longest cached prefix)",
+        row="rule that routes requests to replicas: `prefix`, that of the server; `round-robin`; `affinity`, the "
+        "longest cached prefix, whatever waits there",
+    )  # fmt: skip
     price: float | None = _load(
         None, "of one device for an hour: what a million tokens cost", min=0.0,
         row="of one device for an hour: what a million output tokens cost",
@@ -61,6 +80,11 @@ def simulate(
     """Serve on a virtual clock: throughput, latencies, goodput, KV use, cost, and what would bind."""
     if device.hardware is None:
         raise ConfigError("hardware must be given: a name, or a file of `quire bench calibrate`")
+    if engine.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size {engine.data_parallel_size} divides one machine, which is not simulated; "
+            "--replicas simulates engines on devices of their own"
+        )
     if engine.speculation is not None:
         raise ConfigError("speculative decoding is not simulated; leave out speculative_config and spec_method")
     model, hardware = read_model(engine.model, engine.dtype, engine.quantization_options), device.machine
@@ -81,20 +105,39 @@ def simulate(
         model.quantization,
     )
     begun_s = time.process_time()
-    run = Simulation(paged_scheduler(found.cache, found.scheduler), cost).run(items, due_s)
+    fleet = _simulate_fleet(load, found, cost, items, due_s) if load.replicas > 1 else None
+    if fleet is not None:
+        run = fleet.whole
+    else:
+        run = Simulation(paged_scheduler(found.cache, found.scheduler), cost).run(items, due_s)
     per_s = run.num_sequence_steps / (time.process_time() - begun_s)
     if not run.finished:
         longest = found.scheduler.max_model_len
         raise ConfigError(f"none of {len(items)} requests fits: the longest may have {longest} tokens")
-    record = _record(run, found, limits.limits) | _cost(run, found, hardware, load.price)
+    record = _record(run, found, limits.limits) | _cost(run, found, hardware, load)
+    if fleet is not None:
+        record["replicas"] = {
+            "num_replicas": load.replicas, "routing": load.routing, "computed_tokens_max_over_mean": fleet.imbalance,
+        }  # fmt: skip
     record["not_servable_yet"] = device.not_servable_yet(model, engine)
     record["simulator"] = {"sequence_steps": run.num_sequence_steps, "sequence_steps_per_cpu_s": per_s}
-    title = f"{found.model} on {found.num_devices} x {found.hardware}, {load.workload}, seconds"
+    devices = f"{found.num_devices} x {found.hardware}"
+    devices = devices if load.replicas == 1 else f"{load.replicas} replicas of {devices}"
+    title = f"{found.model} on {devices}, {load.workload}, seconds"
     facts = {name: values for name, values in record.items() if name not in ("figures", "verdict", "not_servable_yet")}
     report.print_tables(title, report.DISTRIBUTION_COLUMNS, record["figures"], facts)
     report.print_line(record["verdict"])
     print_refusals(record["not_servable_yet"])
     report.write_json(json, record)
+
+
+def _simulate_fleet(
+    load: LoadFlags, found: MemoryPlan, cost: CostModel, items: list[WorkItem], due_s: list[float]
+) -> "FleetRun":
+    """Return the run of several engines. Raises ConfigError where routing is not installed."""
+    if FleetSimulation is None:
+        raise ConfigError("--replicas needs the package quire.engine.fleet, which is not in this installation")
+    return FleetSimulation(load.replicas, found.cache, found.scheduler, cost, load.routing).run(items, due_s)
 
 
 def _record(run: SimulatedRun, found: MemoryPlan, limits: LatencyLimits) -> report.Record:
@@ -117,24 +160,20 @@ def _record(run: SimulatedRun, found: MemoryPlan, limits: LatencyLimits) -> repo
             "peak_kv_usage": run.peak_kv_usage,
             "mean_batched_requests": run.mean_batched_requests,
             "num_preemptions": run.num_preemptions,
-            "prefix_hit_rate": _hit_rate(run),
+            "prefix_hit_rate": run.hit_rate,
         },
         "verdict": _verdict(run, found, limits, timelines),
     }
 
 
-def _hit_rate(run: SimulatedRun) -> float:
-    num_prompt_tokens = sum(len(answer.item.prompt_token_ids) for answer in run.finished)
-    return sum(answer.num_cached_tokens for answer in run.finished) / num_prompt_tokens
-
-
-def _cost(run: SimulatedRun, found: MemoryPlan, hardware: Hardware, price: float | None) -> report.Record:
+def _cost(run: SimulatedRun, found: MemoryPlan, hardware: Hardware, load: LoadFlags) -> report.Record:
     """Return what a million output tokens cost, where a price is known."""
-    price = hardware.price_per_hour if price is None else price
+    price = hardware.price_per_hour if load.price is None else load.price
+    num_devices = found.num_devices * load.replicas
     if price is None:
         return {}
-    per_token = price * found.num_devices / 3600 / run.tokens_per_s
-    return {"cost": {"per_million_output_tokens": per_token * 1e6, "price_per_hour": price * found.num_devices}}
+    per_token = price * num_devices / 3600 / run.tokens_per_s
+    return {"cost": {"per_million_output_tokens": per_token * 1e6, "price_per_hour": price * num_devices}}
 
 
 def _verdict(run: SimulatedRun, found: MemoryPlan, limits: LatencyLimits, timelines: list[Timeline]) -> str:

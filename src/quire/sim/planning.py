@@ -28,13 +28,17 @@ _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Memory of one device. All bytes are of one device, also with tensor parallelism."""
+    """Memory of one device. All bytes are of one device, also with tensor parallelism.
+
+    With several engines (`data_parallel_size`) all but `memory_bytes` are of one of them.
+    """
 
     model: str
     hardware: str
     dtype: str
     kv_cache_dtype: str
     num_devices: int
+    num_engines: int
     num_parameters: int
     quantization: str            # in words; empty: none
     memory_bytes: int
@@ -73,12 +77,14 @@ def plan_memory(
     widest = 2 * spec.hidden_size + max(2 * inner, 3 * spec.num_heads * spec.head_dim) // num_devices
     workspaces = num_tokens * widest * DTYPE_BYTES[model.dtype] + num_seqs * spec.vocab_size * 4
     share = 1.0 if hardware.device == "cpu" else options.gpu_memory_utilization
-    free_bytes = int(hardware.memory_bytes * share) - weights - draft_bytes - workspaces
+    num_engines = options.data_parallel_size
+    free_bytes = int(hardware.memory_bytes * share) - num_engines * (weights + draft_bytes + workspaces)
     if free_bytes <= 0:
+        engines = "" if num_engines == 1 else f" for each of {num_engines} engines"
         raise ConfigError(
-            f"{model.name} does not fit: weights of {weights + draft_bytes} bytes and workspaces of {workspaces} on "
-            f"each of {num_devices} devices with {int(hardware.memory_bytes * share)}; more devices or a smaller dtype "
-            "may help"
+            f"{model.name} does not fit: weights of {weights + draft_bytes} bytes and workspaces of {workspaces}"
+            f"{engines} on each of {num_devices} devices with {int(hardware.memory_bytes * share)}; more devices or a "
+            "smaller dtype may help"
         )
     if hardware.device == "cuda" and options.kv_cache_memory is None:
         options = replace(options, kv_cache_memory=free_bytes)
@@ -87,6 +93,9 @@ def plan_memory(
         scratch_bytes=scratch_bytes,
     )  # fmt: skip
     cache, scheduler = size_engine(options, limits, free_bytes)
+    kv_bytes = cache.num_blocks * cache.block_size * token_bytes * num_engines
+    if kv_bytes > free_bytes:
+        raise ConfigError(f"KV caches of {num_engines} engines take {kv_bytes} bytes, but {free_bytes} are free")
     length = scheduler.max_model_len
     lengths = sorted({length, *(short for short in _LENGTHS if short < length)})
     return MemoryPlan(
@@ -95,6 +104,7 @@ def plan_memory(
         dtype=model.dtype,
         kv_cache_dtype=kv_dtype,
         num_devices=num_devices,
+        num_engines=num_engines,
         num_parameters=num_parameters(spec),
         quantization="" if model.quantization == UNQUANTIZED else str(model.quantization),
         memory_bytes=int(hardware.memory_bytes),
@@ -135,6 +145,8 @@ def not_servable_yet(model: Model, hardware: Hardware, options: EngineOptions, n
             reasons.append("a draft model is not supported yet on device cuda")
         if model.spec.sliding_window is not None:
             reasons.append("a draft model needs a model without sliding windows")
+    if hardware.device == "cuda" and options.data_parallel_size > 1:
+        reasons.append(f"data_parallel_size {options.data_parallel_size} is not supported yet on device cuda")
     if hardware.device == "cuda" and model.quantization != UNQUANTIZED:
         reasons.append(f"quantized weights are not supported yet on device cuda: {model.quantization}")
     own_dtype, kv_dtype = _packing(hardware).kernel_dtype(model.dtype), options.kv_cache_dtype

@@ -14,6 +14,7 @@ from quire.cache.manager import KVCacheManager
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import InvalidRequestError
+from quire.core.outputs import Admission, SequenceDelta
 from quire.core.plan import StepPlan
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
@@ -67,11 +68,18 @@ class SimulatedRun:
     steps: list[Step] = field(default_factory=list)
     step_ends_s: list[float] = field(default_factory=list)
     num_preemptions: int = 0
+    num_computed_tokens: int = 0
 
     @property
     def duration_s(self) -> float:
         """Seconds from the first arrival to the last token."""
-        return self.step_ends_s[-1] if self.step_ends_s else 0.0
+        return max(self.step_ends_s, default=0.0)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens of finished requests that the prefix cache had."""
+        num_prompt_tokens = sum(len(answer.item.prompt_token_ids) for answer in self.finished)
+        return sum(answer.num_cached_tokens for answer in self.finished) / num_prompt_tokens
 
     @property
     def finished(self) -> list[Answer]:
@@ -134,6 +142,14 @@ class SimulatedRun:
         return sum(value * seconds for value, seconds in zip(values, times_s, strict=True)) / (sum(times_s) or 1.0)
 
 
+class SimulatedStep(NamedTuple):
+    """What an engine reports of a step, and when."""
+
+    ended_s: float
+    admissions: list[Admission]
+    deltas: list[SequenceDelta]
+
+
 class ClockedExecutor(Executor, Protocol):
     """An executor with a clock, which advances with every step, and to the next arrival where nothing runs."""
 
@@ -159,7 +175,7 @@ class Simulation:
         self._executor: ClockedExecutor = cost
         self._executor.on_step = self._observe
         self._engine = Engine(scheduler, self._executor)
-        self._run = SimulatedRun()
+        self.record = SimulatedRun()
         self._answers: dict[int, Answer] = {}
 
     def run(
@@ -169,30 +185,47 @@ class Simulation:
 
         What could never run is refused and counted.
         """
-        scheduler, executor = self._scheduler, self._executor
         arrivals = deque(sorted(zip(due_s, count(), items), key=itemgetter(0)))
-        while arrivals or scheduler.has_requests:
-            if not scheduler.has_requests:
-                executor.now_s = max(executor.now_s, arrivals[0][0])
-            while arrivals and arrivals[0][0] <= executor.now_s:
+        while arrivals or self.has_requests:
+            now_s = self.now_s if self.has_requests else max(self.now_s, arrivals[0][0])
+            while arrivals and arrivals[0][0] <= now_s:
                 due, number, item = arrivals.popleft()
-                self._add(as_request(number, item, n, beam_width), item, due)
-            if scheduler.has_requests:
-                self._step()
-        self._run.num_preemptions = sum(scheduler.preemption_stats.num_preemptions.values())
-        return self._run
+                self.add(as_request(number, item, n, beam_width), item, due)
+            if self.has_requests:
+                self.step()
+        return self.finish()
 
-    def _add(self, request: Request, item: WorkItem, due_s: float) -> None:
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request waits or runs."""
+        return self._scheduler.has_requests
+
+    @property
+    def now_s(self) -> float:
+        """The end of the last step, or the arrival of the first request after an idle time."""
+        return self._executor.now_s
+
+    def add(self, request: Request, item: WorkItem, due_s: float) -> bool:
+        """Queue a request that is due; return False, and count it, if it could never run."""
+        if not self.has_requests:
+            self._executor.now_s = max(self._executor.now_s, due_s)
         try:
             self._engine.add(request)
         except InvalidRequestError:
-            self._run.num_refused += 1
-            return
+            self.record.num_refused += 1
+            return False
         self._answers[request.request_id] = answer = Answer(item, due_s, num_open=request.params.n)
-        self._run.answers.append(answer)
+        self.record.answers.append(answer)
+        return True
 
-    def _step(self) -> None:
-        answers, step_ends_s = self._answers, self._run.step_ends_s
+    def finish(self) -> SimulatedRun:
+        """Return the record of everything so far."""
+        self.record.num_preemptions = sum(self._scheduler.preemption_stats.num_preemptions.values())
+        return self.record
+
+    def step(self) -> SimulatedStep:
+        """Run one step, record it, and return the engine's report."""
+        answers, step_ends_s = self._answers, self.record.step_ends_s
         number, started_s = len(step_ends_s), self._executor.now_s
         deltas = self._engine.step()
         now_s = self._executor.now_s
@@ -211,12 +244,14 @@ class Simulation:
             if not admission.num_preemptions:
                 answer.num_cached_tokens = admission.num_cached_tokens
                 answer.admitted_s = started_s
+        return SimulatedStep(now_s, self._engine.admissions, deltas)
 
     def _observe(self, plan: StepPlan, seconds: float) -> None:
         cache, num_sequences = self._scheduler.cache, len(plan.rows)
         kv_usage = 1 - cache.num_free_blocks / cache.num_blocks
         has_prefill = max(plan.counts) > 1
-        self._run.steps.append(Step(seconds, num_sequences, len(self._scheduler.running), kv_usage, has_prefill))
+        self.record.num_computed_tokens += sum(plan.counts)
+        self.record.steps.append(Step(seconds, num_sequences, len(self._scheduler.running), kv_usage, has_prefill))
         if self._on_step is not None:
             self._on_step(plan, seconds)
 

@@ -26,7 +26,7 @@ def test_least_recently_used_leaf_is_evicted_first() -> None:
     index.evict(1)
     assert (index.match(SCOPE, [1, 2]), index.match(SCOPE, [3])) == (1, 1)
     index.add(SCOPE, [1])
-    index.evict(1)
+    index.evict(2)
     assert (index.match(SCOPE, [1]), index.match(SCOPE, [3])) == (1, 0)
     index.evict(9)
     assert len(index) == 0
@@ -43,12 +43,23 @@ def test_full_index_evicts_what_it_needs_and_never_the_sequence_itself() -> None
     index.check()
 
 
+def test_what_the_index_evicted_for_want_of_room_is_not_evicted_again_when_the_engine_does() -> None:
+    index = PrefixIndex(num_blocks=3, block_size=1)
+    index.add(SCOPE, [1, 2, 3])
+    index.add(SCOPE, [4, 5])
+    index.evict(2)
+    assert (index.match(SCOPE, [1, 2, 3]), index.match(SCOPE, [4, 5])) == (1, 2)
+    index.evict(3)
+    assert (index.match(SCOPE, [1, 2, 3]), index.match(SCOPE, [4, 5])) == (0, 2)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_use_matches_a_list_of_prefixes(seed: int) -> None:
     """With room for all, a match is the longest common beginning in whole blocks; with less, never longer."""
     generator, scopes = random.Random(seed), (SCOPE, OTHER)
     roomy, small = PrefixIndex(4096, 2), PrefixIndex(24, 2)
     seen: list[tuple[Scope, list[int]]] = []
+    num_evicted = 0
     for _ in range(150):
         scope, tokens = generator.choice(scopes), [generator.randrange(2) for _ in range(generator.randrange(1, 24))]
         common = (_common(tokens, other) for known, other in seen if known == scope)
@@ -58,7 +69,8 @@ def test_random_use_matches_a_list_of_prefixes(seed: int) -> None:
             index.add(scope, tokens)
             index.check()
         if generator.random() < 0.2:
-            small.evict(generator.randrange(4))
+            num_evicted += generator.randrange(4)
+            small.evict(num_evicted)
             small.check()
         seen.append((scope, tokens))
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from support.metrics_page import read_metrics
-from support.server import ANSWER_LIMIT_S, ServerProcess, is_running, running_server, wait_until
+from support.server import ANSWER_LIMIT_S, ServerProcess, engine_pids, is_running, running_server, wait_until
 
 NUM_BLOCKS = 512        # of the machine
 BODY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -21,18 +21,6 @@ def server() -> Iterator[ServerProcess]:
     sizes = "--num-kv-blocks", str(NUM_BLOCKS), "--max-model-len", "1024"
     with running_server("-dp", "2", *sizes, "--enable-debug") as server:
         yield server
-
-
-def engine_pids(server: ServerProcess) -> list[int]:
-    return [pid for pid in server.child_pids() if b"quire.engine.process" in _command_line(pid)]
-
-
-def _command_line(pid: int) -> bytes:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
 
 
 def complete(server: ServerProcess, prompt: list[int], **body: Any) -> dict[str, Any]:  # noqa: ANN401 (JSON)

@@ -19,7 +19,7 @@ from quire.core.task import Pin
 from quire.engine.base_client import BaseClient
 from quire.engine.client import EngineClient
 from quire.engine.engine_metrics import EngineMetrics
-from quire.engine.fleet.router import Router
+from quire.engine.fleet.router import Router, Routing
 from quire.engine.fleet.supervision import keep_alive
 from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.launcher import EngineProcess
@@ -42,6 +42,7 @@ class FleetSettings:
     start_timeout_s: float = START_TIMEOUT_S
     stall_limit_s: float = 10.0         # an engine without progress for so long gets no requests
     requires_tokenizer: bool = False
+    routing: Routing = "prefix"         # another rule is for measurements
 
 
 async def connect_fleet(processes: Sequence[EngineProcess], settings: FleetSettings) -> "Fleet":
@@ -112,7 +113,7 @@ class Fleet(BaseClient):
         inputs = InputProcessor(tokenizer, ready, settings.options, settings.owners)
         super().__init__(tokenizer, ready, inputs, request_ids)
         num_blocks = [client.ready.limits.num_blocks for client in clients]
-        self.router = Router(num_blocks, ready.limits.block_size)
+        self.router = Router(num_blocks, ready.limits.block_size, settings.routing)
         self._clients, self._observers, self._settings = clients, observers, settings
         self._pinning: dict[int, EngineClient] = {}     # by the number of the request that pins
         for observer, client in zip(observers, clients, strict=True):

@@ -19,6 +19,7 @@ class PrefixIndex:
         self._tree = PrefixTree(num_blocks, block_size)
         self._unused = EvictionQueue(self._tree, num_blocks)  # all nodes, the least recently used first
         self._free = list(range(num_blocks))
+        self._num_evicted = 0
 
     def __len__(self) -> int:
         """Count the blocks in the index."""
@@ -44,17 +45,22 @@ class PrefixIndex:
         for block in reversed(path):             # the last block of a sequence is evicted before the first
             self._unused.try_add(block)
 
-    def evict(self, num_blocks: int) -> None:
-        """Remove as many blocks as the engine has evicted."""
-        for _ in range(num_blocks):
-            if not self._evict_one():
-                return
+    def evict(self, num_evicted: int) -> None:
+        """Evict until the index has evicted as many blocks as the engine has since its start: `num_evicted`.
+
+        What the index had to evict for want of room counts: the engine evicts for the same requests, later.
+        """
+        while self._num_evicted < num_evicted and self._evict_one():
+            pass
+        self._num_evicted = max(self._num_evicted, num_evicted)
 
     def _evict_one(self) -> bool:
         """Evict the least recently used leaf; False if there is none."""
         if not len(self._unused):
             return False
-        self._free += self._unused.evict()
+        evicted = self._unused.evict()
+        self._free += evicted
+        self._num_evicted += len(evicted)
         return True
 
     def check(self) -> None:

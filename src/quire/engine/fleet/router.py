@@ -41,7 +41,6 @@ class _Engine:
     requests: dict[int, _Routed] = field(default_factory=dict)
     num_pending: int = 0                # sum over its requests
     num_routed_tokens: int = 0          # prompt tokens that were expected to be computed there, since its start
-    num_evicted: int = 0                # blocks, by its last report
 
 
 class Router:
@@ -99,8 +98,7 @@ class Router:
     ) -> None:
         """Record a step of an engine. `num_evicted`: blocks that it has evicted since its start."""
         engine = self._engines[number]
-        engine.index.evict(num_evicted - engine.num_evicted)
-        engine.num_evicted = num_evicted
+        engine.index.evict(num_evicted)
         for admission in admissions:
             routed = engine.requests.get(admission.request_id)
             if routed is not None and not admission.num_preemptions:
