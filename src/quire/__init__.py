@@ -7,6 +7,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 from quire.core.beam_search_params import BeamSearchParams
+from quire.core.lora import LoRARequest
 from quire.core.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -38,6 +39,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "GuidedDecodingParams",
     "KVStats",
+    "LoRARequest",
     "Logprob",
     "PinnedPrefix",
     "PoolingParams",

@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
+from quire.core.checks import refuse
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
+from quire.core.lora import Adapter, LoRARequest
 from quire.core.options import declared_options
 from quire.core.outputs import (
     EmbeddingOutput,
@@ -31,6 +33,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs_config import parse_config
 from quire.engine.assembly import AssembledEngine, assemble
 from quire.engine.devices import release_device_memory
+from quire.engine.engine import NO_ADAPTERS
 from quire.engine.input_processor import (
     CheckedParams,
     InputProcessor,
@@ -58,6 +61,7 @@ except ModuleNotFoundError as error:
     engine_settings = None  # type: ignore[assignment]  # optional: without it LLM has its own arguments only
 
 T = TypeVar("T")
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 _SETTINGS = {option.name for option in declared_options(EngineOptions)}
 _NO_STATE = EngineState(0, 0, 0)  # of a step: `get_metrics` looks at the engine itself
 
@@ -164,6 +168,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Complete every prompt and return the outputs in the order of the prompts.
 
@@ -171,9 +176,9 @@ class LLM:
         one per prompt, None the defaults of the model. Every request is checked before any runs: InvalidRequestError
         (a ValueError) names the field, and no request was started. On a terminal a progress bar runs unless `use_tqdm`
         is False. Waiting requests with the lowest `priority` (default 0; one for all or one per prompt) are admitted
-        first.
+        first. `lora_request`: the LoRA adapter of all requests, or one, or None, for each; with `enable_lora`.
         """
-        tokenized = self._tokenize(prompts, sampling_params)
+        tokenized = self._adapted(self._tokenize(prompts, sampling_params), lora_request)
         return self._finish_all(self._prepare(tokenized, sampling_params, priority), use_tqdm)
 
     def stream(
@@ -182,13 +187,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] | None = None,
+        lora_request: LoRARequests = None,
     ) -> Iterator[RequestOutput]:
         """Yield the output of a request, cumulative, whenever a step has added to it; `request_id` tells which.
 
         Requests are numbered "0", "1", ... over the life of this LLM, in the order of the prompts. They are checked
         now, queued at the first `next`, and aborted if the iterator is closed early. Several may run at once.
         """
-        tokenized = self._tokenize(prompts, sampling_params)
+        tokenized = self._adapted(self._tokenize(prompts, sampling_params), lora_request)
         return self._run(self._prepare(tokenized, sampling_params, priority), "cumulative")
 
     def chat(
@@ -203,12 +209,13 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, rendered with `chat_template`, by default the model's.
 
         With `continue_final_message`, instead of `add_generation_prompt`, the answer continues the last message.
         `tools` are functions in OpenAI's form, which the template describes to the model; calls are text of the answer.
-        `chat_template_kwargs` are other variables of the template.
+        `chat_template_kwargs` are other variables of the template. `lora_request` as of `generate`.
         """
         inputs = self._engine.inputs
         how = {
@@ -225,16 +232,23 @@ class LLM:
             inputs.tokenize_chat(each, truncation=truncation, **how, **variables)
             for each, truncation in zip(conversations, truncations, strict=True)
         ]
+        tokenized = self._adapted(tokenized, lora_request)
         return self._finish_all(self._prepare(tokenized, sampling_params, priority), use_tqdm)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Search the likeliest continuations of every prompt: `params.beam_width` outputs each, the best first.
 
-        `cumulative_logprob` of an output is the sum of its tokens' logprobs. Errors as in `generate`.
+        `cumulative_logprob` of an output is the sum of its tokens' logprobs. Errors and `lora_request` as of
+        `generate`.
         """
-        tokenized = self._tokenize(prompts)
+        tokenized = self._adapted(self._tokenize(prompts), lora_request)
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError(f"params must be BeamSearchParams, got {type(params).__name__}", param="params")
         return self._finish_all(self._prepare(tokenized, as_sampling_params(params), beam=params), use_tqdm)
@@ -247,15 +261,18 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of every prompt, in the order of the prompts, of a model that pools (`runner`).
 
-        Prompts and priorities as for `generate`. `truncate_prompt_tokens`: tokens of a prompt that are kept, the first
-        ones; -1: as many as the model takes. InvalidRequestError as `generate`, and for a model that does not pool.
+        Prompts, priorities and adapters as for `generate`. `truncate_prompt_tokens`: tokens of a prompt that are kept,
+        the first ones; -1: as many as the model takes. InvalidRequestError as `generate`, and for a model that does not
+        pool.
         """
         inputs = self._inputs  # raises RuntimeError if closed, before any other error
         truncation = inputs.check_truncation(truncate_prompt_tokens)
         tokenized = [inputs.tokenize(prompt, truncation=truncation) for prompt in _as_list(prompts)]
+        tokenized = self._adapted(tokenized, lora_request)
         prepared = self._prepare_pools(tokenized, pooling_params, "embed", priority)
         return [
             EmbeddingRequestOutput(
@@ -353,6 +370,26 @@ class LLM:
         listed = _as_list(prompts)
         truncations = self._truncations(sampling_params, len(listed))
         return [tokenize(prompt, truncation=each) for prompt, each in zip(listed, truncations, strict=True)]
+
+    def _adapted(self, prompts: list[TokenizedPrompt], lora_request: LoRARequests) -> list[TokenizedPrompt]:
+        """Return the prompts with their adapters. InvalidRequestError for one that cannot be read."""
+        if lora_request is None:
+            return prompts
+        given = _one_each("lora_request", lora_request, None, len(prompts))
+        return [prompt.adapted(self._adapter(each)) for prompt, each in zip(prompts, given, strict=True)]
+
+    def _adapter(self, lora_request: LoRARequest | None) -> Adapter | None:
+        if lora_request is None:
+            return None
+        if not isinstance(lora_request, LoRARequest):
+            refuse("lora_request", lora_request, "a LoRARequest")
+        adapters = self._engine.engine.adapters
+        if adapters is None:
+            raise InvalidRequestError(NO_ADAPTERS, param="lora_request")
+        try:
+            return adapters.read(lora_request.lora_path).result()
+        except ModelError as error:
+            raise InvalidRequestError(str(error), param="lora_request") from error
 
     def _truncations(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int

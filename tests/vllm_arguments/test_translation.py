@@ -111,7 +111,7 @@ def test_argument_without_effect_is_logged_once(caplog: pytest.LogCaptureFixture
 
 
 REFUSED: dict[str, object] = {
-    "pipeline_parallel_size": 2, "enable_lora": True, "watermark_config": {"model": "a"},
+    "pipeline_parallel_size": 2, "default_mm_loras": {"a": "b"}, "watermark_config": {"a": 1},
     "load_format": "pt", "tokenizer_mode": "mistral", "model_class_overrides": {"a": 1}, "cpu_offload_gb": 4.0,
     "logits_processors": ["a.b"], "quantization_config": {"linear": "int8"}, "rope_scaling": {"factor": 2},
     "worker_cls": object, "revision": "main", "logprobs_mode": "raw_logits",
@@ -152,8 +152,8 @@ def test_llm_takes_arguments_of_vllm(demo_model: Path, caplog: pytest.LogCapture
 
 
 def test_llm_refuses_what_is_not_supported_before_it_loads() -> None:
-    with pytest.raises(ConfigError, match="enable_lora is not supported"):
-        LLM("no/such/model", enable_lora=True)
+    with pytest.raises(ConfigError, match="lora_dtype 'float16' is not supported"):
+        LLM("no/such/model", lora_dtype="float16")
     with pytest.raises(ConfigError, match="tensor_parallel_size 2 is not supported"):
         LLM("no/such/model", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="dtype must be one of"):

@@ -10,11 +10,13 @@ from quire.core.logprob_table import Logprobs, LogprobTable
 
 FinishReason = Literal["stop", "length", "abort", "repetition"]
 # What keeps a request waiting: no seats, no blocks, a step that is full, its own prefix being computed, swapped ones,
-# the blocks that other requests of its client hold, its grammar being compiled.
+# the blocks that other requests of its client hold, its grammar being compiled, its adapter being loaded or one too
+# many beside those of running requests.
 WaitReason = Literal[
-    "max_num_seqs", "kv_blocks", "token_budget", "pending_prefix", "swapped_first", "kv_share", "grammar"
+    "max_num_seqs", "kv_blocks", "token_budget", "pending_prefix", "swapped_first", "kv_share", "grammar", "adapter"
 ]
 WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
+PREPARATION: tuple[WaitReason, ...] = ("grammar", "adapter")  # of a request, beside the steps of others
 MAX_PREEMPTIONS_KEPT = 64  # records of one request, the newest; RequestMetrics.num_preemptions counts all
 
 

@@ -74,6 +74,7 @@ class Request:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     task: Task = GENERATE
     scope: Scope = NO_SCOPE           # requests find only what those of the same scope have computed
+    adapter_folder: str = ""          # of `scope.adapter`
     priority: int = 0                 # lower is served first
     owner: str = ""                   # label of the owner: see quire.core.owner_labels
     client_id: str = ""               # charged to: "key:3", or the connection if there is no key

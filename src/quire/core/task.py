@@ -51,7 +51,7 @@ class Scope(NamedTuple):
     """Limit of prefix sharing: requests of different scopes never share keys and values."""
 
     salt: str | None = None     # of the client
-    adapter: str | None = None  # that changes keys and values; None: the model alone
+    adapter: str | None = None  # digest of the adapter that changes keys and values; None: the model alone
 
 
 NO_SCOPE = Scope()

@@ -9,6 +9,7 @@ from msgspec import structs
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
+from quire.core.outputs import WaitReason
 from quire.core.sequence import Request
 from quire.decoding.row_grammars import RowGrammars
 from quire.engine.device_sizing import configs_for
@@ -26,7 +27,7 @@ from quire.execution.drafter import Drafter, DraftMethod
 from quire.execution.executor import Executor, LocalExecutor
 from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import CudaSwapper, Swapper
-from quire.execution.worker import Worker
+from quire.execution.worker import StepAdapters, Worker
 from quire.kernels.cache_layout import dtype_name
 from quire.kernels.cpp.back_end import usable_isas
 from quire.model.kv_cache import KVCache
@@ -57,6 +58,14 @@ except ModuleNotFoundError as error:
     if not (error.name or "").startswith(("quire.engine.draft_model", "quire.execution.drafting")):
         raise
     load_draft_model = None  # type: ignore[assignment]  # optional: without it draft models are refused
+
+
+try:
+    from quire.engine.adapters.store import AdapterRows, AdapterStore, make_store
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith("quire.engine.adapters"):
+        raise
+    make_store = None  # type: ignore[assignment]  # optional: without it enable_lora is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +169,29 @@ def _build(
         kv, method = kv.joined(own), draft_model.drafter(own, batch)
     swapper = None if cache.num_swap_blocks == 0 else _swapper(options, cache, model, geometry, kv)
     drafter = _drafter(options, batch, model, draft_model, method)
-    executor = _executor(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter)
+    adapters = _adapters(options, model)
+    rows = None if adapters is None else AdapterRows(adapters)
+    executor = _executor(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows)
 
-    def is_prepared(request: Request) -> bool:
+    def unprepared(request: Request) -> WaitReason | None:
         structured_outputs = request.params.structured_outputs
-        return structured_outputs is None or grammars is None or grammars.is_compiled(structured_outputs)
+        if structured_outputs is not None and grammars is not None and not grammars.is_compiled(structured_outputs):
+            return "grammar"
+        return None if adapters is None or adapters.is_ready(request) else "adapter"
 
-    return Engine(_scheduler(scheduling, cache, is_prepared), executor, grammars)
+    scheduler = _scheduler(scheduling, cache, unprepared)
+    if adapters is not None:
+        adapters.watch(scheduler)
+    return Engine(scheduler, executor, grammars, adapters)
+
+
+def _adapters(options: EngineOptions, model: LanguageModel) -> "AdapterStore | None":
+    """Return the adapters of an engine; None if they are off. Raises ConfigError where they are not installed."""
+    if not options.enable_lora:
+        return None
+    if make_store is None:
+        raise ConfigError("enable_lora needs the package quire.engine.adapters, which is not in this installation")
+    return make_store(options, model)
 
 
 def _ready(
@@ -195,20 +220,20 @@ def _ready(
 
 
 def _scheduler(
-    config: SchedulerConfig, cache_config: CacheConfig, is_prepared: Callable[[Request], bool]
+    config: SchedulerConfig, cache_config: CacheConfig, unprepared: Callable[[Request], WaitReason | None]
 ) -> Scheduler:
     """Return the scheduler over its cache; the baselines are loaded only if the settings name one of them."""
     if cache_config.memory_policy == "paged" and config.batching == "continuous":
-        return Scheduler(config, KVCacheManager(cache_config), is_prepared=is_prepared)
+        return Scheduler(config, KVCacheManager(cache_config), unprepared=unprepared)
     from quire.cache.baselines.contiguous import make_manager  # noqa: PLC0415 (a room: it can be absent)
     from quire.scheduling.baselines.static_batching import make_scheduler  # noqa: PLC0415
 
-    return make_scheduler(config, make_manager(cache_config), is_prepared)
+    return make_scheduler(config, make_manager(cache_config), unprepared)
 
 
 def _executor(
     model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None,
-    grammars: RowGrammars | None, drafter: Drafter | None,
+    grammars: RowGrammars | None, drafter: Drafter | None, adapters: StepAdapters | None,
 ) -> Executor:  # fmt: skip
     """Return the executor for the model's device: on a GPU one that takes the next step while one runs.
 
@@ -217,7 +242,7 @@ def _executor(
     if model.device.type == "cuda":
         worker = CudaWorker(model, cache, batch, swapper, grammars, drafter)
         return AsyncCudaExecutor(worker, max_steps_in_flight=2 if drafter is None else 1)
-    return LocalExecutor(Worker(model, cache, batch, swapper, grammars, drafter))
+    return LocalExecutor(Worker(model, cache, batch, swapper, grammars, drafter, adapters))
 
 
 def _drafter(

@@ -2,12 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
 from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import InvalidRequestError
+from quire.core.lora import Adapter
 from quire.core.outputs import Admission, KVStats, SequenceDelta
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
@@ -18,7 +20,9 @@ from quire.execution.executor import Executor
 from quire.scheduling.isolation import PROBE_ID, Isolation
 from quire.scheduling.scheduler import Scheduler
 
-GRAMMAR_WAIT_S = 0.005  # that a step waits for a grammar if nothing else is to be done; commands are handled between
+PREPARATION_WAIT_S = 0.005  # for a grammar or an adapter, if nothing else is to be done; commands are handled between
+UNLOADABLE = "its LoRA adapter cannot be loaded any more: the files have changed, or are gone"
+NO_ADAPTERS = "LoRA adapters are not served: enable_lora is off, or this installation has no adapters"
 
 
 class Grammars(Protocol):
@@ -31,12 +35,33 @@ class Grammars(Protocol):
         """Wait until the next one is compiled, at most this long. No request runs."""
 
 
+class Adapters(Protocol):
+    """Adapters that are being loaded."""
+
+    def start_step(self) -> list[int]:
+        """Begin a step; return the ids of requests whose adapters cannot be loaded."""
+
+    def read(self, folder: str) -> Future[Adapter]:
+        """Read the adapter of a folder in another thread. The future's error is a ModelError."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the next one is loaded, at most this long. No request runs."""
+
+    @property
+    def num_in_memory(self) -> int:
+        """Adapters in memory."""
+
+
 class Engine:
     """A scheduler and an executor. Requests are added; each step returns deltas of their sequences."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, grammars: "Grammars | None" = None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, grammars: "Grammars | None" = None,
+        adapters: "Adapters | None" = None,
+    ) -> None:  # fmt: skip
         self.scheduler = scheduler
         self.grammars = grammars            # None: requests with grammars are refused
+        self.adapters = adapters            # None: requests with adapters are refused
         self.num_computed_tokens = 0        # by the last step
         self.on_submit: Callable[[StepPlan], None] = lambda plan: None  # called with each plan before it is submitted
         self._isolation = Isolation(scheduler)
@@ -51,6 +76,8 @@ class Engine:
         if request.params.structured_outputs is not None and self.grammars is None:
             message = "structured_outputs cannot be used: the model has no tokenizer, or this installation no grammars"
             raise InvalidRequestError(message, param="structured_outputs")
+        if request.scope.adapter is not None and self.adapters is None:
+            raise InvalidRequestError(NO_ADAPTERS, param="model")
         self.scheduler.add(request)
 
     def abort(self, request_id: int) -> bool:
@@ -70,11 +97,13 @@ class Engine:
         self.num_computed_tokens = 0
         if self._isolation.is_active:
             self._isolation.start_step()
+        if self.adapters is not None:
+            for request_id in self.adapters.start_step():
+                self.scheduler.fail(request_id, UNLOADABLE, param="model")
         try:
             plan = self.scheduler.schedule()
             if plan.is_empty:
-                if self.grammars is not None and self.scheduler.has_requests:
-                    self.grammars.wait(GRAMMAR_WAIT_S)
+                self._wait_for_preparation()
                 return self.scheduler.take_deltas()
             if not self._in_flight:
                 self._submit(plan)
@@ -91,6 +120,12 @@ class Engine:
             self.scheduler.roll_back()
         self.num_computed_tokens = sum(plan.counts)
         return [delta for delta in deltas if delta.request_id != PROBE_ID] + self._isolation.record_success()
+
+    def _wait_for_preparation(self) -> None:
+        """Wait for what the next waiting request lacks, if there is one."""
+        preparing = self.adapters if self.scheduler.wait_reason == "adapter" else self.grammars
+        if preparing is not None and self.scheduler.has_requests:
+            preparing.wait(PREPARATION_WAIT_S)
 
     @property
     def _may_schedule_next(self) -> bool:

@@ -16,6 +16,7 @@ from msgspec import structs
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.checks import MAX_INT, check_int, check_text, refuse, shown
 from quire.core.errors import InvalidRequestError
+from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
 from quire.core.pooling import Pool, PoolerConfig, PoolingParams, PoolingTask, pool_for
 from quire.core.sampling_params import SamplingParams
@@ -66,10 +67,15 @@ class TokenizedPrompt(NamedTuple):
     token_ids: PackedTokens
     cache_salt: str | None = None
     key_number: int = 0         # from 1; 0: none
+    adapter: Adapter | None = None
 
     def salted(self, cache_salt: str | None, key_number: int = 0) -> "TokenizedPrompt":
         """Return the prompt with a salt, which has been checked, and the number of its key."""
         return self._replace(cache_salt=cache_salt, key_number=key_number)
+
+    def adapted(self, adapter: Adapter | None) -> "TokenizedPrompt":
+        """Return the prompt for an adapter of the model."""
+        return self if adapter is None else self._replace(adapter=adapter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -364,7 +370,8 @@ class InputProcessor:
             eos_token_ids=eos,
             stop_token_ids=eos.union(named) - (eos & self._own_eos_token_ids),  # as in vLLM
             task=task,
-            scope=Scope(salt=prompt.cache_salt),
+            scope=Scope(prompt.cache_salt, None if prompt.adapter is None else prompt.adapter.digest),
+            adapter_folder="" if prompt.adapter is None else prompt.adapter.folder,
             owner=self.owners.label(prompt.key_number, prompt.cache_salt),
         )
 

@@ -17,6 +17,7 @@ from quire.core.config import (
 )
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import KVCacheDtype
+from quire.core.lora import DEFAULT_MAX_LORAS, DEFAULT_MAX_RANK, MAX_ADAPTERS, MAX_RANK
 from quire.core.options import SIZE, check_options, option, parse_bytes
 from quire.core.speculation import DEFAULT_DRAFTS, MAX_DRAFTS, SpeculationConfig, parse_speculation
 from quire.model.pooler import Runner, parse_overrides
@@ -199,6 +200,24 @@ class EngineOptions:
         None, "the most tokens of a draft", low=1, high=MAX_DRAFTS, shown_default=str(DEFAULT_DRAFTS),
         row="key `num_speculative_tokens` of `speculative_config`",
     )  # fmt: skip
+    enable_lora: bool = _engine(
+        False, "serve LoRA adapters beside the model",
+        row="`True`: requests may name LoRA adapters ([adapters.md](adapters.md)). On CPUs, with `memory_policy` "
+        "`paged` and continuous batching",
+    )  # fmt: skip
+    max_loras: int = _engine(
+        DEFAULT_MAX_LORAS, "adapters of the requests that run at once", low=1, high=MAX_ADAPTERS,
+        row="different adapters of the requests that run at once; others wait",
+    )  # fmt: skip
+    max_cpu_loras: int | None = _engine(
+        None, "adapters in memory", low=1, high=MAX_ADAPTERS, shown_default="max_loras",
+        row="adapters in memory, at least `max_loras`; the one not used for longest is dropped, and read again when a "
+        "request names it; `None`: `max_loras`",
+    )  # fmt: skip
+    max_lora_rank: int = _engine(
+        DEFAULT_MAX_RANK, "highest rank of an adapter", low=1, high=MAX_RANK,
+        row="highest rank of an adapter, which bounds its memory",
+    )  # fmt: skip
     preemption_mode: PreemptionMode = _engine(
         "auto", "how a preempted request comes back",
         row="how a preempted request is resumed: `recompute`; `swap`, its blocks are moved out and back in; `auto`, "
@@ -267,6 +286,7 @@ class EngineOptions:
                 f"{self.memory_policy!r}"
             )
         self._check_swap()
+        self._check_adapters()
         self._check_override()
         _ = self.quantization_options, self.given_chat_template
         parse_overrides(self.hf_overrides)
@@ -297,6 +317,20 @@ class EngineOptions:
     def speculation(self) -> SpeculationConfig | None:
         """The speculative decoding that is asked for, or None. Raises ConfigError for what is not supported."""
         return parse_speculation(self.speculative_config, self.spec_method, self.spec_model, self.spec_tokens)
+
+    @property
+    def resolved_max_cpu_loras(self) -> int:
+        """Adapters in memory, set or by default."""
+        return self.max_cpu_loras or self.max_loras
+
+    def _check_adapters(self) -> None:
+        if self.resolved_max_cpu_loras < self.max_loras:
+            raise ConfigError(f"max_cpu_loras must be at least max_loras {self.max_loras}, got {self.max_cpu_loras}")
+        if self.enable_lora and (self.batching, self.memory_policy) != ("continuous", "paged"):
+            raise ConfigError(
+                f"enable_lora needs batching 'continuous' and memory_policy 'paged', got {self.batching!r} and "
+                f"{self.memory_policy!r}"
+            )
 
     def _check_swap(self) -> None:
         swap_bytes = 0 if self.swap_space is None else parse_bytes(self.swap_space, "swap_space", low=0)

@@ -24,7 +24,7 @@ from quire.execution.cuda_graphs import CudaGraphCapture, CudaGraphRunner
 from quire.execution.device_memory import upload_step
 from quire.execution.drafter import Drafter
 from quire.execution.swapper import Swapper
-from quire.execution.worker import Worker
+from quire.execution.worker import StepAdapters, Worker
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 
@@ -49,9 +49,9 @@ class CudaWorker(Worker):
 
     def __init__(
         self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
-        grammars: RowGrammars | None = None, drafter: Drafter | None = None,
+        grammars: RowGrammars | None = None, drafter: Drafter | None = None, adapters: StepAdapters | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(model, cache, batch, swapper, grammars, drafter)
+        super().__init__(model, cache, batch, swapper, grammars, drafter, adapters)
         self._last_tokens = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=model.device)  # by row
         self._completed_s = 0.0
         self._graphs: CudaGraphRunner | None = None

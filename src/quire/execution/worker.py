@@ -7,6 +7,8 @@ concerned alone.
 import logging
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from msgspec import structs
@@ -23,6 +25,7 @@ from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter, rows_to_draft
 from quire.execution.rates import Rate
 from quire.execution.swapper import Swapper
+from quire.kernels.low_rank import RowAdapters
 from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
@@ -33,12 +36,19 @@ GRAMMAR_FIELD = "structured_outputs"
 PROMPT_LOGITS_ROWS = 256  # rows of logits held at once for prompt logprobs: 256 x 150,000 x 4 bytes is 154 MB
 
 
+class StepAdapters(Protocol):
+    """The adapters of rows."""
+
+    def of_step(self, plan: StepPlan) -> RowAdapters | None:
+        """Apply a plan's new rows; return the adapters of its tokens, None if none of them has one."""
+
+
 class Worker:
     """Turns a plan into tensors, runs the forward pass, samples."""
 
     def __init__(
         self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
-        grammars: RowGrammars | None = None, drafter: Drafter | None = None,
+        grammars: RowGrammars | None = None, drafter: Drafter | None = None, adapters: StepAdapters | None = None,
     ) -> None:  # fmt: skip
         self._model = model
         self._cache = cache           # of every model that shares the block tables; the first layers are the model's
@@ -48,6 +58,7 @@ class Worker:
         self._swapper = swapper
         self._grammars = grammars     # None: no request has a grammar
         self._drafter = drafter       # None: no row has drafts
+        self._adapters = adapters     # None: no row has an adapter
         self._prefill_rate = Rate()
 
     @torch.inference_mode()
@@ -79,6 +90,8 @@ class Worker:
         if self._drafter is not None:
             self._drafter.apply(plan)
         inputs = self._batch.inputs(plan)
+        if self._adapters is not None and (adapters := self._adapters.of_step(plan)) is not None:
+            inputs = inputs._replace(forward=replace(inputs.forward, adapters=adapters))
         if self._grammars is not None:
             self._grammars.apply(plan)
             step = self._grammars.start_step(

@@ -3,7 +3,8 @@
 When blocks run out, the last request in planning order is preempted as a whole, to be recomputed or swapped (Kwon et
 al. 2023, section 4.5); the first is never preempted. Waiting requests are admitted while rows, blocks and budget last.
 A request that starts with a block computed in this step is skipped, its rows reserved: in the next step it finds that
-block in the prefix cache. A request whose grammar is still being compiled is skipped too, and reserves nothing.
+block in the prefix cache. A request whose grammar is still being compiled, or whose adapter is not there, is skipped
+too, and reserves nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,9 +38,9 @@ class Planner:
 
     def __init__(
         self, budget: int, queues: RequestQueues, admission: AdmissionControl, preemption: PreemptionPolicy,
-        order: ByPriority, cache: KVCacheManager, shares: KVShares, is_prepared: Callable[[Request], bool],
+        order: ByPriority, cache: KVCacheManager, shares: KVShares, unprepared: Callable[[Request], WaitReason | None],
     ) -> None:  # fmt: skip
-        self._shares, self._is_prepared = shares, is_prepared
+        self._shares, self._unprepared = shares, unprepared
         self._queues, self._admission, self._preemption = queues, admission, preemption
         self._order, self._cache = order, cache
         self._prefill_budget = ChunkedPrefillBudget(budget, self._budget_candidates)
@@ -208,9 +209,9 @@ class Planner:
                     return "swapped_first"
                 budget -= self._swap_in(step, request, budget)
                 continue
-            if not self._is_prepared(request):
+            if (reason := self._unprepared(request)) is not None:
                 skipped.add(request)
-                queues.wait_reasons.count_skipped(request, "grammar")
+                queues.wait_reasons.count_skipped(request, reason)
                 continue
             match = admission.match(request)
             if match.is_pending:

@@ -17,7 +17,7 @@ from itertools import count
 from quire.cache.manager import KVCacheManager
 from quire.cache.slices import run_to_the_end
 from quire.core.config import SchedulerConfig, SchedulingPolicy
-from quire.core.outputs import SequenceDelta, WaitReason
+from quire.core.outputs import PREPARATION, SequenceDelta, WaitReason
 from quire.core.plan import StepPlan, StepResult
 from quire.core.seeds import branch_seed
 from quire.core.sequence import NO_ROW, Request, Sequence
@@ -41,12 +41,12 @@ from quire.scheduling.step_rollback import affected_by, release_affected
 class Scheduler:
     """Chooses the requests of each step, and records the results. The only writer of a sequence's tokens.
 
-    `is_prepared` tells whether a waiting request may be admitted: its grammar is compiled, or it has none.
+    `unprepared` returns what a waiting request lacks of what is prepared for it by another thread; None: nothing.
     """
 
     def __init__(
         self, config: SchedulerConfig, cache: KVCacheManager, admission: type[AdmissionControl] = AdmissionControl,
-        is_prepared: Callable[[Request], bool] = lambda request: True,
+        unprepared: Callable[[Request], WaitReason | None] = lambda request: None,
     ) -> None:  # fmt: skip
         self.config = config
         self.cache = cache
@@ -61,7 +61,7 @@ class Scheduler:
         self._shares = KVShares(max_blocks, self.running, self.admission.known_blocks, self.admission.head_room)
         self.planner = Planner(
             config.max_num_batched_tokens, self.queues, self.admission, self.preemption, self.order, cache,
-            self._shares, is_prepared,
+            self._shares, unprepared,
         )
         self._step = PlanBuilder()                  # that is being planned, or is under way
         self._ahead: PlanBuilder | None = None      # the step after the one under way, if it has been planned already
@@ -180,6 +180,11 @@ class Scheduler:
             self._update_pin_limits()
         return is_pin
 
+    def fail(self, request_id: int, error: str, param: str) -> None:
+        """End a request with an error, for which a field of it is the reason."""
+        if self.abort(request_id):
+            self._recorder.deltas.append(SequenceDelta(request_id, 0, [], error=error, param=param))
+
     def finish(self, request_id: int, index: int) -> bool:
         """End one branch, because its text is complete. False if it is not here (any more), or is a beam."""
         request = self.queues.requests.get(request_id)
@@ -208,7 +213,7 @@ class Scheduler:
     # --- the plan -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plan the next step. The plan is empty only if no request runs, and those that wait do so for their grammars.
+        """Plan the next step. The plan is empty only if no request runs, and those that wait are being prepared.
 
         Returns the plan of `schedule_next`, which admits no request, if there is one.
         """
@@ -223,7 +228,7 @@ class Scheduler:
         step.at = None
         if self.queues.num_drafted:
             self._plan_drafts(step)
-        is_idle = not self.queues.requests or self.wait_reason == "grammar"
+        is_idle = not self.queues.requests or self.wait_reason in PREPARATION
         assert not plan.is_empty or is_idle, "requests are here, but none of them can run"
         return plan
 

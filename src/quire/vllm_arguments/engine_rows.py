@@ -156,13 +156,17 @@ _MODEL = (
 )
 
 _ADAPTERS = (
-    *refused("LoRA adapters are not served", switch("enable_lora"), config("default_mm_loras")),
+    same(switch("enable_lora")),
+    same(number("max_loras"), "8"),
+    same(number("max_lora_rank"), "any rank up to it"),
+    same(number("max_cpu_loras")),
+    *refused("prompts are text", config("default_mm_loras")),
+    *refused("factors of all linear layers are applied", texts("lora_target_modules")),
+    *refused("factors have the model's dtype", text("lora_dtype", "auto")),
     *accepted(
-        "LoRA adapters are not served",
-        number("max_loras"), number("max_lora_rank"), text("lora_dtype"), number("max_cpu_loras"),
-        switch("fully_sharded_loras"), texts("lora_target_modules"), switch("enable_tower_connector_lora"),
-        switch("specialize_active_lora"), switch("enable_mixed_moe_lora_format"), switch("enable_moe_shared_loras"),
-        number("max_lora_cls_labels"),
+        "the kernels of adapters have no such settings",
+        switch("fully_sharded_loras"), switch("enable_tower_connector_lora"), switch("specialize_active_lora"),
+        switch("enable_mixed_moe_lora_format"), switch("enable_moe_shared_loras"), number("max_lora_cls_labels"),
     ),
 )
 

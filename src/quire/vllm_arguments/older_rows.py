@@ -33,9 +33,10 @@ _ENGINE = (
     *accepted("prompts are text: requests with images, audio or video are refused",
               switch("disable_mm_preprocessor_cache"), switch("enable_multimodal_encoder_data_parallel")),
     *accepted("the KV cache in 8 bits has scales of its own, or none", switch("calculate_kv_scales")),
-    *accepted("LoRA adapters are not served", number("lora_extra_vocab_size"), number("max_prompt_adapters"),
+    *accepted("adapters change linear layers alone", number("lora_extra_vocab_size"), number("max_prompt_adapters"),
               number("max_prompt_adapter_token")),
-    *refused("LoRA adapters are not served", switch("enable_prompt_adapter"), text("qlora_adapter_name_or_path")),
+    *refused("adapters change linear layers alone", switch("enable_prompt_adapter")),
+    *refused("adapters are named by `lora_request` or `--lora-modules`", text("qlora_adapter_name_or_path")),
     renamed(
         text("task"), "runner",
         "`embed`, `embedding` and `score` are `--runner pooling`; `classify` and `reward` are refused",

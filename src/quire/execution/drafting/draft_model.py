@@ -51,7 +51,7 @@ class DraftModel:
         if self._has_failed:
             return
         try:
-            within = _up_to(batch, self._max_positions)
+            within = _up_to(replace(batch, adapters=None), self._max_positions)  # which are the target's
             if within is not None:
                 self._forward(within)
         except Exception:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from quire.cache.baselines.contiguous import ContiguousManager
 from quire.cache.manager import KVCacheManager
 from quire.core.config import SchedulerConfig
-from quire.core.outputs import SequenceDelta
+from quire.core.outputs import SequenceDelta, WaitReason
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request, Sequence, SequenceStatus
 from quire.scheduling.admission import AdmissionControl
@@ -86,7 +86,8 @@ class StaticScheduler(Scheduler):
 
 
 def make_scheduler(
-    config: SchedulerConfig, cache: KVCacheManager, is_prepared: Callable[[Request], bool] = lambda request: True
+    config: SchedulerConfig, cache: KVCacheManager,
+    unprepared: Callable[[Request], WaitReason | None] = lambda request: None,
 ) -> Scheduler:
     """Return the scheduler of the configuration's way of batching and of the cache's memory policy.
 
@@ -95,4 +96,4 @@ def make_scheduler(
     admission = ReservingAdmission if isinstance(cache, ContiguousManager) else AdmissionControl
     if config.batching == "static":
         return StaticScheduler(config, cache, admission)
-    return Scheduler(config, cache, admission, is_prepared)
+    return Scheduler(config, cache, admission, unprepared)

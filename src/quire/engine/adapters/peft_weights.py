@@ -1,0 +1,198 @@
+"""PEFT weights: the factors of a folder, checked against the model, scaled, fused like its layers, and packed."""
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from quire.core.errors import ModelError
+from quire.core.model_files import file_inside, read_bytes
+from quire.engine.adapters.peft_config import CONFIG_FILE, Factor, parse_config
+from quire.kernels.back_end import BackEnd
+from quire.kernels.linear import Linear
+from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.low_rank import AdapterWeights, LowRankLayer, LowRankPart
+from quire.model.shapes import LayerShapes
+from quire.model.spec import DecoderSpec
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+HEADER_BYTES = 16 << 20  # of a file of weights, at most
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+_REFUSED = {
+    "lora_magnitude_vector": "DoRA", "lora_embedding_": "factors of embeddings", "modules_to_save": "modules_to_save",
+    ".bias": "biases", "lora_": "factors of another kind",
+}  # fmt: skip
+
+
+class Target(NamedTuple):
+    """A module that may have factors: rows [first, first + num_rows) of the weight of a linear op."""
+
+    op: str
+    first: int
+    num_rows: int
+    all_rows: int
+    width: int
+
+
+class LoadedAdapter(NamedTuple):
+    """An adapter of a folder. `digest` identifies the content of its files."""
+
+    digest: str
+    weights: AdapterWeights
+    rank: int  # the highest
+
+
+class ModelTargets:
+    """What an adapter may change of a model: the linear layers of attention and feed-forward."""
+
+    def __init__(self, spec: DecoderSpec, back_end: BackEnd, dtype: torch.dtype) -> None:
+        self._prefixes = sorted(spec.weights.prefixes, key=len, reverse=True)
+        self._targets = dict(_targets(spec))
+        self._back_end, self._dtype = back_end, dtype
+
+    def max_bytes(self, max_rank: int) -> int:
+        """Return the most bytes of a file of weights, with every module in float32 at the highest rank."""
+        return HEADER_BYTES + sum(4 * max_rank * (each.num_rows + each.width) for each in self._targets.values())
+
+    def read(self, folder: Path, max_rank: int) -> LoadedAdapter:
+        """Read and pack the adapter of a folder. ModelError names the file, the tensor and the limit."""
+        config_content = read_bytes(folder, CONFIG_FILE)
+        config = parse_config(config_content, folder / CONFIG_FILE)
+        content = _read_weights(folder, self.max_bytes(max_rank))
+        digest = hashlib.sha256(hashlib.sha256(config_content).digest() + hashlib.sha256(content).digest()).hexdigest()
+        path = folder / WEIGHTS_FILE
+        factors = self._factors(_tensors(content, path), path)
+        del content
+        scaled: dict[Target, tuple[Tensor, Tensor]] = {}
+        highest = 0
+        for module, (target, down, up) in factors.items():
+            expected = config.factor_of(module)
+            highest = max(highest, expected.rank)
+            _check(path, module, target, down, up, expected, max_rank)
+            factor = (up.float() * expected.scale).to(self._dtype)
+            scaled[target] = down.to(self._dtype), factor
+            for name, tensor in (("A", scaled[target][0]), ("B", factor)):
+                if not self._back_end.all_finite(tensor.contiguous()):
+                    raise ModelError(f"{path}: lora_{name} of {module} has values that are not finite in {self._dtype}")
+        return LoadedAdapter(digest, self._pack(scaled), highest)
+
+    def _factors(self, tensors: Mapping[str, Tensor], path: Path) -> dict[str, tuple[Target, Tensor, Tensor]]:
+        """Return target, A and B by the modules' names."""
+        halves: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in sorted(tensors.items()):
+            match = _FACTOR.fullmatch(name)
+            if match is None:
+                refused = next((why for part, why in _REFUSED.items() if part in name), "no factor of a LoRA")
+                raise ModelError(f"{path}: tensor {name!r:.300} is not supported: {refused}")
+            halves.setdefault(match[1], {})[match[2]] = tensor
+        if not halves:
+            raise ModelError(f"{path}: no tensors")
+        found = {}
+        for module, pair in halves.items():
+            target = self._target(module)
+            if target is None:
+                served = ", ".join(sorted({name.rpartition(".")[2] for name in self._targets}))
+                raise ModelError(f"{path}: the model has no target module {module!r:.300}; of its layers: {served}")
+            if pair.keys() != {"A", "B"}:
+                raise ModelError(f"{path}: lora_A or lora_B of {module} is missing")
+            found[module] = target, pair["A"], pair["B"]
+        return found
+
+    def _target(self, module: str) -> Target | None:
+        for prefix in self._prefixes:
+            if module.startswith(prefix) and (target := self._targets.get(module[len(prefix) :])) is not None:
+                return target
+        return None
+
+    def _pack(self, scaled: Mapping[Target, tuple[Tensor, Tensor]]) -> AdapterWeights:
+        make = _linear_maker(self._back_end)
+        by_op: dict[str, list[Target]] = {}
+        for target in sorted(scaled):
+            by_op.setdefault(target.op, []).append(target)
+        layers, num_bytes = {}, 0
+        for op, targets in by_op.items():
+            parts, rank = [], 0
+            for target in targets:
+                up = scaled[target][1]
+                factor = make(LinearWeight.dense(up), dtype=torch.float32)
+                parts.append(LowRankPart(factor, rank, up.shape[1], target.first, target.num_rows))
+                rank += up.shape[1]
+            down = make(LinearWeight.dense([scaled[target][0] for target in targets]))
+            layers[op] = LowRankLayer(down, rank, targets[0].all_rows, tuple(parts))
+            num_bytes += down.num_bytes + sum(part.up.num_bytes for part in parts)
+        return AdapterWeights(layers, num_bytes)
+
+
+def _targets(spec: DecoderSpec) -> list[tuple[str, Target]]:
+    found = []
+    for index, layer in enumerate(spec.layers):
+        shapes, stem = LayerShapes.of(spec, layer), spec.weights.layer.format(layer=index)
+        linears = {
+            "qkv": shapes.qkv, "attention_out": shapes.attention_out, "feed_forward_in": shapes.up,
+            "feed_forward_out": shapes.down,
+        }  # fmt: skip
+        for name, shape in linears.items():
+            all_rows, first = sum(shape.num_rows), 0
+            counts = shape.num_rows if len(shape.modules) > 1 else (all_rows,)
+            for module, count in zip(shape.modules, counts, strict=True):
+                found.append((stem + module, Target(f"layers.{index}.{name}", first, count, all_rows, shape.width)))
+                first += count
+    return found
+
+
+def _read_weights(folder: Path, max_bytes: int) -> bytes:
+    """Return the whole file, which cannot change any more once it is checked."""
+    if not (folder / WEIGHTS_FILE).exists():
+        raise ModelError(f"{folder}: no file {WEIGHTS_FILE}; other formats of weights are not read")
+    path = file_inside(folder, WEIGHTS_FILE)
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from error
+    if len(content) > max_bytes:
+        raise ModelError(f"{path}: larger than {max_bytes} bytes, which is all modules in float32 at the highest rank")
+    return content
+
+
+def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = safetensors.torch.load(content)
+    except (SafetensorError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{path}: not a whole safetensors file: {error}") from error
+    return tensors
+
+
+def _check(
+    path: Path, module: str, target: Target, down: Tensor, up: Tensor, factor: Factor, max_rank: int
+) -> None:
+    for name, tensor in (("A", down), ("B", up)):
+        if tensor.dtype not in FLOATS:
+            raise ModelError(f"{path}: lora_{name} of {module} has dtype {tensor.dtype}, expected F32, F16 or BF16")
+    if factor.rank > max_rank:
+        raise ModelError(f"{path}: {module} has rank {factor.rank}, more than max_lora_rank {max_rank}")
+    for name, tensor, expected in (
+        ("A", down, (factor.rank, target.width)), ("B", up, (target.num_rows, factor.rank))
+    ):  # fmt: skip
+        if tuple(tensor.shape) != expected:
+            raise ModelError(
+                f"{path}: lora_{name} of {module} has shape {list(tensor.shape)}, expected {list(expected)} of rank "
+                f"{factor.rank} in {CONFIG_FILE}"
+            )
+
+
+def _linear_maker(back_end: BackEnd) -> Callable[..., Linear]:
+    """Return the back end's maker of linear layers; of C++ with memory of its own, which is freed with the adapter."""
+    if back_end.name != "cpp":
+        return back_end.linear
+    from quire.kernels.cpp.huge_pages import PackedMemory  # noqa: PLC0415 (of the C++ back end alone)
+
+    return partial(back_end.linear, memory=PackedMemory())

@@ -1,0 +1,227 @@
+"""Adapter store: adapters in memory, at most so many, the least recently used first to go; the door of this room.
+
+Adapters are identified by the digest of their files. A request whose adapter is not in memory waits while a thread
+reads it. An adapter stays in memory while a request that has been admitted uses it, and while the requests of the last
+step waited for it. A load starts only if there is room for the adapter, so that the number in memory and being read is
+never above the limit. Loads and admissions that the limits hold up also hold up later requests with adapters: else
+these could keep their adapters in use for ever.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+from quire.core.errors import ConfigError, EngineError, ModelError
+from quire.core.lora import MAX_ADAPTERS, Adapter
+from quire.core.plan import StepPlan
+from quire.core.sequence import Request
+from quire.engine.adapters.peft_config import CONFIG_FILE
+from quire.engine.adapters.peft_weights import WEIGHTS_FILE, LoadedAdapter, ModelTargets
+from quire.engine.options import EngineOptions
+from quire.kernels.low_rank import AdapterWeights, RowAdapters
+from quire.kernels.support import require
+from quire.model.decoder import Decoder
+from quire.model.language_model import LanguageModel
+from quire.scheduling.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+Signature = tuple[tuple[int, ...], ...]
+
+
+def make_store(options: EngineOptions, model: LanguageModel) -> "AdapterStore":
+    """Return the store of a model. ConfigError names a model or a device that serves no adapters."""
+    require(model.back_end.name, ["adapters"])
+    if not isinstance(model, Decoder):
+        raise ConfigError(f"enable_lora needs a model of Quire's own families, got a {type(model).__name__}")
+    targets = ModelTargets(model.spec, model.back_end, model.dtype)
+    limits = options.max_loras, options.resolved_max_cpu_loras
+    return AdapterStore(lambda folder: targets.read(folder, options.max_lora_rank), *limits)
+
+
+class AdapterStore:
+    """Adapters of one engine. `read` may be called by any thread, all other methods by the one that runs steps."""
+
+    def __init__(self, read: Callable[[Path], LoadedAdapter], max_running: int, max_in_memory: int) -> None:
+        self._read, self._max_running, self._max_in_memory = read, max_running, max_in_memory
+        self._lock = Lock()
+        self._pool = ThreadPoolExecutor(1, "adapters")
+        self._in_memory = OrderedDict[str, AdapterWeights]()  # the least recently used first
+        self._loading = dict[str, Future[None]]()
+        self._known = dict[str, tuple[Signature, Adapter]]()  # by folder; used by the store's thread alone
+        self._failed = set[str]()                   # digests of loads since the last step
+        self._step = 0
+        self._wanted = dict[str, int]()             # the last step that had a waiting request of each in memory
+        self._is_held = False                       # in this step: a limit holds up a request
+        self._running: set[str] | None = None       # adapters of admitted requests, once this step has asked
+        self._scheduler: Scheduler | None = None
+
+    def watch(self, scheduler: Scheduler) -> None:
+        """Set the scheduler whose admitted requests keep their adapters."""
+        self._scheduler = scheduler
+
+    # --- loading ----------------------------------------------------------------------------------------------------
+
+    def read(self, folder: str) -> Future[Adapter]:
+        """Read a folder in the store's thread and keep it if there is room. The future's error is a ModelError."""
+        return self._pool.submit(self._read_new, folder)
+
+    def _read_new(self, folder: str) -> Adapter:
+        signature = _signature(Path(folder))
+        if signature is not None and (known := self._known.get(folder)) is not None and known[0] == signature:
+            return known[1]
+        loaded = self._read(Path(folder))
+        adapter = Adapter(loaded.digest, folder)
+        if signature is not None:
+            self._known[folder] = signature, adapter
+            while len(self._known) > MAX_ADAPTERS:
+                del self._known[next(iter(self._known))]
+        with self._lock:
+            if len(self._in_memory) + len(self._loading) < self._max_in_memory:
+                self._in_memory.setdefault(loaded.digest, loaded.weights)
+        return adapter
+
+    def _load(self, adapter: Adapter) -> None:
+        weights: AdapterWeights | None = None
+        try:
+            loaded = self._read(Path(adapter.folder))
+            if loaded.digest != adapter.digest:
+                raise ModelError(f"{adapter.folder}: the files have changed since the adapter was named")
+            weights = loaded.weights
+        except EngineError as error:
+            log.warning("an adapter cannot be loaded: %s", error)
+        except Exception:
+            log.exception("an adapter cannot be loaded")
+        with self._lock:
+            del self._loading[adapter.digest]
+            if weights is None:
+                self._failed.add(adapter.digest)
+            else:
+                self._in_memory[adapter.digest] = weights
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until an adapter has been loaded, at most this long. No request runs."""
+        with self._lock:
+            loading = list(self._loading.values())
+        wait(loading, timeout_s, FIRST_COMPLETED)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def start_step(self) -> list[int]:
+        """Begin a step; return the requests whose adapters could not be loaded: they must be ended."""
+        self._step += 1
+        self._is_held, self._running = False, None
+        if not self._failed:
+            return []
+        with self._lock:
+            failed, self._failed = self._failed, set()
+        assert self._scheduler is not None
+        return [each.request_id for each in self._scheduler.requests.values() if each.scope.adapter in failed]
+
+    def is_ready(self, request: Request) -> bool:
+        """Return whether a waiting request may be admitted; else its adapter is read as soon as there is room."""
+        digest = request.scope.adapter
+        if digest is None:
+            return True
+        if self._is_held:
+            return False
+        with self._lock:
+            is_loaded = digest in self._in_memory
+            if is_loaded:
+                self._in_memory.move_to_end(digest)
+                self._wanted[digest] = self._step
+            elif not (digest in self._loading or digest in self._failed) and not self._start_load(
+                Adapter(digest, request.adapter_folder)
+            ):
+                self._is_held = True
+        if not is_loaded:
+            return False
+        running = self._adapters_of_running()
+        if digest not in running and len(running) >= self._max_running:
+            self._is_held = True
+            return False
+        running.add(digest)
+        return True
+
+    def _start_load(self, adapter: Adapter) -> bool:
+        """Start to load an adapter, evicting another one if there must be; return False if there is no room."""
+        if len(self._in_memory) + len(self._loading) >= self._max_in_memory:
+            victim = self._victim()
+            if victim is None:
+                return False
+            del self._in_memory[victim]
+            self._wanted.pop(victim, None)
+        self._loading[adapter.digest] = self._pool.submit(self._load, adapter)
+        return True
+
+    def _victim(self) -> str | None:
+        """Return the least recently used adapter that nothing needs."""
+        assert self._scheduler is not None
+        scheduler = self._scheduler
+        kept = {each.scope.adapter for each in (*scheduler.running, *scheduler.swapped)}
+        kept |= {each.scope.adapter for each in scheduler.waiting if each.num_preemptions}
+        kept |= {digest for digest, step in self._wanted.items() if step >= self._step - 1}
+        return next((digest for digest in self._in_memory if digest not in kept), None)
+
+    def _adapters_of_running(self) -> set[str]:
+        """Return the adapters of admitted requests, with those that this step may admit."""
+        if self._running is None:
+            assert self._scheduler is not None
+            running: Iterable[Request] = (*self._scheduler.running, *self._scheduler.swapped)
+            self._running = {each.scope.adapter for each in running if each.scope.adapter is not None}
+        return self._running
+
+    def weights(self, digest: str) -> AdapterWeights:
+        """Return an adapter that a row uses."""
+        with self._lock:
+            return self._in_memory[digest]
+
+    @property
+    def num_in_memory(self) -> int:
+        """Adapters in memory."""
+        return len(self._in_memory)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the adapters in memory."""
+        with self._lock:
+            return sum(each.num_bytes for each in self._in_memory.values())
+
+
+def _signature(folder: Path) -> Signature | None:
+    """Return what changes when the files of a folder do; None if they cannot be looked at."""
+    try:
+        stats = [(folder / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    except (OSError, ValueError):
+        return None
+    return tuple((each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in stats)
+
+
+class AdapterRows:
+    """The adapters of the worker's rows."""
+
+    def __init__(self, store: AdapterStore) -> None:
+        self._store = store
+        self._digests = dict[int, str]()  # of rows that have one, or had until their sequence ended
+
+    def of_step(self, plan: StepPlan) -> RowAdapters | None:
+        """Apply a plan's new rows; return the adapters of its tokens, None if none of them has one."""
+        for new in plan.new_rows:
+            if new.scope.adapter is None:
+                self._digests.pop(new.row, None)
+            else:
+                self._digests[new.row] = new.scope.adapter
+        if not self._digests:
+            return None
+        found: dict[str, int] = {}
+        digests = [self._digests.get(row) for row in plan.rows]
+        of_entry = [-1 if each is None else found.setdefault(each, len(found)) for each in digests]
+        if not found:
+            return None
+        of_row = torch.tensor(of_entry, dtype=torch.int32).repeat_interleave(torch.tensor(plan.counts))
+        return RowAdapters([self._store.weights(digest) for digest in found], of_row)

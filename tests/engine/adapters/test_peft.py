@@ -1,0 +1,101 @@
+"""Adapters against PEFT: logprobs of prompts, for every way to write ranks and scales."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, LoRARequest, SamplingParams
+from support.random_model import VOCAB_SIZE, write_random_model
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+PROMPT = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CASES: dict[str, dict[str, Any]] = {
+    "all": {"r": 8, "lora_alpha": 16, "target_modules": MODULES},
+    "rsLoRA, odd": {"r": 5, "lora_alpha": 3, "use_rslora": True, "target_modules": ["v_proj", "up_proj"]},
+    "patterns": {
+        "r": 4, "lora_alpha": 4, "target_modules": MODULES,
+        "rank_pattern": {"q_proj": 7, "layers.1.mlp.gate_proj": 2, "^model.layers.0.self_attn.v_proj": 1},
+        "alpha_pattern": {"k_proj": 9, "down_proj": 0.5},
+    },
+    "one layer": {"r": 8, "lora_alpha": 8, "target_modules": ["gate_proj", "k_proj"], "layers_to_transform": [1]},
+}  # fmt: skip
+
+
+def peft_logprobs(
+    plain: torch.nn.Module, folder: Path, config: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Save an adapter by PEFT; return its logprobs of the prompt, and the model's."""
+    torch.manual_seed(3)
+    tokens = torch.tensor([PROMPT])
+    with torch.no_grad():
+        without = plain(tokens).logits[0].log_softmax(-1)
+        adapted = peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", **config))
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+        found = adapted.eval()(tokens).logits[0].log_softmax(-1)
+    adapted.save_pretrained(folder)
+    return found, without
+
+
+def logprobs(llm: LLM, lora_request: LoRARequest | None) -> torch.Tensor:
+    """Return the logprobs of the prompt's tokens behind the first."""
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    (output,) = llm.generate([PROMPT], params, use_tqdm=False, lora_request=lora_request)
+    assert output.prompt_logprobs is not None
+    each = zip(output.prompt_logprobs[1:], PROMPT[1:], strict=True)
+    return torch.tensor([position[token].logprob for position, token in each if position is not None])
+
+
+def check(model: Path, plain: torch.nn.Module, folder: Path, config: dict[str, Any]) -> None:
+    expected, without = peft_logprobs(plain, folder, config)
+    places = torch.arange(len(PROMPT) - 1), torch.tensor(PROMPT[1:])
+    with LLM(model, dtype="float32", enable_lora=True) as llm:
+        found = logprobs(llm, LoRARequest("a", 1, str(folder)))
+        torch.testing.assert_close(found, expected[places], rtol=0, atol=1e-4)
+        torch.testing.assert_close(logprobs(llm, None), without[places], rtol=0, atol=1e-4)
+    assert (expected[places] - without[places]).abs().max() > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # which peft reads
+@pytest.mark.parametrize("case", CASES)
+def test_logprobs_are_those_of_peft(case: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    model = write_random_model(tmp_path / "model")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    check(model, plain, tmp_path / "adapter", CASES[case])
+
+
+SIZES = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0,
+    "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_token_id": 0, "eos_token_id": 0}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("family", "sizes", "targets"),
+    [
+        ("GPT2", GPT2, ["c_attn", "c_fc", "c_proj"]),
+        ("Phi3", SIZES, ["qkv_proj", "gate_up_proj", "down_proj"]),
+        ("Gemma2", SIZES | {"head_dim": 8}, ["q_proj", "gate_proj", "o_proj"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to")
+def test_other_families_have_the_logprobs_of_peft(
+    family: str, sizes: dict[str, int], targets: list[str], tmp_path: Path
+) -> None:
+    """Transposed weights, modules that the checkpoint has fused, norms around sublayers."""
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    plain.save_pretrained(tmp_path / "model")
+    rank = {"r": 6, "lora_alpha": 12, "target_modules": targets}
+    check(tmp_path / "model", plain, tmp_path / "adapter", rank)
